@@ -3,7 +3,8 @@ in one run, step about step; seconds and memory of each rank.
 
     python benchmarks/pipelines.py [--json]
 
-Then what it takes to report Llama-3.1-405B's gradient on 1024 ranks, (pp 8, dp 16, tp 8).
+Then what it takes to report Llama-3.1-405B's gradient on 1024 ranks, (pp 8, dp 16, tp 8), and a
+train step of it with clipping and AdamW.
 
 Seconds are medians over rounds, of the clock and of the processor; ratios are medians of the ratios
 of a round. Memory is the most that the allocator hands out during a step, beside parameters and
@@ -150,8 +151,10 @@ def job(case):
     return losses, clock, cpu, memory
 
 
-def of_405b():
-    """The report of a step of 126 layers, on a mesh of no processes."""
+def of_405b(trains):
+    """The report of a step of 126 layers, on a mesh of no processes: its gradient, or with clipping
+    and AdamW.
+    """
     import models  # pyright: ignore[reportMissingImports]
     from scale import LLAMA
 
@@ -164,9 +167,21 @@ def of_405b():
     pipe = ftp.Pipeline("pp", microbatches=32)
     specs = pipe.place(params, ftp.plan(params, models.specs(models.cuts(cfg), tp="tp")), mesh)
     batch = tuple(torch.empty(512, 8192, dtype=torch.int64, device="meta") for _ in range(2))
-    step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=P("dp"), pipeline=pipe)
+    loss_fn, state = models.lm_loss(fn), ()
+    step: Any = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"), pipeline=pipe)
+    if trains:
+        opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-4)
+        state = (opt.init(params),)
+
+        def train_step(params, state, batch):
+            grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+            grads, norm = ftp.optim.clip_by_global_norm(grads, 1.0)
+            return *opt.update(grads, state, params), loss, norm
+
+        in_specs = (specs, opt.specs(params, specs), P("dp"))
+        step = ftp.spmd(train_step, mesh, in_specs, pipeline=pipe)
     begin, used = time.perf_counter(), time.process_time()
-    lowered: Any = step.lower(params, batch)
+    lowered: Any = step.lower(params, *state, batch)
     text = str(lowered)
     return {
         "seconds": round(time.perf_counter() - begin, 1),
@@ -179,8 +194,8 @@ def of_405b():
 
 
 def measure(case):
-    if case["schedule"] == "405B":
-        return of_405b()
+    if case["schedule"].startswith("405B"):
+        return of_405b(case["schedule"].endswith("step"))
     from launch import launch  # pyright: ignore[reportMissingImports]
 
     ranks = launch(job, 2, case["schedule"], timeout=280)
@@ -235,8 +250,11 @@ def main() -> None:
     for schedule in args.schedules:
         rows.append({"schedule": schedule, **run_case(__file__, {"schedule": schedule}, 300)})
         show(rows[-1:], COLUMNS)
-    large = run_case(__file__, {"schedule": "405B"}, 300)
-    print(*large.get("report", [large]), f"{large.get('seconds')} s", sep="\n")
+    large = {}
+    for name in ("405B", "405B step"):
+        large[name] = run_case(__file__, {"schedule": name}, 600)
+        report = large[name].get("report", [large[name]])
+        print(*report, f"{large[name].get('processor seconds')} processor s", sep="\n")
     if args.json:
         model = {
             "layers": LAYERS,
@@ -245,7 +263,7 @@ def main() -> None:
             "rows": ROWS,
             "microbatches": MICROBATCHES,
         }
-        save("pipelines", {"model": model, "rounds": ROUNDS, "steps": rows, "405B": large})
+        save("pipelines", {"model": model, "rounds": ROUNDS, "steps": rows, **large})
 
 
 if __name__ == "__main__":

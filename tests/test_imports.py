@@ -36,7 +36,8 @@ ALLOWED = {
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"
     " tracing",
-    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors tracing",
+    "program_files": "distributed ops partitioning per_rank planning rules runtime sharding tensors"
+    " tracing",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "explicit": "ops partitioning passes planning report rules runtime sharding tracing",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"

@@ -1,4 +1,6 @@
-"""Build: trace, plan and check one program for a call's inputs, without talking to other ranks."""
+"""Build: trace, plan and check one program for a call's inputs. Of other ranks it asks nothing but
+the plan that the first one hands out.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -162,7 +164,7 @@ def _check_explicit(program: Program, planning: Planning) -> None:
 
 
 def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Program:
-    """The program as another rank of the host, or an earlier start, has planned it."""
+    """The program as another rank, or an earlier start, has planned it."""
     definition, inputs = planning.definition, planning.inputs
     key = key_of(
         definition.mesh,
@@ -174,7 +176,9 @@ def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Pr
         definition.options,
         definition.hardware,
     )
-    return kept_or_planned(key, definition.mesh, traced, planning.facts(traced), make)
+    return kept_or_planned(
+        key, definition.mesh, traced, planning.facts(traced), make, inputs.handed_out
+    )
 
 
 def _role(position: int, state: Collection[int]) -> str:

@@ -134,15 +134,23 @@ def traced_for(
                 symbolic=None if sizes is None else families.symbolic_of(sizes),
             )
         except (AttributeError, TypeError) as e:
-            if (names := nones(call)) and "NoneType" in str(e):
-                line = raised_line(e)
-                raise InputError(
-                    f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} None, which"
-                    " the function uses as something else"
-                    f"{f' at {line}' if line else ''}: {e}. Give a tensor, or let the function"
-                    " ask whether it is None."
-                ) from e
-            raise
+            names = nones(call)
+            if not names or (isinstance(e, AttributeError) and e.obj is not None):
+                raise
+            raise InputError(_of_nones(names, e)) from e
+
+
+def _of_nones(names: Sequence[str], error: AttributeError | TypeError) -> str:
+    """What to say of an error of a function that is given None. An AttributeError names its
+    object; of a TypeError None is a cause among others.
+    """
+    line = raised_line(error)
+    at = f" at {line}" if line else ""
+    given = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} None"
+    mend = "Give a tensor, or let the function ask whether it is None."
+    if isinstance(error, AttributeError):
+        return f"{given}, which the function uses as something else{at}: {error}. {mend}"
+    return f"{given}, and the function raises a TypeError{at}: {error}. If None is why: {mend}"
 
 
 def specs_of_results(

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from ftp.api.arguments import Arguments
+from ftp.distributed.handed_out import HandedOut
 from ftp.sharding.arguments import Shape
 from ftp.sharding.spec import PartitionSpec
 
@@ -17,11 +18,13 @@ class Inputs:
 
     Attributes:
         shapes: None for static leaves.
+        handed_out: how the first rank's plan reaches ranks of other hosts, where there are several.
     """
 
     call: Arguments
     specs: Sequence[PartitionSpec]
     shapes: Sequence[Shape | None]
+    handed_out: HandedOut | None = None
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

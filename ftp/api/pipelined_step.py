@@ -17,10 +17,12 @@ from ftp.api.planned import Planned
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
+from ftp.pipeline.buffers import check_buffers, most_on_their_way
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
+from ftp.pipeline.value_stages import with_constant_seeds
 from ftp.planning.planner import Watch
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
@@ -106,6 +108,7 @@ def plan_pipeline(
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
     """
     mesh, options, ranks = definition.mesh, definition.options, definition.mesh.axes[pipeline.axis]
+    gm = with_constant_seeds(gm)
     whole: Any = gm.graph.output_node().args[0]
     out_shapes = [tuple(node.meta["val"].shape) for node in whole]
     # A stack of layers that the axis cuts is one parameter a rank from here on.
@@ -134,9 +137,11 @@ def plan_pipeline(
         len(outputs) - len(leaves),
         leaves,
         ranks * pipeline.chunks,
-        halves=any(action.kind == "I" for own in actions for action in own),
+        {(action.kind, action.stage) for own in actions for action in own},
     )
     check_stages(gm.graph, n, batch, leaves, stages, actions)
+    most = most_on_their_way(actions, ranks * pipeline.chunks)
+    check_buffers(actions, ranks * pipeline.chunks, most)
     within = within_stage(mesh, pipeline.axis)
     params = [without_stage(held.spec) for held in inputs[:n]]
     made = plan_stages(
@@ -159,6 +164,7 @@ def plan_pipeline(
         axis=pipeline.axis,
         pipeline=pipeline,
         actions=actions,
+        on_their_way=most,
         made=made,
         leaves=[
             StoredValue(spec, held.shape, held.dtype)

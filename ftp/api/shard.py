@@ -24,7 +24,7 @@ from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
-from ftp.tracing.trace import grad_and_value
+from ftp.tracing.gradient import grad_and_value
 
 
 def shard(

@@ -247,8 +247,14 @@ class Step:
             state = self._definition.state
             loaded = {i for i, position in enumerate(call.positions) if position not in state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
+        # On one host the plan goes through a file.
+        handed_out = record.hand_out() if self.mesh.hosts else None
         try:
-            planned = self._built(Inputs(call, specs, shapes))
+            try:
+                planned = self._built(Inputs(call, specs, shapes, handed_out))
+            finally:
+                if handed_out is not None:
+                    handed_out.give(b"")  # where this rank has given no plan
             agreed = {
                 "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
@@ -258,6 +264,8 @@ class Step:
             raise
         try:
             record.agree(number, agreed)
+            if handed_out is not None:
+                handed_out.forget()
         except MismatchError as e:
             # So it is on every rank: all of them come to say where the program first differs.
             if "disagree on the program" in str(e):

@@ -32,7 +32,7 @@ from ftp.certification.rank_code import unproven
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
 from ftp.errors import CertificateError, join_failures
-from ftp.ops.attention_ring import RINGS
+from ftp.ops.rings import RINGS
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -1,5 +1,6 @@
 """Op forms: the nodes of a rank's graph that compute an op, matched with its rule's local form."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
+from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
 
 aten = torch.ops.aten
@@ -271,11 +273,24 @@ class OpForms:
             )
         rule = self.rule(op)
         index, _ = self.parts.factors(op, rule, cell)
+        shape = self.operations[ref.name].results[ref.index].shape
         expected = element_map(
             self.key(ref, cell),
-            [positions_along(dim, index, rule.sizes) for dim in rule.operands[slot]],
+            [
+                positions_along(dim, index, rule.sizes)
+                if math.prod(rule.sizes[f] for f in dim) == size
+                else self.parts.cut(size, self.cuts_of(op, dim), cell)
+                for dim, size in zip(rule.operands[slot], shape, strict=True)
+            ],
         )
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
+
+    def cuts_of(self, op: Operation, dim: Dim) -> list[tuple[str, int, Any]]:
+        """The cuts of a dim that an op gives another size: chunks of the size that it has."""
+        claims = [claim for claim in op.claims if claim.factor in dim]
+        if any((claim.outer, claim.inner, claim.zigzag) != (1, 1, False) for claim in claims):
+            raise Refused(f"{op} is claimed to be cut within {dim}, whose size it changes")
+        return [(claim.axis, 1, 1) for claim in claims]
 
     def result(
         self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, DimPart], at: int

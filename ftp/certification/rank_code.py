@@ -17,9 +17,9 @@ from ftp.certification.certificate import Certificate, Operation, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.rank_code_run import open_after_a_run
 from ftp.certification.rank_graphs import RankGraphs
-from ftp.ops.attention_ring import RINGS
 from ftp.ops.axis_collectives import OPS
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.ops.rings import RINGS
 from ftp.per_rank.planned import ENTER, LEAVE, collective_axis, rank_axes
 
 aten = torch.ops.aten

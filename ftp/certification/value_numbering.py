@@ -15,7 +15,7 @@ from ftp.ops.constrain import CONSTRAIN
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.tracing.trace import decompose
+from ftp.tracing.decompose import decompose
 
 aten = torch.ops.aten
 

@@ -20,6 +20,7 @@ from ftp.distributed.board import AGREED, Board
 from ftp.distributed.channel import Channel
 from ftp.distributed.exchanges import Exchanges
 from ftp.distributed.faults import Faults, is_of_collective
+from ftp.distributed.handed_out import HandedOut
 from ftp.distributed.interrupt import interrupt
 from ftp.distributed.interrupt import interrupts as interrupts  # where others look for it
 from ftp.distributed.running import Running, thread_name
@@ -79,6 +80,7 @@ class Calls:
         self._channel = Channel(mesh, self._timeouts.start, self._start_watcher)
         self._faults = Faults(self._channel, self._where)
         self._exchanges = Exchanges(self._channel, self._faults)
+        self._handed_out = 0
         self._watcher: Watcher | None = None
         by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
         self._unfinished = Unfinished(self._end_late) if by_nccl else None
@@ -268,6 +270,15 @@ class Calls:
             return [value]
         timeout = self._timeouts.start if timeout is None else timeout
         return self._exchanges.run(key, value, timeout, self._watch_host)
+
+    def hand_out(self) -> HandedOut | None:
+        """What the first rank hands out next, where there are others; all ranks call it in one
+        order.
+        """
+        if self._alone:
+            return None
+        self._handed_out += 1
+        return HandedOut(self._channel, self._faults, self._handed_out)
 
     def explain(self, error: BaseException, where: str = "") -> FtpError | None:
         """Why a collective failed, for the caller to raise from ``error``: ranks disagree, or one

@@ -1,5 +1,6 @@
 """Run a model with other tensors: swap its modules' attributes for one call, then restore them."""
 
+import inspect
 import math
 import re
 from collections import OrderedDict
@@ -209,10 +210,10 @@ def _call_hooked(
         with Guard(program.name, {key: name for key, (_, name) in held.items()}):
             out = call(*args, **kwargs)
     except TypeError as error:
-        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unexpected and unexpected[1] in kwargs:
+        if unknown := _unknown_keywords(call, kwargs):
             raise InputError(
-                f"{program.name} does not take the keyword {unexpected[1]!r}: {error}."
+                f"{program.name} does not take the keyword {' or '.join(map(repr, unknown))}:"
+                f" {error}."
             ) from error
         raise
     except RuntimeError as error:
@@ -232,6 +233,18 @@ def _call_hooked(
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
     return out
+
+
+def _unknown_keywords(call: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Those that a module's forward, or a function, has no parameter for."""
+    forward = type(call).forward if isinstance(call, nn.Module) else call
+    try:
+        parameters = inspect.signature(forward).parameters
+    except ValueError:  # a builtin
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in kwargs if name not in parameters]
 
 
 def _recomputed(

@@ -9,7 +9,7 @@ Source: Dong et al. (2024), Flex Attention.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,39 +18,33 @@ from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
+from ftp.ops.listed_blocks import listed
 from ftp.ops.score_functions import PLACE, evaluate, letters
 
 PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
 
 # ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
-# come first; the same of full blocks, which the mask's function does not reach. ``block``: queries
+# come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
+# trace knows of them, see `ftp.ops.listed_blocks`; "" where it knows nothing. ``block``: queries
 # and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
-_GIVEN = (
+GIVEN = (
     "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
-    " int[] columns, int[] block, float scale, str score, str mask"
+    " int[] columns, int[] block, float scale, str score, str mask, str known"
 )
 torch.library.define(
     "ftp::scaled_dot_product_attention_flex",
-    f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "ftp::scaled_dot_product_attention_flex_backward",
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
-    f" {_GIVEN}, bool[] wants) -> Tensor[]",
+    f" {GIVEN}, bool[] wants) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 FLEX = torch.ops.ftp.scaled_dot_product_attention_flex.default
 FLEX_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_backward.default
 KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
-
-
-def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Which blocks of keys are listed: (batch or 1, heads or 1, blocks of queries, ``columns``)."""
-    is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    at = torch.where(is_listed, index, columns).long()
-    table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
-    return table.scatter(-1, at, 1.0)[..., :columns] > 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,7 @@ class ScoreTile:
 
     Attributes:
         of_keys: the heads of keys; ``heads`` are those of queries.
+        first: where its keys begin in the sequence.
         is_masked: whether the mask hides pairs of it.
     """
 
@@ -67,11 +62,18 @@ class ScoreTile:
     of_keys: slice
     queries: slice
     keys: slice
+    first: int
     is_masked: bool
 
     @property
     def places(self) -> tuple[slice, slice, slice, slice]:
         return self.batch, self.heads, self.queries, self.keys
+
+    @property
+    def captured(self) -> tuple[slice, slice, slice, slice]:
+        """Of captured tensors, which have all keys."""
+        keys = slice(self.first, self.first + self.keys.stop - self.keys.start)
+        return *self.places[:3], keys
 
     def of_queries(self, x: Tensor) -> Tensor:
         return x[self.batch, self.heads, self.queries]
@@ -98,6 +100,11 @@ class Given:
     scale: float
     score: str
     mask: str
+    known: str
+
+    def with_keys(self, k: Tensor, v: Tensor, columns: Sequence[int]) -> "Given":
+        """The same call for some of the keys."""
+        return replace(self, k=k, v=v, columns=columns)
 
     @cached_property
     def at(self) -> tuple[Tensor, ...]:
@@ -119,13 +126,14 @@ class Given:
             found[1] = (found[1].unsqueeze(1) * repeats + of).flatten()
         return tuple(found)
 
-    @cached_property
-    def blocks_listed(self) -> tuple[Tensor, Tensor] | None:
-        """Blocks that the mask's function reaches, and full ones."""
-        if not self.tables:
-            return None
+    def blocks_listed(
+        self, group: tuple[slice, slice, slice], first: int, last: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of some blocks of queries the blocks of keys that the mask's function reaches, and full
+        ones.
+        """
         columns = self.tables[1].shape[-1]
-        count, index, *of_full = self.tables
+        count, index, *of_full = (_of_group(x, group)[:, :, first : last + 1] for x in self.tables)
         some = listed(count, index, columns)
         full = listed(of_full[0], of_full[1], columns) if of_full else torch.zeros_like(some)
         return some, full
@@ -152,7 +160,8 @@ class Given:
         for block in columns:
             end = block.first + block.length
             if states is None:
-                yield ScoreTile(*group, queries, block.slice(block.first, end), bool(self.mask))
+                keys = block.slice(block.first, end)
+                yield ScoreTile(*group, queries, keys, block.first, bool(self.mask))
                 continue
             width, first = self.block[1], block.first
             while first < end:
@@ -160,17 +169,15 @@ class Given:
                 while last < end and states[last // width] == state:
                     last = min((last // width + 1) * width, end)
                 if state:
-                    yield ScoreTile(*group, queries, block.slice(first, last), state == 1)
+                    yield ScoreTile(*group, queries, block.slice(first, last), first, state == 1)
                 first = last
 
     def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
         """Per block of keys: 0 where none of a block of queries sees one, 2 where all see all."""
-        if self.blocks_listed is None:
+        if not self.tables:
             return None
         first, last = row.first // self.block[0], (row.first + row.length - 1) // self.block[0]
-        some, full = (
-            _of_group(x, group)[:, :, first : last + 1].flatten(0, 2) for x in self.blocks_listed
-        )
+        some, full = (x.flatten(0, 2) for x in self.blocks_listed(group, first, last))
         return ((some | full).any(0).int() + full.all(0).int()).tolist()
 
     def scores(self, part: ScoreTile) -> Tensor:
@@ -203,14 +210,14 @@ class Given:
         if self.mask:
             within = self.within(part, self.of_mask, letters(self.mask, True))
             seen = evaluate(self.mask, None, at, _near(at), within)
-        if self.blocks_listed is None:
+        if not self.tables:
             return seen
         group = part.batch, part.heads, part.of_keys
+        row, column = at[2] // self.block[0], at[3] // self.block[1]
+        first = int(row[0])
         some, full = (
-            _of_group(x, group)
-            .index_select(2, at[2] // self.block[0])
-            .index_select(3, at[3] // self.block[1])
-            for x in self.blocks_listed
+            x.index_select(2, row - first).index_select(3, column)
+            for x in self.blocks_listed(group, first, int(row[-1]))
         )
         return (some if seen is None else some & seen) | full
 
@@ -219,7 +226,7 @@ class Given:
     ) -> list[Tensor]:
         """The captured tensors, cut to the tile along the dims of the scores."""
         return [
-            x[tuple(part.places[PLACE.index(c)] if c else slice(None) for c in of)]
+            x[tuple(part.captured[PLACE.index(c)] if c else slice(None) for c in of)]
             if any(of)
             else x
             for x, of in zip(captured, named, strict=True)
@@ -258,12 +265,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     logsumexp = q.new_full(q.shape[:3], -math.inf, dtype=wide)
     top = q.new_full(q.shape[:3], -math.inf, dtype=wide)
-    if 0 in out.shape or not k.shape[2]:
-        return out, logsumexp, top
-    columns = blocks(call.columns, k.shape[2], attention.TILE)
+    attend(call, out, logsumexp, top)
+    return out, logsumexp, top
+
+
+def attend(call: Given, out: Tensor, logsumexp: Tensor, top: Tensor) -> None:
+    """Merge what queries see of the keys into their results, log-sum-exps and highest scores."""
+    if 0 in out.shape or not call.k.shape[2]:
+        return
+    wide = sum_dtype(call.q.dtype)
+    columns = blocks(call.columns, call.k.shape[2], attention.TILE)
     named = letters(call.score, False)
     for group in call.groups():
-        for row in blocks(call.rows, q.shape[2], attention.TILE):
+        for row in blocks(call.rows, call.q.shape[2], attention.TILE):
             into = (*group[:2], slice(row.at, row.at + row.length))
             made = out[into].to(wide)
             for part in call.parts(group, row, columns):
@@ -280,7 +294,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
                 del weights
                 merge(made, logsumexp[into], found, of_part)
             out[into] = made
-    return out, logsumexp, top
 
 
 @torch.library.impl("ftp::scaled_dot_product_attention_flex_backward", "CompositeExplicitAutograd")
@@ -294,19 +307,37 @@ def _backward(
     *rest: Any,
 ) -> list[Tensor]:
     *given, wants = rest
-    call, wide = Given(q, k, v, *given), sum_dtype(q.dtype)
-    wanted = [x for x, is_wanted in zip(call.of_score, wants, strict=True) if is_wanted]
-    like = (q, k, v, *wanted)
+    call = Given(q, k, v, *given)
+    like = (q, k, v, *wanted(call, wants))
     sums = [torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in like]
-    if grad_out.numel() and k.shape[2]:
-        columns = blocks(call.columns, k.shape[2], attention.TILE)
-        logsumexp = _finite(logsumexp)
-        for group in call.groups():
-            for row in blocks(call.rows, q.shape[2], attention.TILE):
-                for part in call.parts(group, row, columns):
-                    near = (part.of_queries(x) for x in (grad_out, logsumexp, delta))
-                    _add(call, part, sums, wants, *(x.to(wide) for x in near))
+    add_gradients(call, sums, wants, grad_out, logsumexp, delta)
     return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
+
+
+def wanted(call: Given, wants: Sequence[bool]) -> list[Tensor]:
+    """The captured tensors whose gradients are asked for."""
+    return [x for x, is_wanted in zip(call.of_score, wants, strict=True) if is_wanted]
+
+
+def add_gradients(
+    call: Given,
+    sums: Sequence[Tensor],
+    wants: Sequence[bool],
+    grad_out: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
+) -> None:
+    """Add the gradients of queries, keys, values and captured tensors."""
+    if not grad_out.numel() or not call.k.shape[2]:
+        return
+    wide = sum_dtype(call.q.dtype)
+    columns = blocks(call.columns, call.k.shape[2], attention.TILE)
+    logsumexp = _finite(logsumexp)
+    for group in call.groups():
+        for row in blocks(call.rows, call.q.shape[2], attention.TILE):
+            for part in call.parts(group, row, columns):
+                near = (part.of_queries(x) for x in (grad_out, logsumexp, delta))
+                _add(call, part, sums, wants, *(x.to(wide) for x in near))
 
 
 def _add(
@@ -329,10 +360,10 @@ def _add(
         return call.changed(scores, part, given)
 
     scores = call.scores(part)
-    wanted = [x for x, is_wanted in zip(within, wants, strict=True) if is_wanted]
+    moving = [x for x, is_wanted in zip(within, wants, strict=True) if is_wanted]
     vjp = None
     if call.score:
-        found: Any = torch.func.vjp(change, scores, *wanted)
+        found: Any = torch.func.vjp(change, scores, *moving)
         scores, vjp = found
     if (sees := call.sees(part)) is not None:
         scores = torch.where(sees, scores, -math.inf)
@@ -359,13 +390,13 @@ def _add(
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_flex")
-def _fake(q, k, v, *_):
+def fake(q, k, v, *_):
     wide = sum_dtype(q.dtype)
     rows = q.new_empty(q.shape[:3], dtype=wide)
     return q.new_empty((*q.shape[:3], v.shape[3])), rows, torch.empty_like(rows)
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_flex_backward")
-def _fake_backward(grad_out, q, k, v, logsumexp, delta, tables, of_score, *rest):
-    wanted = [x for x, is_wanted in zip(of_score, rest[-1], strict=True) if is_wanted]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *wanted)]
+def fake_backward(grad_out, q, k, v, logsumexp, delta, tables, of_score, *rest):
+    moving = [x for x, is_wanted in zip(of_score, rest[-1], strict=True) if is_wanted]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *moving)]

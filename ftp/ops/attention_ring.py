@@ -1,22 +1,14 @@
 """Ring attention: queries, keys and values are cut over one axis. Each rank computes its queries
-against one block of keys and values after another, while the next block travels.
+against one block of keys and values after another, while the next block travels
+(`ftp.ops.key_ring`).
 
-A rank's keys and values travel in ``PIECES`` pieces, each straight from its owner: in step h every
-rank sends to the rank h places after it. The gradients of a piece go back the same way and are
-summed by its owner. A block that a causal mask hides from a rank is not sent to it. So a rank holds
-two received pieces at a time, not all ranks' keys and values.
-
-The algorithm is written once, for one rank, as a generator: what it yields is sent, and it is given
-what arrived of what it yielded before, so that a transfer has the time of a computation to
-complete (`ftp.ops.sends`). A mask that is given is cut as the scores are: it has the rank's rows,
-and all columns.
+A mask that is given is cut as the scores are: it has the rank's rows, and all columns.
 
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,15 +20,10 @@ from ftp.ops.attention import (
     add_gradients,
     attend,
     blocks,
-    pieces_of,
     sum_dtype,
 )
-from ftp.ops.sends import OneRank, Send, Sends, over, run, side_by_side
-from ftp.sharding.layout import pieces
-from ftp.sharding.spec import Interval
-
-PIECES = 16  # in which a rank's keys and values travel
-SHORTEST = 1024  # keys of a piece, where there are more
+from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.sends import OneRank, over, run
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
 _GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
@@ -53,110 +40,12 @@ torch.library.define(
 )
 RING = torch.ops.ftp.scaled_dot_product_attention_ring.default
 RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_ring_backward.default
-RINGS = {RING: 1, RING_BACKWARD: 2}  # which argument has the keys; the values follow
 
 
-@dataclass(frozen=True)
-class Ring:
-    """How keys are cut over the axis of ``n`` ranks, and which group of numbers of the queries'
-    part is of that axis; as ints ``(size, n, is_zigzag, group, is_zigzag of the queries)``.
-
-    Attributes:
-        group: -1 where other axes cut the queries within it: then every block is sent.
-    """
-
-    size: int
-    n: int
-    is_zigzag: bool
-    group: int
-    is_zigzag_of_queries: bool
-
-    @classmethod
-    def of(cls, keys: Sequence[int]) -> "Ring":
-        size, n, is_zigzag, group, of_queries = keys
-        return cls(size, n, bool(is_zigzag), group, bool(of_queries))
-
-    def keys_of(self, rank: int) -> list[Interval]:
-        return [(a, length) for a, length in pieces(self.size, self.n, rank, self.is_zigzag)]
-
-    def length_of(self, rank: int) -> int:
-        return sum(length for _, length in self.keys_of(rank))
-
-    @property
-    def longest(self) -> int:
-        return max(map(self.length_of, range(self.n)))
-
-    @property
-    def count(self) -> int:
-        """The number of pieces in which keys travel."""
-        return max(1, min(PIECES, self.longest // SHORTEST))
-
-    @property
-    def width(self) -> int:
-        """Keys of a piece, at most."""
-        return -(-self.longest // self.count)
-
-    def piece(self, rank: int, at: int) -> slice:
-        """Piece ``at`` of a rank's keys, as a slice of its tensor."""
-        length = self.length_of(rank)
-        return slice(min(at * self.width, length), min((at + 1) * self.width, length))
-
-    def blocks(self, rank: int, at: int, most: int) -> list[Block]:
-        """A piece in blocks, which stand in a tensor of the piece alone."""
-        part, found, before = self.piece(rank, at), [], 0
-        for first, length in self.keys_of(rank):
-            low, high = max(part.start, before), min(part.stop, before + length)
-            for a in range(low, high, most):
-                count = min(most, high - a)
-                found.append(Block(first + a - before, a - part.start, count))
-            before += length
-        return found
-
-    def last_query(self, rows: Sequence[int], rank: int) -> int | None:
-        """The last position of a rank's queries; -1 without any; None where it is not known."""
-        if self.group < 0:
-            return None
-        at, part = 0, list(rows)
-        for _ in range(self.group):
-            at += 4 + 2 * part[at + 3]
-        held = pieces(part[at + 1], self.n, rank, self.is_zigzag_of_queries)
-        numbers = [number for piece in held for number in piece]
-        outer, inner = part[at], part[at + 2]
-        length = outer * inner * sum(numbers[1::2])
-        part = [*part[: at + 3], len(held), *numbers]
-        return max((a + count - 1 for a, count in pieces_of(part, length)), default=-1)
-
-    def sends(self, rows: Sequence[int], is_causal: bool) -> "Callable[[int, int, int], bool]":
-        """Whether a rank needs a piece of another's keys: ``(rank, owner, piece)``."""
-        last = [self.last_query(rows, rank) for rank in range(self.n)]
-
-        def needs(rank: int, owner: int, at: int) -> bool:
-            held = self.blocks(owner, at, self.size + 1)
-            if not held or last[rank] == -1:
-                return False
-            first = min(block.first for block in held)
-            return not is_causal or last[rank] is None or first <= last[rank]  # type: ignore[operator]
-
-        return needs
-
-    def traffic(self, rows: Sequence[int], is_causal: bool, returns: bool) -> tuple[int, int]:
-        """How many keys, with their values, the rank that sends most sends, and the one that
-        receives most receives.
-
-        Args:
-            returns: whether their gradients go back.
-        """
-        needs = self.sends(rows, is_causal)
-        sent, received = [0] * self.n, [0] * self.n
-        for owner in range(self.n):
-            for at in range(self.count):
-                length = _length(self.piece(owner, at))
-                for rank in range(self.n):
-                    if rank != owner and needs(rank, owner, at):
-                        for a, b in ((owner, rank), (rank, owner))[: 1 + returns]:
-                            sent[a] += length
-                            received[b] += length
-        return max(sent), max(received)
+def needs_of(keys: Sequence[int], rows: Sequence[int], is_causal: bool) -> Needs:
+    """Of a causal mask: no keys after the last query."""
+    ring = Ring.of(keys)
+    return Needs.of(ring, rows, lambda first, stop: (0, stop if is_causal else ring.size))
 
 
 def one_rank(
@@ -171,23 +60,21 @@ def one_rank(
     scale: float | None,
 ) -> OneRank:
     """One rank's result and log-sum-exps."""
-    ring = Ring.of(keys)
+    steps = Steps(needs_of(keys, rows, is_causal), rank)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=sum_dtype(q.dtype))
     total = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
     row_blocks = blocks(rows, q.shape[2], attention.QUERIES) if out.numel() else []
-    steps = Steps(ring, rank, rows, is_causal)
-    for at, (piece, step) in enumerate(steps.all):
-        near: Any = yield steps.sends_keys(at + 1, k, v)
-        if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
-        for block in row_blocks if near[0] is not None else ():
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
+        for block in row_blocks:
             whole = slice(block.at, block.at + block.length)
             into = out[:, :, whole], total[:, :, whole]
-            for held in ring.blocks((rank - step) % ring.n, piece, attention.KEYS):
+            for held in steps.blocks(owner, piece, attention.KEYS):
                 alone, (of_k, of_v), of_mask = _alone(held, near, mask)
                 attend(*into, q, of_k, of_v, block, alone, is_causal, scale, of_mask)
-        near.clear()
+
+    yield from pass_keys(steps, k, v, visit)
     return out.to(q.dtype), total.masked_fill_(total == -math.inf, 0)
 
 
@@ -206,49 +93,23 @@ def one_rank_backward(
     scale: float | None,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    ring = Ring.of(keys)
+    steps = Steps(needs_of(keys, rows, is_causal), rank)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    wide = sum_dtype(q.dtype)
-    grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
     row_blocks = blocks(rows, q.shape[2], attention.TILE) if grad_out.numel() else []
-    steps = Steps(ring, rank, rows, is_causal)
-    sums: dict[int, list[Tensor]] = {}  # of the gradients of a piece
-    made: list[Tensor] = []  # the gradients of the step before
-    for at in range(len(steps.all) + 2):
-        near: Any = yield [*steps.sends_keys(at + 1, k, v), *steps.returns(at - 1, made, k, v)]
-        piece, step = steps.at(at)
-        _add(sums.get(steps.at(at - 2)[0], ()), near[2 if step else 0 :])
-        del near[2 if step else 0 :]
-        made = []
-        for done in [of for of in sums if steps.last_of(of) <= at - 2]:
-            for x, total in zip(grads, sums.pop(done), strict=True):
-                if total.dtype != x.dtype:
-                    _part(x, ring.piece(rank, done)).copy_(total)
-        if at >= len(steps.all):
-            continue
-        if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
-            parts = [_part(x, ring.piece(rank, piece)) for x in grads]
-            sums[piece] = [x if x.dtype == wide else x.to(wide) for x in parts]
-            to = sums[piece]
-        elif near[0] is not None:
-            to = [torch.zeros_like(x, dtype=wide) for x in near]
-        else:
-            continue
-        key_blocks = ring.blocks((rank - step) % ring.n, piece, attention.TILE)
-        given = grad_out, q, near[0], near[1], out, logsumexp
-        near.clear()
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+        given = grad_out, q, *near, out, logsumexp
+        key_blocks = steps.blocks(owner, piece, attention.TILE)
         _add_all((grad_q, *to), given, mask, row_blocks, key_blocks, is_causal, scale)
-        del given
-        made = [x.to(k.dtype) for x in to] if step else []
-        del to
+
+    grads = yield from return_gradients(steps, k, v, visit)
     return grad_q.to(q.dtype), *grads
 
 
 def _add_all(
     sums: Sequence[Tensor],
-    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    given: tuple[Tensor, ...],
     mask: Tensor | None,
     rows: Sequence[Block],
     keys: Sequence[Block],
@@ -268,88 +129,11 @@ def _add_all(
 def _alone(
     held: Block, tensors: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[Block, list[Tensor], Tensor | None]:
-    """One block of keys of a piece, and its columns of the mask."""
+    """A block of keys without the others of its piece, and its columns of the mask."""
     if mask is not None and mask.shape[-1] != 1:
         mask = mask.narrow(-1, held.first, held.length)
     near = [x[:, :, held.at : held.at + held.length] for x in tensors]
     return Block(held.first, 0, held.length), near, mask
-
-
-def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None]) -> None:
-    for total, x in zip(sums, arrived, strict=False):
-        if x is not None:
-            total.add_(x)
-
-
-class Steps:
-    """What a rank computes: pairs of a piece and the places that it comes from, 0 its own; steps
-    in which no rank needs anything are left out.
-    """
-
-    def __init__(self, ring: Ring, rank: int, rows: Sequence[int], is_causal: bool):
-        self.ring, self.rank, n = ring, rank, ring.n
-        self.needs = ring.sends(rows, is_causal)
-        self.all = [
-            (piece, step)
-            for piece in range(ring.count)
-            for step in range(n)
-            if not step or any(self.needs(r, (r - step) % n, piece) for r in range(n))
-        ]
-
-    def last_of(self, piece: int) -> int:
-        return max(at for at, (of, _) in enumerate(self.all) if of == piece)
-
-    def at(self, at: int) -> tuple[int, int]:
-        """The piece and step of a pair; before the first and after the last there is no piece."""
-        return self.all[at] if 0 <= at < len(self.all) else (-1, 0)
-
-    def sends_keys(self, at: int, k: Tensor, v: Tensor) -> Sends:
-        """The keys and values that travel for step ``at``."""
-        piece, step = self.at(at)
-        if not step:
-            return []
-        ring, rank = self.ring, self.rank
-        own, owner = ring.piece(rank, piece), (rank - step) % ring.n
-        is_sent = self.needs((rank + step) % ring.n, rank, piece)
-        length = _length(ring.piece(owner, piece)) if self.needs(rank, owner, piece) else None
-        return [_send(step, x, own if is_sent else None, length, ring.width) for x in (k, v)]
-
-    def returns(self, at: int, made: Sequence[Tensor], k: Tensor, v: Tensor) -> Sends:
-        """The gradients of step ``at`` on their way back."""
-        piece, step = self.at(at)
-        if not step:
-            return []
-        ring, rank = self.ring, self.rank
-        length = _length(ring.piece(rank, piece))
-        is_due = self.needs((rank + step) % ring.n, rank, piece)
-        return [
-            Send(
-                -step,
-                made[i].contiguous() if made else None,
-                (*x.shape[:2], length, x.shape[3]) if is_due else None,
-                x,
-                _elements(x, ring.width),
-            )
-            for i, x in enumerate((k, v))
-        ]
-
-
-def _part(x: Tensor, part: slice) -> Tensor:
-    return x[:, :, part]
-
-
-def _length(part: slice) -> int:
-    return part.stop - part.start
-
-
-def _elements(x: Tensor, length: int) -> int:
-    return x.shape[0] * x.shape[1] * length * x.shape[3]
-
-
-def _send(step: int, x: Tensor, own: slice | None, length: int | None, width: int) -> Send:
-    arrives = None if length is None else (*x.shape[:2], length, x.shape[3])
-    sent = None if own is None else _part(x, own).contiguous()
-    return Send(step, sent, arrives, x, _elements(x, width))
 
 
 @torch.library.impl("ftp::scaled_dot_product_attention_ring", ("cpu", "cuda"))
@@ -373,9 +157,3 @@ def _fake(q, k, v, *_):
 @torch.library.register_fake("ftp::scaled_dot_product_attention_ring_backward")
 def _fake_backward(grad_out, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def ring_by_rank(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of `RING` or `RING_BACKWARD`, from its arguments on each rank of a group."""
-    body = one_rank_backward if len(calls[0]) == 12 else one_rank
-    return side_by_side([body(rank, *args[:-1]) for rank, args in enumerate(calls)])

@@ -15,15 +15,19 @@ from torch import Tensor
 from ftp.ops import attention
 from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
 
-_GIVEN = "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale"
+# ``is_self``: queries and keys are of the same documents, so that a window is one of positions.
+GIVEN = (
+    "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale,"
+    " bool is_self"
+)
 torch.library.define(
     "ftp::scaled_dot_product_attention_varlen",
-    f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)",
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "ftp::scaled_dot_product_attention_varlen_backward",
-    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_GIVEN})"
+    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {GIVEN})"
     " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -35,8 +39,9 @@ def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """The document of each position, and the position within it. Positions after the last document
     belong to one more.
     """
-    document = (at.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
-    return document, at - ends.long().index_select(0, document)
+    ends = ends.long()
+    document = torch.bucketize(at, ends[1:], right=True)
+    return document, at - ends.index_select(0, document)
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ def _tiles(
     q: Tensor,
     k: Tensor,
     ends: tuple[Tensor, Tensor],
-    rows: list[int],
-    columns: list[int],
+    rows: Sequence[int],
+    columns: Sequence[int],
     window: tuple[int, int],
 ) -> Iterator[tuple[Tile, Tensor]]:
     documents = _Documents.of(ends, (rows, columns), (q.shape[2], k.shape[2]), window)
@@ -144,16 +149,33 @@ def _forward(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> tuple[Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -math.inf, dtype=wide)
-    if out.numel() and k.shape[2]:
-        for tile, mask in _tiles(q, k, (ends_q, ends_k), rows, columns, (left, right)):
-            into = _within(out, tile.queries), _within(total, tile.queries)
-            near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
-            attend(*into, *near, *_whole(tile), False, scale, mask)
+    merge_tiles((out, total), q, k, v, (ends_q, ends_k), rows, columns, (left, right), scale)
     return out.to(q.dtype), total
+
+
+def merge_tiles(
+    into: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: tuple[Tensor, Tensor],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    window: tuple[int, int],
+    scale: float,
+) -> None:
+    """Merge what queries see of the keys into their results and log-sum-exps."""
+    if not into[0].numel() or not k.shape[2]:
+        return
+    for tile, mask in _tiles(q, k, ends, rows, columns, window):
+        near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
+        out, total = (_within(x, tile.queries) for x in into)
+        attend(out, total, *near, *_whole(tile), False, scale, mask)
 
 
 @torch.library.impl(
@@ -173,30 +195,52 @@ def _backward(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     grads = [
         torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)
     ]
-    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0)
-    if grad_out.numel() and k.shape[2]:
-        for tile, mask in _tiles(q, k, (ends_q, ends_k), rows, columns, (left, right)):
-            of_rows = (_within(x, tile.queries) for x in (grad_out, q, out, logsumexp))
-            grad, near, made, weights = of_rows
-            given = grad, near, _within(k, tile.keys), _within(v, tile.keys), made, weights
-            parts = (tile.queries, tile.keys, tile.keys)
-            sums = [_within(x, part) for x, part in zip(grads, parts, strict=True)]
-            attention.add_gradients(sums, given, *_whole(tile), False, scale, mask)
+    given = grad_out, q, k, v, out, logsumexp
+    add_tiles(grads, given, (ends_q, ends_k), rows, columns, (left, right), scale)
     of_q, of_k, of_v = (x.to(q.dtype) for x in grads)
     return of_q, of_k, of_v
 
 
+def add_tiles(
+    sums: Sequence[Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    ends: tuple[Tensor, Tensor],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    window: tuple[int, int],
+    scale: float,
+) -> None:
+    """Add the gradients of queries, keys and values.
+
+    Args:
+        given: the result's gradient, q, k, v, the result, its log-sum-exps.
+    """
+    grad_out, q, k, v, out, logsumexp = given
+    if not grad_out.numel() or not k.shape[2]:
+        return
+    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0)
+    for tile, mask in _tiles(q, k, ends, rows, columns, window):
+        grad, near, made, weights = (
+            _within(x, tile.queries) for x in (grad_out, q, out, logsumexp)
+        )
+        of_tile = grad, near, _within(k, tile.keys), _within(v, tile.keys), made, weights
+        parts = (tile.queries, tile.keys, tile.keys)
+        into = [_within(x, part) for x, part in zip(sums, parts, strict=True)]
+        attention.add_gradients(into, of_tile, *_whole(tile), False, scale, mask)
+
+
 @torch.library.register_fake("ftp::scaled_dot_product_attention_varlen")
-def _fake(q, k, v, *_):
+def fake(q, k, v, *_):
     wide = sum_dtype(q.dtype)
     return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_backward")
-def _fake_backward(grad_out, q, k, v, *_):
+def fake_backward(grad_out, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

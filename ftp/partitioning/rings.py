@@ -6,7 +6,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.ops.attention_ring import RINGS, Ring
+from ftp.ops.rings import RINGS
 from ftp.partitioning.collectives import Collective
 from ftp.planning.graph import Node
 from ftp.sharding.layout import size_at
@@ -31,15 +31,14 @@ def _record(
     made: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
 ) -> None:
     target: Any = made.target
-    slot = RINGS[target]  # of the keys; the values are next
+    op = RINGS[target]
+    slot = op.at + 1  # of the keys; the values are next
     axis = next(c.axis for c in node.cuts if c.factor == node.rule.ring[0][1])
     shapes = [[size_at(s, coordinate) for s in node.operand_shape(i)] for i in (slot, slot + 1)]
     dtype = node.operands[slot].meta.dtype
     of_key = sum(batch * heads * dim for batch, heads, _, dim in shapes) * dtype.itemsize
-    given: Any = map_arg(tuple(made.args[-5:-2]), starts.__getitem__)
-    rows, keys, is_causal = given
-    ring = Ring.of(keys)
-    sent, received = ring.traffic(rows, is_causal, returns=slot == 2)
+    given: Any = map_arg(tuple(made.args), lambda x: starts.get(x, x))
+    sent, received = op.needs(given).traffic(op.returns)
     made.meta["collective"] = Collective(
         "ring",
         (axis,),

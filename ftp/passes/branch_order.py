@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from ftp.ops.choose import CHOOSE, Branch, common, number_of, read_in
+from ftp.passes.copy_elimination import copied
 
 
 def branches(graph: fx.Graph) -> dict[fx.Node, Branch]:
@@ -41,10 +42,14 @@ def _reads(found: Mapping[fx.Node, Branch], user: fx.Node, value: fx.Node) -> It
 
 
 def mark(graph: fx.Graph) -> fx.Graph:
-    """Record each node's branch on the node; returns the same graph."""
-    for node, branch in branches(graph).items():
-        node.meta["branch"] = branch
-    return graph
+    """The graph with each node's branch recorded on it; the same graph where there are none."""
+    found = branches(graph)
+    if not found:
+        return graph
+    new, env = copied(graph)
+    for node, branch in found.items():
+        env[node].meta["branch"] = branch
+    return new
 
 
 def conds(found: Mapping[fx.Node, Branch]) -> dict[int, list[fx.Node]]:

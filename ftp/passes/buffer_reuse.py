@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.passes.aliasing import families, is_view, last_uses
+from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
 
@@ -81,9 +82,9 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     and dtype, write to its memory.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
-    output in an input's memory is a tensor object of its own. The graph is one of
-    `with_values`, and is itself changed.
+    output in an input's memory is a tensor object of its own. The graph is one of `with_values`.
     """
+    graph, _ = copied(graph)
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {inputs[i] for i in donated}

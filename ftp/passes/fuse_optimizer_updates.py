@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from ftp.ops.choose import Branch
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
+from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
 _DENSE = (
@@ -28,10 +29,11 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
 
     An update waits for others until a collective starts or is waited for, one of its results is
     used, or something is written that it reads. An operand that is not donated, or is used later,
-    is copied, and the copy is written to. The graph is one of `with_values`, and is itself changed.
+    is copied, and the copy is written to. The graph is one of `with_values`.
     """
     if not any(node.target in UPDATES for node in graph.nodes):
         return graph
+    graph, _ = copied(graph)
     merge = _Merge(graph, donated)
     for node in list(graph.nodes):
         if merge.waiting and node.meta.get("branch", ()) != merge.branch:

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftp.axis import all_gather, all_to_all
-from ftp.errors import SpecError
 from ftp.ops.exchange_rows import ExchangeRows
+from ftp.ops.fill_up import filled_up
 from ftp.per_rank.local import local
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P
-from ftp.source import at_line
 
 Experts = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
 
@@ -48,11 +47,6 @@ def travelling(
     """
     count = parameters[0].shape[0]
     n, shards = mesh.axes[axis], math.prod(mesh.axes[a] for a in token_axes)
-    if count % n:
-        raise SpecError(
-            f"{at_line()}{count} experts are cut over axis {axis!r} of size {n}, which does not"
-            " divide them. Take an axis whose size does, or leave the experts whole."
-        )
     # Tokens that fill up the last shard go to all experts alike, and their results are dropped.
     tokens, missing = x.shape[0], -x.shape[0] % shards
     if missing:
@@ -69,7 +63,8 @@ def travelling(
         rows,
         axes=tuple(token_axes),
     )
-    return of_rank(x, chosen, weights, list(parameters))[:tokens]
+    parts = [filled_up(p, axis, n) for p in parameters]
+    return of_rank(x, chosen, weights, parts)[:tokens]
 
 
 def _of_rank(
@@ -137,8 +132,10 @@ class Route:
 
 def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | None) -> Route:
     """The route of ``rows`` rows, of which ``of_expert`` (experts,) are for each expert. The counts
-    travel here.
+    travel here. Where ``n`` does not divide the experts, the last ranks own fewer, or none, as
+    ``torch.chunk`` cuts; to the route they own as many as the others, of which some get no rows.
     """
+    of_expert = F.pad(of_expert, (0, -of_expert.shape[0] % n))
     bound = n * rows if capacity is None else min(n * rows, math.ceil(capacity * rows))
     sent = all_gather(of_expert.view(n, -1).sum(1)[None], axis)
     return Route(axis, rows, bound, sent, all_to_all(of_expert, axis).view(n, -1))

@@ -103,9 +103,9 @@ class RowsTravel(TorchFunctionMode):
         self._is_looking = False
         self._calls = _Calls()
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """A weight of experts as the code sees it, from this rank's experts."""
-        whole = all_gather(part, self.axis)
+    def whole(self, name: str, part: Tensor, count: int) -> Tensor:
+        """A weight of ``count`` experts as the code sees it, from this rank's experts."""
+        whole = all_gather(part, self.axis)[:count]
         self._owned[id(whole)] = _Owned(whole, part, "experts", frozenset({name}))
         return whole
 

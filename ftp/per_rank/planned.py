@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.errors import RuleError
 from ftp.ops.axis_collectives import OPS, axis_of
+from ftp.ops.fill_up import CUT_OFF, FILL_UP
 from ftp.per_rank.program import Port, RankCode, factor
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation
@@ -30,11 +32,13 @@ AXIS_INDEX = torch.ops.ftp.axis_index.default
 
 
 def region_of(target: Any, args: Sequence[Any]) -> dict[str, int]:
-    """The axes of the per-rank code that an op enters or leaves, and their sizes; empty for any
-    other op.
+    """The axes of the per-rank code that an op enters or leaves, or makes parts equal for, and
+    their sizes; empty for any other op.
     """
     if target is ENTER or target is LEAVE:
         return dict(zip(args[1], args[2], strict=True))
+    if target is FILL_UP or target is CUT_OFF:
+        return {args[1]: args[2]}
     return {}
 
 
@@ -148,6 +152,22 @@ def leave(call: Call) -> Rule:
 
 
 rule(AXIS_INDEX)(lambda call: Rule(Notation((), ((),), frozenset(), ((),))))
+
+
+@rule(FILL_UP, CUT_OFF)
+def resized(call: Call) -> Rule:
+    """Each rank's rows get longer or shorter at their end."""
+    _, axis, n, rows = call.args
+    if -(-rows // n) != -(-call.operands[0].shape[0] // n):
+        raise RuleError(f"{call.target} moves where the rows of a rank begin")
+    dims = ((factor(axis),), *_dims(call)[1:])
+    notation = Notation((dims,), (dims,), frozenset({factor(axis)}), ((),))
+    resized = frozenset({factor(axis)})
+    return Rule(notation, ((0,),), _of_part, {factor(axis): rows}, False, resized=resized)
+
+
+def _of_part(op: LocalOp) -> fx.Node:
+    return op.default(*op.args[:3], op.shape()[0])
 
 
 def _dims(call: Call) -> list[Dim]:

@@ -5,7 +5,7 @@ an earlier one) reads is passed from stage to stage. A stage's pieces are the no
 results, and what it passes on, need.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +35,7 @@ def split(
     results: int,
     leaves: Sequence[int],
     stages: int,
-    halves: bool,
+    kinds: Collection[tuple[str, int]],
 ) -> Stages:
     """The pieces of a traced ``grad_and_value``.
 
@@ -44,22 +44,22 @@ def split(
             and gradients out.
         holders: the stage of each parameter.
         leaves: which parameters the gradients are of, in their order.
-        halves: whether backward passes are "I" and "W" rather than "B".
+        kinds: the kinds of actions, by stage, that the schedule has.
 
     Raises:
         PlanningError: a gradient that a stage after its own reads.
     """
-    return _Split(gm, tuple(holders), batch, results, leaves, stages).run(halves)
+    return _Split(gm, tuple(holders), batch, results, leaves, stages).run(kinds)
 
 
 class _Split(StepGraph):
-    def run(self, halves: bool) -> Stages:
+    def run(self, kinds: Collection[tuple[str, int]]) -> Stages:
         self.place()
         contributions: list[dict[int, fx.Node]] = [
             self._contributions(self.gradients[leaf], leaf) if leaf in self.gradients else {}
             for leaf in range(len(self.leaves))
         ]
-        return self._pieces(contributions, halves)
+        return self._pieces(contributions, kinds)
 
     def _contributions(self, gradient: fx.Node, leaf: int) -> dict[int, fx.Node]:
         """A parameter's gradient as one value a stage, whose sum it is."""
@@ -97,7 +97,9 @@ class _Split(StepGraph):
         own = self.of[node]
         return own.first if own.kind in (ACTIVATION, GRADIENT) else self.holders[leaf]
 
-    def _pieces(self, contributions: Sequence[Mapping[int, fx.Node]], halves: bool) -> Stages:
+    def _pieces(
+        self, contributions: Sequence[Mapping[int, fx.Node]], kinds: Collection[tuple[str, int]]
+    ) -> Stages:
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
         last = self.stages - 1
         results = [(self.of[n].first, n) for n in self.results]
@@ -129,10 +131,10 @@ class _Split(StepGraph):
                 pieces["F", k] = self._piece("F", k, forward[k], made_here)
             own = [found[k] for found in contributions if k in found]
             send = [n for n in wanted[k] if self._is_made_backward(n, k)]
-            if not halves:
-                both = list(dict.fromkeys([*send, *own]))
-                if both:
-                    pieces["B", k] = self._piece("B", k, backward[k], both)
+            both = list(dict.fromkeys([*send, *own]))
+            if both and ("B", k) in kinds:
+                pieces["B", k] = self._piece("B", k, backward[k], both)
+            if ("I", k) not in kinds:
                 continue
             inner = self._needed(send, lambda n, k=k: self._backward_rule(n, k))
             outer = self._needed(own, lambda n, k=k, inner=inner: self._outer_rule(n, k, inner))

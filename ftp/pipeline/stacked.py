@@ -157,8 +157,8 @@ def with_parts(
         raise SpecError(
             f"{names[inputs.index(node)]} has the spec of a stack of layers, whose dim 0 the stages"
             f" share, but the function reads it as a whole{source}: {reader.target}. Run its layers"
-            " by ftp.scan; or leave the pipeline's axis out, and give it a stage: Make the specs"
-            " with pipeline.place(params, specs, mesh)."
+            " by ftp.scan, or leave the pipeline's axis out. Make the specs with"
+            " pipeline.place(params, specs, mesh), which gives it a stage then."
         )
     return made
 

@@ -8,15 +8,16 @@ branch, and by the choice of its cond.
 from collections.abc import Sequence
 
 from ftp.ops.choose import Branch, common, number_of, read_in
-from ftp.planning.graph import Graph, Node
+from ftp.planning.graph import Graph, Node, Rewrite, unchanged
 
 
-def placed(graph: Graph) -> Graph:
+def placed(graph: Graph) -> Rewrite:
     """The graph with each reshard in the innermost branch that reads it, and the nodes of each cond
     right before its first choice, those of the true branch first.
     """
     if not any(node.branch for node in graph.nodes):
-        return graph
+        return unchanged(graph)
+    graph, copies = graph.copied()
     reads: dict[Node, list[Branch]] = {value.node: [()] for value in graph.outputs}
     for node in reversed(graph.nodes):
         if node.kind == "move" and node in reads:
@@ -25,7 +26,7 @@ def placed(graph: Graph) -> Graph:
             reads.setdefault(value.node, []).append(
                 read_in(node.target, node.args, node.branch, slot)
             )
-    return Graph(_together(graph.nodes, 0), graph.outputs)
+    return Graph(_together(graph.nodes, 0), graph.outputs), copies
 
 
 def _together(nodes: Sequence[Node], depth: int) -> list[Node]:

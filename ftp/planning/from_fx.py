@@ -17,14 +17,24 @@ from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
 from ftp.per_rank.program import LOCAL, RankCode, program_of
-from ftp.planning.graph import Graph, Node, Value, identity_rule, whole_rule
+from ftp.planning.graph import (
+    Graph,
+    Node,
+    Rewrite,
+    Value,
+    identity_rule,
+    in_turn,
+    rewired,
+    unchanged,
+    whole_rule,
+)
 from ftp.planning.graph_passes import live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule, Call, Meta, replaced, tensors
-from ftp.tracing.trace import decompose as trace_decomposition
+from ftp.tracing.decompose import decompose as trace_decomposition
 
 aten = torch.ops.aten
 
@@ -70,10 +80,14 @@ def found_by_trial(graph: Graph) -> str:
     return "; ".join(sorted(unstated))
 
 
-def prune(graph: Graph) -> Graph:
+def prune(graph: Graph) -> Rewrite:
     """The graph in which per-rank code computes and takes only what is used."""
+    if not any(node.kind == "local" for node in graph.nodes):
+        return live(graph), unchanged(graph)[1]
+    graph, copies = graph.copied()
     used = set(graph.outputs)
     swapped: dict[Value, Value] = {}
+    cut: set[Node] = set()
     nodes: list[Node] = []
     for node in reversed(graph.nodes):
         kept = (
@@ -91,12 +105,14 @@ def prune(graph: Graph) -> Graph:
                 node, target=program, args=operands, results=results, rule=program.rule, sizes={}
             )
             swapped.update({Value(node, i): Value(less, at) for at, i in enumerate(kept)})
+            cut.add(node)
             node = less
         used.update(node.operands)
         nodes.append(node)
     for node in nodes:
         node.replace_operands([swapped.get(v, v) for v in node.operands])
-    return live(Graph(nodes[::-1], [swapped.get(v, v) for v in graph.outputs]))
+    pruned = live(Graph(nodes[::-1], [swapped.get(v, v) for v in graph.outputs]))
+    return pruned, {node: copy for node, copy in copies.items() if copy not in cut}
 
 
 _WRAP = (
@@ -260,14 +276,16 @@ def decompose(
     *,
     strict: bool = False,
     sizes: Sizes | None = None,
-) -> Graph:
+) -> Rewrite:
     """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same
     graph where there is none. ``sizes``: the dynamic ones, if any.
     """
     size = None if sizes is None else size_in(sizes)
     wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
     if not wanted:
-        return graph
+        return unchanged(graph)
+    graph, copies = graph.copied()
+    wanted = {copies.pop(node) for node in wanted}
     swapped: dict[Value, Value] = {}
     out: list[Node] = []
     for node in graph.nodes:
@@ -288,7 +306,9 @@ def decompose(
         out += builder.nodes
         assert builder.outputs is not None
         swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs) if v is not None})
-    return sum_of_scatter(merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs])))
+    graph, merged = merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs]))
+    graph, summed = sum_of_scatter(graph)
+    return graph, in_turn(in_turn(copies, merged), summed)
 
 
 _traced: dict[Any, fx.GraphModule] = {}
@@ -326,11 +346,13 @@ def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
     return _traced[key]
 
 
-def sum_of_scatter(graph: Graph) -> Graph:
+def sum_of_scatter(graph: Graph) -> Rewrite:
     """The graph with sums over a dim along which values were scattered onto zeros as sums of the
     values, so that a cut of that dim leaves no pending sum.
     """
-    for node in graph.nodes:
+    now: dict[Node, Node] = {}
+    for old in graph.nodes:
+        node = now[old] = rewired(old, now)
         if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
             continue
         scatter = node.args[0].node
@@ -344,10 +366,10 @@ def sum_of_scatter(graph: Graph) -> Graph:
         call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
         rule = lookup(call)
         assert rule is not None
-        node.args = (source, *node.args[1:])
-        node.operands = (source,)
+        node = now[old] = node.copy()
+        node.args, node.operands = (source, *node.args[1:]), (source,)
         node.rule, node.sizes = rule, dict(rule.sizes)
-    return graph
+    return Graph(list(now.values()), [Value(now[v.node], v.index) for v in graph.outputs]), now
 
 
 def _is_zero(node: Node) -> bool:

@@ -6,7 +6,6 @@ mesh axes folded so far.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,8 +119,10 @@ class Node:
 
     def copy(self) -> "Node":
         """A copy; changes to it leave this node as it is."""
-        made = copy(self)
-        made.sizes, made.cuts, made.pending = dict(self.sizes), list(self.cuts), dict(self.pending)
+        made = object.__new__(Node)
+        made.__dict__.update(self.__dict__)
+        made.sizes, made.cuts = dict(self.sizes), list(self.cuts)
+        made.pending = {i: list(pending) for i, pending in self.pending.items()}
         return made
 
     def shape(self, index: int = 0) -> tuple[Size, ...]:
@@ -132,11 +133,12 @@ class Node:
         return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.operands[slot])
 
     def replace_operands(self, new: Sequence["Value"]) -> None:
-        if all(a is b or a == b for a, b in zip(new, self.operands, strict=True)):
+        if not self.operands:
             return
         fresh = iter(new)
         self.args = replaced(self.args, Value, lambda _: next(fresh))
-        self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
+        if self.kwargs:
+            self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
         self.operands = tuple(new)
 
 
@@ -191,7 +193,7 @@ class Graph:
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
 
-    def copied(self) -> tuple["Graph", dict[Node, Node]]:
+    def copied(self) -> "Rewrite":
         """A graph with nodes of its own, and the copy of each node."""
         copies: dict[Node, Node] = {}
         for node in self.nodes:
@@ -215,6 +217,38 @@ class Graph:
             for node in self.nodes
         ]
         return "\n".join([*lines, f"return {self.outputs}"])
+
+
+Rewrite = tuple[Graph, dict[Node, Node]]
+"""What a pass returns: the new graph and, for each node of the old one that is left, the node that
+stands for it. A pass changes no node of its input; both graphs share nodes that are equal in both.
+"""
+
+
+def unchanged(graph: Graph) -> Rewrite:
+    """The result of a pass that has nothing to do."""
+    return graph, {node: node for node in graph.nodes}
+
+
+def rewired(node: Node, now: Mapping[Node, Node]) -> Node:
+    """The node on the nodes that stand for its operands: itself where they all stand for
+    themselves, else a copy.
+    """
+    return with_operands(node, [Value(now[value.node], value.index) for value in node.operands])
+
+
+def with_operands(node: Node, operands: Sequence[Value]) -> Node:
+    """The node on these operands: itself where they are its own, else a copy."""
+    if tuple(operands) == node.operands:
+        return node
+    made = node.copy()
+    made.replace_operands(operands)
+    return made
+
+
+def in_turn(first: Mapping[Node, Node], second: Mapping[Node, Node]) -> dict[Node, Node]:
+    """The nodes that stand for others after two passes."""
+    return {node: second[now] for node, now in first.items() if now in second}
 
 
 def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:

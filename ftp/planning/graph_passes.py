@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, rewired, unchanged
 from ftp.rules.op_kinds import is_matmul
 
 
@@ -17,38 +17,35 @@ def live(graph: Graph) -> Graph:
     return Graph([n for n in graph.nodes if n.kind == "input" or id(n) in wanted], graph.outputs)
 
 
-def merge_common(graph: Graph) -> Graph:
+def merge_common(graph: Graph) -> Rewrite:
     """The graph with equal ops on equal operands computed once, but for ops that a recomputed
     region repeats.
     """
     seen: dict[Any, Node] = {}
-    canonical: dict[int, Node] = {}
+    now: dict[Node, Node] = {}
+    left: dict[Node, Node] = {}
     firsts = first_of_equals(graph)
-    nodes = []
-    for node in graph.nodes:
-        if any(id(v.node) in canonical for v in node.operands):
-            node.replace_operands(
-                [Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands]
-            )
+    for old in graph.nodes:
+        node = now[old] = rewired(old, now)
         if node.kind == "op":
-            original = firsts.get(node, node)
+            original = firsts.get(old, old)
             if (
                 node.region is not None
                 and original.region is None
                 and _is_seen(original, node)
                 and node.region.keeps(node.target, is_matmul(node.target))
             ):
-                first = canonical.get(id(original), original)
+                first = now[original]
             else:
                 call = (node.target, _key(node.args), _key(dict(node.kwargs)), node.region)
                 around = (node.branch[:depth] for depth in range(len(node.branch)))
                 first = next((seen[call, b] for b in around if (call, b) in seen), None)
                 first = seen.setdefault((call, node.branch), node) if first is None else first
             if first is not node:
-                canonical[id(node)] = first
+                now[old] = first
                 continue
-        nodes.append(node)
-    return Graph(nodes, [Value(canonical.get(id(v.node), v.node), v.index) for v in graph.outputs])
+        left[old] = node
+    return Graph(list(left.values()), [Value(now[v.node], v.index) for v in graph.outputs]), left
 
 
 def _is_seen(node: Node, user: Node) -> bool:
@@ -83,7 +80,7 @@ def first_of_equals(graph: Graph) -> dict[Node, Node]:
     return found
 
 
-def keep_collectives(graph: Graph) -> Graph:
+def keep_collectives(graph: Graph) -> Rewrite:
     """The graph in which recomputed regions read the collectives' results of the forward pass,
     where their policy keeps them, and issue none again.
     """
@@ -98,13 +95,15 @@ def keep_collectives(graph: Graph) -> Graph:
         and _is_seen(first, node)
         and node.depends & BATCH
     }
-    for node in graph.nodes if kept else ():
-        node.replace_operands([Value(kept.get(v.node, v.node), v.index) for v in node.operands])
-    return (
-        live(Graph(graph.nodes, [Value(kept.get(v.node, v.node), v.index) for v in graph.outputs]))
-        if kept
-        else graph
-    )
+    if not kept:
+        return unchanged(graph)
+    now: dict[Node, Node] = {}
+    made: dict[Node, Node] = {}
+    for node in graph.nodes:
+        made[node] = rewired(node, now)
+        now[node] = now[kept[node]] if node in kept else made[node]
+    outputs = [Value(now[v.node], v.index) for v in graph.outputs]
+    return live(Graph(list(made.values()), outputs)), made
 
 
 def _key(tree: Any) -> Any:
@@ -123,7 +122,7 @@ def _key(tree: Any) -> Any:
 
 
 def mark_dependencies(graph: Graph) -> None:
-    """Fill in which inputs each node is computed from."""
+    """Fill in which inputs each node of a graph that is being built is computed from."""
     for node in graph.nodes:
         for value in node.operands:
             node.depends |= value.node.depends

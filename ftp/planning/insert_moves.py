@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ftp.planning.graph import BATCH, FactorCut, Graph, Move, Node, Value
+from ftp.planning.graph import BATCH, FactorCut, Graph, Move, Node, Rewrite, Value
 from ftp.planning.graph_passes import live
 from ftp.planning.prices import is_at_rest
 from ftp.planning.problem import AxisPlan
@@ -24,7 +24,7 @@ from ftp.sharding.layout import (
 from ftp.sharding.spec import PartitionSpec, Units, zigzag
 
 
-def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Graph:
+def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rewrite:
     """The graph with one axis folded in: its reshards as nodes, its cuts in the nodes' sizes."""
     emitter = _Emitter(graph, plan)
     users = graph.users()
@@ -58,11 +58,18 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Gra
         )
         for value, layout in zip(graph.outputs, outputs, strict=True)
     ]
-    for node, fresh in emitter.rewired.items():
-        node.replace_operands(fresh)
-    for node in graph.nodes:
-        _cut(node, plan.strategies[node], plan.axis, plan.n)
-    return live(Graph(emitter.nodes, final))
+    copies = {node: node.copy() for node in graph.nodes}
+
+    def copied(value: Value) -> Value:
+        return Value(copies[value.node], value.index) if value.node in copies else value
+
+    for node in emitter.nodes:
+        made = copies.get(node, node)
+        made.replace_operands([copied(v) for v in emitter.rewired.get(node, node.operands)])
+    for node, made in copies.items():
+        _cut(made, plan.strategies[node], plan.axis, plan.n)
+    nodes = [copies.get(node, node) for node in emitter.nodes]
+    return live(Graph(nodes, [copied(value) for value in final])), copies
 
 
 def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:

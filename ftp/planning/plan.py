@@ -21,9 +21,9 @@ class Specs:
     outputs: Sequence[PartitionSpec | None]
 
     def on(self, copies: Mapping[Node, Node]) -> "Specs":
-        """The same of a copied graph."""
+        """The same of a rewritten graph."""
         inputs = {copies[node]: spec for node, spec in self.inputs.items()}
-        pins = {copies[node]: pin for node, pin in self.constraints.items()}
+        pins = {copies[node]: pin for node, pin in self.constraints.items() if node in copies}
         return Specs(inputs, pins, self.outputs)
 
 

@@ -7,7 +7,7 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ftp.errors import PlanningError
@@ -17,10 +17,10 @@ from ftp.planning.axis_order import axis_order, spec_layout
 from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
-from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, in_turn
 from ftp.planning.graph_passes import keep_collectives
 from ftp.planning.insert_moves import apply, output_layouts, spec_of_cuts
-from ftp.planning.layers.repeats import Ties, fold
+from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import Plan, Specs
 from ftp.planning.problem import NotAlike, Problem
@@ -30,8 +30,49 @@ from ftp.planning.solver.reduce import Infeasible
 from ftp.rules.op_kinds import is_matmul
 from ftp.sharding.layout import Layout, R, estimated
 
-Decompose = Callable[[Graph, Iterable[Node]], Graph]
+Decompose = Callable[[Graph, Iterable[Node]], Rewrite]
 Watch = Callable[[Problem], None]
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """A graph between two passes, with the facts about its nodes.
+
+    Attributes:
+        batch: inputs whose shards fix the activations' on a data axis.
+        folded: of a graph that stands for one with more layers.
+        now: for each node of the graph that planning began with, the node that stands for it.
+    """
+
+    graph: Graph
+    specs: Specs
+    batch: Sequence[Node]
+    now: Mapping[Node, Node]
+    folded: Folded | None = None
+
+    @classmethod
+    def of(
+        cls, graph: Graph, specs: Specs, batch: Sequence[Node], folded: Folded | None = None
+    ) -> "_Progress":
+        return cls(graph, specs, batch, {node: node for node in graph.nodes}, folded)
+
+    def after(self, rewrite: Rewrite) -> "_Progress":
+        """The program after a pass."""
+        graph, copies = rewrite
+        if graph is self.graph:
+            return self
+        folded = self.folded and self.folded.on(copies)
+        batch = [copies[node] for node in self.batch]
+        return _Progress(graph, self.specs.on(copies), batch, in_turn(self.now, copies), folded)
+
+    def ties(self) -> Ties | None:
+        """The tied layers; None where there are none, or they differ by now (`NotAlike`)."""
+        if self.folded is None:
+            return None
+        ties = self.folded.ties(self.graph)
+        if ties is None:
+            raise NotAlike
+        return ties
 
 
 def make_plan(
@@ -95,21 +136,19 @@ def _make_plan(
         and specs is given
         and (plan := _plan_folded(graph, specs, batch, *args)) is not None
     ):
-        plan.graph = placed(plan.graph)
+        plan.graph, _ = placed(plan.graph)
         return plan
-    # An axis cuts nodes and changes their operands in place: those of a copy.
-    graph, copies = graph.copied()
-    given, specs = given.on(copies), specs.on(copies)
-    plan = _plan_axes(graph, specs, [copies[node] for node in batch], *args, watch=watch)
-    assert plan is not None
-    plan.graph = placed(plan.graph)
-    return _as_given(plan, given, specs)
+    plan, program = _plan_axes(_Progress.of(graph, specs, batch), *args, watch=watch)
+    program = program.after(placed(program.graph))
+    plan.graph = program.graph
+    return _as_given(plan, given, program)
 
 
-def _as_given(plan: Plan, given: Specs, planned: Specs) -> Plan:
+def _as_given(plan: Plan, given: Specs, program: _Progress) -> Plan:
     """The plan with the given specs, and the entries and exits where they differ from those planned
     for.
     """
+    given, planned = given.on(program.now), program.specs
     plan.entries = {
         node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]
     }
@@ -130,30 +169,23 @@ def plan_few(
     axes: Mapping[str, int],
     specs: Specs,
     *,
-    ties: Callable[[Graph], Ties | None] | None = None,
+    folded: Folded | None = None,
     batch_inputs: Iterable[Node] = (),
     data_axes: Sequence[str] = (),
     hardware: Hardware = DEFAULT,
     decompose: Decompose | None = None,
 ) -> Plan | None:
-    """``make_plan`` of a graph that is folded already and is not unfolded; None where tied layers
-    come out different.
+    """``make_plan`` of a graph that is folded already (``folded``) and is not unfolded; None where
+    tied layers come out different.
     """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
-        plan = _plan_axes(
-            graph,
-            fitting,
-            list(batch_inputs),
-            order,
-            axes,
-            data_axes,
-            True,
-            hardware,
-            decompose,
-            ties=ties,
-        )
-        return plan and _as_given(plan, specs, fitting)
+        program = _Progress.of(graph, fitting, list(batch_inputs), folded)
+        try:
+            plan, program = _plan_axes(program, order, axes, data_axes, True, hardware, decompose)
+        except NotAlike:
+            return None
+        return _as_given(plan, specs, program)
 
 
 def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
@@ -177,15 +209,14 @@ def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) 
         },
         [specs.outputs[i] for i in folded.kept],
     )
-    plan = _plan_axes(
-        folded.graph,
-        few,
-        [copy for copy, node in folded.origin.items() if node in is_batch],
-        *args,
-        ties=folded.ties,
-    )
-    found = unfold(folded, plan.graph) if plan else None
-    if plan is None or found is None:
+    few_batch = [copy for copy, node in folded.origin.items() if node in is_batch]
+    try:
+        plan, program = _plan_axes(_Progress.of(folded.graph, few, few_batch, folded), *args)
+    except NotAlike:
+        return None
+    assert program.folded is not None
+    found = unfold(program.folded, program.graph)
+    if found is None:
         return None
     plan.graph, like = found
     plan.out_specs = [plan.out_specs[i] for i in like]
@@ -194,9 +225,7 @@ def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) 
 
 
 def _plan_axes(
-    graph: Graph,
-    specs: Specs,
-    batch: Sequence[Node],
+    program: _Progress,
     order: Sequence[str],
     axes: Mapping[str, int],
     data_axes: Sequence[str],
@@ -204,29 +233,26 @@ def _plan_axes(
     hardware: Hardware,
     decompose: Decompose | None,
     *,
-    ties: Callable[[Graph], Ties | None] | None = None,
     watch: Watch | None = None,
-) -> Plan | None:
-    """The plan, one axis after another; None where tied layers differ."""
+) -> tuple[Plan, _Progress]:
+    """The plan, one axis after another, and the program that it plans.
+
+    Raises:
+        NotAlike: tied layers differ.
+    """
     if decompose is not None:
-        graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
-    plan = Plan(graph, {name: axes[name] for name in order})
-    open_cuts: list[list[tuple[str, Layout]]] = [[] for _ in graph.outputs]
+        program = _decompose_on_demand(program, order, axes, data_axes, decompose)
+    plan = Plan(program.graph, {name: axes[name] for name in order})
+    outputs = program.graph.outputs
+    open_cuts: list[list[tuple[str, Layout]]] = [[] for _ in outputs]
     for at, name in enumerate(order):
         if axes[name] == 1:
             continue
-        tied = ties(plan.graph) if ties else None
-        if ties and tied is None:
-            return None
-        problem = _problem(
-            plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware, tied
-        )
+        problem = _problem(program, name, order[:at], axes, name in data_axes, hardware)
         try:
             if watch is not None:
                 watch(problem)
             chosen = solve(problem)
-        except NotAlike:
-            return None
         except Infeasible:
             raise PlanningError(
                 f"No program meets the specs on mesh axis {name!r}, not even one that moves"
@@ -235,31 +261,31 @@ def _plan_axes(
             ) from None
         plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
         for cuts, layout in zip(
-            open_cuts, output_layouts(plan.graph, chosen, problem.outputs), strict=True
+            open_cuts, output_layouts(program.graph, chosen, problem.outputs), strict=True
         ):
             cuts.append((name, layout))
-        plan.graph = apply(plan.graph, chosen, problem.outputs)
-    plan.graph = keep_collectives(plan.graph)
+        program = program.after(apply(program.graph, chosen, problem.outputs))
+    program = program.after(keep_collectives(program.graph))
     if reshard_after_forward:
-        plan.graph = gather_again(plan.graph)
+        program = program.after(gather_again(program.graph))
+    plan.graph = program.graph
     plan.out_specs = [
         spec if spec is not None else spec_of_cuts(cuts, value.meta.ndim)
-        for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
+        for spec, cuts, value in zip(program.specs.outputs, open_cuts, outputs, strict=True)
     ]
-    return plan
+    return plan, program
 
 
 def _problem(
-    graph: Graph,
+    program: _Progress,
     name: str,
     folded: Sequence[str],
     axes: Mapping[str, int],
-    specs: Specs,
-    batch: Sequence[Node],
     is_data: bool,
     hardware: Hardware,
-    ties: Ties | None,
 ) -> Problem:
+    graph, specs, ties = program.graph, program.specs, program.ties()
+    batch = program.batch
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
     hardware = replace(hardware, link=hardware.link_of((name,)))
@@ -390,14 +416,12 @@ def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> floa
 
 
 def _decompose_on_demand(
-    graph: Graph,
+    program: _Progress,
     order: Sequence[str],
     axes: Mapping[str, int],
-    specs: Specs,
-    batch: Sequence[Node],
     data_axes: Sequence[str],
     decompose: Decompose,
-) -> Graph:
+) -> _Progress:
     """Replace ops by primitives where an axis may cut a factor that they keep whole.
 
     On a data axis only the batch's cuts count, as activations keep those.
@@ -407,14 +431,15 @@ def _decompose_on_demand(
         for at, name in enumerate(order):
             if axes[name] == 1:
                 continue
+            batch = program.batch if name in data_axes else ()
             from_specs, from_batch = _reaches(
-                graph, name, order[:at], axes, specs, batch if name in data_axes else ()
+                program.graph, name, order[:at], axes, program.specs, batch
             )
             found = from_batch() if name in data_axes else from_specs()
             blocked.update(
                 dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose)
             )
-        smaller = decompose(graph, blocked) if blocked else graph
-        if smaller is graph:
-            return graph
-        graph = smaller
+        smaller = program.after(decompose(program.graph, blocked)) if blocked else program
+        if smaller is program:
+            return program
+        program = smaller

@@ -66,10 +66,11 @@ def prepare(
         found = number
         size = lambda x: moved(found(x), sizes)  # noqa: E731
     graph = from_fx(gm, names, strict=strict, size=size)
+    graph, _ = prune(live(graph))
+    graph, _ = merge_common(graph)
     arguments = graph.inputs[: len(names)]
     for node, state in zip(arguments, is_state, strict=True):
         node.depends = PARAMETER if state else BATCH
-    graph = merge_common(prune(live(graph)))
     mark_dependencies(graph)
     return Prepared(graph, tuple(arguments), constraints(graph), sizes)
 

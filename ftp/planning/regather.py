@@ -1,11 +1,10 @@
 """Gather parameters again for the backward pass."""
 
 from collections.abc import Collection
-from dataclasses import replace
 
 import torch
 
-from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, unchanged, with_operands
 from ftp.planning.graph_passes import live
 from ftp.planning.narrowest_point import widening
 from ftp.rules.op_kinds import VIEWS
@@ -16,10 +15,13 @@ RECOMPUTED = VIEWS | {
 }  # cheap, as are ops that widen it: repeated on a parameter that is gathered again
 
 
-def gather_again(graph: Graph) -> Graph:
+def gather_again(graph: Graph) -> Rewrite:
     """The graph in which forward and backward each gather the parameters that they read
     (``reshard_after_forward``).
     """
+    if not any(map(_is_gather, graph.nodes)):
+        return unchanged(graph)
+    now: dict[Node, Node] = {}
     made: dict[tuple[Node, int], Node] = {}
     nodes: list[Node] = []
     values = {Value(n, i) for n in graph.nodes for i in range(len(n.results))}
@@ -28,13 +30,12 @@ def gather_again(graph: Graph) -> Graph:
     def again(value: Value, phase: int) -> Value:
         node = value.node
         if not _is_regatherable(node, cheap):
-            return value
+            return Value(now[node], value.index)
         if (node, phase) not in made:
             operands = [again(v, phase) for v in node.operands]
             name = f"{node.name}_again" if phase == 1 else f"{node.name}_again_{phase}"
-            copy = replace(
-                node, name=name, phase=phase, sizes=dict(node.sizes), cuts=list(node.cuts)
-            )
+            copy = node.copy()
+            copy.name, copy.phase = name, phase
             copy.replace_operands(operands)
             made[node, phase] = copy
             nodes.append(copy)
@@ -42,20 +43,23 @@ def gather_again(graph: Graph) -> Graph:
 
     gathered: dict[Node, bool] = {}
     for node in graph.nodes:
-        is_gather = (
-            node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
-        )
-        gathered[node] = is_gather or (
+        gathered[node] = _is_gather(node) or (
             _is_regatherable(node, cheap) and any(gathered[v.node] for v in node.operands)
         )
-        node.replace_operands(
-            [
-                again(v, node.phase) if v.node.phase < node.phase and gathered[v.node] else v
-                for v in node.operands
-            ]
-        )
-        nodes.append(node)
-    return live(Graph(nodes, graph.outputs))
+        operands = [
+            again(v, node.phase)
+            if v.node.phase < node.phase and gathered[v.node]
+            else Value(now[v.node], v.index)
+            for v in node.operands
+        ]
+        now[node] = with_operands(node, operands)
+        nodes.append(now[node])
+    return live(Graph(nodes, [Value(now[v.node], v.index) for v in graph.outputs])), now
+
+
+def _is_gather(node: Node) -> bool:
+    """Whether it gathers a parameter."""
+    return node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
 
 
 def _is_regatherable(node: Node, cheap: Collection[Node]) -> bool:

@@ -99,5 +99,9 @@ def _ring(node: Node, cut: Cut, beside: Cut, n: int) -> Strategy:
         held = layout_of(dims, node.sizes, cut, n)
         return layout_of(dims, node.sizes, beside, n) if held is R else held
 
-    needs, gives = (tuple(map(layout, of)) for of in (node.rule.operands, node.rule.results))
+    needs = tuple(map(layout, node.rule.operands))
+    gives = tuple(
+        partial(pending[cut.factor]) if cut.factor in pending and held is R else held
+        for held, pending in zip(map(layout, node.rule.results), node.rule.pending, strict=True)
+    )
     return Strategy(needs, gives, cut, None, beside)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ftp.errors import InputError, MeshError, PlanWarning, SpecError
 from ftp.functional.module_constraints import Constraint
+from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local, traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -43,7 +44,8 @@ def send_tokens(
     Args:
         layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
             returns a tensor of the tokens' shape.
-        axis: the mesh axis whose ranks own whole experts, equally many.
+        axis: the mesh axis whose ranks own whole experts: equally many, or where it does not
+            divide them the last ranks fewer, or none.
         token_axes: the mesh axes that shard dim 0 of the tokens, from major to minor; default
             ``axis``.
         capacity: the rows that a rank has room for, as a multiple of those of an equal load; more
@@ -54,8 +56,8 @@ def send_tokens(
         A function of global parameters and tokens, for ``ftp.shard`` and ``ftp.spmd``.
 
     Raises:
-        SpecError: no grouped matmul reads a parameter; experts that the axis does not divide; a
-            result that is not of the tokens' shape.
+        SpecError: no grouped matmul reads a parameter, or parameters of different numbers of
+            experts; a result that is not of the tokens' shape.
 
     >>> import ftp
     >>> import torch.nn.functional as F
@@ -106,7 +108,7 @@ def send_tokens(
         def of_rank(x: Tensor, *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
             given = [
-                sees.whole(name, leaf) if name in experts else leaf
+                sees.whole(name, leaf, count) if name in experts else leaf
                 for name, leaf in zip(names, leaves, strict=True)
             ]
             for name, leaf in zip(names, given, strict=True):
@@ -126,7 +128,11 @@ def send_tokens(
 
         rows = P(axes)
         specs = tuple(P(axis) if name in experts else P() for name in names)
-        return local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *leaves)[:tokens]
+        parts = [
+            filled_up(leaf, axis, n) if name in experts else leaf
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        return local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *parts)[:tokens]
 
     return call
 
@@ -224,14 +230,13 @@ def _experts_of(
             " their weights are gathered or their activations summed, as the planner finds cheaper."
         )
     counts = {shape[0] for shape in shapes.values()}
-    if len(counts) > 1 or (count := counts.pop()) % n:
+    if len(counts) > 1:
         held = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise SpecError(
-            f"{at_line()}send_tokens: the experts of {held} are to be cut over axis {axis!r} of"
-            f" size {n}, which does not divide them. Take an axis whose size does, or leave the"
-            " layer as it is, with its experts cut by specs."
+            f"{at_line()}send_tokens: grouped matmuls read {held}, whose numbers of experts"
+            " differ. Send the tokens of each mixture by itself."
         )
-    return count, set(shapes)
+    return counts.pop(), set(shapes)
 
 
 def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:

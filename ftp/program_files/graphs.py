@@ -8,6 +8,7 @@ from torch import fx
 
 from ftp.errors import ProgramFileError
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD, KEYS, KEYS_BACKWARD
+from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.map_slices import MAP_SLICES, remembered, slice_program_of
 from ftp.partitioning.partition import LocalProgram
 from ftp.per_rank.program import LOCAL, RankCode, interned, program_of
@@ -125,7 +126,8 @@ def read_traced(reader: Reader, data: Mapping[str, Any]) -> fx.GraphModule:
 
 def _write_slices(writer: Writer, nodes: Iterable[fx.Node] | Iterable[Node]) -> list[Any]:
     """Plain data of the functions of slices and of scores that nodes call."""
-    at: Any = {MAP_SLICES: (2,), FLEX: KEYS, FLEX_BACKWARD: KEYS_BACKWARD}
+    at: Any = {MAP_SLICES: (2,), **dict.fromkeys((FLEX, FLEX_RING), KEYS)}
+    at |= dict.fromkeys((FLEX_BACKWARD, FLEX_RING_BACKWARD), KEYS_BACKWARD)
     keys = dict.fromkeys(str(n.args[i]) for n in nodes for i in at.get(n.target, ()))
     programs = [slice_program_of(key) for key in keys if key]
     return [

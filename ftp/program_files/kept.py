@@ -1,5 +1,5 @@
 """Plans kept in ftp's cache for the next start, and for the other ranks of the host: planned once
-by one of them, under a hash of all that decides on a plan.
+by one of them, under a hash of all that decides on a plan. Ranks of other hosts are handed it.
 
 Each rank traces its own function, which the hash holds. What is kept are the plan and the graphs of
 ranks.
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.distributed.handed_out import HandedOut
 from ftp.errors import FtpError
 from ftp.ops.constrain import CONSTRAIN
-from ftp.ops.native import cache_folder
+from ftp.ops.native import cache_folder, read_own
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import describe_hardware
@@ -123,29 +124,53 @@ def _sources() -> str:
 
 
 def kept_or_planned(
-    key: str, mesh: Mesh, traced: Traced, facts: Mapping[str, Any], make: Callable[[], Program]
+    key: str,
+    mesh: Mesh,
+    traced: Traced,
+    facts: Mapping[str, Any],
+    make: Callable[[], Program],
+    handed_out: HandedOut | None = None,
 ) -> Program:
     """The program of a key, as it was kept; else planned by ``make``, while other ranks of the host
     wait, and kept for them.
 
     Args:
         facts: attributes of the program that this rank knows without a plan.
+        handed_out: how the first rank's plan reaches one rank of each other host.
     """
     if not key:
         return make()
-    for_all, own = f"{key}.ftp", f"{key}-{mesh.rank}.ftp"
     folder = cache_folder("plans")
-    with _one_at_a_time(folder / f"{key}.lock"):
-        for name in (for_all, own):
-            if (found := _found(folder / name, mesh, traced, facts)) is not None:
-                return found
-        program = make()
-        # What cannot be written, as on a full disk, is planned again at the next start.
-        with contextlib.suppress(FtpError, OSError):
-            if not program.trial_rules:
-                content, is_for_all = _content(program)
-                write_file(folder / (for_all if is_for_all else own), content)
-                _tidy(folder)
+    for_all, own = folder / f"{key}.ftp", folder / f"{key}-{mesh.rank}.ftp"
+    at = mesh.ranks.index(mesh.rank) if mesh.hosts else 0
+    # Hosts may share the folder, and must not wait there for one another.
+    host = hashlib.sha256(mesh.hosts[at].encode()).hexdigest()[:8] if mesh.hosts else ""
+
+    def kept() -> Program | None:
+        found = (_found(path, mesh, traced, facts) for path in (for_all, own))
+        return next((program for program in found if program is not None), None)
+
+    with _one_at_a_time(folder / f"{key}{host}.lock"):
+        program = kept()
+        if program is None and handed_out is not None and mesh.hosts[at] != mesh.hosts[0]:
+            content = handed_out.take()
+            # Of another key is the plan of another function: the agreement says where it differs.
+            if content.startswith(key.encode()):
+                with contextlib.suppress(FtpError, OSError):
+                    write_file(for_all, content[len(key) :])
+                    _tidy(folder)
+                program = kept()
+        if program is None:
+            program = make()
+            # What cannot be written, as on a full disk, is planned again at the next start.
+            with contextlib.suppress(FtpError, OSError):
+                if not program.trial_rules:
+                    content, is_for_all = _content(program)
+                    write_file(for_all if is_for_all else own, content)
+                    _tidy(folder)
+    if handed_out is not None and handed_out.gives:
+        with contextlib.suppress(OSError):
+            handed_out.give(key.encode() + read_own(for_all))
     return program
 
 

@@ -12,47 +12,66 @@ from torch.fx.node import map_arg
 from ftp.ops import attention, attention_flex
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
+from ftp.ops.key_ring import Steps
 from ftp.ops.map_slices import slice_program_of
+from ftp.ops.rings import RINGS
 from ftp.ops.score_functions import PLACE
+from ftp.report.attention_memory import travelling
 from ftp.runtime.local_shapes import LocalShapes
 
 _INDEX = 8  # bytes of an index
+_LISTED = 18  # of a block while those listed are found: an index, two numbers, two bools
 
 
 def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     """The most bytes at a time: copies of a tile, its scores, what their functions compute, its
     results, and sums in a wider dtype.
     """
-    if node.target not in (FLEX, FLEX_BACKWARD):
+    target: Any = node.target
+    ring = RINGS.get(target)
+    if target not in (FLEX, FLEX_BACKWARD, FLEX_RING, FLEX_RING_BACKWARD):
         return 0
-    is_forward = node.target is FLEX
+    is_forward = target in (FLEX, FLEX_RING)
     at = 0 if is_forward else 1
     q, k, v = (shapes.values[x][0] for x in node.args[at : at + 3])  # type: ignore[index]
     if 0 in (*q.shape, *k.shape):
         return 0
     rest: Any = map_arg(node.args[at + 3 + (0 if is_forward else 2) :], lambda n: n)
     tables, score, mask = rest[0], rest[9], rest[10]
-    of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
     size, wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
-    batch, heads, of_keys = _group(q.shape, k.shape)
-    queries, keys = min(attention.TILE, q.shape[2]), min(attention.TILE, k.shape[2])
+    given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
+    cast = wide if wide != size else 0
+    travels, held = 0, k.shape[2]  # keys that are computed with at a time
+    if ring is not None:
+        needs = ring.needs(given)
+        ranks = range(needs.ring.n)
+        steps = Steps(needs, next(r for r in ranks if needs.ring.length_of(r) == held))
+        held = needs.ring.width
+        travels = travelling(steps, k.shape, v.shape, (size, wide), ring.returns)
+        travels += math.prod((*q.shape[:3], v.shape[3])) * cast * is_forward
+    batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
+    queries, keys = min(attention.TILE, q.shape[2]), min(attention.TILE, held)
     sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
     pairs = math.prod(sizes.values())
     rows, columns = batch * heads * queries, batch * heads * keys
-    cast = wide if wide != size else 0
     repeated = wide if heads != of_keys else 0
     copies = rows * q.shape[3] * cast + columns * k.shape[3] * max(cast, repeated)
-    base = 5 * of_mask + _INDEX * (q.shape[2] + k.shape[2])
+    of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
+    if of_mask:  # of the blocks of a tile's queries
+        block_rows = shapes.values[tables[1]][0].shape[2]
+        of_mask = min(of_mask, -(-of_mask // block_rows) * (queries // rest[7][0] + 2))
+    base = travels + _LISTED * of_mask + _INDEX * (q.shape[2] + held)
     scores, of_score = pairs * wide, _peak(score, sizes)
     hidden = _peak(mask, sizes)
     sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
     if is_forward:
         most = scores + max(copies, of_score, hidden, scores + sees)
         return base + most + rows * v.shape[3] * (wide * 2 + cast)
-    sums = sum(math.prod(x.shape) for x in (q, k, v)) * cast
-    given = rows * (v.shape[3] + 2) * cast
+    sums = sum(math.prod(x.shape) for x in ((q,) if ring else (q, k, v))) * cast
+    of_rows = rows * (v.shape[3] + 2) * cast
     most = 2 * scores + max(sees, hidden - scores) + (scores + of_score if score else 0)
-    return base + sums + given + most + columns * v.shape[3] * max(cast, repeated)
+    return base + sums + of_rows + most + columns * v.shape[3] * max(cast, repeated)
 
 
 def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:

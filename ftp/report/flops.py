@@ -11,8 +11,8 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
-from ftp.ops.attention_ring import RING_BACKWARD, RINGS
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
+from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
 
@@ -84,13 +84,18 @@ def _flops_of_slice(key: str) -> float:
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
-    at = 1 if node.target in (PART_BACKWARD, RING_BACKWARD) else 0
+    target: Any = node.target
+    ring = RINGS.get(target)
+    at = ring.at if ring else int(target is PART_BACKWARD)
     q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
-    after = (6 if at else 3) + (node.target in RINGS)  # which have a mask
-    given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
-    rows, columns, *causal = given
-    keys = [(0, columns[0])] if node.target in RINGS else pieces_of(columns, k[2])
-    pairs = visible(pieces_of(rows, q[2]), keys, bool(causal and causal[0]))
+    given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
+    if ring:
+        rows, is_causal = (ring.argument(given, name) for name in ("rows", "is_causal"))
+        keys = [(0, ring.needs(given).ring.size)]
+    else:
+        rows, columns, *causal = given[6 if at else 3 :]
+        keys, is_causal = pieces_of(columns, k[2]), causal and causal[0]
+    pairs = visible(pieces_of(rows, q[2]), keys, bool(is_causal))
     of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
     return float(math.prod(q[:2]) * pairs * of_pair)
 

@@ -38,6 +38,7 @@ from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.flex_memory import of_flex
 from ftp.report.issued import members_of, moved_name, part_of
 from ftp.report.lint import Finding
+from ftp.report.loads import Loads, loads_of, whole_tensors
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
 from ftp.report.startable import Bound, Startable
@@ -49,7 +50,7 @@ from ftp.runtime.executed import executed, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import mesh_device, require_coordinate
-from ftp.sharding.pytree import leaf_names, nearest
+from ftp.sharding.pytree import flatten, leaf_names, nearest
 from ftp.sharding.spec import PartitionSpec
 
 
@@ -208,6 +209,32 @@ class Lowered(Startable):
         rates = program.hardware if hardware is None else hardware_on(program.mesh, hardware)
         graph, shapes, _ = self._executed
         return estimate(graph, shapes, rates, self.plan.axes)
+
+    @collection_paused()
+    def loads(self, *args: Any) -> Loads:
+        """How unequal the rows are that ranks exchange for given arguments, where their numbers are
+        values: rows per rank, and per expert. All ranks run in this process.
+
+        ``.most`` of a load is the least capacity that the arguments need. What a program costs
+        with equal loads is ``cost()``, with the most unequal ``cost().worst``; its ``memory`` has
+        room for the stated capacity, or for all rows.
+
+        Args:
+            args: what the step takes, tensors whole.
+
+        >>> import ftp
+        >>> mesh = ftp.simulated_mesh(2, "ep")
+        >>> def send(x, counts):
+        ...     return ftp.axis.all_to_all(x, "ep", send_counts=counts)
+        >>> send = ftp.local(send, mesh, ftp.P("ep"), ftp.P("ep"))
+        >>> args = torch.ones(4), torch.tensor([0, 2, 1, 1])
+        >>> lowered = ftp.lower(send, mesh, ftp.P("ep"), *args, out_specs=ftp.P("ep"))
+        >>> print(str(lowered.loads(*args)).partition(": ")[2])
+        2 a rank if equal, 3 at most (1.5 x), room for 4
+          ep=0: 1
+          ep=1: 3
+        """
+        return loads_of(self._program, whole_tensors(self._program, flatten(args)[0]))
 
     def assert_collectives(
         self,

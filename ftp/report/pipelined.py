@@ -89,6 +89,9 @@ class LoweredPipeline(Startable):
     Attributes:
         stages: per stage the program of each kind of action; a kind without work has none.
         actions: per rank of the pipeline's axis its actions, in order.
+        on_their_way: per pair of ranks ``(from, to)`` of that axis the most messages between stages
+            that are sent and not yet read at once, whatever the ranks' speed; with buffers for so
+            many no rank ever waits to send.
 
     >>> import ftp, torch
     >>> mesh, pipe = ftp.AbstractMesh((2,), ("pp",)), ftp.Pipeline("pp", microbatches=4)
@@ -105,7 +108,7 @@ class LoweredPipeline(Startable):
 
     def __init__(self, program: PipelineProgram):
         self._program = program
-        self.actions = program.actions
+        self.actions, self.on_their_way = program.actions, program.on_their_way
         made, known = program.made, {}
         for p in made.programs.values():
             known.setdefault(id(p), Lowered(p))
@@ -235,7 +238,8 @@ class LoweredPipeline(Startable):
             or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
         ]
         base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
-        totals: dict[tuple[int, int], int] = {}  # of gradients, by parameter and stage
+        totals: dict[tuple[int, str], int] = {}  # of gradients, by stage
+        summed: dict[tuple[int, int], int] = {}  # by parameter and stage; some have equal gradients
         held: dict[tuple[int, int], set[str]] = {}
         peak = base
         own_actions = program.actions[rank]
@@ -249,7 +253,8 @@ class LoweredPipeline(Startable):
             if kind in "BW":
                 for leaf, found in enumerate(stages.gradients):
                     if stage in found:
-                        totals[leaf, stage] = self._nbytes(program.leaves[leaf])
+                        summed[leaf, stage] = self._nbytes(program.leaves[leaf])
+                        totals[stage, found[stage]] = summed[leaf, stage]
             living = sum(self._sizes[n] for names in held.values() for n in names)
             living += base + sum(totals.values())
             if piece is not None and lowered is not None:
@@ -264,11 +269,17 @@ class LoweredPipeline(Startable):
             }
             kept |= set(stages.backward[stage]) if kind == "F" else set()
             here &= kept
-        end = base + sum(totals.values())
+        end = base + sum(summed.values())
+        received = sum(
+            self._nbytes(program.leaves[leaf])
+            for leaf, found in enumerate(stages.gradients)
+            for k in found
+            if (program.stage_of[leaf] or 0) % program.ranks == rank != k % program.ranks
+        )
         reduction = self._reductions.get(rank)
         if reduction is not None:
             peak = max(peak, end + reduction.memory - sum(reduction.input_bytes.values()))
-        return max(peak, end)
+        return max(peak, end + received)
 
     def _given(self, action: Action) -> Sequence[str]:
         """What an action gets from the stage before, or of a gradient from the one after."""
@@ -371,6 +382,9 @@ class LoweredPipeline(Startable):
                 f"  rank {rank}: {in_bytes(nbytes)} at the peak, at most"
                 f" {held_microbatches(self.actions[rank])} microbatches held"
             )
+        if self.on_their_way:
+            most = max(self.on_their_way.values())
+            lines.append(f"messages: at most {most} on their way from one rank to another")
         ideal = self.ideal_bubble
         closed = "" if ideal is None else f", {ideal:.1%} if all stages took equally long"
         lines.append(f"bubble: {self.bubble:.1%}{closed}")

@@ -7,6 +7,7 @@ from typing import Any
 from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
+from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
@@ -200,8 +201,10 @@ def _by_position(
     return local
 
 
-def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
-    """Queries and keys are cut over one axis, whose ranks pass keys and values around."""
+def ring_of(op: LocalOp) -> tuple[list[int], str]:
+    """Queries and keys are cut over one axis, whose ranks pass keys and values around: how, as
+    `ftp.ops.attention_ring.Ring` has it, and the group of the ranks.
+    """
     (keys,), queries = op.cuts["t"], op.cuts["s"]
     at = next(i for i, cut in enumerate(queries) if cut.axis == keys.axis)
     is_last = at == len(queries) - 1
@@ -212,6 +215,11 @@ def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
         at if is_last else -1,
         int(queries[at].second is not None),
     ]
+    return ring, op.group(keys.axis)
+
+
+def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
+    ring, group = ring_of(op)
     return op.emit(
         RING if len(tensors) == 3 else RING_BACKWARD,
         *tensors,
@@ -220,7 +228,7 @@ def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
         ring,
         is_causal,
         op.kwargs.get("scale"),
-        op.group(keys.axis),
+        group,
     )
 
 
@@ -243,10 +251,14 @@ def varlen(call: Call) -> Rule:
     notation = Notation(operands, results, frozenset(whole), pending)
 
     def local(op: LocalOp) -> Any:
+        if op.is_cut("t"):
+            ring, group = ring_of(op)
+            target = VARLEN_RING if is_forward else VARLEN_RING_BACKWARD
+            return op.emit(target, *op.args[:at], op.part("s"), ring, *op.args[at + 2 :], group)
         return op.replaced(at, op.part("s")) if op.is_cut("s") else op.default()
 
     sizes = sizes_of_heads(call, 0 if is_forward else 1)
-    return Rule(notation, () if is_forward else ((0,),), local, sizes, False)
+    return Rule(notation, () if is_forward else ((0,),), local, sizes, False, RING_FACTORS)
 
 
 FORWARD = "b h s e, b h t e, b h t v -> b h s v"

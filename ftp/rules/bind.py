@@ -68,7 +68,7 @@ def bind(
             elif unknown:
                 left.append((dim, size))
                 continue
-            if math.prod(sizes[f] for f in dim) != size:
+            if math.prod(sizes[f] for f in dim) != size and not rule.resized.issuperset(dim):
                 raise RuleError(
                     f"The rule {str(notation)!r} of {name} does not fit shapes {operands} ->"
                     f" {results}: dim {dim} is of size {size}."

@@ -3,16 +3,19 @@
 from typing import Any
 
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.score_functions import Letters, letters
 from ftp.rules.attention import (
     LSE,
     OUT,
+    RING_FACTORS,
     WHOLE,
     K,
     Q,
     V,
     dims_of,
     factors_of_heads,
+    ring_of,
     sizes_of_heads,
 )
 from ftp.rules.local_op import LocalOp
@@ -54,7 +57,7 @@ def flex_attention(call: Call) -> Rule:
     whole = WHOLE | named_own | ({"r"} if "r" in heads["h"] else set())
     notation = Notation(tuple(operands), tuple(results), frozenset(whole), pending)
     linear = () if is_forward else ((0, 5),)
-    return Rule(notation, linear, _local, sizes_of_heads(call, at), False)
+    return Rule(notation, linear, _local, sizes_of_heads(call, at), False, RING_FACTORS)
 
 
 def _own(name: str, ndim: int) -> Dims:
@@ -70,15 +73,19 @@ def _lead(x: Meta, lead: tuple[int, ...], heads: dict[str, tuple[str, ...]]) -> 
 
 
 def _of_captured(name: str, named: Letters, heads: dict[str, tuple[str, ...]]) -> Dims:
-    factors = {"b": ("b",), "h": heads["h"], "q": ("s",), "k": ("t",)}
+    """What is looked up by key is whole, also where a ring cuts the keys."""
+    factors = {"b": ("b",), "h": heads["h"], "q": ("s",)}
     return tuple(factors.get(c, (f"{name}{d}",)) for d, c in enumerate(named))
 
 
 def _local(op: LocalOp) -> Any:
-    """Where batch, heads and queries stand are numbers."""
+    """Where batch, heads, queries and keys stand are numbers."""
     names = [a.name for a in op.call.target._schema.arguments]
     args = list(op.args)
     for factor, name in _PLACES.items():
         if op.is_cut(factor):
             args[names.index(name)] = op.part(factor)
+    if op.is_cut("t"):
+        args[names.index("columns")], group = ring_of(op)
+        return op.emit(FLEX_RING if op.call.target is FLEX else FLEX_RING_BACKWARD, *args, group)
     return op.default(*args)

@@ -95,6 +95,8 @@ class Rule:
             reach.
         ring: pairs of factors that one axis may cut together, the second of which is whole
             otherwise: the local form then passes its parts around the ranks of the axis.
+        resized: factors that are whole dims whose size the op changes, and with it that of each
+            rank's chunk. ``sizes`` has those of the result; an operand's chunks are of its own.
     """
 
     notation: Notation
@@ -103,6 +105,7 @@ class Rule:
     sizes: Mapping[str, int] = field(default_factory=dict)
     decompose: bool = True
     ring: tuple[tuple[str, str], ...] = ()
+    resized: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return str(self.notation)

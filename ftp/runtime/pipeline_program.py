@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftp.pipeline.buffers import Channel
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, Timed
 from ftp.runtime.program import Program
@@ -29,6 +30,7 @@ class PipelineProgram(ProgramOfPieces):
     then gradients.
 
     Attributes:
+        on_their_way: per pair of ranks the most messages between stages at once.
         made: the stages' programs, over the other axes.
         leaves: the parameters, within their stage.
         stage_of: per parameter its stage; None of one that is on every rank.
@@ -38,6 +40,7 @@ class PipelineProgram(ProgramOfPieces):
 
     pipeline: Pipeline
     actions: Sequence[Sequence[Action]]
+    on_their_way: Mapping[Channel, int]
     made: StagePrograms
     leaves: Sequence[StoredValue]
     stage_of: Sequence[int | None]

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.agreement import exchange, interrupts
-from ftp.ops.attention_ring import RING, RING_BACKWARD, one_rank, one_rank_backward
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, checked_counts
 from ftp.ops.native import compiled
-from ftp.ops.sends import OneRank, Send, run
+from ftp.ops.rings import RINGS, RingOp
+from ftp.ops.sends import Send, run
 from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.sharding.mesh import Mesh
@@ -318,14 +318,17 @@ def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     return issue
 
 
-def _ring(body: Callable[..., OneRank], args: tuple[Any, ...]) -> Any:
-    group = _groups[args[-1]]
+def _in_ring(op: RingOp) -> Callable[..., Any]:
+    def issue(*args: Any) -> Any:
+        group = _groups[args[-1]]
 
-    def start(sends: list[Send]) -> Callable[[], list[torch.Tensor | None]]:
-        arrived = list(map(group.shift, sends))
-        return lambda: arrived
+        def start(sends: list[Send]) -> Callable[[], list[torch.Tensor | None]]:
+            arrived = list(map(group.shift, sends))
+            return lambda: arrived
 
-    return run(body(group.rank, *args[:-1]), start)
+        return run(op.one_rank(group.rank, *args[:-1]), start)
+
+    return issue
 
 
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {}
@@ -363,8 +366,7 @@ _IN_MEMORY = {
     ALL_TO_ALL_ROWS: _define(
         ALL_TO_ALL_ROWS, lambda *args: _groups[args[-1]].all_to_all_rows(*args[:-1])
     ),
-    RING: _define(RING, lambda *args: _ring(one_rank, args)),
-    RING_BACKWARD: _define(RING_BACKWARD, lambda *args: _ring(one_rank_backward, args)),
+    **{target: _define(target, _in_ring(op)) for target, op in RINGS.items()},
 }
 
 

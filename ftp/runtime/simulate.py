@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.ops.attention_ring import RINGS, ring_by_rank
 from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
+from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.partitioning.partition import LocalProgram
 from ftp.passes.branch_order import branches
@@ -163,7 +163,7 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
 BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
     ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,
-    **dict.fromkeys(RINGS, ring_by_rank),
+    **{target: op.by_rank for target, op in RINGS.items()},
     gather_matmuls: _gather_matmuls,
     matmul_scatter: _matmul_scatter,
 }

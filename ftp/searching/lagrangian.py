@@ -151,18 +151,20 @@ class Searching:
     ) -> Solved:
         args = self.axes, order, self.data_axes, hardware or self.hardware, price, forced, is_bare
         try:
-            return solve_axes(self.primitives(along).copied(), *args)
+            return solve_axes(self.primitives(along), *args)
         except NotAlike:  # layers that an axis left unlike are searched one by one
             if not self.is_folded:
                 raise
             self.is_folded = False
-            return solve_axes(self.primitives(along).copied(), *args)
+            return solve_axes(self.primitives(along), *args)
 
     def primitives(self, along: Along) -> Opened:
         key = (self.is_folded, *along.items())
         if key not in self._primitives:
             base = self.primitives({}) if along else self.net
-            self._primitives[key] = on_primitives(base.copied(along), self.axes, self.data_axes)
+            self._primitives[key] = on_primitives(
+                base.constrained(along), self.axes, self.data_axes
+            )
         return self._primitives[key]
 
     def candidate(
@@ -593,19 +595,18 @@ class Searching:
         """The planned program without its repeated layers, and which they are; None where they
         come out different.
         """
-        net = self.net.copied(along)
+        net = self.net.constrained(along)
         inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
         outputs = [
             inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec()
             for i in range(len(net.graph.outputs))
         ]
         specs = Specs(inputs, constraints(net.graph), outputs)
-        ties = net.folded.ties if net.folded else None
         found = plan_few(
             net.graph,
             self.mesh.axes,
             specs,
-            ties=ties,
+            folded=net.folded,
             batch_inputs=list(net.batch),
             data_axes=self.data_axes,
             hardware=self.hardware,
@@ -613,17 +614,18 @@ class Searching:
         )
         if found is None:
             return None
+        planned = dict(zip(net.graph.inputs, found.graph.inputs, strict=True))
         program = Program(
             mesh=self.mesh,
             traced=self.traced.gm,
             plan=found,
             tensor_leaves=tuple(range(len(found.graph.inputs))),
-            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
+            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in planned),
             out_tree=self.traced.out_tree,
-            roles=tuple(_role(net, node) for node in found.graph.inputs),
+            roles=tuple(_role(net, node) for node in planned),
             hardware=self.hardware,
         )
-        return program, net.folded
+        return program, net.folded and net.folded.on(planned)
 
 
 def in_seconds_of(cost: float) -> float:

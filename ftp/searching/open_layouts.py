@@ -20,7 +20,7 @@ from ftp.planning.axis_order import spec_layout
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import solve
 from ftp.planning.from_fx import constraints, decompose
-from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, unchanged
 from ftp.planning.insert_moves import apply
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.planner import planned_latency
@@ -32,7 +32,8 @@ from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
-from ftp.tracing.trace import Traced, grad_and_value, trace
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import Traced, trace
 
 MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
 
@@ -56,7 +57,7 @@ class Price:
     share: float = 1.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Opened:
     """A traced loss and its gradient; ``mirrors`` are the outputs sharded as a parameter is,
     ``packs`` per axis and pattern the cuts of tensors packed along a dim, as those of q, k and v.
@@ -70,26 +71,26 @@ class Opened:
     folded: Folded | None
     packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
 
-    def copied(self, along: Along | None = None) -> "Opened":
-        """A copy for planning, which changes nodes; marks are constraints."""
-        copies: dict[Node, Node] = {}
-        for node in self.graph.nodes:
-            copy = copies[node] = replace(
-                node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending)
-            )
-            if along and node.kind == "constrain" and _marked(pin_from_str(node.target)):
-                copy.target = pin_to_str(_pin(along, node.results[0].shape))
-            copy.replace_operands([Value(copies[v.node], v.index) for v in node.operands])
+    def constrained(self, along: Along) -> "Opened":
+        """The same with its marks as constraints, where there is something ``along``."""
+        if not along:
+            return self
+        graph, copies = self.graph.copied()
+        for node in graph.nodes:
+            if node.kind == "constrain" and _marked(pin_from_str(node.target)):
+                node.target = pin_to_str(_pin(along, node.results[0].shape))
+        return self.after((graph, copies))
+
+    def after(self, rewrite: Rewrite) -> "Opened":
+        """The program after a pass."""
+        graph, copies = rewrite
         return Opened(
-            Graph(
-                list(copies.values()), [Value(copies[v.node], v.index) for v in self.graph.outputs]
-            ),
+            graph,
             [copies[n] for n in self.params],
             {copies[n]: p for n, p in self.patterns.items()},
             {copies[n]: s for n, s in self.batch.items()},
             {i: copies[n] for i, n in self.mirrors.items()},
-            self.folded
-            and replace(self.folded, labels={copies[n]: r for n, r in self.folded.labels.items()}),
+            self.folded and self.folded.on(copies),
             self.packs,
         )
 
@@ -243,10 +244,10 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
                         if node.kind == "op" and node.rule.decompose
                     )
                 )
-        smaller = decompose(net.graph, blocked) if blocked else net.graph
-        if smaller is net.graph:
+        rewrite = decompose(net.graph, blocked) if blocked else unchanged(net.graph)
+        if rewrite[0] is net.graph:
             return replace(net, packs=_packs(net, axes, data_axes))
-        net = replace(net, graph=smaller)
+        net = net.after(rewrite)
 
 
 def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layout]:
@@ -453,7 +454,7 @@ def solve_axes(
     forced: Choice | None = None,
     is_bare: bool = False,
 ) -> Solved:
-    """Per pattern its spec, and what each axis' network found; ``net`` is used up.
+    """Per pattern its spec, and what each axis' network found.
 
     Args:
         order: the axes to fold, one after the other.
@@ -483,14 +484,10 @@ def solve_axes(
                 choice[axis][pattern] = layout if layout.kind == "S" else None
                 if layout.kind == "S":
                     entries[pattern][layout.dim] += (entry_of(axis, layout),)
-            net.graph = apply(
-                net.graph,
-                chosen,
-                [
-                    of[net.mirrors[i]] if i in net.mirrors else R
-                    for i in range(len(problem.outputs))
-                ],
-            )
+            outputs = [
+                of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(problem.outputs))
+            ]
+            net = net.after(apply(net.graph, chosen, outputs))
     return Solved(
         {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
         choice,

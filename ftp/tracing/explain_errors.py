@@ -39,9 +39,8 @@ _OF_FUNCTIONS = re.compile(
 
 
 _FIXED_SHAPES = (
-    "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask],"
-    " one_hot or a fixed size rather than"
-    " nonzero or unique."
+    "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask];"
+    " nonzero, masked_select, unique and bincount of ftp.static take a size."
 )
 
 

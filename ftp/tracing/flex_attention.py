@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD, listed
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.listed_blocks import known_of, listed
 from ftp.ops.score_functions import evaluate
 from ftp.tracing.dense_attention import jvp_of, one_by_one, replaced, scores_of, weighted
 from ftp.tracing.score_functions import as_program
@@ -62,9 +66,22 @@ def _flex(
     if mask_mod is not module.noop_mask:
         mask, of_mask = as_program(mask_mod, True, *given)
     counts = len(tables), len(of_score), len(of_mask)
-    kept = Kept(counts, tuple(block), scale, score, mask)
+    kept = Kept(counts, tuple(block), scale, score, mask, _known(tables))
     out, logsumexp, top = _Flex.apply(query, key, value, kept, *tables, *of_score, *of_mask)
     return out, logsumexp / math.log(2), top / math.log(2)
+
+
+def _known(tables: Sequence[Tensor]) -> str:
+    """What is known of blocks that were listed before the trace."""
+    if not tables or not all(map(_is_given, tables)):
+        return ""
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        return known_of(tables)
+
+
+def _is_given(x: Tensor) -> bool:
+    is_wrapped = is_functorch_wrapped_tensor(x)
+    return type(x) is Tensor and not is_wrapped and x.device.type != "meta"
 
 
 @dataclass(frozen=True)
@@ -78,11 +95,12 @@ class Kept:
     scale: float
     score: str
     mask: str
+    known: str
     wants: tuple[bool, ...] = ()
 
     def call(self, op: Any, tensors: Sequence[Tensor], *first: Tensor) -> Any:
         tables, of_score, of_mask = self.split(tensors)
-        rest = list(self.block), self.scale, self.score, self.mask
+        rest = list(self.block), self.scale, self.score, self.mask, self.known
         more = [] if op is FLEX else [list(self.wants)]
         return op(*first, tables, of_score, of_mask, [], [], [], [], *rest, *more)
 

@@ -88,6 +88,11 @@ class Recorder(TorchDispatchMode):
         self._graph: fx.Graph | None = None
         self._last: fx.Node | None = None
 
+    @property
+    def targets(self) -> set[Any]:
+        """The ops recorded so far."""
+        return set() if self._graph is None else {node.target for node in self._graph.nodes}
+
     def fake(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> FakeTensor:

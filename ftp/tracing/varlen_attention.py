@@ -55,7 +55,8 @@ def _varlen(
     ends = cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    out, logsumexp = _Varlen.apply(q, k, v, *ends, left, right, scale)
+    is_self = ends[1] is cu_seq_q
+    out, logsumexp = _Varlen.apply(q, k, v, *ends, left, right, scale, is_self)
     state = torch.zeros(2, dtype=torch.int64, device=query.device)
     return out.squeeze(0).transpose(0, 1), logsumexp.squeeze(0), state
 
@@ -69,6 +70,7 @@ def _dense_varlen(
     left: int,
     right: int,
     scale: float,
+    _: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result and its log-sum-exps by the scores: what derivatives of higher order take."""
     of_query, query_at = in_documents(ends_q, torch.arange(q.shape[2], device=ends_q.device))
@@ -90,8 +92,8 @@ class _Varlen(torch.autograd.Function):
     """Attention within documents by tiles, forward and backward."""
 
     @staticmethod
-    def forward(q, k, v, ends_q, ends_k, left, right, scale):  # type: ignore[override]
-        return VARLEN(q, k, v, ends_q, ends_k, [], [], left, right, scale)
+    def forward(q, k, v, ends_q, ends_k, *rest):  # type: ignore[override]
+        return VARLEN(q, k, v, ends_q, ends_k, [], [], *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -113,7 +115,7 @@ class _Varlen(torch.autograd.Function):
             found = None, None, None
         else:
             found = _VarlenGradient.apply(grad, q, k, v, out, logsumexp, *ends, *ctx.rest)
-        return *found, None, None, None, None, None
+        return *found, *[None] * 6
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
@@ -130,9 +132,8 @@ class _VarlenGradient(torch.autograd.Function):
     """The gradients of queries, keys and values; their own derivatives take the scores."""
 
     @staticmethod
-    def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, left, right, scale):  # type: ignore[override]
-        ends = ends_q, ends_k
-        return VARLEN_BACKWARD(grad, q, k, v, out, logsumexp, *ends, [], [], left, right, scale)
+    def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, *rest):  # type: ignore[override]
+        return VARLEN_BACKWARD(grad, q, k, v, out, logsumexp, ends_q, ends_k, [], [], *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -157,7 +158,7 @@ class _VarlenGradient(torch.autograd.Function):
         # The result and the log-sum-exps are functions of the others: theirs are in those.
         run, given = _VarlenGradient._dense(ctx)
         found = torch.func.vjp(run, *given)[1](grads)
-        return *found, *[None] * 7
+        return *found, *[None] * 8
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]

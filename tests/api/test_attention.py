@@ -69,7 +69,7 @@ RINGS = [
 
 @pytest.fixture
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ftp.ops.attention_ring.SHORTEST", 2)
+    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
 
 
 @pytest.mark.usefixtures("_in_pieces")

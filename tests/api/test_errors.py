@@ -187,9 +187,9 @@ IN_FULL = {
     ),
     "no batch": (
         lambda: step()(PARAMS, None),
-        f"InputError: x is None, which the function uses as something else at {LINE}: unsupported"
+        f"InputError: x is None, and the function raises a TypeError at {LINE}: unsupported"
         " operand type(s) for @: 'NoneType' and"
-        " 'Tensor'. Give a tensor, or let the function ask whether it is None.",
+        " 'Tensor'. If None is why: Give a tensor, or let the function ask whether it is None.",
     ),
     "too few arguments": (
         lambda: step()(PARAMS),

@@ -41,9 +41,9 @@ import torch.distributed as dist
 
 import ftp
 from ftp import P
-from ftp.tensors.boxes import parts_on
 from ftp.checkpoint.manifest import Checkpoint
 from ftp.sharding.mesh import Mesh
+from ftp.tensors.boxes import parts_on
 
 RANKS, STEPS, EVERY, KEEP = 4, 1000, 20, 4
 TIMEOUT, STEP_TIMEOUT = 20.0, 5.0  # seconds
@@ -57,7 +57,13 @@ SPECS = {"u": P(None, "tp"), "d": P("tp"), "mu": P(None, "tp"), "md": P("tp"), "
 def full_state() -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     u, d = torch.randn(8, 32, generator=g) / 3, torch.randn(32, 8, generator=g) / 6
-    return {"u": u, "d": d, "mu": torch.zeros_like(u), "md": torch.zeros_like(d), "step": torch.tensor(0)}
+    return {
+        "u": u,
+        "d": d,
+        "mu": torch.zeros_like(u),
+        "md": torch.zeros_like(d),
+        "step": torch.tensor(0),
+    }
 
 
 def train_step(state, x, stops):
@@ -68,12 +74,20 @@ def train_step(state, x, stops):
 
     grads, loss = torch.func.grad_and_value(loss_fn)({"u": state["u"], "d": state["d"]})
     mu, md = 0.9 * state["mu"] + grads["u"], 0.9 * state["md"] + grads["d"]
-    new = {"u": state["u"] - 0.01 * mu, "d": state["d"] - 0.01 * md, "mu": mu, "md": md, "step": state["step"] + 1}
+    new = {
+        "u": state["u"] - 0.01 * mu,
+        "d": state["d"] - 0.01 * md,
+        "mu": mu,
+        "md": md,
+        "step": state["step"] + 1,
+    }
     return new, loss, stops.amax()
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist()) for x in tensors)).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist()) for x in tensors)
+    ).hexdigest()[:16]
 
 
 def note(path: Path, text: str) -> None:
@@ -83,7 +97,9 @@ def note(path: Path, text: str) -> None:
     os.close(fd)
 
 
-def job(rank: int, folder: Path, notes: Path, keep: int | None, donate: bool, is_reference: bool = False) -> int:
+def job(
+    rank: int, folder: Path, notes: Path, keep: int | None, donate: bool, is_reference: bool = False
+) -> int:
     """One rank of an attempt, which goes on from the newest checkpoint; its exit status."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -108,7 +124,9 @@ def job(rank: int, folder: Path, notes: Path, keep: int | None, donate: bool, is
         )
         saving = None
         for n in range(int(state["step"]), STEPS):
-            x = ftp.device_put(torch.randn(8, 8, generator=torch.Generator().manual_seed(n)), mesh, P("dp"))
+            x = ftp.device_put(
+                torch.randn(8, 8, generator=torch.Generator().manual_seed(n)), mesh, P("dp")
+            )
             state, loss, stops = step(state, x, torch.full((1,), float(len(signals))))
             note(notes / "losses", f"{n} {loss.item().hex()}")
             if is_reference:
@@ -120,12 +138,22 @@ def job(rank: int, folder: Path, notes: Path, keep: int | None, donate: bool, is
                     if saving is not None:
                         acknowledge(notes, saving.result())
                     saving = None
-                    saving = ftp.save(folder, state, mesh, SPECS, step=n + 1, keep=keep, wait=is_stopped or n % (2 * EVERY) > EVERY)
+                    saving = ftp.save(
+                        folder,
+                        state,
+                        mesh,
+                        SPECS,
+                        step=n + 1,
+                        keep=keep,
+                        wait=is_stopped or n % (2 * EVERY) > EVERY,
+                    )
                 except ftp.errors.CheckpointError as e:
                     note(notes / "said", f"{rank}: {e}")
                     if "belongs to another job" in str(e) or "was taken over" in str(e):
                         return REFUSED
-                    if is_stopped or n + 1 == STEPS:  # the disk is full: what is saved already will do
+                    if (
+                        is_stopped or n + 1 == STEPS
+                    ):  # the disk is full: what is saved already will do
                         return DONE
             if is_stopped:
                 break
@@ -182,23 +210,44 @@ class Attempt:
     does.
     """
 
-    def __init__(self, folder: Path, notes: Path, keep: int | None, donate: bool, full: Path | None, is_reference: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        notes: Path,
+        keep: int | None,
+        donate: bool,
+        full: Path | None,
+        is_reference: bool = False,
+    ):
         self.codes: dict[int, int] = {}
         self.log = notes / f"log-{time.monotonic_ns()}"
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.store = forked(lambda: hold_store(port), self.log)
-        env = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {
+            "WORLD_SIZE": RANKS,
+            "LOCAL_WORLD_SIZE": RANKS,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0}
 
         def run(rank: int) -> int:
-            os.environ.update({key: str(value) for key, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()})
+            os.environ.update(
+                {
+                    key: str(value)
+                    for key, value in (env | {"RANK": rank, "LOCAL_RANK": rank}).items()
+                }
+            )
             torch.set_num_threads(1)
             if full is not None:
                 fail_when_full(full)
             return job(rank, folder, notes, keep, donate, is_reference)
 
-        self.pids = [forked(lambda rank=rank: run(rank), self.log.with_name(f"{self.log.name}-{rank}")) for rank in range(RANKS)]
+        self.pids = [
+            forked(lambda rank=rank: run(rank), self.log.with_name(f"{self.log.name}-{rank}"))
+            for rank in range(RANKS)
+        ]
 
     def poll(self) -> dict[int, int]:
         for rank, pid in enumerate(self.pids):
@@ -226,8 +275,11 @@ class Attempt:
 
     def tail(self) -> str:
         logs = sorted(self.log.parent.glob(f"{self.log.name}-*"))
-        return "\n".join(f"--- {log.name[-1]}: exit"
-                         f" {self.codes.get(int(log.name[-1]))}\n{log.read_text()[-3000:]}" for log in logs)
+        return "\n".join(
+            f"--- {log.name[-1]}: exit"
+            f" {self.codes.get(int(log.name[-1]))}\n{log.read_text()[-3000:]}"
+            for log in logs
+        )
 
 
 def hold_store(port: int) -> int:
@@ -245,8 +297,9 @@ def fail_when_full(flag: Path) -> None:
 
     def write_file(path, *args):
         if flag.exists():
-            raise ftp.errors.CheckpointError(f"{path} cannot be written:"
-                                             f" {os.strerror(errno.ENOSPC)}")
+            raise ftp.errors.CheckpointError(
+                f"{path} cannot be written: {os.strerror(errno.ENOSPC)}"
+            )
         return write(path, *args)
 
     checkpoint.write_file = write_file
@@ -270,7 +323,9 @@ class Soak:
         self.is_mounted = (
             bool(mounted)
             and not subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", "size=16m", "soak", self.disk], check=False, capture_output=True
+                ["mount", "-t", "tmpfs", "-o", "size=16m", "soak", self.disk],
+                check=False,
+                capture_output=True,
             ).returncode
         )
         self.full = None if self.is_mounted else root / "full"
@@ -287,7 +342,10 @@ class Soak:
         begun = time.monotonic()
         while not ready():
             if time.monotonic() - begun > self.bound:
-                raise Wrong(f"a hang: {what} took more than {self.bound:g} s\n" + "\n".join(a.tail() for a in attempts))
+                raise Wrong(
+                    f"a hang: {what} took more than {self.bound:g} s\n"
+                    + "\n".join(a.tail() for a in attempts)
+                )
             time.sleep(0.02)
 
     def reference(self) -> None:
@@ -300,9 +358,14 @@ class Soak:
         if set(attempt.codes.values()) != {DONE}:
             raise Wrong(f"the undisturbed run failed\n{attempt.tail()}")
         self.losses = dict(line.split() for line in (notes / "losses").read_text().splitlines())
-        self.shards = [dict(line.split() for line in (notes / f"shards-{rank}").read_text().splitlines()) for rank in range(RANKS)]
-        self.say(f"{STEPS} undisturbed steps; the disk is"
-                 f" {'a tmpfs' if self.is_mounted else 'made to fail'}")
+        self.shards = [
+            dict(line.split() for line in (notes / f"shards-{rank}").read_text().splitlines())
+            for rank in range(RANKS)
+        ]
+        self.say(
+            f"{STEPS} undisturbed steps; the disk is"
+            f" {'a tmpfs' if self.is_mounted else 'made to fail'}"
+        )
 
     def round(self, number: int, end: float) -> None:
         self.folder, self.notes = self.disk / f"round-{number}", self.root / f"notes-{number}"
@@ -315,8 +378,17 @@ class Soak:
             while not attempt.is_over and time.monotonic() < end:
                 self.event(attempt)
                 self.check(attempt)
-            if attempt.is_over and set(attempt.codes.values()) == {DONE} and (last := newest(self.folder)) and last.step == STEPS:
-                left = sorted(path.name for path in self.folder.iterdir() if not path.name.isdigit() and "-step-" not in path.name)
+            if (
+                attempt.is_over
+                and set(attempt.codes.values()) == {DONE}
+                and (last := newest(self.folder))
+                and last.step == STEPS
+            ):
+                left = sorted(
+                    path.name
+                    for path in self.folder.iterdir()
+                    if not path.name.isdigit() and "-step-" not in path.name
+                )
                 if left:
                     raise Wrong(f"a round that ended well left {left}")
                 self.say(f"round {number} ends: {len(self.whole)} checkpoints were whole")
@@ -343,7 +415,16 @@ class Soak:
 
     def event(self, attempt: Attempt) -> None:
         time.sleep(self.draw.random() * 1.5)
-        kinds = ["kill", "stop", "pause", "interrupt", "interrupt one", "terminate", "full disk", "second job"]
+        kinds = [
+            "kill",
+            "stop",
+            "pause",
+            "interrupt",
+            "interrupt one",
+            "terminate",
+            "full disk",
+            "second job",
+        ]
         kind, victim = self.draw.choice(kinds), self.draw.randrange(RANKS)
         offsets = [self.draw.choice((0, 0.001, 0.01)) for _ in range(RANKS)]
         if attempt.is_over:
@@ -355,8 +436,11 @@ class Soak:
         elif kind == "stop":
             # Long, so that it is missed; its job is started again, and then it wakes.
             attempt.signal(victim, signal.SIGSTOP)
-            self.until(lambda: len(attempt.poll()) >= RANKS - 1, "the end of the others after"
-                                                                 f" rank {victim} was stopped", attempt)
+            self.until(
+                lambda: len(attempt.poll()) >= RANKS - 1,
+                f"the end of the others after rank {victim} was stopped",
+                attempt,
+            )
             later = self.start()
             attempt.signal(victim, signal.SIGCONT)
             self.until(lambda: attempt.is_over, f"the end of rank {victim}, which woke", attempt)
@@ -384,11 +468,18 @@ class Soak:
             self.progress(attempt, "going on after the disk was full")
         elif kind == "second job":
             before = self.size("acknowledged")
-            self.until(lambda: self.size("acknowledged") > before or attempt.is_over, "a save", attempt)
+            self.until(
+                lambda: self.size("acknowledged") > before or attempt.is_over, "a save", attempt
+            )
             if attempt.is_over:
                 return
             second = Attempt(self.folder, self.notes, self.keep, False, self.full)
-            self.until(lambda: second.is_over or attempt.is_over, "the end of a second job", attempt, second)
+            self.until(
+                lambda: second.is_over or attempt.is_over,
+                "the end of a second job",
+                attempt,
+                second,
+            )
             if attempt.is_over:  # the first came to its end, and leaves the folder to the second
                 self.until(lambda: second.is_over, "the end of a second job", second)
             elif REFUSED not in second.codes.values():
@@ -396,8 +487,10 @@ class Soak:
             self.judge(second)
         self.counts[kind] += 1
         codes = ", ".join(f"{rank}: {code}" for rank, code in sorted(attempt.poll().items()))
-        self.say(f"{kind} ({victim}), {time.monotonic() - begun:.1f} s; ended {{{codes}}}; step"
-                 f" {self.last_step()}")
+        self.say(
+            f"{kind} ({victim}), {time.monotonic() - begun:.1f} s; ended {{{codes}}}; step"
+            f" {self.last_step()}"
+        )
 
     def fill(self) -> None:
         if self.full is not None:
@@ -415,7 +508,11 @@ class Soak:
         return None if last is None else last.step
 
     def judge(self, attempt: Attempt) -> None:
-        odd = {code for code in attempt.codes.values() if code not in (DONE, FAILED, REFUSED, INTERRUPTED, -signal.SIGKILL)}
+        odd = {
+            code
+            for code in attempt.codes.values()
+            if code not in (DONE, FAILED, REFUSED, INTERRUPTED, -signal.SIGKILL)
+        }
         if odd:
             raise Wrong(f"ended otherwise than with an error of ftp: {odd}\n{attempt.tail()}")
 
@@ -428,13 +525,17 @@ class Soak:
             self.read[path] = self.read.get(path, 0) + len(lines)
             for line in lines.split("\n"):
                 if line and self.losses[line.split()[0]] != line.split()[1]:
-                    raise Wrong(f"the loss of step {line} is {self.losses[line.split()[0]]} in the"
-                                " undisturbed run")
+                    raise Wrong(
+                        f"the loss of step {line} is {self.losses[line.split()[0]]} in the"
+                        " undisturbed run"
+                    )
         # What is there is right. The job goes on meanwhile, and may remove its oldest.
         for checkpoint in ftp.checkpoints(self.folder):
             if checkpoint.folder.name not in self.whole:
                 try:
-                    found = ftp.load(checkpoint.folder, full_state(), ftp.simulated_mesh((1,), ("all",)))
+                    found = ftp.load(
+                        checkpoint.folder, full_state(), ftp.simulated_mesh((1,), ("all",))
+                    )
                 except ftp.errors.CheckpointError as e:
                     if checkpoint.folder.exists():
                         raise Wrong(f"{checkpoint.folder} is listed and does not load: {e}") from e
@@ -442,7 +543,11 @@ class Soak:
                 self.compare(checkpoint.folder.name, found)
                 self.whole.add(checkpoint.folder.name)
         # What was acknowledged is there, unless as many newer ones as are to be kept are.
-        acknowledged = set((self.notes / "acknowledged").read_text().split()) if self.size("acknowledged") else set()
+        acknowledged = (
+            set((self.notes / "acknowledged").read_text().split())
+            if self.size("acknowledged")
+            else set()
+        )
         there = {c.folder.name for c in ftp.checkpoints(self.folder)}
         for name in acknowledged - there:
             newer = sum(other > name for other in there)
@@ -453,19 +558,27 @@ class Soak:
         step = str(int(state["step"]))
         mesh = Mesh((2, 2), ("dp", "tp"), "cpu", "process", tuple(range(RANKS)), 0)
         for rank in range(RANKS) if step != "0" else ():
-            parts = {key: parts_on(mesh, SPECS[key], tuple(x.shape))[rank][0].box for key, x in state.items()}
+            parts = {
+                key: parts_on(mesh, SPECS[key], tuple(x.shape))[rank][0].box
+                for key, x in state.items()
+            }
             shards = [state[key][parts[key].slices((0,) * state[key].ndim)] for key in SPECS]
             if digest(shards) != self.shards[rank][step]:
-                raise Wrong(f"{name} is not the state of the undisturbed run after step {step}, as"
-                            f" rank {rank} had it")
+                raise Wrong(
+                    f"{name} is not the state of the undisturbed run after step {step}, as"
+                    f" rank {rank} had it"
+                )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--bound", type=float, default=90.0, help="seconds that nothing may take"
-                                                                  " longer than")
+    parser.add_argument(
+        "--bound", type=float, default=90.0, help="seconds that nothing may take longer than"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -483,8 +596,10 @@ def main() -> int:
         return 1
     finally:
         soak.close()
-    soak.say(f"nothing lost, nothing wrong, no hang, seed {args.seed}: {sum(soak.counts.values())}"
-             f" events, {dict(soak.counts)}")
+    soak.say(
+        f"nothing lost, nothing wrong, no hang, seed {args.seed}: {sum(soak.counts.values())}"
+        f" events, {dict(soak.counts)}"
+    )
     shutil.rmtree(root, ignore_errors=True)
     return 0
 

@@ -75,8 +75,15 @@ def test_ranks_that_agree():
 def _differing():
     mesh = _mesh()
     batch = 6 if mesh.rank == 1 else 8
-    _run(mesh, f"p{batch}", {"library version": "1", "input shapes": f"{'params ' * 50}batch[0]:"
-                                                                     f" ({batch}, 32)", "program": f"p{batch}"})
+    _run(
+        mesh,
+        f"p{batch}",
+        {
+            "library version": "1",
+            "input shapes": f"{'params ' * 50}batch[0]: ({batch}, 32)",
+            "program": f"p{batch}",
+        },
+    )
 
 
 def test_ranks_that_differ_are_named():
@@ -107,8 +114,10 @@ def _failing():
 def test_a_rank_that_fails_to_plan():
     ranks = launch(_failing, 3)
     assert [r.exit for r in ranks] == [0, 0, 0], ranks
-    theirs = ("MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n "
-             " ValueError: no plan\n  for this")
+    theirs = (
+        "MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n "
+        " ValueError: no plan\n  for this"
+    )
     assert [r.value[0] for r in ranks] == [theirs, "ValueError: no plan\nfor this", theirs]
     assert all(r.value[1] == [3.0] * 4 for r in ranks)
 
@@ -155,7 +164,9 @@ def _going_on(planner, linger, switch):
     _run(mesh, "old")
     start = time.monotonic()
     try:
-        _run(mesh, "new", {"program": "new"} if not switch else None) if mesh.rank == planner else _run(mesh, "old")
+        _run(
+            mesh, "new", {"program": "new"} if not switch else None
+        ) if mesh.rank == planner else _run(mesh, "old")
     except Exception as error:
         seconds = time.monotonic() - start
         time.sleep(linger)
@@ -182,15 +193,21 @@ def test_a_rank_that_plans_anew_while_others_go_on(planner, switch):
 def _ending_at_once(planner):
     mesh = _mesh()
     _run(mesh, "old", {"program": "old"})
-    _run(mesh, "new" if mesh.rank == planner else "old", {"program": "new"} if mesh.rank == planner else None)
+    _run(
+        mesh,
+        "new" if mesh.rank == planner else "old",
+        {"program": "new"} if mesh.rank == planner else None,
+    )
 
 
 @pytest.mark.parametrize("planner", [0, 1])
 def test_processes_that_end_at_the_error(planner):
     ranks = launch(_ending_at_once, 2, planner)
     assert [r.exit for r in ranks] == [1, 1], ranks
-    assert all((r.error or "").startswith(f"MismatchError: Rank {planner} changes its program at"
-                                          " call 2") for r in ranks), ranks
+    assert all(
+        (r.error or "").startswith(f"MismatchError: Rank {planner} changes its program at call 2")
+        for r in ranks
+    ), ranks
 
 
 def _failing_while_others_go_on():
@@ -202,8 +219,10 @@ def _failing_while_others_go_on():
 def test_a_rank_that_fails_while_others_go_on():
     ranks = launch(_failing_while_others_go_on, 2)
     assert ranks[0].error == "ValueError: bad batch"
-    assert ranks[1].error == ("MismatchError: Rank 0 failed to plan call 2, so no rank runs it. Its"
-                             " error:\n  ValueError: bad batch")
+    assert ranks[1].error == (
+        "MismatchError: Rank 0 failed to plan call 2, so no rank runs it. Its"
+        " error:\n  ValueError: bad batch"
+    )
 
 
 def _axes():
@@ -213,7 +232,9 @@ def _axes():
     found = []
     for view, axis in ((whole, "dp"), (whole, "tp"), (line, "tp")):
         ops = torch.ops._c10d_functional
-        ranks = ops.wait_tensor(ops.all_gather_into_tensor(torch.tensor([whole.rank]), 2, view.group_name(axis)))
+        ranks = ops.wait_tensor(
+            ops.all_gather_into_tensor(torch.tensor([whole.rank]), 2, view.group_name(axis))
+        )
         found.append(ranks.tolist())
     # Agreements of a submesh are its own.
     agree(line, 1, {"program": f"of line {line.ranks}"}, 20.0)
@@ -241,14 +262,18 @@ def _other_program():
 def test_the_first_difference_of_two_programs_is_shown():
     ranks = launch(_other_program, 2)
     for rank in ranks:
-        assert rank.exit and "MismatchError: Ranks disagree on the program of call 1" in str(rank), rank
+        assert rank.exit and "MismatchError: Ranks disagree on the program of call 1" in str(
+            rank
+        ), rank
         assert "aten.mul" in str(rank).split("rank 1: ")[-1], rank
 
 
 def test_launch_reports_hangs_and_deaths():
     ranks = launch(
         "import os, time\nprint('rank', os.environ['RANK'])\nos.abort() if os.environ['RANK'] =="
-        " '0' else time.sleep(60)", 2, timeout=1.0
+        " '0' else time.sleep(60)",
+        2,
+        timeout=1.0,
     )
     assert [r.exit for r in ranks] == [-6, None]
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from launch import launch
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ftp
 from ftp import P, zigzag
-from ftp.ops import attention_ring
+from ftp.ops import key_ring
 
 pytestmark = pytest.mark.dist
 # Computing takes so long that every transfer hides behind it.
@@ -23,17 +24,38 @@ def _attend(q: Any, k: Any, v: Any, grad: Any) -> Any:
     return out, *vjp(grad)
 
 
+def _listed(q: Any, k: Any, v: Any, grad: Any) -> Any:
+    sees = lambda b, h, q, k: (q >= k) & (q - k < 7)  # noqa: E731
+    blocks = create_block_mask(sees, None, None, 13, 13, "cpu", BLOCK_SIZE=2)
+    score = lambda s, b, h, q, k: s + (h + 1) * (k - q) / 8  # noqa: E731
+    run = lambda *x: flex_attention(*x, score_mod=score, block_mask=blocks)  # noqa: E731
+    out, vjp = torch.func.vjp(run, q, k, v)
+    return out, *vjp(grad)
+
+
+def _listed_whole(q: Any, k: Any, v: Any, grad: Any) -> Any:
+    away = torch.arange(13) - torch.arange(13)[:, None]
+    bias = torch.tensor([1.0, 2.0], dtype=q.dtype)[:, None, None] * away / 8
+    bias = bias.masked_fill((away > 0) | (away <= -7), -torch.inf)
+    run = lambda *x: F.scaled_dot_product_attention(*x, attn_mask=bias)  # noqa: E731
+    out, vjp = torch.func.vjp(run, q, k, v)
+    return out, *vjp(grad)
+
+
 def _on_a_rank() -> Any:
-    attention_ring.SHORTEST = 2
+    key_ring.SHORTEST = 2
     torch.manual_seed(0)
     mesh = ftp.make_mesh((3,), ("cp",), device_type="cpu")
     full = [torch.randn(1, 2, 13, 4, dtype=torch.float64) for _ in range(4)]
-    right, found = _attend(*full), []
-    for entry, is_compiled in (("cp", False), (zigzag("cp"), False), ("cp", True)):
-        cut = P(None, None, entry)
-        step = ftp.spmd(
-            _attend, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled
-        )
+    found = []
+    for run, expected, entry, is_compiled in (
+        (_attend, _attend, "cp", False),
+        (_attend, _attend, zigzag("cp"), False),
+        (_attend, _attend, "cp", True),
+        (_listed, _listed_whole, zigzag("cp"), False),
+    ):
+        cut, right = P(None, None, entry), expected(*full)
+        step = ftp.spmd(run, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled)
         placed = ftp.device_put(full, mesh, cut)
         assert [c.op for c in step.lower(*placed).collectives] == ["ring"] * 2
         for _ in range(2):

@@ -1,4 +1,6 @@
-"""Muon by owners on gloo processes: torch's bits, and state that is saved, loaded on other specs and resharded."""
+"""Muon by owners on gloo processes: torch's bits, and state that is saved, loaded on other specs
+and resharded.
+"""
 
 import pytest
 import torch
@@ -25,16 +27,24 @@ def _trained(folder: str) -> list[str]:
     opt = ftp.optim.from_torch(torch.optim.Muon, lr=0.1, owned=True)
 
     def step_with(specs: dict[str, P]) -> ftp.Step:
-        return ftp.spmd(lambda g, s, p: opt.update(g, s, p), mesh, (specs, specs, specs), (specs, specs))
+        return ftp.spmd(
+            lambda g, s, p: opt.update(g, s, p), mesh, (specs, specs, specs), (specs, specs)
+        )
 
     whole = _draw(0)
-    plain = {(k, i): torch.nn.Parameter(m.clone()) for k, p in whole.items() for i, m in enumerate(p.reshape(-1, *p.shape[-2:]))}
+    plain = {
+        (k, i): torch.nn.Parameter(m.clone())
+        for k, p in whole.items()
+        for i, m in enumerate(p.reshape(-1, *p.shape[-2:]))
+    }
     reference = torch.optim.Muon(plain.values(), lr=0.1)
     params = ftp.device_put(whole, mesh, SPECS)
     state, specs, wrong = opt.init(params), SPECS, []
     for seed in range(1, 5):
         if seed == 3:  # saved, and loaded on other specs
-            ftp.save(folder, {"params": params, "state": state}, mesh, {"params": SPECS, "state": SPECS})
+            ftp.save(
+                folder, {"params": params, "state": state}, mesh, {"params": SPECS, "state": SPECS}
+            )
             like = {"params": whole, "state": opt.init(whole)}
             loaded = ftp.load(folder, like, mesh, {"params": OTHER, "state": OTHER})
             params, state, specs = loaded["params"], loaded["state"], OTHER
@@ -47,11 +57,16 @@ def _trained(folder: str) -> list[str]:
             leaf.grad = grads[k].reshape(-1, *grads[k].shape[-2:])[i]
         reference.step()
         params, state = step_with(specs)(ftp.device_put(grads, mesh, specs), state, params)
-        found = ftp.device_get({"params": params, "state": state}, mesh, {"params": specs, "state": specs})
+        found = ftp.device_get(
+            {"params": params, "state": state}, mesh, {"params": specs, "state": specs}
+        )
         for (k, i), leaf in plain.items():
             value = found["params"][k].reshape(-1, *leaf.shape)[i]
             momentum = found["state"][k]["momentum_buffer"].reshape(-1, *leaf.shape)[i]
-            same = torch.equal(value, leaf), torch.equal(momentum, reference.state[leaf]["momentum_buffer"])
+            same = (
+                torch.equal(value, leaf),
+                torch.equal(momentum, reference.state[leaf]["momentum_buffer"]),
+            )
             if same != (True, True):
                 wrong.append(f"step {seed}: {k}[{i}]: {same}")
     return wrong

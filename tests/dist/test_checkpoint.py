@@ -28,18 +28,45 @@ SHAPES = {
     "empty": (0, 3),
     "big": (600, 601),
 }
-DTYPES = {"odd": torch.bfloat16, "packed": torch.float8_e4m3fn, "bias": torch.complex128, "scalar": torch.int64, "big": torch.float64}
+DTYPES = {
+    "odd": torch.bfloat16,
+    "packed": torch.float8_e4m3fn,
+    "bias": torch.complex128,
+    "scalar": torch.int64,
+    "big": torch.float64,
+}
 LAYOUTS = {
-    "pair": ((2,), ("tp",), {"even": P("tp"), "odd": P(None, "tp"), "packed": P(units("tp", 2, pack=2)), "big": P("tp")}),
+    "pair": (
+        (2,),
+        ("tp",),
+        {
+            "even": P("tp"),
+            "odd": P(None, "tp"),
+            "packed": P(units("tp", 2, pack=2)),
+            "big": P("tp"),
+        },
+    ),
     "four": (
         (4,),
         ("tp",),
-        {"even": P("tp"), "odd": P("tp"), "packed": P(units("tp", 2, pack=(8, 4))), "shared": P(units("tp", 3)), "bias": P("tp")},
+        {
+            "even": P("tp"),
+            "odd": P("tp"),
+            "packed": P(units("tp", 2, pack=(8, 4))),
+            "shared": P(units("tp", 3)),
+            "bias": P("tp"),
+        },
     ),
     "square": (
         (2, 2),
         ("dp", "tp"),
-        {"even": P("dp", "tp"), "odd": P(("tp", "dp")), "packed": P(None, "dp"), "big": P(None, "tp"), "empty": P("dp")},
+        {
+            "even": P("dp", "tp"),
+            "odd": P(("tp", "dp")),
+            "packed": P(None, "dp"),
+            "big": P(None, "tp"),
+            "empty": P("dp"),
+        },
     ),
     "first two": ((2,), ("tp",), {"even": P(None, "tp"), "odd": P("tp"), "shared": P("tp")}),
 }
@@ -48,7 +75,9 @@ LAYOUTS = {
 def _full():
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).mul(9).to(DTYPES.get(name, torch.float32))
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        .mul(9)
+        .to(DTYPES.get(name, torch.float32))
         for name, shape in SHAPES.items()
     }
 
@@ -58,11 +87,17 @@ def _on(layout):
     shape, axes, specs = LAYOUTS[layout]
     specs = {"params": {name: specs.get(name, P()) for name in SHAPES}, "step": P()}
     ranks = torch.arange(math.prod(shape)).view(shape)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=axes), specs, int(os.environ["RANK"]) < ranks.numel()
+    return (
+        DeviceMesh("cpu", ranks, mesh_dim_names=axes),
+        specs,
+        int(os.environ["RANK"]) < ranks.numel(),
+    )
 
 
 def _same(a, b):
-    return a.dtype == b.dtype and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def _end():
@@ -84,7 +119,10 @@ def _there_and_back(folder, layouts, saved):
         ftp.save(f"{folder}/{layout}", local, mesh, specs, step=5)
         # Nobody has placed these; of units that ranks share, shards alone do not tell the global
         # size.
-        unplaced = {"params": {k: x if k == "shared" else x.clone() for k, x in local["params"].items()}, "step": 6}
+        unplaced = {
+            "params": {k: x if k == "shared" else x.clone() for k, x in local["params"].items()},
+            "step": 6,
+        }
         saving = ftp.save(f"{folder}/{layout}", unplaced, mesh, specs, step=6, wait=False)
         for x in unplaced["params"].values():
             x.zero_()
@@ -99,8 +137,16 @@ def _there_and_back(folder, layouts, saved):
         for source in saved:
             for step, like in ((None, meta), (5, {"params": due, "step": 0})):
                 found = ftp.load(f"{folder}/{source}", like, mesh, specs, step=step)
-                bad += [f"{source} on {layout}: {k}" for k, x in found["params"].items() if not _same(x, due[k])]
-                bad += [] if found["step"] == (step or 6) and ftp.specs_of(found) == specs else ["step or specs"]
+                bad += [
+                    f"{source} on {layout}: {k}"
+                    for k, x in found["params"].items()
+                    if not _same(x, due[k])
+                ]
+                bad += (
+                    []
+                    if found["step"] == (step or 6) and ftp.specs_of(found) == specs
+                    else ["step or specs"]
+                )
     bad += _models(Path(folder, "models"), *_on(layouts[0])[:2]) if len(layouts) == 1 else []
     _end()
     return bad
@@ -127,7 +173,9 @@ def _models(folder, mesh, specs):
     for source, names in (("ours", full), ("theirs", plain)):
         for layout in (specs, other):
             these = {name: layout[name] for name in names}
-            found = ftp.load_safetensors(folder / source, {name: meta[name] for name in names}, mesh, these)
+            found = ftp.load_safetensors(
+                folder / source, {name: meta[name] for name in names}, mesh, these
+            )
             due = ftp.device_put({name: full[name] for name in names}, mesh, these)
             bad += [f"{name} of {source}" for name, x in found.items() if not _same(x, due[name])]
     text, _ = _message(lambda: ftp.save_safetensors(folder / "ours", local, mesh, specs))
@@ -156,7 +204,10 @@ def test_any_number_of_ranks_to_any_other(tmp_path):
         found = ftp.load(f"{folder}/{source}", meta, simulated)
         assert all(_same(x, _full()[k]) for k, x in found["params"].items())
         # What several ranks hold is written once.
-        written = sum(os.path.getsize(f) for f in Path(folder, source, "00000001-step-6").glob("*.safetensors"))
+        written = sum(
+            os.path.getsize(f)
+            for f in Path(folder, source, "00000001-step-6").glob("*.safetensors")
+        )
         assert written < size + 20_000
 
 
@@ -174,7 +225,10 @@ def _faults(folder):
 
     rank = int(os.environ["RANK"])
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
-    big, like = {"w": torch.full((1 << 19,), float(rank))}, {"w": torch.empty(1 << 20, device="meta")}
+    big, like = (
+        {"w": torch.full((1 << 19,), float(rank))},
+        {"w": torch.empty(1 << 20, device="meta")},
+    )
     specs = {"w": P("tp")}
     ftp.save(folder, big, mesh, specs)
     found = []
@@ -194,9 +248,19 @@ def _faults(folder):
     found.append(_message(lambda: ftp.save(folder, big, mesh, specs)))
     os.seteuid(0)
     os.chmod(folder, 0o755)
-    found.append(_message(lambda: ftp.save(folder if rank == 0 else folder + "x", {"w": 1 if rank else 2}, mesh)))
+    found.append(
+        _message(
+            lambda: ftp.save(folder if rank == 0 else folder + "x", {"w": 1 if rank else 2}, mesh)
+        )
+    )
     found.append(_message(lambda: ftp.save(folder, big, mesh, specs, step=rank)))
-    found.append(_message(lambda: ftp.load(folder, {"w" if rank else "v": like["w"]}, mesh, {"w" if rank else "v": P("tp")})))
+    found.append(
+        _message(
+            lambda: ftp.load(
+                folder, {"w" if rank else "v": like["w"]}, mesh, {"w" if rank else "v": P("tp")}
+            )
+        )
+    )
     found.append(_message(lambda: ftp.load(folder, like, mesh, {"w": P("tp" if rank else None)})))
     back = ftp.load(folder, like, mesh, specs)["w"]
     left = os.listdir(folder)
@@ -211,17 +275,27 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
     values = _values(launch(_faults, 2, str(folder), timeout=90))
     for at, (found, is_back, left) in enumerate(values):
         assert is_back and sorted(left) == [".lock-00000000", "00000000"]
-        full, later, readonly, other_tree, other_step, missing, other_specs = [text for text, _ in found]
+        full, later, readonly, other_tree, other_step, missing, other_specs = [
+            text for text, _ in found
+        ]
         assert max(seconds for _, seconds in found) < 20
         assert "rank-00001.safetensors cannot be written" in full and "File too large" in full
         assert full.startswith("CheckpointError: Rank 1 failed") == (at == 0)
-        assert "An earlier save, of which nobody has asked the result, failed" in later and "File too large" in later
+        assert (
+            "An earlier save, of which nobody has asked the result, failed" in later
+            and "File too large" in later
+        )
         assert f"No checkpoint can be written in {folder}: Permission denied" in readonly
-        assert "Ranks hold different trees: on rank 0 tree['w'] is 2; on rank 1 tree['w'] is 1" in other_tree
+        assert (
+            "Ranks hold different trees: on rank 0 tree['w'] is 2; on rank 1 tree['w'] is 1"
+            in other_tree
+        )
         assert f"saves with step={at}" in other_step
         assert "like['v'] is missing" in missing
-        assert other_specs == ("MismatchError: Rank 1 loads another tree than rank 0, or with"
-                               " other specs. Give all ranks the same.")
+        assert other_specs == (
+            "MismatchError: Rank 1 loads another tree than rank 0, or with"
+            " other specs. Give all ranks the same."
+        )
 
 
 def _interrupted(folder, donate):
@@ -233,19 +307,33 @@ def _interrupted(folder, donate):
     rank = int(os.environ["RANK"])
     mesh = ftp.make_mesh((2,), ("dp",), device_type="cpu")
     specs = {"w": P("dp")}
-    step = ftp.spmd(lambda p, x: {"w": p["w"] + 1 + 0 * x.sum()}, mesh, (specs, P("dp")), specs, donate=(0,) if donate else ())
-    p, x = ftp.device_put({"w": torch.zeros(4)}, mesh, specs), ftp.device_put(torch.ones(4), mesh, P("dp"))
+    step = ftp.spmd(
+        lambda p, x: {"w": p["w"] + 1 + 0 * x.sum()},
+        mesh,
+        (specs, P("dp")),
+        specs,
+        donate=(0,) if donate else (),
+    )
+    p, x = (
+        ftp.device_put({"w": torch.zeros(4)}, mesh, specs),
+        ftp.device_put(torch.ones(4), mesh, P("dp")),
+    )
     for _ in range(12):
         p = step(p, x)
-    found = []
+    found, store = [], dist.distributed_c10d._get_default_store()
 
     def save():
         said = _message(lambda: ftp.save(folder, p, mesh, specs))[0]
         newest = (
-            ftp.load(folder, {"w": torch.empty(4)}, ftp.simulated_mesh((1,), ("z",)))["w"].tolist() if ftp.checkpoints(folder) else None
+            ftp.load(folder, {"w": torch.empty(4)}, ftp.simulated_mesh((1,), ("z",)))["w"].tolist()
+            if ftp.checkpoints(folder)
+            else None
         )
         found.append((said.replace(folder, ""), newest))
-        dist.barrier()
+        # Not a barrier: the groups of a mesh on which a call was cut short are aborted.
+        met = f"{folder} {len(found)}"
+        store.set(f"{met} {rank}", "")
+        store.wait([f"{met} {1 - rank}"])
 
     if rank == 0:
         p = step(p, x)
@@ -273,25 +361,36 @@ def _interrupted(folder, donate):
     except KeyboardInterrupt:
         save()
     Program.run = run
-    _end()
+    dist.destroy_process_group()
     return found
 
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_an_interrupt_makes_no_checkpoint_of_two_steps(tmp_path, donate):
     values = _values(launch(_interrupted, 2, str(tmp_path), donate))
-    for rank, ((mixed, none), (unlike, still), (fresh, fourteen), (after, last)) in enumerate(values):
-        donated = ("tree['w'] was donated, as p of an earlier call, which may have reused its"
-                  " memory.")
+    for rank, ((mixed, none), (unlike, still), (fresh, fourteen), (after, last)) in enumerate(
+        values
+    ):
+        donated = (
+            "tree['w'] was donated, as p of an earlier call, which may have reused its memory."
+        )
         if donate:
-            assert mixed.startswith("CheckpointError: Rank 1 failed" if rank == 0 else f"DonationError: {donated}") and donated in mixed
+            assert (
+                mixed.startswith(
+                    "CheckpointError: Rank 1 failed" if rank == 0 else f"DonationError: {donated}"
+                )
+                and donated in mixed
+            )
         else:
             assert mixed.startswith(
                 "MismatchError: Rank 0 holds the state after call 13 on the mesh (dp 2) on cpu,"
                 " but rank 1 after call 12: the checkpoint"
                 " would be a mix of two steps, so none is made."
             )
-        assert unlike.startswith("MismatchError: Rank 0 holds the state after call 13") and "but rank 1 after no call" in unlike
+        assert (
+            unlike.startswith("MismatchError: Rank 0 holds the state after call 13")
+            and "but rank 1 after no call" in unlike
+        )
         assert none is None and still is None
         assert fresh == "" and fourteen == [14.0] * 4
         # In the middle of a call on all: what was given to it is whole, unless it was donated.

@@ -24,7 +24,11 @@ SPECS = {"w": P("tp"), "packed": P(ftp.units("tp", 1, pack=2)), "trial": P()}
 
 
 def _tree(trial):
-    return {"w": torch.full((30, 1000), float(trial)), "packed": torch.arange(8) + trial, "trial": trial}
+    return {
+        "w": torch.full((30, 1000), float(trial)),
+        "packed": torch.arange(8) + trial,
+        "trial": trial,
+    }
 
 
 def _save(rank, port, folder, trial, dies_at, ready):
@@ -79,7 +83,10 @@ def _kills(folder, trials, seed):
         # them. The first save is left alone.
         at = draw.randrange(55 if victim == 0 else 12) if trial % 2 else None
         read, write = os.pipe()
-        pids = [_run(_save, rank, port, folder, trial, at if rank == victim and trial else None, write) for rank in range(2)]
+        pids = [
+            _run(_save, rank, port, folder, trial, at if rank == victim and trial else None, write)
+            for rank in range(2)
+        ]
         if trial and at is None:
             os.read(read, 2)
             time.sleep(draw.random() * 0.03)
@@ -100,7 +107,11 @@ def _kills(folder, trials, seed):
         assert len(codes) == 2, f"trial {trial}: {codes}"
         assert codes[1 - victim] in (SAVED, REFUSED), f"trial {trial}: {codes}"
         assert codes[victim] in (SAVED, REFUSED, -signal.SIGKILL), f"trial {trial}: {codes}"
-        like = {"w": torch.empty(30, 1000, device="meta"), "packed": torch.empty(8, dtype=torch.int64, device="meta"), "trial": 0}
+        like = {
+            "w": torch.empty(30, 1000, device="meta"),
+            "packed": torch.empty(8, dtype=torch.int64, device="meta"),
+            "trial": 0,
+        }
         found = ftp.load(folder, like, ftp.simulated_mesh((3,), ("tp",)), P())
         assert found["trial"] in (last, trial), f"trial {trial}: {found['trial']} after {last}"
         assert found["trial"] == trial or SAVED not in codes.values()

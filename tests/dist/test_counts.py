@@ -65,7 +65,9 @@ def _program(name, mesh):
     else:
         cfg = models.LlamaConfig(vocab=33, heads=3, dim=12, hidden=10, layers=2)
         batch = models.lm_batch(cfg, batch=4, seq=6)
-    fn, full = ftp.functionalize(models.build(cfg), constraints=models.sequence_parallel(tp="n") if pins else None)
+    fn, full = ftp.functionalize(
+        models.build(cfg), constraints=models.sequence_parallel(tp="n") if pins else None
+    )
     specs = ftp.plan(full, models.specs(models.cuts(cfg), **cut))  # type: ignore[arg-type]
     step = ftp.shard(models.loss(cfg, fn), mesh, specs, batch_specs=rows)
     return step, ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, rows)
@@ -76,10 +78,14 @@ def _program_on_two_axes(name, mesh):
 
     params, rows, pins, options = _ON_TWO_AXES[name]
     cfg = models.LlamaConfig(vocab=33, heads=4, dim=16, hidden=10, layers=2)
-    fn, full = ftp.functionalize(models.build(cfg), constraints=models.sequence_parallel(tp="b", dp="a") if pins else None)
+    fn, full = ftp.functionalize(
+        models.build(cfg), constraints=models.sequence_parallel(tp="b", dp="a") if pins else None
+    )
     cuts = models.cuts(cfg)
     zero = None if pins else "a"
-    patterns: Any = models.specs(cuts, tp="b", zero=zero) if params == "tp" else dict.fromkeys(cuts, params)
+    patterns: Any = (
+        models.specs(cuts, tp="b", zero=zero) if params == "tp" else dict.fromkeys(cuts, params)
+    )
     specs = ftp.plan(full, patterns)
     batch = models.lm_batch(cfg, batch=8, seq=6)
     step = ftp.shard(models.loss(cfg, fn), mesh, specs, batch_specs=rows, **options)
@@ -103,7 +109,10 @@ def _counted(axes, programs, made):
                 moved[event.name(), torch.Size(shape).numel() * _BYTES[dtype]] += 1
         said = step.lower(params, batch).collectives
         n = {c.axes: math.prod(axes[a] for a in c.axes) for c in said}
-        sizes = Counter((_MOVED[c.op], c.nbytes // n[c.axes] if c.op == "all_gather" else c.nbytes) for c in said)
+        sizes = Counter(
+            (_MOVED[c.op], c.nbytes // n[c.axes] if c.op == "all_gather" else c.nbytes)
+            for c in said
+        )
         found[name] = (dict(issued), dict(Counter(c.op for c in said)), dict(moved), dict(sizes))
     dist.barrier()
     dist.destroy_process_group()
@@ -121,11 +130,15 @@ def _equal_counts(ranks, programs):
 
 
 def test_counts_and_bytes_are_those_of_gloo():
-    kinds = _equal_counts(launch(_counted, 2, {"n": 2}, list(_PROGRAMS), _program, timeout=120), _PROGRAMS)
+    kinds = _equal_counts(
+        launch(_counted, 2, {"n": 2}, list(_PROGRAMS), _program, timeout=120), _PROGRAMS
+    )
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= kinds
 
 
 @pytest.mark.slow
 def test_counts_and_bytes_of_merged_axes_packs_and_chunks():
-    ranks = launch(_counted, 4, {"a": 2, "b": 2}, list(_ON_TWO_AXES), _program_on_two_axes, timeout=240)
+    ranks = launch(
+        _counted, 4, {"a": 2, "b": 2}, list(_ON_TWO_AXES), _program_on_two_axes, timeout=240
+    )
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= _equal_counts(ranks, _ON_TWO_AXES)

@@ -50,4 +50,7 @@ def test_ranks_that_find_different_rules_all_fail(tmp_path):
     ranks = launch(_divided, 2, "1", env={"FTP_CACHE": str(tmp_path)})
     for error in (rank.error or "" for rank in ranks):
         assert "MismatchError: Ranks disagree on the rules found by trial" in error
-        assert "ftp_tests_dist.rows.default: ~0 [~1]" in error or "rows.default: a [b] -> a [c]" in error
+        assert (
+            "ftp_tests_dist.rows.default: ~0 [~1]" in error
+            or "rows.default: a [b] -> a [c]" in error
+        )

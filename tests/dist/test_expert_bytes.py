@@ -20,10 +20,11 @@ _BYTES = {"float": 4, "double": 8, "long int": 8, "unsigned char": 1}
 
 def _layer(p, x):
     """Every expert gets as many rows as the others."""
-    chosen = (torch.arange(len(x) * K) % EXPERTS).view(-1, K)
+    count = p["gate"].shape[0]
+    chosen = (torch.arange(len(x) * K) % count).view(-1, K)
     weights = (x @ p["router"]).softmax(-1).gather(1, chosen)
     order = chosen.flatten().argsort(stable=True)
-    offs = F.one_hot(chosen.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+    offs = F.one_hot(chosen.flatten(), count).sum(0).cumsum(0).to(torch.int32)
     rows = x[order // K]
     h = F.silu(F.grouped_mm(rows, p["gate"], offs=offs))
     h = h * F.grouped_mm(rows, p["up"], offs=offs)
@@ -33,7 +34,11 @@ def _layer(p, x):
 
 def _moved():
     mesh = ftp.make_mesh((2,), ("ep",), device_type="cpu")
-    shapes = {"gate": (EXPERTS, DIM, HIDDEN), "up": (EXPERTS, DIM, HIDDEN), "down": (EXPERTS, HIDDEN, DIM)}
+    shapes = {
+        "gate": (EXPERTS, DIM, HIDDEN),
+        "up": (EXPERTS, DIM, HIDDEN),
+        "down": (EXPERTS, HIDDEN, DIM),
+    }
     specs = {**dict.fromkeys(shapes, P("ep")), "router": P(), "in": P()}
     generator = torch.Generator().manual_seed(0)
     full = {
@@ -46,9 +51,12 @@ def _moved():
         return lambda p, x: layer(p, x @ p["in"]).square().sum()
 
     def experts(p, x):
-        chosen = (torch.arange(len(x) * K) % EXPERTS).view(-1, K)
+        count = p["gate"].shape[0]
+        chosen = (torch.arange(len(x) * K) % count).view(-1, K)
         weights = (x @ p["router"]).softmax(-1).gather(1, chosen)
-        made = torch.stack([(F.silu(x @ p["gate"][e]) * (x @ p["up"][e])) @ p["down"][e] for e in range(EXPERTS)], 1)
+        made = torch.stack(
+            [(F.silu(x @ p["gate"][e]) * (x @ p["up"][e])) @ p["down"][e] for e in range(count)], 1
+        )
         return (made.gather(1, chosen[..., None].expand(-1, -1, DIM)) * weights[..., None]).sum(1)
 
     step = ftp.shard(loss(ftp.plans.send_tokens(_layer, "ep")), mesh, specs, batch_specs=P("ep"))
@@ -64,7 +72,24 @@ def _moved():
         if event.name().startswith("gloo:"):
             (shape, *_), (dtype, *_) = event.shapes(), event.dtypes()
             moved.append((event.name(), torch.Size(shape).numel() * _BYTES[dtype]))
-    said = [(c.op, c.nbytes, c.wire_nbytes, c.worst_nbytes is not None) for c in step.lower(*given).collectives]
+    said = [
+        (c.op, c.nbytes, c.wire_nbytes, c.worst_nbytes is not None)
+        for c in step.lower(*given).collectives
+    ]
+    odd = {name: full[name][:3] for name in shapes} | {
+        "router": full["router"][:, :3],
+        "in": full["in"],
+    }
+    step = ftp.shard(loss(ftp.plans.send_tokens(_layer, "ep")), mesh, specs, batch_specs=P("ep"))
+    found, grads = step(ftp.device_put(odd, mesh, specs), given[1])
+    by_rank = loss(lambda p, x: torch.cat([experts(p, part) for part in x.chunk(2)]))
+    expected_grads, expected = torch.func.grad_and_value(by_rank)(odd, x)
+    torch.testing.assert_close(
+        (found, ftp.device_get(grads, mesh, specs)),
+        (expected, expected_grads),
+        rtol=1e-10,
+        atol=1e-10,
+    )
     dist.barrier()
     dist.destroy_process_group()
     return moved, said
@@ -79,6 +104,11 @@ def test_gloo_moves_rows_and_counts_and_no_weight():
         counts = EXPERTS * 8
         assert sorted(sent) == [counts, *[rows] * 4]
         assert [wire for _, _, wire, is_rows in said if is_rows] == [rows // 2] * 4
-        assert sum(wire for *_, wire, is_rows in said if is_rows) == 2 * (2 * TOKENS // 2 * K * DIM * 8 // 2)
+        assert sum(wire for *_, wire, is_rows in said if is_rows) == 2 * (
+            2 * TOKENS // 2 * K * DIM * 8 // 2
+        )
         # All else: the gather of counts, and the gradients of router and first layer.
-        assert sum(nbytes for name, nbytes in moved if name != "gloo:all_to_all") < 2 * DIM * HIDDEN * 8
+        assert (
+            sum(nbytes for name, nbytes in moved if name != "gloo:all_to_all")
+            < 2 * DIM * HIDDEN * 8
+        )

@@ -61,6 +61,9 @@ def test_explicit_mode_on_processes():
     for rank in launch(_on_a_rank, 4):
         assert rank.exit == 0, rank.stderr
         lines, loss, grads = rank.value
-        assert lines == ['h = ftp.constrain(h, P("dp", None))', 'z = ftp.constrain(z, P("dp", None))']
+        assert lines == [
+            'h = ftp.constrain(h, P("dp", None))',
+            'z = ftp.constrain(z, P("dp", None))',
+        ]
         assert abs(loss - float(value)) <= 1e-12 * abs(float(value))
         torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-12)

@@ -26,7 +26,11 @@ class _Checked(fx.Interpreter):
         value = super().run_node(n)
         if isinstance(value, torch.Tensor) and n.op == "call_function":
             said = n.meta["val"]
-            assert (value.shape, value.dtype, value.stride()) == (said.shape, said.dtype, said.stride()), n
+            assert (value.shape, value.dtype, value.stride()) == (
+                said.shape,
+                said.dtype,
+                said.stride(),
+            ), n
         return value
 
 
@@ -50,14 +54,24 @@ def _run():
         file.seek(0)
         loaded.append(torch.export.load(file))
     errors = []
-    for one in (here, loaded[0], bind(elsewhere, mesh), bind(loaded[1], mesh), bind(loaded[1], mesh).run_decompositions()):
+    for one in (
+        here,
+        loaded[0],
+        bind(elsewhere, mesh),
+        bind(loaded[1], mesh),
+        bind(loaded[1], mesh).run_decompositions(),
+    ):
         errors.append(float((one.module()(x) - expected).abs().max()))
     state = [here.state_dict[s.target] for s in here.graph_signature.input_specs if s.target]
     with torch.no_grad():
         (result,) = _Checked(here.graph_module).run(*state, x)
     errors.append(float((result - expected).abs().max()))
     loss = here.module()(x).square().mean()
-    other = [n.args[-1] for n in ftp.shard_exported(program, mesh, SPECS, rank=1 - rank).graph.nodes if "all_reduce" in str(n.target)]
+    other = [
+        n.args[-1]
+        for n in ftp.shard_exported(program, mesh, SPECS, rank=1 - rank).graph.nodes
+        if "all_reduce" in str(n.target)
+    ]
     dist.barrier()
     dist.destroy_process_group()
     return errors, bool(loss.isfinite()), other

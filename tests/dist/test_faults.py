@@ -68,7 +68,11 @@ def _step(mesh, **options):
     params = {"up": torch.ones(4, 6), "down": torch.ones(6, 4)}
     data = P("dp") if "dp" in (mesh.mesh_dim_names or ()) else P()
     batch = ftp.device_put(torch.arange(16.0).reshape(4, 4), mesh, data)
-    return ftp.shard(_loss, mesh, specs, batch_specs=data, **options), ftp.device_put(params, mesh, specs), batch
+    return (
+        ftp.shard(_loss, mesh, specs, batch_specs=data, **options),
+        ftp.device_put(params, mesh, specs),
+        batch,
+    )
 
 
 def _caught(fn, *args):
@@ -98,9 +102,17 @@ def test_a_rank_killed_in_mid_step_is_named_by_all_others():
     for rank in others:
         assert rank.exit == 0, rank
         error, seconds = rank.value
-        assert re.match(r"CollectiveError: Call [34] on the mesh \(dp 2, tp 2\) on cpu failed in all_reduce over (dp|tp) of float32", error)
+        assert re.match(
+            r"CollectiveError: Call [34] on the mesh \(dp 2, tp 2\) on cpu failed in all_reduce"
+            r" over (dp|tp) of float32",
+            error,
+        )
         assert " at tests/dist/test_faults.py:" in error
-        assert re.search(r": Rank 3 has been killed, or has ended without a word: its process, \d+ on .*, is gone\.\n  Restart from", error)
+        assert re.search(
+            r": Rank 3 has been killed, or has ended without a word: its process, \d+ on .*, is"
+            r" gone\.\n  Restart from",
+            error,
+        )
         assert seconds < 15
 
 
@@ -167,7 +179,9 @@ def _differing():
     found["library version"] = _caught(step, params, batch)
     module.__version__ = version
     whole = {"up": torch.ones(4, 6), "down": torch.ones(6, 4)}
-    found["specs"] = _caught(ftp.shard(_loss, mesh, {"up": P(), "down": P("tp") if odd else P()}), whole, batch)
+    found["specs"] = _caught(
+        ftp.shard(_loss, mesh, {"up": P(), "down": P("tp") if odd else P()}), whole, batch
+    )
 
     def constrained(params, x):
         hidden = x @ params["up"]
@@ -187,8 +201,9 @@ def test_a_rank_that_differs_is_refused_on_all_ranks():
     for rank in ranks:
         found = rank.value
         for name in ("library version", "specs", "program"):
-            assert found[name][0].startswith(f"MismatchError: Ranks disagree on the {name} of call"
-                                             " 1: rank 1 differs from rank 0"), found
+            assert found[name][0].startswith(
+                f"MismatchError: Ranks disagree on the {name} of call 1: rank 1 differs from rank 0"
+            ), found
         assert (
             "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (4, 4),"
             " rank 1 (3, 4)." in found["batch shape"][0]
@@ -202,7 +217,12 @@ def _drifting():
     mesh = _mesh((2, 2), ("dp", "tp"))
     rank = dist.get_rank()
     specs = {"norm": P(), "w": P("tp"), "both": P("tp", "dp"), "n": P()}
-    tree = {"norm": torch.ones(6), "w": torch.arange(10.0).reshape(5, 2), "both": torch.ones(4, 4), "n": 3}
+    tree = {
+        "norm": torch.ones(6),
+        "w": torch.arange(10.0).reshape(5, 2),
+        "both": torch.ones(4, 4),
+        "n": 3,
+    }
     tree = ftp.device_put(tree, mesh, specs)
     found: dict[str, Any] = {"good": _caught(lambda: ftp.check_replicas(tree, mesh, specs, step=1))}
     if rank == 3:
@@ -217,7 +237,13 @@ def _drifting():
     other = batch + 1 if rank == 1 else batch
     found["batch"] = _caught(step, params, other)
     scale = torch.tensor([1.0, 2.0 + rank // 2])
-    scaled = ftp.shard(lambda params, x: _loss(params, x) * scale.sum(), mesh, P(), batch_specs=P("dp"), check_inputs=True)
+    scaled = ftp.shard(
+        lambda params, x: _loss(params, x) * scale.sum(),
+        mesh,
+        P(),
+        batch_specs=P("dp"),
+        check_inputs=True,
+    )
     whole = {"up": torch.ones(4, 6), "down": torch.ones(6, 4)}
     found["constant"] = _caught(scaled, whole, batch)
     source = {"w": torch.full((4, 4), float(rank == 0))}
@@ -238,7 +264,10 @@ SAME = "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, s
 def test_copies_that_differ_are_named():
     ranks = launch(_drifting, 4)
     assert [r.exit for r in ranks] == [0] * 4, ranks
-    assert all({k: v[0] for k, v in r.value.items()} == {k: v[0] for k, v in ranks[0].value.items()} for r in ranks)
+    assert all(
+        {k: v[0] for k, v in r.value.items()} == {k: v[0] for k, v in ranks[0].value.items()}
+        for r in ranks
+    )
     found = {k: v[0] for k, v in ranks[0].value.items()}
     assert found["good"] is None and found["good inputs"] is None and found["off"] == 0
     assert found["bad"] == (
@@ -251,13 +280,13 @@ def test_copies_that_differ_are_named():
         "ReplicaError: x, of spec P('dp'), is not the same at call 4 on ranks that share it: rank"
         f" 1 differs from rank 0.\n{SAME}"
     )
-    assert found["constant"].startswith("ReplicaError: closure constant 0, a tensor of shape (2,),"
-                                        " is not the same"), found
+    assert found["constant"].startswith(
+        "ReplicaError: closure constant 0, a tensor of shape (2,), is not the same"
+    ), found
     assert "ranks 2, 3 differ from ranks 0, 1" in found["constant"]
     assert found["source"] == (
         "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it:"
-        " rank 0 differs from ranks 1, 2, 3.\n"
-        + SAME
+        " rank 0 differs from ranks 1, 2, 3.\n" + SAME
     )
 
 
@@ -276,7 +305,10 @@ def _skipping(spec, bad_ranks):
     mesh = _mesh((2,), ("dp",), timeout=20.0, step_timeout=10.0)
     table = torch.arange(200, dtype=torch.float64).reshape(50, 4) / 100
     whole = {"table": table, "w": torch.ones(4, 3, dtype=torch.float64)}
-    step, params = ftp.shard(_lookup, mesh, spec, batch_specs=P("dp")), ftp.device_put(whole, mesh, spec)
+    step, params = (
+        ftp.shard(_lookup, mesh, spec, batch_specs=P("dp")),
+        ftp.device_put(whole, mesh, spec),
+    )
     seen = []
     for turn in range(5):
         tokens = _tokens(turn)
@@ -299,7 +331,10 @@ def test_a_rank_that_skips_a_call_after_an_error_of_its_own_stops_all(spec):
     assert left == there == [None, False]
     assert first[:2] == second[:2] == ["right"] * 2
     assert first[2].startswith("IndexError: index out of range")
-    why = "Rank 0 left call 3 on the mesh (dp 2) on cpu in its midst, with IndexError: index out of range in self." if spec else (
+    midst = (
+        "Rank 0 left call 3 on the mesh (dp 2) on cpu in its midst, with IndexError: index out of"
+    )
+    why = f"{midst} range in self." if spec else (
         "Rank 0 failed in call 3 before its first collective, with IndexError: index out of range"
         " in self, and makes it anew, but rank 1"
     )  # fmt: skip
@@ -355,8 +390,13 @@ ftp.pointwise(torch.ops.test_faults.interrupted.default, linear=[(0,)])
 
 def _interrupted_in_a_call(folder):
     mesh = _mesh((2,), ("dp",), timeout=20.0, step_timeout=10.0)
-    step = ftp.spmd(lambda w, x: w + interrupted(w * x.sum()).sum(), mesh, (P("dp"), P("dp")), P("dp"))
-    w, x = ftp.device_put(torch.zeros(4), mesh, P("dp")), ftp.device_put(torch.ones(4), mesh, P("dp"))
+    step = ftp.spmd(
+        lambda w, x: w + interrupted(w * x.sum()).sum(), mesh, (P("dp"), P("dp")), P("dp")
+    )
+    w, x = (
+        ftp.device_put(torch.zeros(4), mesh, P("dp")),
+        ftp.device_put(torch.ones(4), mesh, P("dp")),
+    )
     w = step(w, x)
     if dist.get_rank() == 0:
         _interrupts.append(1)
@@ -374,10 +414,14 @@ def _interrupted_in_a_call(folder):
 def test_an_interrupt_in_a_call_stops_calls_but_no_saves(tmp_path):
     first, second = launch(_interrupted_in_a_call, 2, str(tmp_path))
     assert [first.exit, second.exit] == [0, 0], (first, second)
-    why = ("Rank 0 left call 2 on the mesh (dp 2) on cpu in its midst, with KeyboardInterrupt."
-          " Later calls would pair")
+    why = (
+        "Rank 0 left call 2 on the mesh (dp 2) on cpu in its midst, with KeyboardInterrupt."
+        " Later calls would pair"
+    )
     (one, again), number = first.value
-    assert (one, number) == ("KeyboardInterrupt: ", 1) and again.startswith(f"CollectiveError: {why}")
+    assert (one, number) == ("KeyboardInterrupt: ", 1) and again.startswith(
+        f"CollectiveError: {why}"
+    )
     seen, number = second.value
     assert len(seen) == 2 and number == 1 and all(why in error for error in seen), second
 
@@ -385,8 +429,13 @@ def test_an_interrupt_in_a_call_stops_calls_but_no_saves(tmp_path):
 def _others_end(folder, how):
     """Rank 0 saves, or plans, when rank 1 has ended: after Ctrl-C on rank 0, or by itself."""
     mesh = _mesh((2,), ("dp",), timeout=40.0, step_timeout=10.0)
-    step = ftp.spmd(lambda w, x: w + interrupted(w * x.sum()).sum(), mesh, (P("dp"), P("dp")), P("dp"))
-    w, x = ftp.device_put(torch.zeros(4), mesh, P("dp")), ftp.device_put(torch.ones(4), mesh, P("dp"))
+    step = ftp.spmd(
+        lambda w, x: w + interrupted(w * x.sum()).sum(), mesh, (P("dp"), P("dp")), P("dp")
+    )
+    w, x = (
+        ftp.device_put(torch.zeros(4), mesh, P("dp")),
+        ftp.device_put(torch.ones(4), mesh, P("dp")),
+    )
     w = step(w, x)
     if how == "interrupted":
         if dist.get_rank() == 0:
@@ -396,11 +445,15 @@ def _others_end(folder, how):
     elif dist.get_rank() == 1:
         raise ValueError("a bad file")
     begun = time.monotonic()
-    with pytest.raises(ftp.FtpError) as error:
+
+    def call():
         if how == "plans":
             step(w[:1], x[:1])
         else:
             ftp.save(folder, w, mesh, P("dp"))
+
+    with pytest.raises(ftp.FtpError) as error:
+        call()
     return f"{type(error.value).__name__}: {error.value}", time.monotonic() - begun
 
 
@@ -419,7 +472,9 @@ def _two_threads(how):
     """
     mesh = _mesh((2,), ("tp",), timeout=20.0, step_timeout=10.0)
     step, _, x = _step(mesh)
-    whole = {name: torch.ones(n, 10 - n, dtype=torch.float64) for name, n in (("up", 4), ("down", 6))}
+    whole = {
+        name: torch.ones(n, 10 - n, dtype=torch.float64) for name, n in (("up", 4), ("down", 6))
+    }
     params, x = ftp.device_put(whole, mesh, {"up": P(None, "tp"), "down": P("tp")}), x.double()
     step(params, x)
     seen: list[str] = []
@@ -430,7 +485,11 @@ def _two_threads(how):
         may_start[k].wait()
         for _ in range(1 if "order" in how else 50):
             try:
-                seen.append("right" if abs(step(params, x)[0].item() - _loss(whole, x).item()) < 1e-9 else "WRONG")
+                seen.append(
+                    "right"
+                    if abs(step(params, x)[0].item() - _loss(whole, x).item()) < 1e-9
+                    else "WRONG"
+                )
             except (MismatchError, CollectiveError) as e:
                 seen.append(f"{type(e).__name__}: {e}")
         has_called[k].set()
@@ -461,8 +520,10 @@ def test_threads_that_take_turns_keep_to_one_order():
         assert (rank.exit, rank.value) == (0, ["right", "right"]), rank
     for rank in launch(_two_threads, 2, "another order"):
         assert rank.exit == 0, rank
-        assert rank.value[0].startswith("MismatchError: Ranks disagree on the calling thread of"
-                                        " call 2: rank 1 differs from rank 0"), rank
+        assert rank.value[0].startswith(
+            "MismatchError: Ranks disagree on the calling thread of"
+            " call 2: rank 1 differs from rank 0"
+        ), rank
         assert "WRONG" not in rank.value, rank
 
 
@@ -494,7 +555,11 @@ def _store_holder_stopped(what, folder):
 @pytest.mark.parametrize("what", ["step", "plan", "save"])
 def test_the_rank_that_holds_the_store_is_stopped(what, tmp_path):
     error, seconds = launch(_store_holder_stopped, 2, what, str(tmp_path))[1].value
-    assert re.search(r"rank 0, which holds the store that ranks talk through, did not answer for [23](\.\d+)? s: it is stopped", error)
+    assert re.search(
+        r"rank 0, which holds the store that ranks talk through, did not answer for"
+        r" [23](\.\d+)? s: it is stopped",
+        error,
+    )
     assert error.startswith("CheckpointError" if what == "save" else "CollectiveError")
     assert seconds < 3.0 + 3.0
 
@@ -509,7 +574,10 @@ def _killed_beside_a_worker(what, folder):
             time.sleep(8)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    call = {"step": lambda: step(params, batch), "save": lambda: ftp.save(folder, params, mesh, {"up": P(None, "tp"), "down": P("tp")})}
+    call = {
+        "step": lambda: step(params, batch),
+        "save": lambda: ftp.save(folder, params, mesh, {"up": P(None, "tp"), "down": P("tp")}),
+    }
     error = _caught(call[what])
     if dist.get_rank() == 0:
         time.sleep(1.0)  # it holds the store
@@ -549,7 +617,9 @@ def _keys(folder):
             act()
             step(params, batch)
             dist.barrier()
-            late = time.monotonic() + 5.0  # threads that were woken delete their bells in their own time
+            late = (
+                time.monotonic() + 5.0
+            )  # threads that were woken delete their bells in their own time
             while counts and store.num_keys() > counts[0] and time.monotonic() < late:
                 time.sleep(0.05)
             counts.append(store.num_keys())

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -85,7 +86,10 @@ def _takers(folder, rounds):
         pids = [_fork(take, i) for i in range(6)]
         found.append(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
         owner = Path(folder, f"owner-{turn}").read_text()
-        assert all(f"process {owner} on " in said.read_text() for said in Path(folder).glob(f"said-{turn}-*"))
+        assert all(
+            f"process {owner} on " in said.read_text()
+            for said in Path(folder).glob(f"said-{turn}-*")
+        )
         assert len(list(place.iterdir())) == 1
     return found
 
@@ -141,14 +145,18 @@ def _turns(folder, seconds):
         time.sleep(0.02)
     for pid in pids:
         os.waitpid(pid, 0)
-    return sorted(tuple(map(float, line.split())) for line in Path(folder, "log").read_text().splitlines())
+    return sorted(
+        tuple(map(float, line.split())) for line in Path(folder, "log").read_text().splitlines()
+    )
 
 
 def test_no_two_own_it_at_one_time(tmp_path):
     (rank,) = launch(_turns, 1, str(tmp_path), 3.0, timeout=60)
     assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     assert len(rank.value) > 20
-    assert all(end <= begin for (_, end), (begin, _) in zip(rank.value, rank.value[1:], strict=False))
+    assert all(
+        end <= begin for (_, end), (begin, _) in zip(rank.value, rank.value[1:], strict=False)
+    )
 
 
 def _owner_is_stopped(folder):
@@ -183,21 +191,31 @@ def _owner_is_stopped(folder):
     os.kill(pid, signal.SIGUSR1)
     os.kill(pid, signal.SIGCONT)
     os.waitpid(pid, 0)
-    return pid, said, Path(folder, "told").read_text(), [c.step for c in ftp.checkpoints(folder)], os.getpid()
+    return (
+        pid,
+        said,
+        Path(folder, "told").read_text(),
+        [c.step for c in ftp.checkpoints(folder)],
+        os.getpid(),
+    )
 
 
 def test_a_live_owner_is_named_and_a_stopped_one_loses_the_folder(tmp_path):
     (rank,) = launch(_owner_is_stopped, 1, str(tmp_path), timeout=60)
     assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     pid, (live, soon, taken, late), told, steps, me = rank.value
-    assert live.startswith(f"{tmp_path} belongs to another job, which is alive: process {pid} on ") and soon < 3
+    assert (
+        live.startswith(f"{tmp_path} belongs to another job, which is alive: process {pid} on ")
+        and soon < 3
+    )
     assert taken == "saved" and 1.0 < late < 6
     assert f"belongs to another job, which is alive: process {me} on " in told
     assert steps == [1, 3]
 
 
-@pytest.mark.parametrize("who", ["another machine", "this job", "a later process of that"
-                                                                " number", "unreadable"])
+@pytest.mark.parametrize(
+    "who", ["another machine", "this job", "a later process of that number", "unreadable"]
+)
 def test_how_long_a_dead_owner_is_waited_for(tmp_path, monkeypatch, who):
     monkeypatch.setattr(folder_lock, "BEAT", 0.05)
     me = folder_lock._this_process()
@@ -224,7 +242,9 @@ def test_how_long_a_dead_owner_is_waited_for(tmp_path, monkeypatch, who):
 
 
 @pytest.mark.parametrize("meanwhile", ["00000000", "00000009"])
-def test_who_is_slow_to_take_over_takes_nothing_from_a_later_owner(tmp_path, monkeypatch, meanwhile):
+def test_who_is_slow_to_take_over_takes_nothing_from_a_later_owner(
+    tmp_path, monkeypatch, meanwhile
+):
     """Between the look at a dead lock and the taking of it, others took it, left, and one has
     come since.
     """
@@ -258,10 +278,9 @@ def _two_jobs(folder, is_locked):
         done = []
         while time.monotonic() < end:
             state = {name: torch.full((256, 16), float(len(done))) for name in like}
-            try:
-                done.append((len(done), ftp.save(folder, state, mesh, step=1000 * which + len(done)).result()))
-            except ftp.errors.CheckpointError:
-                pass
+            with suppress(ftp.errors.CheckpointError):
+                saved = ftp.save(folder, state, mesh, step=1000 * which + len(done)).result()
+                done.append((len(done), saved))
         time.sleep(1.0)
         lost = []
         for value, saved in done:

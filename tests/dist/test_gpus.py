@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launch import launch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
 from torch.utils._python_dispatch import TorchDispatchMode
-from launch import launch
 
 import ftp
 from ftp import P
+from ftp.checkpoint.write_shards import Writing
 from ftp.distributed.agreement import calls
 from ftp.distributed.interrupt import interrupt
-from ftp.checkpoint.write_shards import Writing
+from ftp.distributed.unfinished import Unfinished
 from ftp.partitioning.collectives import gather_of
 from ftp.runtime import process_groups
 from ftp.sharding.mesh import resolve
 from ftp.sharding.mesh_groups import set_timeout
-from ftp.distributed.unfinished import Unfinished
 
 pytestmark = pytest.mark.dist
 
@@ -40,7 +40,11 @@ def _under_slurm(uuids: list[str]) -> Any:
     takes.
     """
     rank, world = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
-    os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": os.environ.pop("LOCAL_RANK"), "SLURM_STEP_NUM_TASKS": world}
+    os.environ |= {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": os.environ.pop("LOCAL_RANK"),
+        "SLURM_STEP_NUM_TASKS": world,
+    }
     os.environ["SLURM_STEP_NODELIST"] = "elsewhere[1-2]"  # MASTER_ADDR is given
     taken: list[int] = []
     torch.cuda.is_available = lambda: True
@@ -58,7 +62,9 @@ def _under_slurm(uuids: list[str]) -> Any:
 
 def test_one_visible_gpu_a_process_under_slurm():
     ranks = launch(_under_slurm, 2, ["GPU-a", "GPU-b"])
-    assert [rank.value for rank in ranks] == [(0, 2, [0]), (1, 2, [0])], [rank.error for rank in ranks]
+    assert [rank.value for rank in ranks] == [(0, 2, [0]), (1, 2, [0])], [
+        rank.error for rank in ranks
+    ]
 
 
 def test_processes_with_one_gpu_between_them_are_told():
@@ -74,7 +80,8 @@ def test_processes_with_one_gpu_between_them_are_told():
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "is_other"), [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)]
+    ("device", "backend", "is_other"),
+    [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)],
 )
 def test_gloo_gathers_tensors_of_gpus_by_the_call_that_takes_them(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str, is_other: bool
@@ -175,7 +182,9 @@ def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
     assert f"ftp: {first.splitlines()[0]}" in rank.stderr
 
 
-def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A read of a GPU's memory returns, and what it gives is what the interrupted collectives
     left.
     """
@@ -198,7 +207,10 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
     """NCCL's waits for recordings."""
     blocked, aborted = threading.Event(), threading.Event()
     backends = [SimpleNamespace(abort=lambda: blocked.wait(20)), SimpleNamespace(abort=aborted.set)]
-    groups = [SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"]) for b in backends]
+    groups = [
+        SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"])
+        for b in backends
+    ]
     monkeypatch.setattr("ftp.distributed.interrupt.process_groups", lambda mesh: groups)
     began = time.monotonic()
     interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
@@ -209,7 +221,10 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
 def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     seen = []
     monkeypatch.setattr("ftp.sharding.mesh_groups.process_groups", lambda mesh: [])
-    monkeypatch.setattr("ftp.sharding.mesh_groups.set_group_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
+    monkeypatch.setattr(
+        "ftp.sharding.mesh_groups.set_group_timeout",
+        lambda groups, timeout: seen.append(timeout.total_seconds()),
+    )
     monkeypatch.setattr("ftp.sharding.mesh_groups.dist.get_backend", lambda: "")
     for kind in (True, False):
         monkeypatch.setattr("ftp.sharding.mesh_groups.talks_nccl", lambda kind=kind: kind)

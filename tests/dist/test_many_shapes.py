@@ -26,7 +26,10 @@ def _start(programs):
     ftp.init_process_group(device_type="cpu")
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     generator = torch.Generator().manual_seed(0)
-    full = {"up": torch.randn(4, 8, generator=generator), "down": torch.randn(8, 4, generator=generator)}
+    full = {
+        "up": torch.randn(4, 8, generator=generator),
+        "down": torch.randn(8, 4, generator=generator),
+    }
     full = {name: x.double() for name, x in full.items()}
     return ftp.shard(_loss, mesh, SPECS, programs=programs), full, ftp.device_put(full, mesh, SPECS)
 

@@ -27,7 +27,11 @@ ROUNDED = ("NAdam", "ASGD")  # torch keeps their factors and rates in float32, f
 
 def weights() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {"up": torch.randn(4, 7).double(), "down": torch.randn(7, 4).double(), "bias": torch.randn(4).double()}
+    return {
+        "up": torch.randn(4, 7).double(),
+        "down": torch.randn(7, 4).double(),
+        "bias": torch.randn(4).double(),
+    }
 
 
 def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +56,11 @@ def _trained() -> list[str]:
         due = ftp.device_put(opt.init(whole), mesh, of_state)
         for key in whole:
             same = all(torch.equal(state[key][slot], due[key][slot]) for slot in due[key])
-            if not same or set(state[key]) != set(due[key]) or ftp.specs_of(state[key]) != ftp.specs_of(due[key]):
+            if (
+                not same
+                or set(state[key]) != set(due[key])
+                or ftp.specs_of(state[key]) != ftp.specs_of(due[key])
+            ):
                 wrong.append(f"{name}: the state of {key}")
         step = ftp.spmd(train, mesh, (SPECS, of_state, P()), (SPECS, of_state, P()))
         model = {key: value.clone().requires_grad_() for key, value in whole.items()}
@@ -64,12 +72,19 @@ def _trained() -> list[str]:
             plain.step()
         found = ftp.device_get(params, mesh, SPECS)
         rtol = 1e-6 if name in ROUNDED else 1e-10
-        wrong += [f"{name}: {key}" for key in whole if not torch.allclose(found[key], model[key], rtol=rtol, atol=1e-12)]
+        wrong += [
+            f"{name}: {key}"
+            for key in whole
+            if not torch.allclose(found[key], model[key], rtol=rtol, atol=1e-12)
+        ]
     try:
         ftp.optim.from_torch(torch.optim.Adafactor).init(ftp.device_put(weights(), mesh, SPECS))
         wrong.append("Adafactor: not refused")
     except ftp.errors.InputError as e:
-        if "params['down'], params['up']: shards of placed tensors, of which Adafactor cannot tell the whole ones' state" not in str(e):
+        if (
+            "params['down'], params['up']: shards of placed tensors, of which Adafactor cannot tell"
+            " the whole ones' state" not in str(e)
+        ):
             wrong.append(str(e))
     return wrong
 

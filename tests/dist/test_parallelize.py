@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from launch import launch
 from parallel_plans import CASES  # type: ignore[import-not-found]
+from plan_moves import unbucketed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional as F
 
-from plan_moves import unbucketed
 import ftp
 
 pytestmark = pytest.mark.dist
@@ -58,12 +58,17 @@ def _by_torch(case, model, mesh, tokens, targets):
                 loss = _cross_entropy(logits, targets)
                 loss.backward()
         else:
-            loss = _cross_entropy(logits.full_tensor() if isinstance(logits, DTensor) else logits, targets)
+            loss = _cross_entropy(
+                logits.full_tensor() if isinstance(logits, DTensor) else logits, targets
+            )
             loss.backward()
         for p in model.parameters():
             if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
-    shapes = {name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape) for name, p in model.named_parameters()}
+    shapes = {
+        name: tuple(p.to_local().shape if isinstance(p, DTensor) else p.shape)
+        for name, p in model.named_parameters()
+    }
     return shapes, (mode.get_total_counts(), mode.sent)
 
 
@@ -80,16 +85,26 @@ def _measured():
         fn, full = ftp.functionalize(model, constraints=constraints)
         full = {name: p.clone() for name, p in full.items()}
         plain, _ = ftp.functionalize(model)
-        expected, value = torch.func.grad_and_value(lambda p, plain=plain: _cross_entropy(plain(p, tokens), targets))(full)
+        expected, value = torch.func.grad_and_value(
+            lambda p, plain=plain: _cross_entropy(plain(p, tokens), targets)
+        )(full)
         step = ftp.shard(lambda p, x, y, fn=fn: _cross_entropy(fn(p, x), y), mesh, specs)
         params = ftp.device_put(full, mesh, specs)
         loss, grads = step(params, tokens, targets)
         grads = ftp.device_get(grads, mesh, specs)
-        error = max(float((loss - value).abs()), *(float((grads[k] - g).abs().max()) for k, g in expected.items()))
+        error = max(
+            float((loss - value).abs()),
+            *(float((grads[k] - g).abs().max()) for k, g in expected.items()),
+        )
         issued = unbucketed(step.lower(params, tokens, targets)).collectives
         mine = (len(issued), sum(c.wire_nbytes for c in issued))
         shapes, theirs = _by_torch(case, model, mesh, tokens, targets)
-        found[case.name] = (error, {k: tuple(p.shape) for k, p in params.items()} == shapes, mine, theirs)
+        found[case.name] = (
+            error,
+            {k: tuple(p.shape) for k, p in params.items()} == shapes,
+            mine,
+            theirs,
+        )
     dist.barrier()
     dist.destroy_process_group()
     return found

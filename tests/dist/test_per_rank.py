@@ -19,24 +19,34 @@ def _values(ranks):
 
 
 def _local_code(compile):
-    from tests.per_rank.test_local import experts_of_all_ranks, experts_plain, ring_attention# type: ignore[import-not-found]
+    from tests.per_rank.test_local import experts_of_all_ranks, experts_plain, ring_attention  # type: ignore[import-not-found]
 
     mesh = ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
     attend = ftp.local(lambda q: ring_attention(q, q, q, "tp"), mesh, P(None, "tp"), P(None, "tp"))
     experts = ftp.local(
-        lambda x, router, up, down: experts_of_all_ranks(x, router, up, down, "tp"), mesh, (P("tp"), P(), P("tp"), P("tp")), P("tp")
+        lambda x, router, up, down: experts_of_all_ranks(x, router, up, down, "tp"),
+        mesh,
+        (P("tp"), P(), P("tp"), P("tp")),
+        P("tp"),
     )
 
     def loss_of(attend, experts):
         def loss(p, x):
-            y = attend((x @ p["q"]).unflatten(-1, (2, 2)).transpose(0, 1)).transpose(0, 1).flatten(1)
+            y = (
+                attend((x @ p["q"]).unflatten(-1, (2, 2)).transpose(0, 1))
+                .transpose(0, 1)
+                .flatten(1)
+            )
             return experts(y, p["router"], p["up"], p["down"]).square().sum()
 
         return loss
 
     shapes = {"q": (5, 4), "router": (4, 6), "up": (6, 4, 3), "down": (6, 3, 4)}
     generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
+    full = {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator)
+        for name, shape in shapes.items()
+    }
     x = torch.randn(12, 5, dtype=torch.float64, generator=generator)
     specs = {"q": P(), "router": P(), "up": P("tp"), "down": P("tp")}
     step = ftp.shard(loss_of(attend, experts), mesh, specs, batch_specs=P("tp"), compile=compile)
@@ -49,7 +59,10 @@ def _local_code(compile):
     expected, expected_loss = torch.func.grad_and_value(loss_of(plain, experts_plain))(full, x)
     dist.barrier()
     dist.destroy_process_group()
-    return max(float((loss - expected_loss).abs()), *(float((grads[k] - g).abs().max()) for k, g in expected.items()))
+    return max(
+        float((loss - expected_loss).abs()),
+        *(float((grads[k] - g).abs().max()) for k, g in expected.items()),
+    )
 
 
 def test_per_rank_code_equals_one_device():
@@ -78,14 +91,18 @@ def _unequal_parts():
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n * 4, 3, dtype=torch.float64, generator=generator)
     worst = 0.0
-    step = ftp.shard(loss_of(ftp.local(swap, mesh, P("ep"), P("ep"))), mesh, P("ep"), batch_specs=P("ep"))
+    step = ftp.shard(
+        loss_of(ftp.local(swap, mesh, P("ep"), P("ep"))), mesh, P("ep"), batch_specs=P("ep")
+    )
     for counts in ([1, 0, 3, 0, 0, 0, 2, 2, 0], [4, 0, 0, 1, 3, 0, 0, 0, 4], [0] * 9):
         c = torch.tensor(counts)
         plain = loss_of(lambda x, c: exchanged(x, c.view(n, n), 7))
         expected_grad, expected = torch.func.grad_and_value(plain)(w, c)
         loss, grad = step(ftp.device_put(w, mesh, P("ep")), ftp.device_put(c, mesh, P("ep")))
         grad = ftp.device_get(grad, mesh, P("ep"))
-        worst = max(worst, float((loss - expected).abs()), float((grad - expected_grad).abs().max()))
+        worst = max(
+            worst, float((loss - expected).abs()), float((grad - expected_grad).abs().max())
+        )
     try:
         too_many = torch.tensor([4, 0, 0, 4, 0, 0, 0, 0, 0])
         step(ftp.device_put(w, mesh, P("ep")), ftp.device_put(too_many, mesh, P("ep")))
@@ -102,5 +119,7 @@ def _unequal_parts():
 def test_unequal_parts_and_too_many_rows_on_one_rank(shared):
     for error, said, loss in _values(launch(_unequal_parts, 3, env={"FTP_SHM": shared})):
         assert error < 1e-12
-        assert "rank 0 of the axis would receive 8 rows, more than bound=7. No row was sent." in said
+        assert (
+            "rank 0 of the axis would receive 8 rows, more than bound=7. No row was sent." in said
+        )
         assert loss == 0.0

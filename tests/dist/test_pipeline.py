@@ -38,18 +38,39 @@ def job(shape, axes, model, plan, batch_spec, pipe, rows, compile):
 
 
 CASES = {
-    "pp": (2, (2,), ("pp",), Model(3, tied=True, scaled=True), "", P(), ftp.Pipeline("pp", 3), False),
+    "pp": (
+        2,
+        (2,),
+        ("pp",),
+        Model(3, tied=True, scaled=True),
+        "",
+        P(),
+        ftp.Pipeline("pp", 3),
+        False,
+    ),
     "interleaved": (
-        2, (2,), ("pp",), Model(4, skips=True), "", P(), ftp.Pipeline("pp", 2, "interleaved", chunks=2),
+        2,
+        (2,),
+        ("pp",),
+        Model(4, skips=True),
+        "",
+        P(),
+        ftp.Pipeline("pp", 2, "interleaved", chunks=2),
         False,
     ),
     "compiled": (2, (2,), ("pp",), Model(2), "", P(), ftp.Pipeline("pp", 2), True),
     "zero": (
-        4, (2, 2), ("pp", "dp"), Model(2, tied=True), "", P("dp"),
-        ftp.Pipeline("pp", 2, "zero_bubble"), False,
+        4,
+        (2, 2),
+        ("pp", "dp"),
+        Model(2, tied=True),
+        "",
+        P("dp"),
+        ftp.Pipeline("pp", 2, "zero_bubble"),
+        False,
     ),
     "tp": (4, (2, 2), ("tp", "pp"), Model(3), "tp", P(), ftp.Pipeline("pp", 4, "gpipe"), False),
-}  # fmt: skip
+}
 SLOW = {"compiled", "tp"}
 
 
@@ -59,9 +80,7 @@ SLOW = {"compiled", "tp"}
 def test_equals_one_device(name):
     n, shape, axes, model, plan, batch_spec, pipe, compile = CASES[name]
     rows = 2 * pipe.microbatches
-    ranks = launch(
-        job, n, shape, axes, model, plan, batch_spec, pipe, rows, compile, timeout=240
-    )
+    ranks = launch(job, n, shape, axes, model, plan, batch_spec, pipe, rows, compile, timeout=240)
     due_loss, due = model.on_one_device(pipe.microbatches, rows)
     for rank in ranks:
         assert rank.error is None, rank.error

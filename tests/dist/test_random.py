@@ -31,7 +31,10 @@ def _train(shape, spec):
     one = ftp.init_params(model, key, ftp.simulated_mesh((1,), ("tp",)))
     same = all(torch.equal(full[path], one[path]) for path in one)
     expected_grads, expected = torch.func.grad_and_value(loss)(one, x, random.fold_in(key, 1))
-    errors = [float((got - expected).abs()), *(float((grads[p] - g).abs().max()) for p, g in expected_grads.items())]
+    errors = [
+        float((got - expected).abs()),
+        *(float((grads[p] - g).abs().max()) for p, g in expected_grads.items()),
+    ]
     dist.barrier()
     dist.destroy_process_group()
     return same, max(errors)

@@ -18,11 +18,11 @@ from launch import launch
 
 import ftp
 from ftp import P
-from ftp.runtime import shared_memory
 from ftp.errors import CollectiveError, MeshError, MismatchError
-from ftp.sharding.mesh import resolve
+from ftp.runtime import shared_memory
 from ftp.runtime.process_groups import memory_of
 from ftp.runtime.shared_memory import SLOT_BYTES
+from ftp.sharding.mesh import resolve
 
 pytestmark = pytest.mark.dist
 ASKED = {"FTP_SHM": "1"}
@@ -37,7 +37,11 @@ def _collectives() -> list[str]:
     bad = []
     for dtype in (torch.float32, torch.float64, torch.int64):
         for n in (1, 7, 1000, SLOT_BYTES // 4 * 2 + 3, 0):
-            for op, of_torch in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX), ("min", dist.ReduceOp.MIN)):
+            for op, of_torch in (
+                ("sum", dist.ReduceOp.SUM),
+                ("max", dist.ReduceOp.MAX),
+                ("min", dist.ReduceOp.MIN),
+            ):
                 x = ((torch.arange(n) * (dist.get_rank() + 3)) % 17 - 8).to(dtype)
                 expected, kept = x.clone(), x.clone()
                 dist.all_reduce(expected, of_torch)
@@ -46,12 +50,16 @@ def _collectives() -> list[str]:
     n_ranks = dist.get_world_size()
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool):
         for rows in (1, 5, SLOT_BYTES // 8 + 3, 0):
-            part = ((torch.arange(rows * 3).reshape(rows, 3) * (dist.get_rank() + 3)) % 17 - 8).to(dtype)
+            part = ((torch.arange(rows * 3).reshape(rows, 3) * (dist.get_rank() + 3)) % 17 - 8).to(
+                dtype
+            )
             expected = part.new_empty(n_ranks * rows, 3)
             dist.all_gather_into_tensor(expected, part)
             if not torch.equal(group.all_gather(part), expected):
                 bad.append(f"all_gather of {rows} rows of {dtype}")
-            whole = torch.cat([part + r if dtype is not torch.bool else part for r in range(n_ranks)])
+            whole = torch.cat(
+                [part + r if dtype is not torch.bool else part for r in range(n_ranks)]
+            )
             expected = torch.empty_like(whole)
             dist.all_to_all_single(expected, whole)
             if not torch.equal(group.all_to_all(whole), expected):
@@ -59,7 +67,10 @@ def _collectives() -> list[str]:
             if dtype in (torch.float32, torch.float64, torch.int64):
                 total = whole.clone()
                 dist.all_reduce(total)
-                if not torch.equal(group.reduce_scatter(whole, "sum"), total.chunk(n_ranks)[dist.get_rank()] if rows else part):
+                if not torch.equal(
+                    group.reduce_scatter(whole, "sum"),
+                    total.chunk(n_ranks)[dist.get_rank()] if rows else part,
+                ):
                     bad.append(f"reduce_scatter to {rows} rows of {dtype}")
     strided = torch.arange(6.0).reshape(2, 3).t() + dist.get_rank()
     expected = strided.contiguous()
@@ -87,7 +98,10 @@ def _loss(params, x):
 def _step(dies: bool):
     mesh = _mesh()
     specs = {"a": P(None, "tp"), "b": P("tp")}
-    full = {"a": torch.arange(15.0, dtype=torch.float64).reshape(3, 5) / 7, "b": torch.ones(5, 2, dtype=torch.float64)}
+    full = {
+        "a": torch.arange(15.0, dtype=torch.float64).reshape(3, 5) / 7,
+        "b": torch.ones(5, 2, dtype=torch.float64),
+    }
     x = torch.ones(4, 3, dtype=torch.float64)
     zero = ftp.shard(_loss, mesh, {"a": P("tp"), "b": P("tp")}, batch_specs=P("tp"))
     cut = ftp.device_put(full, mesh, P("tp"))
@@ -97,7 +111,9 @@ def _step(dies: bool):
     assert torch.allclose(loss, _loss(full, x), rtol=1e-12)
     grads = ftp.device_get(grads, mesh, P("tp"))
     assert all(torch.allclose(grads[k], expected[k], rtol=1e-12) for k in full)
-    assert {"all_gather_in_memory", "reduce_scatter_in_memory"} <= set(_kinds(lambda: zero(cut, rows)).replace("ftp::", "").split())
+    assert {"all_gather_in_memory", "reduce_scatter_in_memory"} <= set(
+        _kinds(lambda: zero(cut, rows)).replace("ftp::", "").split()
+    )
     step = ftp.shard(_loss, mesh, specs)
     params = ftp.device_put(full, mesh, specs)
     loss, _ = step(params, x)
@@ -129,11 +145,16 @@ def test_a_step_goes_through_memory_and_equals_one_device():
 def _over_two_axes() -> bool:
     mesh = ftp.make_mesh((2, 2), ("dp", "cp"), device_type="cpu")
     cut = P(("dp", "cp"))
-    w, x = torch.arange(6.0, dtype=torch.float64).reshape(3, 2), torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 7
+    w, x = (
+        torch.arange(6.0, dtype=torch.float64).reshape(3, 2),
+        torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 7,
+    )
     step = ftp.shard(lambda w, x: (x @ w).square().sum(), mesh, P(), batch_specs=cut, bucket=True)
     mine = ftp.device_put(x, mesh, cut)
     loss, grads = step(w, mine)
-    assert torch.allclose(loss, (x @ w).square().sum(), rtol=1e-12) and torch.allclose(grads, 2 * x.t() @ x @ w, rtol=1e-12)
+    assert torch.allclose(loss, (x @ w).square().sum(), rtol=1e-12) and torch.allclose(
+        grads, 2 * x.t() @ x @ w, rtol=1e-12
+    )
     kinds = _kinds(lambda: step(w, mine))
     dist.barrier()
     dist.destroy_process_group()
@@ -149,7 +170,8 @@ def test_a_rank_that_ends_makes_the_others_raise():
     assert last.exit == 9
     for rank in others:
         error, seconds = rank.value
-        where = r"all_reduce over tp of float64\[(4, 2)?\] at \S*test_shared_memory.py:\d+  return \(x @ params"
+        at = r"\S*test_shared_memory.py:\d+  return \(x @ params"
+        where = rf"all_reduce over tp of float64\[(4, 2)?\] at {at}"
         assert re.match(rf"Call \d+ on the mesh \(tp 2\) on cpu failed in {where}", error), error
         assert re.search("Rank 1 (does not answer|has ended|has been killed)", error), error
         assert seconds < 10
@@ -176,7 +198,11 @@ def _without_room() -> tuple[bool, str, list[str]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     kinds = _kinds(lambda: step(params, x))
     ftp.destroy_process_group()
-    return all(torch.equal(loss, expected) for loss in losses), kinds, [str(w.message) for w in caught]
+    return (
+        all(torch.equal(loss, expected) for loss in losses),
+        kinds,
+        [str(w.message) for w in caught],
+    )
 
 
 def test_where_one_rank_has_no_room_all_stay_with_gloo_and_say_so():
@@ -209,8 +235,9 @@ def test_ranks_that_do_not_all_ask_for_it_are_told_at_once():
     for rank in launch(_asked_by_one, 2):
         assert rank.exit == 0, rank
         error, seconds, right = rank.value
-        assert error.startswith("Ranks disagree on the environment of call 1: rank 1 differs from"
-                                " rank 0,"), error
+        assert error.startswith(
+            "Ranks disagree on the environment of call 1: rank 1 differs from rank 0,"
+        ), error
         assert "\n  rank 0: FTP_SHM=1\n  rank 1: FTP_SHM=0\n" in error
         assert seconds < 10 and right
 
@@ -225,7 +252,9 @@ def _killed_while_it_starts() -> tuple[str, float]:
     if dist.get_rank() == 2:  # the first of its group, which has made the memory by then
         exchange = shared_memory.exchange
         shared_memory.exchange = lambda mesh, key, value: (
-            os.kill(os.getpid(), signal.SIGKILL) if key == "shared memory" else exchange(mesh, key, value)
+            os.kill(os.getpid(), signal.SIGKILL)
+            if key == "shared memory"
+            else exchange(mesh, key, value)
         )
     start = time.monotonic()
     try:
@@ -243,7 +272,9 @@ def test_a_rank_killed_while_it_starts_leaves_nothing_and_is_named_in_time():
     for rank in ranks:
         error, seconds = rank.value
         # Its end is noticed, or in a process namespace of its own its absence.
-        assert re.search("Rank 2 (has been killed|never came to exchange 'shared memory')", error), rank
+        assert re.search(
+            "Rank 2 (has been killed|never came to exchange 'shared memory')", error
+        ), rank
         assert seconds < 8
     now = {os.path.join(folder, name) for folder in folders for name in os.listdir(folder)}
     assert not [name for name in now - before if "ftp-" in name and os.path.isfile(name)]

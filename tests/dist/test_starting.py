@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -146,7 +147,7 @@ def test_every_rank_compiles_the_saved_program(tmp_path: Path):
 
 
 def _disagree(first: str, second: str):
-    """What the ranks raise: another file on each, another batch on one, a full tensor as a shard."""
+    """What the ranks raise: another file on each, another batch on one, a full tensor as shard."""
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     (params, x), rank = _arguments(), dist.get_rank()
     own = ftp.device_put(params, mesh, SPECS)
@@ -182,3 +183,78 @@ def test_ranks_that_differ_are_told_before_any_collective(tmp_path: Path):
     assert all("params['up'] is float64[7, 5]" in text for text in (full, full1))
     assert fine == fine1 == ""
     assert os.listdir(tmp_path)
+
+
+def _on_hosts(folder: str, mishap: str):
+    """Ranks of which torchrun has put the last on a host of its own: how many plans each has made
+    for two programs, and the errors of both.
+    """
+    from ftp.distributed import handed_out
+    from ftp.planning import prepare
+
+    rank, made, real = int(os.environ["RANK"]), [], prepare.make_plan
+    host = os.environ["GROUP_RANK"] = str(rank // 2)
+    os.environ["FTP_CACHE"] = folder if mishap == "shared" else f"{folder}/{host}"
+    handed_out._PATIENCE = 0.5 if mishap == "late" else 60.0
+    if mishap == "off" and not rank:
+        os.environ["FTP_PLANS"] = "0"
+
+    def make_plan(*args, **kwargs):
+        made.append(1)
+        mark = Path(folder, "mark")
+        if mishap == "killed" and host == "0" and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while mishap == "late" and host == "0" and not plans_there():
+            time.sleep(0.05)
+        return real(*args, **kwargs)
+
+    def plans_there() -> bool:
+        return len([*Path(folder, "1", "plans").glob("*.ftp")]) == len(calls)
+
+    prepare.make_plan = make_plan
+    if mishap == "damaged" and not rank:
+        give = handed_out.HandedOut.give
+        handed_out.HandedOut.give = lambda self, content: give(self, content[:-9])
+    mesh = ftp.make_mesh((3,), ("tp",), device_type="cpu")
+    params, x = _arguments()
+    own, step = ftp.device_put(params, mesh, SPECS), _step(mesh)
+    error, calls = 0.0, []
+    for rows in (x, x[:2]):
+        calls.append(1)
+        loss, grads = step(own, rows)
+        full = ftp.device_get(grads, mesh, SPECS)
+        expected, value = torch.func.grad_and_value(_loss)(params, rows)
+        error = max(error, *(float((full[k] - expected[k]).abs().max()) for k in full))
+        error = max(error, float(abs(loss - value)))
+    dist.barrier()
+    ftp.destroy_process_group()
+    return len(made), error
+
+
+@pytest.mark.parametrize(
+    ("mishap", "plans"),
+    [
+        ("", (2, 0)),
+        pytest.param("shared", (2, 0), marks=pytest.mark.slow),
+        pytest.param("off", (4, 2), marks=pytest.mark.slow),
+        pytest.param("late", (2, 2), marks=pytest.mark.slow),
+        pytest.param("damaged", (2, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_rank_plans_for_other_hosts(tmp_path: Path, mishap: str, plans: tuple[int, int]):
+    """Of the first host, and of the second: what does not come there is planned there."""
+    first, beside, last = launch(_on_hosts, 3, str(tmp_path), mishap, timeout=90)
+    for rank in (first, beside, last):
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+        assert rank.value[1] < 1e-14
+    assert first.value[0] + beside.value[0] == plans[0]
+    assert last.value[0] == plans[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_it_plans_for_other_hosts_is_named(tmp_path: Path):
+    first, beside, last = launch(_on_hosts, 3, str(tmp_path), "killed", timeout=90)
+    assert sorted((first.exit or 0, beside.exit or 0))[0] == -signal.SIGKILL
+    killed = 0 if first.exit == -signal.SIGKILL else 1
+    assert last.exit and f"ank {killed}" in (last.error or ""), last

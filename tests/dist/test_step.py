@@ -39,7 +39,20 @@ def _errors(ranks, within=15.0):
 # Numbers.
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8", "uint8", "uint16")
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "complex64",
+    "complex128",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "uint16",
+)
 DTYPES = (*DTYPES, "uint32", "uint64", "bool", "complex32", *NARROW)
 
 
@@ -50,9 +63,15 @@ def _every_dtype():
     xs = {name: (torch.arange(6 * 5).reshape(6, 5) % 7).to(getattr(torch, name)) for name in DTYPES}
 
     def fn(xs, ys, zs):
-        moved = {name: {"gather": x[:], "all_to_all": ys[name][:], "lookup": zs[name][ids]} for name, x in xs.items()}
+        moved = {
+            name: {"gather": x[:], "all_to_all": ys[name][:], "lookup": zs[name][ids]}
+            for name, x in xs.items()
+        }
         for name in ("int16", "int8", "uint8"):  # sums that overflow
-            moved[name] |= {"sum": (xs[name] * 99).sum(0, dtype=xs[name].dtype), "max": (xs[name] * 99).amax(0)}
+            moved[name] |= {
+                "sum": (xs[name] * 99).sum(0, dtype=xs[name].dtype),
+                "max": (xs[name] * 99).amax(0),
+            }
         moved["bool"]["any"] = xs["bool"].any(0)
         return moved
 
@@ -67,7 +86,8 @@ def _every_dtype():
         f"{name}, {kind}: {got[name][kind]}, not {due}"
         for name, kinds in want.items()
         for kind, due in kinds.items()
-        if got[name][kind].dtype != due.dtype or not torch.equal(got[name][kind].view(torch.uint8), due.contiguous().view(torch.uint8))
+        if got[name][kind].dtype != due.dtype
+        or not torch.equal(got[name][kind].view(torch.uint8), due.contiguous().view(torch.uint8))
     ]
     return wrong, issued
 
@@ -78,18 +98,30 @@ def _short_shards():
     """
     mesh, wrong = _mesh(), []
     ops = {
-        "amax": lambda x, d: x.amax(d), "argmax": lambda x, d: x.argmax(d), "max": lambda x, d: x.max(d).values,
-        "norm inf": lambda x, d: torch.norm(x, float("inf"), d), "norm 2": lambda x, d: torch.linalg.vector_norm(x, 2, d),
-        "cumsum": lambda x, d: x.cumsum(d), "cumprod": lambda x, d: x.cumprod(d), "logcumsumexp": lambda x, d: x.logcumsumexp(d),
-        "sort": lambda x, d: x.sort(d).values, "topk": lambda x, d: x.topk(1, d).values, "fft": lambda x, d: torch.fft.fft(x, dim=d).abs(),
-        "softmax": lambda x, d: x.softmax(d), "prod": lambda x, d: x.prod(d), "var": lambda x, d: x.var(d, correction=0),
-        "logsumexp": lambda x, d: x.logsumexp(d), "median": lambda x, d: x.median(d).values,
-    }  # fmt: skip
+        "amax": lambda x, d: x.amax(d),
+        "argmax": lambda x, d: x.argmax(d),
+        "max": lambda x, d: x.max(d).values,
+        "norm inf": lambda x, d: torch.norm(x, float("inf"), d),
+        "norm 2": lambda x, d: torch.linalg.vector_norm(x, 2, d),
+        "cumsum": lambda x, d: x.cumsum(d),
+        "cumprod": lambda x, d: x.cumprod(d),
+        "logcumsumexp": lambda x, d: x.logcumsumexp(d),
+        "sort": lambda x, d: x.sort(d).values,
+        "topk": lambda x, d: x.topk(1, d).values,
+        "fft": lambda x, d: torch.fft.fft(x, dim=d).abs(),
+        "softmax": lambda x, d: x.softmax(d),
+        "prod": lambda x, d: x.prod(d),
+        "var": lambda x, d: x.var(d, correction=0),
+        "logsumexp": lambda x, d: x.logsumexp(d),
+        "median": lambda x, d: x.median(d).values,
+    }
     for rows, dim in itertools.product((4, 1), (-1, -2)):
         x = torch.rand(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
         due = {name: op(x, dim) for name, op in ops.items()}
         for spec in (P("tp"), P(None, "tp")):
-            step = ftp.spmd(lambda x: {name: op(x, dim) for name, op in ops.items()}, mesh, spec, P())  # noqa: B023
+            step = ftp.spmd(
+                lambda x, dim=dim: {name: op(x, dim) for name, op in ops.items()}, mesh, spec, P()
+            )
             got = step(ftp.device_put(x, mesh, spec))
             wrong += [
                 f"{name} of {rows} x 4 along {dim}, {spec}"
@@ -108,7 +140,13 @@ def test_empty_and_short_shards_raise_on_no_rank(ranks):
 
 def _ids_out_of_range():
     mesh, w = _mesh(), torch.randn(5, 2)
-    step = ftp.shard(lambda p, ids: torch.nn.functional.embedding(ids, p).sum(), mesh, P("tp"), batch_specs=P("tp"), check_inputs=True)
+    step = ftp.shard(
+        lambda p, ids: torch.nn.functional.embedding(ids, p).sum(),
+        mesh,
+        P("tp"),
+        batch_specs=P("tp"),
+        check_inputs=True,
+    )
     placed = ftp.device_put(w, mesh, P("tp"))
     ids = torch.tensor([4, 0]) if mesh.get_local_rank("tp") == 0 else torch.tensor([1, 5])
     try:
@@ -130,8 +168,15 @@ def test_collectives_of_every_dtype(shm):
     for wrong, issued in _values(launch(_every_dtype, 2, env={"FTP_SHM": shm})):
         assert not wrong, "\n".join(wrong)
         for name in DTYPES:
-            assert {("all_gather", getattr(torch, name)), ("all_to_all", getattr(torch, name))} < issued
-        assert {("all_reduce", torch.int16), ("reduce_scatter", torch.int16), ("reduce_scatter", torch.complex64)} < issued
+            assert {
+                ("all_gather", getattr(torch, name)),
+                ("all_to_all", getattr(torch, name)),
+            } < issued
+        assert {
+            ("all_reduce", torch.int16),
+            ("reduce_scatter", torch.int16),
+            ("reduce_scatter", torch.complex64),
+        } < issued
 
 
 def _llama(shape, names, batch_spec, batch, options, compile):
@@ -153,7 +198,10 @@ def _llama(shape, names, batch_spec, batch, options, compile):
         grads = ftp.device_get(grads, mesh, specs)
         errors.append(float((loss - expected_loss).abs()))
         largest = max(float(g.abs().max()) for g in expected.values())
-        errors += [float((grads[k] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest) for k, g in expected.items()]
+        errors += [
+            float((grads[k] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest)
+            for k, g in expected.items()
+        ]
     _end()
     return max(errors)
 
@@ -190,16 +238,28 @@ def _placement():
     for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
         full = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
         mine = full if rank == 1 else torch.zeros_like(full)
-        placed = ftp.device_put({"w": mine, "zero": mine[0, 0], "none": mine[:0]}, mesh, {"w": spec, "zero": P(), "none": P("dp")}, src=1)
+        placed = ftp.device_put(
+            {"w": mine, "zero": mine[0, 0], "none": mine[:0]},
+            mesh,
+            {"w": spec, "zero": P(), "none": P("dp")},
+            src=1,
+        )
         back = ftp.device_get(placed, mesh, {"w": spec, "zero": P(), "none": P("dp")})
         at = ftp.local_slice(mesh, spec, full.shape)
         moved = ftp.reshard(placed["w"], mesh, spec, P(("dp", "tp")))
         bad += [
             str(dtype)
-            for a, b in ((back["w"], full), (back["zero"], full[0, 0]), (back["none"], full[:0]), (placed["w"], full[at]))
+            for a, b in (
+                (back["w"], full),
+                (back["zero"], full[0, 0]),
+                (back["none"], full[:0]),
+                (placed["w"], full[at]),
+            )
             if not torch.equal(a, b) or a.dtype != b.dtype
         ]
-        bad += [f"reshard {dtype}"] * (not torch.equal(ftp.device_get(moved, mesh, P(("dp", "tp"))), full))
+        bad += [f"reshard {dtype}"] * (
+            not torch.equal(ftp.device_get(moved, mesh, P(("dp", "tp"))), full)
+        )
     _end()
     return bad
 
@@ -249,7 +309,9 @@ def test_unknown_tensors_are_shards():
 
 def _full_tensors():
     mesh = _mesh()
-    ftp.shard(_loss, mesh, {"w": P("tp")})({"w": torch.arange(12.0).reshape(4, 3)}, torch.ones(2, 8))
+    ftp.shard(_loss, mesh, {"w": P("tp")})(
+        {"w": torch.arange(12.0).reshape(4, 3)}, torch.ones(2, 8)
+    )
 
 
 def test_full_tensors_where_shards_are_due():
@@ -287,7 +349,9 @@ def _other_program():
 
 def _other_static():
     mesh = _mesh()
-    ftp.shard(lambda p, x, n: _loss(p, x) * n, mesh)({"w": torch.ones(4, 3)}, torch.ones(2, 4), 3 + dist.get_rank())
+    ftp.shard(lambda p, x, n: _loss(p, x) * n, mesh)(
+        {"w": torch.ones(4, 3)}, torch.ones(2, 4), 3 + dist.get_rank()
+    )
 
 
 def _other_dtype():
@@ -298,7 +362,7 @@ def _other_dtype():
 
 DIFFERENCES = {
     _other_program: "Ranks disagree on the program of call 1: rank 1 differs from rank 0, so no"
-                    " rank runs it.",
+    " rank runs it.",
     _other_static: "n is 3, an int on rank 0, but 4, an int on rank 1. Give all ranks one value.",
     _other_dtype: "params['w'] is float32 on rank 0, but float64 on rank 1.",
 }
@@ -320,7 +384,12 @@ def _one_sided(kind):
     for _ in range(2):
         step(params, x)
     if rank == 1 and kind == "placed":
-        params = {"w": ftp.tensors.placement.remember(params["w"].clone(), ftp.tensors.placement.placement(step.mesh, P(None, "tp"), (2, 6)))}
+        params = {
+            "w": ftp.tensors.placement.remember(
+                params["w"].clone(),
+                ftp.tensors.placement.placement(step.mesh, P(None, "tp"), (2, 6)),
+            )
+        }
     if rank == 1 and kind == "donated":
         ftp.tensors.placement.remember(params["w"], ftp.tensors.placement.Donated("p"))
     if rank == 1 and kind == "numpy":
@@ -343,7 +412,10 @@ ONE_SIDED = {
 def test_a_failure_of_one_rank_reaches_the_others(kind):
     first, second = launch(_one_sided, 2, kind)
     assert ONE_SIDED[kind] in second.value[0]
-    assert "rank 0 goes on with the program of its last call" in first.value[0] or ONE_SIDED[kind] in first.value[0]
+    assert (
+        "rank 0 goes on with the program of its last call" in first.value[0]
+        or ONE_SIDED[kind] in first.value[0]
+    )
     assert max(first.value[1], second.value[1]) < 10
 
 
@@ -356,7 +428,10 @@ def _one_sided_first():
 def test_a_rank_that_cannot_plan():
     first, second = _errors(launch(_one_sided_first, 2))
     assert second.startswith("TraceError: The function needs a tensor's value")
-    assert first.startswith("MismatchError: Rank 1 failed to plan call 1") and "x.sum().item()" in first
+    assert (
+        first.startswith("MismatchError: Rank 1 failed to plan call 1")
+        and "x.sum().item()" in first
+    )
 
 
 def _benign():
@@ -397,8 +472,9 @@ def _one_sided_placement(kind):
 @pytest.mark.parametrize("kind", ["get", "put", "reshard"])
 def test_placement_that_fails_on_one_rank_fails_on_all(kind):
     first, second = (r.value for r in launch(_one_sided_placement, 2, kind))
-    assert ("no axis 'pp'" if kind == "put" else "is placed with spec P('tp'), but P() is asked"
-                                                 " for") in second[0]
+    assert (
+        "no axis 'pp'" if kind == "put" else "is placed with spec P('tp'), but P() is asked for"
+    ) in second[0]
     assert "Rank 1 failed to plan" in first[0]
     assert max(first[1], second[1]) < 10
 
@@ -420,8 +496,9 @@ def _outside():
 def test_a_rank_outside_of_the_mesh():
     *inside, outside = _values(launch(_outside, 3))
     assert inside == [96.0, 96.0]
-    assert outside.startswith("MeshError: Rank 2 is not on the mesh (tp 2) on cpu, which holds"
-                              " ranks")
+    assert outside.startswith(
+        "MeshError: Rank 2 is not on the mesh (tp 2) on cpu, which holds ranks"
+    )
 
 
 def _wrong_world():
@@ -435,11 +512,20 @@ def test_a_mesh_that_is_not_the_size_of_the_world():
 
 def _unreduced():
     mesh = _mesh((2,), ("dp",))
-    g, w, x = torch.Generator().manual_seed(3), torch.ones(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+    g, w, x = (
+        torch.Generator().manual_seed(3),
+        torch.ones(3, 2),
+        torch.randn(4, 3, generator=torch.Generator().manual_seed(3)),
+    )
     pending = P(unreduced=("dp",))
     whole = torch.randn(3, 2, generator=g)
     placed = ftp.device_put(whole, mesh, pending)
-    gradients = ftp.spmd(lambda w, x: torch.func.grad(lambda w: (x @ w).square().sum())(w), mesh, (P(), P("dp")), pending)
+    gradients = ftp.spmd(
+        lambda w, x: torch.func.grad(lambda w: (x @ w).square().sum())(w),
+        mesh,
+        (P(), P("dp")),
+        pending,
+    )
     add = ftp.spmd(lambda a, b: a + b, mesh, (pending, pending), P())
     found = gradients(ftp.device_put(w, mesh, P()), ftp.device_put(x, mesh, P("dp")))
     return add(found, placed), ftp.device_get(found, mesh, pending), 2 * x.T @ x @ w, whole

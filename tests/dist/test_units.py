@@ -11,7 +11,11 @@ import ftp
 from ftp import P, units
 
 pytestmark = pytest.mark.dist
-SPECS = {"equal": P(units("tp", 2, pack=2)), "mixed": P(units("tp", 2, pack=(8, 4))), "shared": P(units("tp", 3))}
+SPECS = {
+    "equal": P(units("tp", 2, pack=2)),
+    "mixed": P(units("tp", 2, pack=(8, 4))),
+    "shared": P(units("tp", 3)),
+}
 SIZES = {"equal": 12, "mixed": 12, "shared": 6}
 
 
@@ -27,8 +31,13 @@ def _on_a_rank():
     expected = torch.func.grad(_loss)(full, x)
     placed = ftp.device_put(full, mesh, SPECS)
     back = ftp.device_get(placed, mesh, SPECS)
-    sliced = all(torch.equal(full[n][ftp.local_slice(mesh, SPECS[n], full[n].shape)], placed[n]) for n in full)
-    fresh = ftp.device_get(placed["mixed"].clone(), mesh, SPECS["mixed"])  # its global size is in its spec
+    sliced = all(
+        torch.equal(full[n][ftp.local_slice(mesh, SPECS[n], full[n].shape)], placed[n])
+        for n in full
+    )
+    fresh = ftp.device_get(
+        placed["mixed"].clone(), mesh, SPECS["mixed"]
+    )  # its global size is in its spec
     loss, grads = ftp.shard(_loss, mesh, SPECS)(placed, x)
     grads = ftp.device_get(grads, mesh, SPECS)
     rows = {name: tuple(p.shape) for name, p in placed.items()}

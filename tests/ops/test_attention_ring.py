@@ -15,8 +15,10 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import CertificateError
-from ftp.ops import attention, attention_ring
-from ftp.ops.attention_ring import Ring, one_rank, one_rank_backward, ring_by_rank
+from ftp.ops import attention, key_ring
+from ftp.ops.attention_ring import RING, RING_BACKWARD, needs_of, one_rank, one_rank_backward
+from ftp.ops.key_ring import Ring
+from ftp.ops.rings import RINGS
 from ftp.ops.sends import over, run
 from ftp.sharding.layout import pieces
 
@@ -40,7 +42,7 @@ def part(size: int, n: int, rank: int, is_zigzag: bool) -> tuple[list[int], list
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
     """Several pieces and tiles of few tokens."""
-    monkeypatch.setattr(attention_ring, "SHORTEST", 3)
+    monkeypatch.setattr(key_ring, "SHORTEST", 3)
     for name, size in {"QUERIES": 4, "KEYS": 5, "TILE": 3}.items():
         monkeypatch.setattr(attention, name, size)
 
@@ -65,8 +67,8 @@ def test_as_a_dense_softmax(data: Any):
         tensors = q[:, :, here], k[:, :, there], v[:, :, there]
         calls.append((*tensors, None, rows, ring, is_causal, None, "a group"))
         held.append((here, there))
-    made = ring_by_rank(calls)
-    back = ring_by_rank(
+    made = RINGS[RING].by_rank(calls)
+    back = RINGS[RING_BACKWARD].by_rank(
         [
             (grad[:, :, here], *call[:3], *of_rank, *call[3:])
             for (here, _), call, of_rank in zip(held, calls, made, strict=True)
@@ -79,15 +81,15 @@ def test_as_a_dense_softmax(data: Any):
 
 
 def test_what_no_query_sees_is_not_sent():
-    rows, keys = [1, 32, 1, 1, 0, 8], Ring(32, 4, False, 0, False)
-    assert keys.traffic(rows, True, False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
-    assert keys.traffic(rows, False, False) == (3 * 8, 3 * 8)
-    needs = keys.sends(rows, True)
-    assert [[needs(rank, owner, 0) for owner in range(4)] for rank in range(4)] == [
+    rows, keys = [1, 32, 1, 1, 0, 8], [32, 4, 0, 0, 0]
+    needs, every = needs_of(keys, rows, True), needs_of(keys, rows, False)
+    assert needs.traffic(False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
+    assert every.traffic(False) == (3 * 8, 3 * 8)
+    assert [[bool(needs.held(rank, owner, 0)) for owner in range(4)] for rank in range(4)] == [
         [owner <= rank for owner in range(4)] for rank in range(4)
     ]
-    assert keys.traffic(rows, True, True) == (3 * 8, 3 * 8)
-    assert keys.traffic(rows, False, True) == (6 * 8, 6 * 8)
+    assert needs.traffic(True) == (3 * 8, 3 * 8)
+    assert every.traffic(True) == (6 * 8, 6 * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,9 +102,9 @@ def test_dtypes(dtype: torch.dtype):
         rows, here = part(96, 4, rank, True)
         held = (x[:, :, here] for x in (q, k, v))
         calls.append((*held, None, rows, [96, 4, 1, 0, 1], True, None, "a group"))
-    made = ring_by_rank(calls)
+    made = RINGS[RING].by_rank(calls)
     given = zip(calls, made, range(4), strict=True)
-    back = ring_by_rank(
+    back = RINGS[RING_BACKWARD].by_rank(
         [(grad[:, :, part(96, 4, r, True)[1]], *c[:3], *of_r, *c[3:]) for c, of_r, r in given]
     )
     for rank in range(4):
@@ -121,7 +123,7 @@ CUT = P(None, None, "cp")
 
 
 def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: bool = True) -> Any:
-    attention_ring.SHORTEST = 1
+    key_ring.SHORTEST = 1
 
     def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
         if not has_gradients:
@@ -186,7 +188,7 @@ blocks_of = Ring.blocks
                 for b in blocks_of(self, rank, at, most)
             ],
         ),
-        pytest.param(attention_ring, "_add", lambda sums, arrived: None, marks=pytest.mark.slow),
+        pytest.param(key_ring, "_add", lambda sums, arrived, held: None, marks=pytest.mark.slow),
     ],
 )
 def test_mutants_are_refused(monkeypatch: Any, owner: Any, name: str, wrong: Any):

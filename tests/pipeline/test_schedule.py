@@ -1,12 +1,25 @@
 """Schedules do all work once, end, and wait no longer than their papers say."""
 
+import graphlib
+import itertools
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftp
 from ftp.errors import ScheduleError
-from ftp.pipeline.schedule import SCHEDULES, bubble, check_work, held_microbatches, simulate
+from ftp.pipeline import buffers
+from ftp.pipeline.schedule import (
+    SCHEDULES,
+    Action,
+    bubble,
+    check_work,
+    held_microbatches,
+    needs,
+    simulate,
+)
 
 DRAWN = st.tuples(
     st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(1, 3)
@@ -111,3 +124,84 @@ def test_errors():
         ftp.Pipeline("pp", 1, backwards).actions(1)
     with pytest.raises(ScheduleError, match="lists for 1 ranks, but axis 'pp' has 2"):
         ftp.Pipeline("pp", 1, backwards).actions(2)
+
+
+def is_possible(actions, stages) -> bool:
+    """Whether the actions and what they need are a partial order, by the standard library."""
+    known = {action for own in actions for action in own}
+    graph: dict[Any, set[Any]] = {action: set() for action in known}
+    for own in actions:
+        for first, second in itertools.pairwise(own):
+            graph[second].add(first)
+        for action in own:
+            graph[action] |= {a for choice in needs(action, stages) for a in choice if a in known}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+@given(DRAWN, st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_dropped_doubled_and_permuted_actions_are_refused(drawn, random):
+    """A list that changes its order is refused exactly where some action could never run."""
+    name, ranks, count, chunks = drawn
+    actions, microbatches, chunks = of(name, ranks, min(count, 4), chunks)
+
+    def made(lists):
+        return ftp.Pipeline("pp", microbatches, lists, chunks=chunks).actions(ranks)
+
+    rank = random.randrange(ranks)
+    own = actions[rank]
+    at, other = random.randrange(len(own)), random.randrange(len(own))
+    for changed in ([*own[:at], *own[at + 1 :]], [*own[:at], own[at], *own[at:]]):
+        with pytest.raises(ScheduleError, match=r"missing|must be|in the lists 2 times"):
+            made([*actions[:rank], changed, *actions[rank + 1 :]])
+    permuted = list(own)
+    permuted[at], permuted[other] = own[other], own[at]
+    lists = [*actions[:rank], permuted, *actions[rank + 1 :]]
+    if is_possible(lists, ranks * chunks):
+        made(lists)
+    else:
+        with pytest.raises(ScheduleError, match="wait for one another"):
+            made(lists)
+
+
+@given(DRAWN, st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_no_more_messages_are_on_their_way_than_proven(drawn, random):
+    """At drawn speeds of the actions; and ranks with buffers for that many never stop."""
+    name, ranks, count, chunks = drawn
+    actions, _, chunks = of(name, ranks, min(count, 5), chunks)
+    stages = ranks * chunks
+    most = buffers.most_on_their_way(actions, stages)
+    buffers.check_buffers(actions, stages, most)
+    speed = {a: random.choice([0.0, 0.1, 1.0, 9.0]) for own in actions for a in own}
+    timed = {t.action: t for t in simulate(actions, stages, speed.__getitem__)}
+    sent = buffers.messages(actions, stages)
+    assert {m.channel for m in sent} == set(most)
+    for m in sent:
+        now = timed[m.sender].end
+        waiting = [
+            x
+            for x in sent
+            if x.channel == m.channel and timed[x.sender].end <= now < timed[x.reader].start
+        ]
+        assert len(waiting) <= most[m.channel]
+
+
+def test_more_messages_than_a_buffer_holds_are_refused():
+    """A rank that sends to a buffer without room waits, and the other one for it."""
+    first = [Action("F", 0, 0), Action("F", 2, 0), Action("B", 2, 0), Action("B", 0, 0)]
+    second = [Action("F", 1, 0), Action("F", 3, 0), Action("B", 3, 0), Action("B", 1, 0)]
+    buffers.check_buffers([first, second], 4, {(0, 1): 1, (1, 0): 1})
+    with pytest.raises(ScheduleError, match="rank 0 waits to send the results of Action"):
+        buffers.check_buffers([first, second], 4, {(0, 1): 0, (1, 0): 1})
+
+
+def test_rendezvous_deadlocks_what_buffers_allow():
+    """Two ranks that each send before they read need a buffer; 1F1B does so in its middle."""
+    actions = SCHEDULES["1f1b"](2, 4, 1)
+    assert buffers.most_on_their_way(actions, 2) == {(0, 1): 2, (1, 0): 2}
+    buffers.check_buffers(actions, 2, {(0, 1): 1, (1, 0): 1})

@@ -97,6 +97,38 @@ def run_case(name, case):
     compare(model, (ranks, *shape), ("pp", *axes), spec_of, batch_spec, pipe, rows)
 
 
+@st.composite
+def inside_stages(draw):
+    """Attention with the sequence cut, or experts on ranks of their own, uneven ones too."""
+    is_sequence = draw(st.booleans())
+    layers = 2 * draw(st.integers(1, 2)) + draw(st.integers(0, 1))
+    experts = 0 if is_sequence else draw(st.integers(2, 4))
+    model = Model(layers, draw(st.booleans()), attends=is_sequence, experts=experts)
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "zero_bubble"]))
+    return model, ftp.Pipeline("pp", draw(st.integers(1, 3)), schedule)
+
+
+@given(case=inside_stages())
+@settings(max_examples=2)
+def test_sequence_and_experts_inside_stages(case):
+    run_inside(case)
+
+
+@pytest.mark.slow
+@given(case=inside_stages())
+@settings(max_examples=25)
+def test_sequence_and_experts_inside_stages_often(case):
+    run_inside(case)
+
+
+def run_inside(case):
+    model, pipe = case
+    axis = "ep" if model.experts else "cp"
+    spec_of = lambda name: P("ep") if name == "experts" else P()  # noqa: E731
+    rows = P() if model.experts else P(None, "cp")
+    compare(model, (2, 2), ("pp", axis), spec_of, rows, pipe, 2 * pipe.microbatches)
+
+
 def test_zero_and_tensor_parallelism_inside_stages():
     pipe = ftp.Pipeline("pp", 2)
     lowered = compare(
@@ -121,6 +153,19 @@ def test_a_users_own_schedule():
     lists[0] = [a for a in lists[0] if a.kind == "F"] + [a for a in lists[0] if a.kind == "B"]
     own = ftp.Pipeline("pp", 3, lists)
     compare(Model(2), (2,), ("pp",), lambda name: P(), P(), own, 3)
+
+
+def test_a_users_own_schedule_of_chunks():
+    """Two stages a rank of uneven layers, and the backward passes of one of them in halves."""
+    lists = ftp.Pipeline("pp", 2, "interleaved", chunks=2).actions(2)
+    lists[1] = [
+        action
+        for a in lists[1]
+        for action in ([a] if a.kind == "F" else [a._replace(kind="I"), a._replace(kind="W")])
+    ]
+    own = ftp.Pipeline("pp", 2, lists, chunks=2)
+    lowered = compare(Model(5, tied=True), (2,), ("pp",), lambda name: P(), P(), own, 4)
+    assert [sorted(stage) for stage in lowered.stages] == [["B", "F"], ["F", "I", "W"]] * 2
 
 
 def test_aux_is_averaged_and_replicated():
@@ -196,6 +241,9 @@ def test_report(tmp_path):
     lowered = found["1f1b"]
     assert lowered.ideal_bubble == 3 / 11 and 0 < lowered.bubble < 1
     assert lowered.memory_by_rank[0] < found["gpipe"].memory_by_rank[0]
+    pairs = [(k, k + 1) for k in range(3)] + [(k + 1, k) for k in range(3)]
+    assert lowered.on_their_way == {(a, b): 4 - min(a, b) for a, b in pairs}
+    assert "messages: at most 4 on their way" in str(lowered)
     assert "stage 0: 5 parameters" in str(lowered) and "at most 4 microbatches held" in str(lowered)
     lowered.timeline.save(tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -250,7 +298,7 @@ def test_the_page(capsys):
 
 
 def test_gradients_are_reduced_over_the_data_axis_once_a_step():
-    """An action crosses it with single numbers alone, such as how many targets count."""
+    """An action crosses it with a single number alone: how many targets count."""
     model, pipe = Model(layers=4), ftp.Pipeline("pp", microbatches=2)
     more = replace(pipe, microbatches=4)
     lowered, longer = (
@@ -259,6 +307,7 @@ def test_gradients_are_reduced_over_the_data_axis_once_a_step():
     for stage in lowered.stages:
         for x in stage.values():
             assert all(c.shape == () for c in x.collectives if "dp" in c.axes)
+    assert sum(len(x.collectives) for stage in lowered.stages for x in stage.values()) == 1
     for rank in range(2):
         made, also = (
             [c for c in x.collectives_of(rank) if "dp" in c.axes and c.shape]

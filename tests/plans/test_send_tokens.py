@@ -23,6 +23,7 @@ PLANS = {
     "dp = ep, and tp within": ((2, 2), ("dp", "tp"), "dp", ("dp",), "tp"),
     "an axis of its own beside dp": ((2, 2), ("dp", "ep"), "ep", ("dp", "ep"), None),
 }
+COUNTS = (6, 7, 2)  # experts; no axis divides 7, and of 2 one of 3 ranks owns none
 
 
 def loss_of(layer: Any) -> Any:
@@ -30,9 +31,10 @@ def loss_of(layer: Any) -> Any:
 
 
 def check(form: str, routing: Any, plan: str) -> None:
-    tokens, k, favoured, seed = routing
+    count, tokens, k, favoured, seed = routing
     shape, axes, axis, token_axes, tp = PLANS[plan]
-    params, x = drawn(6, tokens, favoured, seed)
+    k, favoured = min(k, count), None if favoured is None else favoured % count
+    params, x = drawn(count, tokens, favoured, seed)
     layer = ftp.plans.send_tokens(lambda p, x: FORMS[form](p, x, k), axis, token_axes=token_axes)
     specs = {
         "router": P(),
@@ -44,12 +46,21 @@ def check(form: str, routing: Any, plan: str) -> None:
     step = ftp.shard(loss_of(layer), mesh, specs, batch_specs=P(token_axes), certify=True)
     grads, value = torch.func.grad_and_value(loss_of(lambda p, x: loop(p, x, k)))(params, x)
     torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
-    whole = {tuple(params[name].shape) for name in ("up", "down")}
-    assert not [c for c in step.lower(params, x).collectives if tuple(c.global_shape) in whole]
+    records = step.lower(params, x).collectives
+    matrices = {tuple(params[name].shape[1:]) for name in ("up", "down")}
+    assert not [
+        c
+        for c in records
+        if axis in c.axes and len(c.global_shape) == 3 and tuple(c.global_shape[1:]) in matrices
+    ]
 
 
 ROUTINGS = st.tuples(
-    st.integers(1, 7), st.integers(1, 6), st.none() | st.integers(0, 5), st.integers(0, 99)
+    st.sampled_from(COUNTS),
+    st.integers(1, 7),
+    st.integers(1, 6),
+    st.none() | st.integers(0, 5),
+    st.integers(0, 99),
 )
 
 
@@ -224,6 +235,12 @@ def test_weights_that_are_read_otherwise_are_gathered_and_named():
     torch.testing.assert_close((loss, grads), (value, expected), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("count", [7, 2])
+def test_experts_that_the_axis_does_not_divide(count):
+    """The last of three ranks owns one expert of seven, and none of two."""
+    check("torchtitan_form", (count, 5, 2, None, 0), "3 ranks")
+
+
 def test_what_send_tokens_refuses():
     mesh = ftp.simulated_mesh(3, "ep")
 
@@ -240,8 +257,9 @@ def test_what_send_tokens_refuses():
         warnings.simplefilter("error")
         with pytest.raises(ftp.errors.SpecError, match="no grouped matmul of the layer reads one"):
             run(dense, params, x)
-        with pytest.raises(ftp.errors.SpecError, match=r"up'\] \(7, 4, 6\).* does not divide them"):
-            run(lambda p, x: form(p, x, 2), drawn(7, 6, 0, 0)[0], x)
+        two = {"a": params, "b": drawn(4, 6, 0, 0)[0]}
+        with pytest.raises(ftp.errors.SpecError, match=r"up'\] \(4, 4, 6\).*, whose numbers of"):
+            run(lambda p, x: form(p["a"], x, 2) + form(p["b"], x, 2), two, x)
         with pytest.raises(ftp.errors.SpecError, match=r"shape \(2, 4\) and returns \(\)"):
             run(lambda p, x: form(p, x, 2).sum(), params, x)
         with pytest.raises(ftp.errors.InputError, match="would receive 6 rows, more than bound=3"):

@@ -20,6 +20,7 @@ from ftp.rules.registry import RULES, make
 
 RESULTS = Path(__file__).parent.parent / "results" / "ops.json"
 SHARES = Path(__file__).parent.parent / "results" / "op_shares.json"
+FINE = ("right", "on a copy", "refused")
 EVERY = 6  # of the ops, for the subset that runs by default
 
 
@@ -38,7 +39,7 @@ def _report(outcomes: list[Outcome]) -> str:
 
 
 def _failures(outcomes: list[Outcome]) -> list[str]:
-    bad = [o for o in outcomes if o.status not in ("right", "refused", "skipped")]
+    bad = [o for o in outcomes if o.status not in (*FINE, "skipped")]
     return [
         f"{o.op}, sample {o.sample}, mesh {o.mesh}, {o.specs}: {o.status}: {o.message[:300]}"
         for o in bad
@@ -126,8 +127,9 @@ def write(outcomes: list[Outcome], path: Path = RESULTS) -> None:
             for mesh in op_sweep.MESHES
         },
         "replicated": sorted({op for o in judged for op in o.replicated}),
+        "on a copy": sorted({o.op for o in judged if o.status == "on a copy"}),
         "refused": sorted({o.op for o in judged if o.status == "refused"}),
-        "failed": sorted({o.op for o in judged if o.status not in ("right", "refused")}),
+        "failed": sorted({o.op for o in judged if o.status not in FINE}),
     }
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(table, indent=1) + "\n")

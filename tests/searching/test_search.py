@@ -96,15 +96,10 @@ def test_zero_is_found_where_memory_forces_it():
     assert all("dp" in found.patterns[p].axes for p in MEGATRON if "mlp" in p)
     assert found.cost <= zero.cost()
     assert is_the_cheapest(found)
-    with pytest.raises(
-        ftp.errors.PlanningError,
-        match="No plan found fits in 1,000 bytes a rank; the smallest takes",
-    ):
-        ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=1000)
 
 
 def test_both_axes_and_many_layers():
-    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 12}))
+    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 10}))
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((4, 8), ("dp", "tp")), P("dp"), batch)
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
     assert found.lowered.plan.alike
@@ -201,10 +196,10 @@ def test_sequence_parallelism_is_found_where_memory_forces_it():
         )
         assert lowered.memory == found.memory and float(lowered.cost()) == found.cost
         assert [c.op for c in lowered.collectives] == [c.op for c in found.lowered.collectives]
-    with pytest.raises(ftp.errors.PlanningError, match="No plan found fits"):
-        ftp.search(
-            lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=free.memory // 8
-        )
+    limit = free.memory // 8
+    refused = f"No plan found fits in {limit:,} bytes a rank; the smallest takes"
+    with pytest.raises(ftp.errors.PlanningError, match=refused):
+        ftp.search(lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=limit)
 
 
 def test_what_is_promised_is_what_is_lowered():

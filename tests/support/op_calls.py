@@ -33,8 +33,8 @@ STAND_INS = {
     aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]
 }
 NAMESPACES = ("aten", "ftp", "prims")  # of the registry's own rules; tests register ops of theirs
-OF_RANKS = """all_gather all_reduce all_to_all axis_index contribute enter exchange_rows leave
-own_part place_part ppermute reduce_scatter"""
+OF_RANKS = """all_gather all_reduce all_to_all axis_index contribute cut_off enter exchange_rows
+fill_up leave own_part place_part ppermute reduce_scatter"""
 ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensors
     getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
     for kind in ("flash", "efficient", "cudnn")

@@ -21,12 +21,16 @@ class Model:
         tied: whether the head is the embedding.
         skips: whether every layer reads the embedding too, which stages must pass along.
         scaled: whether there is a 0-d parameter.
+        attends: whether every layer has causal attention.
+        experts: of every layer, each token weighted over all of them.
     """
 
     layers: int
     tied: bool = False
     skips: bool = False
     scaled: bool = False
+    attends: bool = False
+    experts: int = 0
 
     def params(self) -> dict[str, Any]:
         g = torch.Generator().manual_seed(0)
@@ -43,6 +47,11 @@ class Model:
                 "up": draw(WIDTH, 12),
                 "bias": draw(12),
                 "down": draw(12, WIDTH),
+                **(
+                    {"gate": draw(WIDTH, self.experts), "experts": draw(self.experts, WIDTH, WIDTH)}
+                    if self.experts
+                    else {}
+                ),
             }
             for _ in range(self.layers)
         ]
@@ -56,6 +65,13 @@ class Model:
         for layer in params["layers"]:
             n = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer["norm"]
             n = n + first if self.skips else n
+            if self.attends:
+                heads = n.unflatten(-1, (2, -1)).transpose(1, 2)
+                found = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+                n = n + found.transpose(1, 2).flatten(2)
+            if self.experts:
+                each = torch.einsum("rtd,edf->retf", n, layer["experts"])
+                n = n + torch.einsum("retf,rte->rtf", each, (n @ layer["gate"]).softmax(-1))
             x = x + F.gelu(n @ layer["up"] + layer["bias"]) @ layer["down"]
         x = F.layer_norm(x, (WIDTH,), params["norm"])
         x = x * params["scale"] if self.scaled else x

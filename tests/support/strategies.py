@@ -193,7 +193,7 @@ def _varlen(backward: bool) -> list[Sample]:
         (4, [0, 2, 5], [0, 4, 6], (2, 1)),
     ):
         q, k, v = normal(1, 4, 6, 2), normal(1, heads, 7, 2), normal(1, heads, 7, 3)
-        given = torch.tensor(ends), torch.tensor(of_keys), [], [], *window, 0.7
+        given = torch.tensor(ends), torch.tensor(of_keys), [], [], *window, 0.7, False
         if not backward:
             out.append(s(q, k, v, *given))
             continue
@@ -216,7 +216,7 @@ def _flex(backward: bool) -> list[Sample]:
         mask = lambda b, h, q, k, x=document: (q >= k) | (x[b, q] == x[b, k])  # noqa: E731
         of_score, of_mask = as_program(score, False, *sizes), as_program(mask, True, *sizes)
         tables = [torch.tensor([[[2, 1, 2]]]), torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]])]
-        rest = [], [], [], [], [2, 2], 0.7, of_score[0], of_mask[0]
+        rest = [], [], [], [], [2, 2], 0.7, of_score[0], of_mask[0], ""
         given = tables, of_score[1], of_mask[1], *rest
         if not backward:
             out.append(s(q, k, v, *given))

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import ftp
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.tracing.call_cache import Recall
-from ftp.tracing.trace import grad_and_value, trace
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import trace
 
 
 def traced(fn: Callable, *args) -> list[tuple]:

@@ -19,9 +19,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 import ftp
 from ftp import P, zigzag
-from ftp.errors import TraceError
+from ftp.certification.checker import check as check_certificate
+from ftp.errors import CertificateError, InputError, TraceError
 from ftp.ops.score_functions import letters
+from ftp.ops.sends import Send
 
+# Computing takes so long that every transfer hides behind it.
+SLOW = ftp.Hardware(flops=1e3, ring_step=0.0)
 MESHES = [
     ((2,), P(None, None, "cp")),
     ((3,), P(None, None, zigzag("cp"))),
@@ -29,6 +33,11 @@ MESHES = [
     ((2, 2), P(None, "tp", "cp")),
     ((2, 2), P("tp", None, zigzag("cp"))),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _in_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
@@ -52,17 +61,26 @@ def with_gradients(fn: Callable[..., Tensor]) -> Callable[..., Any]:
     return run
 
 
-def check(mesh: Any, fn: Any, expected: Any, specs: Any, out_specs: Any, args: Any) -> Any:
+def check(
+    mesh: Any, fn: Any, expected: Any, specs: Any, out_specs: Any, args: Any, *, is_ring: bool
+) -> Any:
     step = ftp.spmd(
-        with_gradients(fn), mesh, (*specs, out_specs[0]), tuple(out_specs), certify=True
+        with_gradients(fn),
+        mesh,
+        (*specs, out_specs[0]),
+        tuple(out_specs),
+        certify=True,
+        hardware=SLOW if is_ring else None,
     )
+    rings = [c.op for c in step.lower(*args).collectives].count("ring")
+    assert rings == (2 if is_ring else 0)
     found, right = step(*args), with_gradients(expected)(*args)
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     return step
 
 
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(st.data())
 def test_flex_attention(data: Any):
     shape, cut = data.draw(st.sampled_from(MESHES))
@@ -71,6 +89,7 @@ def test_flex_attention(data: Any):
     kind = data.draw(st.sampled_from(["documents", "window", "prefix", "none"]))
     score = data.draw(st.sampled_from(["alibi", "soft cap", "learned", "none"]))
     number = data.draw(st.integers(1, 4))
+    is_ring = data.draw(st.booleans())
     torch.manual_seed(size)
     document = torch.sort(torch.randint(0, number, (2, size))).values
     at = torch.arange(size)
@@ -121,11 +140,14 @@ def test_flex_attention(data: Any):
         (cut, cut, cut, P()),
         (cut, cut, cut, cut, P()),
         (*args, make(2, 4, size, 3)),
+        is_ring=is_ring,
     )
 
 
-@pytest.mark.parametrize(("shape", "cut"), MESHES[:3])
-def test_varlen_attention(shape: Any, cut: P):
+@pytest.mark.parametrize(
+    ("shape", "cut", "is_ring"), [(*MESHES[0], False), (*MESHES[1], True), (*MESHES[2], True)]
+)
+def test_varlen_attention(shape: Any, cut: P, is_ring: bool):
     """Documents, of which one is empty, a window, fewer heads of keys, and tokens after the last
     document."""
     ends = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
@@ -150,7 +172,10 @@ def test_varlen_attention(shape: Any, cut: P):
         (cut, cut, cut, P(), cut),
         (cut,) * 4,
         certify=True,
+        hardware=SLOW if is_ring else None,
     )
+    moved = [c.op for c in step.lower(q, k, v, ends, grad).collectives]
+    assert moved.count("ring") == (2 if is_ring else 0)
     right = with_gradients(lambda *x: expected(*x, ends))(q, k, v, grad)
     for one, other in zip(step(q, k, v, ends, grad), right, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
@@ -272,8 +297,8 @@ def test_functions_of_scores_hold_no_scores():
     assert times[1] <= 1.01 * times[0]
 
 
-@pytest.mark.parametrize("tile", [3, 1024])
-def test_captured_tensors_are_cut_as_the_scores_are(monkeypatch: Any, tile: int):
+@pytest.mark.parametrize(("tile", "is_ring"), [(3, False), (1024, False), (3, True)])
+def test_captured_tensors_are_cut_as_the_scores_are(monkeypatch: Any, tile: int, is_ring: bool):
     """Documents of each row of a batch, a bias of each pair and a scalar that require a gradient,
     log-sum-exps with one, tiles of a few queries, and a bias that is gathered nowhere."""
     monkeypatch.setattr("ftp.ops.attention.TILE", tile)
@@ -310,12 +335,162 @@ def test_captured_tensors_are_cut_as_the_scores_are(monkeypatch: Any, tile: int)
     specs = (cut, cut, cut, P(), P("dp", "cp"))
     outs = (cut, cut, cut, cut, cut, P())
     mesh = ftp.simulated_mesh((2, 3), ("dp", "cp"))
-    step = ftp.spmd(run(attend), mesh, specs, outs, certify=True)
+    hardware = SLOW if is_ring else None
+    step = ftp.spmd(run(attend), mesh, specs, outs, certify=True, hardware=hardware)
     for one, other in zip(step(*args), right, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     moved = [(c.op, tuple(c.global_shape)) for c in step.lower(*args).collectives]
     assert not any(shape == (2, 4, 7, 7) for _, shape in moved)
     assert moved.count(("all_gather", (2, 7))) == 1  # over cp: the documents of keys
+    assert [op for op, _ in moved].count("ring") == 2 * is_ring
+
+
+def test_memory_of_rings():
+    """At most 1.5 times that of q, k, v, the result and their gradients, at 262,144 tokens."""
+    mesh, size = ftp.AbstractMesh((8,), ("cp",), device_type="cpu"), 1 << 18
+    cut = P(None, None, zigzag("cp"))
+    rows = torch.arange(size // 128, dtype=torch.int32)
+    index = (rows[:, None] - torch.arange(len(rows), dtype=torch.int32)).clamp_min(0)
+    blocks = BlockMask.from_kv_blocks(
+        (rows + 1).clamp_max(9)[None, None],
+        index[None, None],
+        BLOCK_SIZE=128,
+        mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 1000),
+        seq_lengths=(size, size),
+    )
+    x = torch.empty(1, 8, size, 128, dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(65, dtype=torch.int32, device="meta")
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ends: Tensor) -> Any:
+        run = lambda *x: varlen_attn(*x, ends, None, size, size, window_size=(-1, 0))  # noqa: E731
+        return with_gradients(run)(q, k, v, grad)
+
+    def listed(*x: Tensor) -> Any:
+        return with_gradients(lambda *x: flex_attention(*x, block_mask=blocks))(*x)
+
+    row, along = x[0].transpose(0, 1), P(zigzag("cp"))
+    for run, specs, args in (
+        (packed, (*(along,) * 4, P()), (row, row, row, row, ends)),
+        (listed, (cut,) * 4, (x,) * 4),
+    ):
+        lowered = ftp.lower(run, mesh, specs, *args, out_specs=specs[:4])
+        assert [c.op for c in lowered.collectives] == ["ring"] * 2
+        assert int(lowered.memory) <= 1.5 * (8 * x.numel() * 2 / 8)
+
+
+def moved_by(monkeypatch: pytest.MonkeyPatch, step: Any, args: Any) -> tuple[Any, int]:
+    """A step's results, and the bytes that its rings send over all ranks."""
+    total = 0
+
+    def counted(places: int, tensor: Tensor | None, *rest: Any) -> Send:
+        nonlocal total
+        total += 0 if tensor is None else tensor.nbytes
+        return Send(places, tensor, *rest)
+
+    monkeypatch.setattr("ftp.ops.key_ring.Send", counted)
+    return step(*args), total
+
+
+def keys_needed(sees: Tensor, entry: Any, n: int) -> list[list[int]]:
+    """How many of each owner's keys each rank's queries see."""
+    chunks = torch.arange(len(sees)).chunk(n if entry == "cp" else 2 * n)
+    held = [
+        chunks[r] if entry == "cp" else torch.cat([chunks[r], chunks[2 * n - 1 - r]])
+        for r in range(n)
+    ]
+    return [
+        [int(sees[held[r]].any(0)[held[o]].sum()) if o != r else 0 for o in range(n)]
+        for r in range(n)
+    ]
+
+
+@pytest.mark.parametrize("entry", ["cp", zigzag("cp")])
+def test_what_a_known_mask_rules_out_is_not_sent(monkeypatch: Any, entry: Any):
+    """Of blocks that are listed, and of a window over documents whose ends are values, each rank
+    is sent the keys that its queries see, and no others."""
+    document, at, cut = torch.arange(48) // 14, torch.arange(48), P(None, None, entry)
+    blocks = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (document[q] == document[k]) | (k < 3),
+        None, None, 48, 48, "cpu", BLOCK_SIZE=4,
+    )  # fmt: skip
+    ends = torch.tensor([0, 14, 28, 42, 48], dtype=torch.int32)
+    back = at[:, None] - at
+
+    def listed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen_attn(*x, ends, None, 14, 14, window_size=(5, 0), enable_gqa=True)
+        return out.transpose(0, 1)[None]
+
+    torch.manual_seed(0)
+    args = [torch.randn(1, h, 48, 4, dtype=torch.float64) for h in (4, 2, 2, 4)]
+    of_key = 2 * 2 * 4 * 8  # bytes of a key and its value
+    dense_blocks = blocks.to_dense()[0, 0].bool().repeat_interleave(4, 0).repeat_interleave(4, 1)
+    same = document[:, None] == document
+    for run, sees, moves in (
+        (listed, (back >= 0) & same | (at < 3), dense_blocks),
+        (windowed, (back >= 0) & (back <= 5) & same, (back >= 0) & (back <= 5)),
+    ):
+        step = ftp.spmd(
+            with_gradients(run), mesh_of((4,)), (cut,) * 4, (cut,) * 4, certify=True, hardware=SLOW
+        )
+        needed = keys_needed(moves, entry, 4)
+        sent = [sum(row[o] for row in needed) for o in range(4)]
+        received = [sum(row) for row in needed]
+        both = [a + b for a, b in zip(sent, received, strict=True)]
+        rings = [c for c in step.lower(*args).collectives if c.op == "ring"]
+        assert [c.wire_nbytes for c in rings] == [max(sent) * of_key, max(both) * of_key]
+        found, total = moved_by(monkeypatch, step, args)
+        assert total == 3 * sum(sent) * of_key < 3 * 3 * 48 * of_key
+        right = with_gradients(lambda *x, sees=sees: dense(*x, lambda s: s, sees))(*args)
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_mask_that_is_changed_after_the_trace_is_refused():
+    sees = lambda b, h, q, k: (q >= k) & (q - k < 3)  # noqa: E731
+    blocks = create_block_mask(sees, None, None, 12, 12, "cpu", BLOCK_SIZE=2)
+    cut, x = P(None, None, "cp"), torch.randn(1, 1, 12, 4)
+    run = lambda x: flex_attention(x, x, x, block_mask=blocks)  # noqa: E731
+    step = ftp.spmd(run, mesh_of((2,)), cut, cut, hardware=SLOW)
+    step(x)
+    blocks.kv_num_blocks.fill_(6)
+    blocks.kv_indices.copy_(torch.arange(6))
+    with pytest.raises(InputError, match="changed after the step was traced"):
+        step(x)
+
+
+def test_wrong_rings_of_functions_are_refused():
+    mesh, cut = mesh_of((3,)), P(None, None, "cp")
+
+    def run(*x: Tensor) -> Any:
+        score = lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf)  # noqa: E731
+        return with_gradients(lambda *x: flex_attention(*x, score_mod=score))(*x)
+
+    x = torch.randn(1, 2, 12, 4, dtype=torch.float64)
+    step = ftp.spmd(run, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW)
+    certificate = ftp.certify(step.lower(x, x, x, x))
+    graph, _ = certificate.ranks.at[(1,)]
+    rings = [n for n in certificate.ranks.graphs[graph].nodes if "ring" in str(n.target)]
+    assert len(rings) == 2
+    for node in rings:
+        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        right = node.args
+        for name, wrong in {
+            "columns": [12, 3, 1, 0, 0],  # as if keys were in zigzag
+            "rows": [1, 12, 1, 1, 0, 4],  # all ranks as the first
+            "scale": 0.3,
+            "score": "",
+        }.items():
+            node.args = tuple(
+                wrong if of == name else x for of, x in zip(names, right, strict=True)
+            )
+            with pytest.raises(CertificateError):
+                check_certificate(certificate)
+        node.args = right
+    check_certificate(certificate)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -370,7 +545,8 @@ def test_a_saved_program_has_its_functions(tmp_path: Any, monkeypatch: Any):
 
         return flex_attention(q, q, q, score_mod=score)
 
-    lowered = ftp.spmd(run, mesh, (cut, P()), cut).lower(q, slope)
+    lowered = ftp.spmd(run, mesh, (cut, P()), cut, hardware=SLOW).lower(q, slope)
+    assert [c.op for c in lowered.collectives] == ["ring"]
     lowered.save(tmp_path / "program")
     monkeypatch.setattr("ftp.ops.map_slices._programs", {})
     letters.cache_clear()

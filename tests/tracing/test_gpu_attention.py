@@ -11,7 +11,8 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.sharding.pytree import flatten
-from ftp.tracing.trace import grad_and_value, trace
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import trace
 
 aten = torch.ops.aten
 CPU = aten._scaled_dot_product_flash_attention_for_cpu

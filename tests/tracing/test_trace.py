@@ -24,7 +24,9 @@ from ftp.rules.rule import Meta
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
 from ftp.source import raised_line
-from ftp.tracing.trace import decompose, grad_and_value, trace
+from ftp.tracing.decompose import decompose
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import trace
 
 aten = torch.ops.aten
 

@@ -79,7 +79,7 @@ class Folded:
 
     Attributes:
         graph: copies of the nodes that are left.
-        origin: per copy, its node in the whole graph.
+        origin: per copy, or what stands for it by now, its node in the whole graph.
         kept: the outputs of the whole graph that it returns.
         left_out: how many layers it lacks, after ``stands_for``.
         labels: the layers of its inputs.
@@ -95,6 +95,12 @@ class Folded:
     slices: int
     whole: Graph
     layers: Layers
+
+    def on(self, copies: Mapping[Node, Node]) -> "Folded":
+        """The same of the graph rewritten."""
+        origin = {copies[node]: of for node, of in self.origin.items() if node in copies}
+        labels = {copies[node]: layer for node, layer in self.labels.items()}
+        return replace(self, origin=origin, labels=labels)
 
     def ties(self, graph: Graph) -> Ties | None:
         """The tied layers of a partly planned graph; None where the two layers differ by now."""

@@ -21,7 +21,7 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     where layers came out different.
 
     Args:
-        planned: the folded graph, with its reshards and cuts.
+        planned: the folded graph, with its reshards and cuts; its nodes become the whole graph's.
     """
     layers = label(planned, folded.labels, folded.slices)
     t, gone = folded.stands_for, folded.left_out

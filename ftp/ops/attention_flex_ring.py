@@ -1,0 +1,140 @@
+"""Attention whose scores pass through functions, with queries and keys cut over one axis: keys and
+values travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attention_flex`.
+
+Blocks that a mask lists and tensors that functions capture are whole on each rank along the keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftp.errors import InputError
+from ftp.ops import attention, attention_flex
+from ftp.ops.attention import blocks, sum_dtype
+from ftp.ops.attention_flex import GIVEN, Given
+from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.listed_blocks import known_blocks
+from ftp.ops.sends import OneRank, over, run
+
+# ``columns`` is a `Ring`, as ints.
+torch.library.define(
+    "ftp::scaled_dot_product_attention_flex_ring",
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}, str group) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "ftp::scaled_dot_product_attention_flex_ring_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
+    f" {GIVEN}, bool[] wants, str group) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+FLEX_RING = torch.ops.ftp.scaled_dot_product_attention_flex_ring.default
+FLEX_RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_ring_backward.default
+
+
+def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str) -> Needs:
+    """Of known blocks: those of keys that a query's block lists."""
+    ring = Ring.of(keys)
+    if not known:
+        return Needs.of(ring, rows, lambda first, stop: (0, ring.size))
+    table = known_blocks(known)
+
+    def sees(first: int, stop: int) -> list[tuple[int, int]]:
+        listed = table[first // block[0] : -(-stop // block[0])].any(0)
+        return [(int(at) * block[1], (int(at) + 1) * block[1]) for at in np.flatnonzero(listed)]
+
+    return Needs.of_runs(ring, rows, sees)
+
+
+def _check_known(call: Given) -> None:
+    """That the queries of a rank list no block that the trace did not know."""
+    if not call.known:
+        return
+    known = known_blocks(call.known)
+    every = slice(0, call.q.shape[0]), slice(0, call.q.shape[1]), slice(0, call.k.shape[1])
+    for row in blocks(call.rows, call.q.shape[2], attention.TILE):
+        first, last = row.first // call.block[0], (row.first + row.length - 1) // call.block[0]
+        some, full = call.blocks_listed(every, first, last)
+        now = (some | full).flatten(0, 1).any(0).cpu().numpy()
+        if (now & ~known[first : last + 1]).any():
+            raise InputError(
+                "A BlockMask that is a constant of the step was changed after the step was traced:"
+                f" it now lists blocks of keys for queries {row.first} to"
+                f" {row.first + row.length - 1} that it did not list then. Make a new BlockMask"
+                " and trace a new step, or make the mask inside the step."
+            )
+
+
+def _steps(call: Given, rank: int) -> Steps:
+    _check_known(call)
+    return Steps(needs_of(call.columns, call.rows, call.block, call.known), rank)
+
+
+def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
+    """One rank's result, log-sum-exps and highest scores."""
+    call, wide = Given(q, k, v, *rest), sum_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+    logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    top = torch.full_like(logsumexp, -torch.inf)
+    steps = _steps(call, rank)
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
+        of_k, of_v = near
+        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
+        attention_flex.attend(of_piece, out, logsumexp, top)
+
+    yield from pass_keys(steps, k, v, visit)
+    return out.to(q.dtype), logsumexp, top
+
+
+def one_rank_backward(
+    rank: int,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
+    *rest: Any,
+) -> OneRank:
+    """One rank's gradients of queries, keys, values and captured tensors."""
+    *given, wants = rest
+    call = Given(q, k, v, *given)
+    like = (q, *attention_flex.wanted(call, wants))
+    sums = [torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in like]
+    steps = _steps(call, rank)
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+        of_k, of_v = near
+        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
+        into = sums[0], *to, *sums[1:]
+        attention_flex.add_gradients(of_piece, into, wants, grad_out, logsumexp, delta)
+
+    of_keys = yield from return_gradients(steps, k, v, visit)
+    of_q, *captured = (total.to(x.dtype) for total, x in zip(sums, like, strict=True))
+    return [of_q, *of_keys, *captured]
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_flex_ring", ("cpu", "cuda"))
+def _forward(*args: Any) -> Any:
+    rank, start = over(args[-1])
+    return run(one_rank(rank, *args[:-1]), start)
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_flex_ring_backward", ("cpu", "cuda"))
+def _backward(*args: Any) -> Any:
+    rank, start = over(args[-1])
+    return run(one_rank_backward(rank, *args[:-1]), start)
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_ring")
+def _fake(q, k, v, *rest):
+    return attention_flex.fake(q, k, v, *rest[:-1])
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_ring_backward")
+def _fake_backward(*args):
+    return attention_flex.fake_backward(*args[:-1])

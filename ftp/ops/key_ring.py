@@ -1,0 +1,368 @@
+"""Keys and values that ranks pass around a ring, and their gradients on the way back.
+
+A rank's keys and values travel in ``PIECES`` pieces, each straight from its owner: in step h every
+rank sends to the rank h places after it. The gradients of a piece go back the same way and are
+summed by its owner. Keys that no query of a rank sees, by what is known of the mask beforehand, are
+not sent to it. So a rank holds two received pieces at a time, not all ranks' keys and values.
+
+What a piece is computed with is the caller's: it visits one piece after another. The programs are
+written once, for one rank, as generators: what they yield is sent, and they are given what arrived
+of what they yielded before, so that a transfer has the time of a computation to complete
+(`ftp.ops.sends`).
+
+Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.ops.attention import Block, pieces_of, sum_dtype
+from ftp.ops.sends import OneRank, Send, Sends
+from ftp.sharding.layout import pieces
+from ftp.sharding.spec import Interval
+
+PIECES = 16  # in which a rank's keys and values travel
+SHORTEST = 1024  # keys of a piece, where there are more
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How keys are cut over the axis of ``n`` ranks, and which group of numbers of the queries'
+    part is of that axis; as ints ``(size, n, is_zigzag, group, is_zigzag of the queries)``.
+
+    Attributes:
+        group: -1 where other axes cut the queries within it: then every block is sent.
+    """
+
+    size: int
+    n: int
+    is_zigzag: bool
+    group: int
+    is_zigzag_of_queries: bool
+
+    @classmethod
+    def of(cls, keys: Sequence[int]) -> "Ring":
+        size, n, is_zigzag, group, of_queries = keys
+        return cls(size, n, bool(is_zigzag), group, bool(of_queries))
+
+    def keys_of(self, rank: int) -> list[Interval]:
+        return [(a, length) for a, length in pieces(self.size, self.n, rank, self.is_zigzag)]
+
+    def length_of(self, rank: int) -> int:
+        return sum(length for _, length in self.keys_of(rank))
+
+    @property
+    def longest(self) -> int:
+        return max(map(self.length_of, range(self.n)))
+
+    @property
+    def count(self) -> int:
+        """In how many pieces keys travel."""
+        return max(1, min(PIECES, self.longest // SHORTEST))
+
+    @property
+    def width(self) -> int:
+        """Keys of a piece, at most."""
+        return -(-self.longest // self.count)
+
+    def piece(self, rank: int, at: int) -> slice:
+        """Piece ``at`` of a rank's keys, as a slice of its tensor."""
+        length = self.length_of(rank)
+        return slice(min(at * self.width, length), min((at + 1) * self.width, length))
+
+    def blocks(self, rank: int, at: int, most: int) -> list[Block]:
+        """A piece in blocks, which stand in a tensor of the piece alone."""
+        part, found, before = self.piece(rank, at), [], 0
+        for first, length in self.keys_of(rank):
+            low, high = max(part.start, before), min(part.stop, before + length)
+            for a in range(low, high, most):
+                count = min(most, high - a)
+                found.append(Block(first + a - before, a - part.start, count))
+            before += length
+        return found
+
+    def queries_of(self, rows: Sequence[int], rank: int) -> list[Interval] | None:
+        """The runs of queries of a rank; None where they are not known.
+
+        Args:
+            rows: the queries' part of one of the ranks.
+        """
+        if self.group < 0:
+            return None
+        at, part = 0, list(rows)
+        for _ in range(self.group):
+            at += 4 + 2 * part[at + 3]
+        held = pieces(part[at + 1], self.n, rank, self.is_zigzag_of_queries)
+        numbers = [number for piece in held for number in piece]
+        outer, inner = part[at], part[at + 2]
+        length = outer * inner * sum(numbers[1::2])
+        return pieces_of([*part[: at + 3], len(held), *numbers], length)
+
+
+class Needs:
+    """Which keys of each piece each rank needs; the same on all ranks.
+
+    Args:
+        seen: per rank the runs of keys that its queries see, in order.
+    """
+
+    def __init__(self, ring: Ring, seen: Sequence[Sequence[Interval]]):
+        self.ring, self.seen = ring, seen
+        self._held: dict[tuple[int, int, int], list[Block]] = {}
+
+    @classmethod
+    def of(
+        cls, ring: Ring, rows: Sequence[int], sees: Callable[[int, int], tuple[int, int]]
+    ) -> "Needs":
+        """From what each run of queries sees: from and to which key.
+
+        Args:
+            rows: the queries' part of one of the ranks.
+            sees: of queries ``first`` to ``stop``.
+        """
+        return cls.of_runs(ring, rows, lambda first, stop: [sees(first, stop)])
+
+    @classmethod
+    def of_runs(
+        cls,
+        ring: Ring,
+        rows: Sequence[int],
+        sees: Callable[[int, int], Sequence[tuple[int, int]]],
+    ) -> "Needs":
+        seen = []
+        for rank in range(ring.n):
+            queries = ring.queries_of(rows, rank)
+            if queries is None:
+                seen.append([(0, ring.size)])
+                continue
+            found: list[list[int]] = []
+            for run in sorted(run for a, n in queries for run in sees(a, a + n)):
+                first, stop = max(run[0], 0), min(run[1], ring.size)
+                if found and first <= found[-1][1]:
+                    found[-1][1] = max(found[-1][1], stop)
+                elif first < stop:
+                    found.append([first, stop])
+            seen.append([(first, stop - first) for first, stop in found])
+        return cls(ring, seen)
+
+    def held(self, rank: int, owner: int, at: int) -> list[Block]:
+        """The keys of an owner's piece that a rank needs, as they stand in it; all of its own."""
+        key = rank, owner, at
+        if key not in self._held:
+            every = self.ring.blocks(owner, at, self.ring.size + 1)
+            self._held[key] = every if rank == owner else list(_seen(every, self.seen[rank]))
+        return self._held[key]
+
+    def length(self, rank: int, owner: int, at: int) -> int:
+        return sum(block.length for block in self.held(rank, owner, at))
+
+    def traffic(self, returns: bool) -> tuple[int, int]:
+        """How many keys, with their values, the rank that sends most sends, and the one that
+        receives most receives.
+
+        Args:
+            returns: whether their gradients go back.
+        """
+        n = self.ring.n
+        sent, received = [0] * n, [0] * n
+        for rank, owner in itertools.permutations(range(n), 2):
+            length = sum(self.length(rank, owner, at) for at in range(self.ring.count))
+            for a, b in ((owner, rank), (rank, owner))[: 1 + returns]:
+                sent[a] += length
+                received[b] += length
+        return max(sent), max(received)
+
+
+def _seen(blocks: Sequence[Block], seen: Sequence[Interval]) -> Iterator[Block]:
+    """What of blocks stands in some runs of the sequence."""
+    for block in blocks:
+        start = bisect.bisect_right(seen, (block.first, math.inf)) - 1
+        for first, length in itertools.islice(seen, max(start, 0), None):
+            if first >= block.first + block.length:
+                break
+            low, high = max(first, block.first), min(first + length, block.first + block.length)
+            if low < high:
+                yield Block(low, block.at + low - block.first, high - low)
+
+
+def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequence[Block]) -> None:
+    for total, x in zip(sums, arrived, strict=False):
+        before = 0
+        for at, length in _runs(held) if x is not None else ():
+            _part(total, slice(at, at + length)).add_(_part(x, slice(before, before + length)))  # type: ignore[arg-type]
+            before += length
+
+
+def pass_keys(
+    steps: "Steps", k: Tensor, v: Tensor, visit: Callable[[int, int, list[Tensor]], None]
+) -> OneRank:
+    """Visit the pieces that a rank needs: their owner, which piece it is, its keys and values."""
+    ring, rank = steps.ring, steps.rank
+    for at, (piece, step) in enumerate(steps.all):
+        near: Any = yield steps.sends_keys(at + 1, k, v)
+        if not step:
+            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+        if near[0] is not None:
+            visit((rank - step) % ring.n, piece, near)
+        near.clear()
+
+
+def return_gradients(
+    steps: "Steps",
+    k: Tensor,
+    v: Tensor,
+    visit: Callable[[int, int, list[Tensor], list[Tensor]], None],
+) -> OneRank:
+    """The gradients of a rank's keys and values. A visit adds those of a piece to sums, which it is
+    given beside the piece.
+    """
+    ring, rank, wide = steps.ring, steps.rank, sum_dtype(k.dtype)
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    sums: dict[int, list[Tensor]] = {}  # of the gradients of a piece
+    made: list[Tensor] = []  # the gradients of the step before
+    for at in range(len(steps.all) + 2):
+        near: Any = yield [*steps.sends_keys(at + 1, k, v), *steps.returns(at - 1, made, k, v)]
+        piece, step = steps.at(at)
+        returned, places = steps.at(at - 2)
+        held = steps.sent(returned, places) if places else []
+        _add(sums.get(returned, ()), near[2 if step else 0 :], held)
+        del near[2 if step else 0 :]
+        made = []
+        for done in [of for of in sums if steps.last_of(of) <= at - 2]:
+            for x, total in zip(grads, sums.pop(done), strict=True):
+                if total.dtype != x.dtype:
+                    _part(x, ring.piece(rank, done)).copy_(total)
+        if at >= len(steps.all):
+            continue
+        if not step:
+            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+            parts = [_part(x, ring.piece(rank, piece)) for x in grads]
+            sums[piece] = [x if x.dtype == wide else x.to(wide) for x in parts]
+            to = sums[piece]
+        elif near[0] is not None:
+            to = [torch.zeros_like(x, dtype=wide) for x in near]
+        else:
+            continue
+        visit((rank - step) % ring.n, piece, near, to)
+        near.clear()
+        made = [x.to(k.dtype) for x in to] if step else []
+        del to
+    return grads
+
+
+class Steps:
+    """What a rank computes: pairs of a piece and the places that it comes from, 0 its own; steps
+    in which no rank needs anything are left out.
+
+    Attributes:
+        needs: the same on all ranks.
+    """
+
+    def __init__(self, needs: Needs, rank: int):
+        self.needs, self.ring, self.rank, n = needs, needs.ring, rank, needs.ring.n
+        self.all = [
+            (piece, step)
+            for piece in range(self.ring.count)
+            for step in range(n)
+            if not step or any(needs.held(r, (r - step) % n, piece) for r in range(n))
+        ]
+
+    def last_of(self, piece: int) -> int:
+        return max(at for at, (of, _) in enumerate(self.all) if of == piece)
+
+    def at(self, at: int) -> tuple[int, int]:
+        """The piece and step of a pair; before the first and after the last there is no piece."""
+        return self.all[at] if 0 <= at < len(self.all) else (-1, 0)
+
+    def received(self, owner: int, piece: int) -> list[Block]:
+        """What the rank holds of a piece, as it stands in the tensor that arrived."""
+        found, before = [], 0
+        for block in self.needs.held(self.rank, owner, piece):
+            found.append(Block(block.first, before, block.length))
+            before += block.length
+        return found
+
+    def blocks(self, owner: int, piece: int, most: int) -> list[Block]:
+        """The same in blocks of at most ``most`` keys."""
+        return [
+            Block(block.first + low, block.at + low, min(most, block.length - low))
+            for block in self.received(owner, piece)
+            for low in range(0, block.length, most)
+        ]
+
+    def columns(self, owner: int, piece: int) -> list[int]:
+        """The same as a part of the sequence, as in `ftp.ops.attention`."""
+        held = self.received(owner, piece)
+        numbers = (x for block in held for x in (block.first, block.length))
+        return [1, self.ring.size, 1, len(held), *numbers]
+
+    def sent(self, piece: int, step: int) -> list[Block]:
+        """What of the rank's piece is sent in a step."""
+        return self.needs.held((self.rank + step) % self.ring.n, self.rank, piece)
+
+    def sends_keys(self, at: int, k: Tensor, v: Tensor) -> Sends:
+        """The keys and values that travel for step ``at``."""
+        piece, step = self.at(at)
+        if not step:
+            return []
+        ring, rank = self.ring, self.rank
+        own, sent = ring.piece(rank, piece), self.sent(piece, step)
+        length = self.needs.length(rank, (rank - step) % ring.n, piece)
+        return [
+            Send(
+                step,
+                _taken(_part(x, own), sent) if sent else None,
+                (*x.shape[:2], length, x.shape[3]) if length else None,
+                x,
+                _elements(x, ring.width),
+            )
+            for x in (k, v)
+        ]
+
+    def returns(self, at: int, made: Sequence[Tensor], k: Tensor, v: Tensor) -> Sends:
+        """The gradients of step ``at`` on their way back."""
+        piece, step = self.at(at)
+        if not step:
+            return []
+        length = sum(block.length for block in self.sent(piece, step))
+        return [
+            Send(
+                -step,
+                made[i].contiguous() if made else None,
+                (*x.shape[:2], length, x.shape[3]) if length else None,
+                x,
+                _elements(x, self.ring.width),
+            )
+            for i, x in enumerate((k, v))
+        ]
+
+
+def _runs(held: Sequence[Block]) -> list[Interval]:
+    """Where blocks stand in a tensor, those beside each other as one."""
+    found: list[Interval] = []
+    for block in held:
+        if found and sum(found[-1]) == block.at:
+            found[-1] = (found[-1][0], found[-1][1] + block.length)
+        else:
+            found.append((block.at, block.length))
+    return found
+
+
+def _taken(x: Tensor, held: Sequence[Block]) -> Tensor:
+    parts = [_part(x, slice(at, at + length)) for at, length in _runs(held)]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _part(x: Tensor, part: slice) -> Tensor:
+    return x[:, :, part]
+
+
+def _elements(x: Tensor, length: int) -> int:
+    return x.shape[0] * x.shape[1] * length * x.shape[3]

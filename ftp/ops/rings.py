@@ -1,0 +1,69 @@
+"""The ops that pass keys and values around a ring, each with its program of one rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftp.ops import attention_flex_ring, attention_ring, attention_varlen_ring
+from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
+from ftp.ops.attention_ring import RING, RING_BACKWARD
+from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
+from ftp.ops.key_ring import Needs
+from ftp.ops.sends import OneRank, side_by_side
+
+
+@dataclass(frozen=True)
+class RingOp:
+    """An op whose last argument is a group.
+
+    Attributes:
+        one_rank: from a rank and the other arguments.
+        at: which argument the queries are; keys and values follow.
+        needs_of: from the arguments of the names in ``known``, what each rank needs.
+    """
+
+    target: Any
+    one_rank: Callable[..., OneRank]
+    at: int
+    needs_of: Callable[..., Needs]
+    known: tuple[str, ...]
+
+    @property
+    def returns(self) -> bool:
+        """Whether gradients of keys and values go back."""
+        return self.at > 0
+
+    def argument(self, args: Sequence[Any], name: str) -> Any:
+        """An argument by its name; None for one that the op does not have."""
+        names = [a.name for a in self.target._schema.arguments]
+        return args[names.index(name)] if name in names else None
+
+    def needs(self, args: Sequence[Any]) -> Needs:
+        """Which keys each rank needs, from a call's arguments."""
+        return self.needs_of(*(self.argument(args, name) for name in self.known))
+
+    def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results, from the arguments on each rank of a group."""
+        return side_by_side([self.one_rank(rank, *args[:-1]) for rank, args in enumerate(calls)])
+
+
+_OPS = (
+    (attention_ring, (RING, RING_BACKWARD), ("keys", "rows", "is_causal")),
+    (
+        attention_flex_ring,
+        (FLEX_RING, FLEX_RING_BACKWARD),
+        ("columns", "rows", "block", "known"),
+    ),
+    (
+        attention_varlen_ring,
+        (VARLEN_RING, VARLEN_RING_BACKWARD),
+        ("columns", "rows", "left", "right", "is_self"),
+    ),
+)
+RINGS = {
+    target: RingOp(target, body, at, module.needs_of, known)
+    for module, targets, known in _OPS
+    for at, (target, body) in enumerate(
+        zip(targets, (module.one_rank, module.one_rank_backward), strict=True)
+    )
+}

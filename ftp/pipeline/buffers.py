@@ -1,0 +1,147 @@
+"""Messages between the ranks of a pipeline as a partial order: how many are on their way at most,
+whatever the ranks' speed, and that buffers of that many suffice.
+
+An action comes before the next one of its rank, and a sender's before its receiver's. A message is
+on its way from the end of the action that sends it to the start of the one that reads it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ftp.errors import ScheduleError
+from ftp.pipeline.schedule import Action, Actions
+
+Channel = tuple[int, int]  # from rank, to rank of the pipeline's axis
+
+
+class Message(NamedTuple):
+    """What one action sends and another one reads, on another rank."""
+
+    sender: Action
+    reader: Action
+    channel: Channel
+
+
+def messages(actions: Actions, stages: int) -> list[Message]:
+    """What ranks send to each other, each sender's in its order."""
+    ranks = len(actions)
+    readers = {a: a for own in actions for a in own}
+    readers |= {a._replace(kind="B"): a for own in actions for a in own if a.kind == "I"}
+    found = []
+    for rank, own in enumerate(actions):
+        for action in own:
+            step = {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+            to = action.stage + step
+            if not step or not 0 <= to < stages or to % ranks == rank:
+                continue
+            kind = "F" if action.kind == "F" else "B"
+            reader = readers[Action(kind, to, action.microbatch)]
+            found.append(Message(action, reader, (rank, to % ranks)))
+    return found
+
+
+def most_on_their_way(actions: Actions, stages: int) -> dict[Channel, int]:
+    """Per pair of ranks the most messages that are on their way at once, at any speed of the ranks.
+
+    ``actions`` are such that every message is read, as `simulate` finds out.
+
+    >>> from ftp.pipeline.schedule import gpipe, one_f_one_b
+    >>> most_on_their_way(gpipe(2, 4, 1), 2), most_on_their_way(one_f_one_b(2, 4, 1), 2)
+    ({(0, 1): 4, (1, 0): 4}, {(0, 1): 2, (1, 0): 2})
+    """
+    sent = messages(actions, stages)
+    before = _before(actions, sent)
+    place = {a: (rank, at) for rank, own in enumerate(actions) for at, a in enumerate(own)}
+    most: dict[Channel, int] = {}
+    of: dict[Channel, list[Message]] = {}
+    for message in sent:
+        earlier = of.setdefault(message.channel, [])
+        earlier.append(message)
+        known = before[message.sender]
+        waiting = 0
+        for m in earlier:
+            rank, at = place[m.reader]
+            waiting += at >= known[rank]  # nothing makes its reader start before this is sent
+        most[message.channel] = max(most.get(message.channel, 0), waiting)
+    return most
+
+
+def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
+    """Per action how many of each rank's actions come before it or are it."""
+    senders = {m.reader: m.sender for m in sent}
+    found: dict[Action, list[int]] = {}
+    at = [0] * len(actions)
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(actions):
+            while at[rank] < len(own):
+                action = own[at[rank]]
+                sender = senders.get(action)
+                if sender is not None and sender not in found:
+                    break
+                known = [0] * len(actions)
+                for earlier in (own[at[rank] - 1] if at[rank] else None, sender):
+                    if earlier is not None:
+                        known = list(map(max, known, found[earlier]))
+                at[rank] += 1
+                known[rank] = at[rank]
+                found[action] = known
+                moved = True
+    return found
+
+
+def check_buffers(actions: Actions, stages: int, room: Mapping[Channel, int]) -> None:
+    """Raises unless the ranks end where a message waits in a buffer of its pair of ranks, and who
+    sends to a full one waits until the other rank starts to read.
+
+    Args:
+        room: per pair of ranks how many messages its buffer holds.
+
+    Raises:
+        ScheduleError: ranks that wait for one another for ever, with what each is about to do.
+
+    >>> cross = [[Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)],
+    ...          [Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1)]]
+    >>> check_buffers(cross, 2, {(0, 1): 1, (1, 0): 1})
+    """
+    sent = messages(actions, stages)
+    out = {m.sender: m for m in sent}
+    into = {m.reader: m for m in sent}
+    full: Counter[Channel] = Counter()
+    posted: set[Message] = set()
+    at = [0] * len(actions)
+    sends: list[Message | None] = [None] * len(actions)  # what a rank is about to send
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(actions):
+            while True:
+                going = sends[rank]
+                if going is not None:
+                    if full[going.channel] >= room[going.channel]:
+                        break
+                    full[going.channel] += 1
+                    posted.add(going)
+                    sends[rank], moved = None, True
+                if at[rank] == len(own):
+                    break
+                action = own[at[rank]]
+                awaited = into.get(action)
+                if awaited is not None:
+                    if awaited not in posted:
+                        break
+                    posted.remove(awaited)
+                    full[awaited.channel] -= 1
+                at[rank] += 1
+                sends[rank], moved = out.get(action), True
+    stuck = [
+        f"rank {rank} waits to send the results of {going.sender!r}"
+        if (going := sends[rank]) is not None
+        else f"rank {rank} waits for what {own[at[rank]]!r} reads"
+        for rank, own in enumerate(actions)
+        if sends[rank] is not None or at[rank] < len(own)
+    ]
+    if stuck:
+        raise ScheduleError(f"With buffers of {dict(room)} messages {'; '.join(stuck)}.")

@@ -1,0 +1,153 @@
+"""How unequal a given batch makes the rows that ranks exchange: rows per rank and per expert."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
+from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.partitioning.partition import LocalProgram
+from ftp.rules.local_op import as_module
+from ftp.runtime.program import Program, groups_of, shard_of
+from ftp.runtime.simulate import simulate
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Load:
+    """The rows that one dispatch sends for a batch, such as those of tokens to their experts.
+
+    Attributes:
+        source: the user's line; empty where it is a library's.
+        rows: per rank, in mesh order, those that arrive there.
+        experts: per rank those of each group of the grouped matmul that reads them, which are its
+            experts; empty where none does.
+        room: the rows that a rank has room for.
+
+    >>> load = Load("moe.py:8", ({"ep": 0}, {"ep": 1}), (6, 2), ((1, 5), (2, 0)), 8)
+    >>> load.most
+    1.5
+    """
+
+    source: str
+    ranks: tuple[dict[str, int], ...]
+    rows: tuple[int, ...]
+    experts: tuple[tuple[int, ...], ...]
+    room: int
+
+    @property
+    def equal(self) -> float:
+        """The rows of each rank if all had as many."""
+        return sum(self.rows) / len(self.rows)
+
+    @property
+    def most(self) -> float:
+        """The rows of the rank that has most over those of an equal load: the least capacity."""
+        return max(self.rows) / self.equal if any(self.rows) else 1.0
+
+    def __str__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
+        lines = [
+            f"rows sent{at}: {self.equal:.4g} a rank if equal, {max(self.rows)} at most"
+            f" ({self.most:.3g} x), room for {self.room}"
+        ]
+        for rank, rows, experts in zip(self.ranks, self.rows, self.experts, strict=True):
+            at = " ".join(f"{axis}={i}" for axis, i in rank.items())
+            of = f", by expert {' '.join(map(str, experts))}" if experts else ""
+            lines.append(f"  {at}: {rows}{of}")
+        return "\n".join(lines)
+
+
+class Loads(tuple[Load, ...]):
+    """The loads of a program, in order; printed one after another.
+
+    >>> print(Loads())
+    no rows are sent whose number is a value
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no rows are sent whose number is a value"
+
+
+def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:
+    """Run all ranks in this process on whole tensors, and read the counts that they exchange."""
+    mesh, coordinates = program.mesh, program.mesh.coordinates()
+    programs, given, sites = [], [], []
+    for coordinate in coordinates:
+        local = program.local(coordinate)
+        sites = _sites(local.gm.graph)
+        watched = [x for counts, offs, _ in sites for x in (counts, *offs)]
+        programs.append(LocalProgram(as_module(_watching(local.gm.graph, watched)), (), ()))
+        shards = [
+            shard_of(x, spec, mesh.axes, coordinate)
+            for x, spec in zip(args, program.in_specs, strict=True)
+        ]
+        given.append([*shards, *program.constants, *local.offsets_at(coordinate)])
+    feeds = [iter(values) for values in simulate(programs, given, groups_of(mesh))]
+    found = []
+    for _, offs, node in sites:
+        counts = [next(feed) for feed in feeds]
+        ends = [next(feed) for feed in feeds] if offs else []
+        axis = node.meta.get("axis")  # none where a rank is alone
+        rows = tuple(
+            int(sent[:, coordinate[axis] if axis else 0].sum())
+            for sent, coordinate in zip(counts, coordinates, strict=True)
+        )
+        experts = tuple(tuple(e.diff(prepend=e.new_zeros(1)).tolist()) for e in ends)
+        ranks, room = tuple(map(dict, coordinates)), int(node.args[2])  # type: ignore[arg-type]
+        source = node.meta.get("source", "")
+        found.append(Load(source, ranks, rows, experts or ((),) * len(rows), room))
+    return Loads(found)
+
+
+def _sites(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node], fx.Node]]:
+    """The counts of each dispatch, the ends of groups of the first grouped matmul of its rows, and
+    its exchange. Rows go back, and gradients both ways, by the same counts.
+    """
+    found: dict[fx.Node, tuple[fx.Node, list[fx.Node], fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in (ALL_TO_ALL_ROWS, FIRST_ROWS) and not node.args[3]:
+            counts = _source(node.args[1])
+            found.setdefault(counts, (counts, _ends(node), node))
+    return list(found.values())
+
+
+def _source(node: Any) -> fx.Node:
+    while node.target in (aten.contiguous.default, aten.reshape.default):
+        node = node.args[0]
+    return node
+
+
+def _ends(exchange: fx.Node) -> list[fx.Node]:
+    comes_from = {exchange}
+    for node in _after(exchange):
+        if comes_from.isdisjoint(node.all_input_nodes):
+            continue
+        if node.target is GROUPED_MM and node.args[0] in comes_from:
+            return [node.args[2]]  # type: ignore[list-item]
+        comes_from.add(node)
+    return []
+
+
+def _after(node: fx.Node):
+    while (node := node.next).op != "root":
+        yield node
+
+
+def _watching(graph: fx.Graph, watched: Sequence[fx.Node]) -> fx.Graph:
+    """The graph that returns some of its values."""
+    made, env = fx.Graph(), {}
+    for node in graph.nodes:
+        if node.op != "output":
+            env[node] = made.node_copy(node, env.__getitem__)
+    made.output(tuple(env[x] for x in watched))
+    return made
+
+
+def whole_tensors(program: Program, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of a call's leaves that the program takes, on its device."""
+    return [leaves[i].to(program.mesh.device_type) for i in program.tensor_leaves]

@@ -1,0 +1,113 @@
+"""What a traced function may take, return and write to."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ftp.errors import InputError, TraceError, join_failures
+from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.tracing.explain_errors import COPY, at_line
+from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.selected import Selected
+
+
+def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    failures = []
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, Tensor):
+            failures += _unfit_static(leaf, name)
+        elif is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, FakeTensor):
+            failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
+        elif leaf.layout is not torch.strided or leaf.is_quantized:
+            failures.append(
+                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones. Pass its"
+                " indices and values, and add rows up: y.index_add(0, rows, values[:, None] *"
+                " x[columns]). A matrix that the function captures may be sparse."
+            )
+    if failures:
+        raise InputError(join_failures(failures))
+
+
+def check_results(leaves: Sequence[Any], out: Any) -> None:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    failures = []
+    for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
+        failures += [] if isinstance(leaf, Tensor) else _unfit_static(leaf, name)
+    if failures:
+        raise TraceError(join_failures(failures))
+
+
+def _unfit_static(leaf: Any, name: str) -> list[str]:
+    """Why a leaf cannot be a static value, if so."""
+    if isinstance(leaf, Selected):
+        return [leaf.refused_as(name)]
+    if isinstance(leaf, torch.nn.Module):
+        return [
+            f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params ="
+            " ftp.functionalize(module)."
+        ]
+    if held := _held_tensors(leaf):
+        return [
+            f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors"
+            f" ({', '.join(held)}) that would be baked in as"
+            " constants. Register the class with optree (namespace='ftp'), or use a dict."
+        ]
+    try:
+        hash(leaf)
+    except TypeError:
+        return [
+            f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor"
+            " a hashable static value."
+            " Register the class with optree (namespace='ftp'), or use a dict, list or tuple."
+        ]
+    return []
+
+
+def _held_tensors(leaf: Any) -> list[str]:
+    fields = dict(getattr(leaf, "__dict__", {}))
+    for kind in type(leaf).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        fields |= {
+            s: getattr(leaf, s)
+            for s in ((slots,) if isinstance(slots, str) else slots)
+            if hasattr(leaf, s)
+        }
+    if dataclasses.is_dataclass(leaf):
+        fields |= {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
+    if isinstance(leaf, set | frozenset):
+        fields |= {f"member {i}": v for i, v in enumerate(leaf)}
+    if isinstance(leaf, Mapping):
+        fields |= {str(k): v for k, v in leaf.items()}
+    return [name for name, value in fields.items() if _has_tensor(value)]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(isinstance(v, Tensor) for v in flatten(value)[0])
+    return isinstance(value, Tensor)
+
+
+def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
+    writers = [n for n in gm.graph.nodes if writes(n)]
+    if not writers:
+        return
+    placeholders = {s: n for n in gm.graph.nodes if n.op == "placeholder" for s in storages(n)}
+    failures = []
+    for node in writers:
+        for storage in sorted({s for v in writes(node) for s in storages(v)} & set(placeholders)):
+            placeholder = placeholders[storage]
+            name = names.get(placeholder)
+            if name is None:
+                shape = tuple(placeholder.meta["val"].shape)
+                name = f"a captured tensor of shape {shape}"
+            failures.append(
+                f"{name} is changed in place{at_line(node.meta['source'])} by {node.target}. {COPY}"
+            )
+    if failures:
+        raise TraceError(join_failures(dict.fromkeys(failures)))

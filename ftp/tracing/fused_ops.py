@@ -1,0 +1,57 @@
+"""Fused ops in a trace: which torch computes as primitives where it lacks a derivative of theirs,
+and which have another kernel on the device that the program will run on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ftp.rules.op_kinds import ATTENTION
+from ftp.tracing.gpu_attention import with_gpu_attention
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Fused ops of one kind.
+
+    Attributes:
+        as_primitives: within this context torch computes them from primitives, which have all
+            derivatives.
+        on_device: by type of device, replaces the ops that the CPU's kernels stood in for.
+    """
+
+    ops: frozenset[Any]
+    as_primitives: Callable[[], AbstractContextManager[Any]]
+    on_device: dict[str, Callable[[fx.Graph, FakeTensorMode], None]]
+
+
+KINDS = (Fused(ATTENTION, partial(sdpa_kernel, SDPBackend.MATH), {"cuda": with_gpu_attention}),)
+
+
+FUSED = frozenset[Any]().union(*(kind.ops for kind in KINDS))
+
+
+@contextmanager
+def as_primitives() -> Iterator[None]:
+    """Within the block, torch computes fused ops of all kinds from primitives."""
+    with ExitStack() as stack:
+        for kind in KINDS:
+            stack.enter_context(kind.as_primitives())
+        yield
+
+
+def as_on_device(
+    graph: fx.Graph, mode: FakeTensorMode, traced_on: torch.device, device_type: str
+) -> None:
+    """Replace fused ops of a graph that is being traced by those of the device that it is for."""
+    if traced_on.type != device_type:
+        for kind in KINDS:
+            if device_type in kind.on_device:
+                kind.on_device[device_type](graph, mode)

@@ -1,0 +1,45 @@
+"""Traces within a trace: what they would record is recorded by the outer one."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+
+@contextmanager
+def nested_traces() -> Iterator[None]:
+    """What would trace or compile within the trace is called as it is: torch.func.linearize, and
+    helpers under torch.compile.
+    """
+    original = eager_transforms.lazy_dynamo_disallow
+    eager_transforms.lazy_dynamo_disallow = lambda fn: (
+        _uncalled if fn is make_fx else lambda traced: traced
+    )
+    dynamo = sys.modules.get("torch._dynamo")  # imported where there is anything compiled
+    try:
+        with (
+            nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
+        ):
+            yield
+    finally:
+        eager_transforms.lazy_dynamo_disallow = original
+
+
+def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:
+    """In place of ``make_fx`` in torch.func.linearize: the function of tangents as
+    torch.func.jvp, which all transforms see through.
+    """
+    known = inspect.getclosurevars(traced).nonlocals
+    func, tree = known["func"], known["primals_argspec"]
+    primals = pytree.tree_unflatten(known["flat_primals"], tree)
+    return lambda _: (
+        lambda *given: pytree.tree_leaves(
+            torch.func.jvp(func, primals, pytree.tree_unflatten(given, tree))[1]
+        )
+    )

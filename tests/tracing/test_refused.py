@@ -1,0 +1,60 @@
+"""docs/refused.md: each form gives the error that the page quotes; what stands instead runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._higher_order_ops import while_loop
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/refused.md"
+ROWS = re.findall(r"^\| `(.+?)` \| \"(.+?)\" \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "ftp": ftp,
+    "while_loop": while_loop,
+    "MEAN": torch.zeros(4, dtype=torch.float64),
+    "SPARSE": torch.eye(6, dtype=torch.float64).to_sparse(),
+    "DENSE": torch.eye(6, dtype=torch.float64),
+    "MODULE": torch.nn.Linear(4, 4),
+}
+
+
+def arguments() -> tuple[torch.Tensor, ...]:
+    """``w``, ``x``, ``m`` and ``k``."""
+    x = torch.linspace(-2, 3, 24, dtype=torch.float64).sin().reshape(6, 4)
+    k = torch.tensor([1, 0, 2, 3, 0, 0])
+    return x[:4].clone(), x, k > 0, k
+
+
+def function(source: str) -> Any:
+    return eval(f"lambda w, x, m, k: {source}", dict(NAMES))
+
+
+def sharded(source: str) -> Any:
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    specs = (P(None, "tp"), P("tp"), P(), P("tp"))
+    return ftp.spmd(function(source), mesh, specs)(*arguments())
+
+
+@pytest.mark.parametrize(("source", "text", "instead"), ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_refusal(source: str, text: str, instead: str):
+    with pytest.raises(ftp.FtpError, match=re.escape(text)):
+        sharded(source)
+    if found := re.fullmatch("`(.+?)`(, or a key)?", instead):
+        expected = function(found[1])(*arguments())
+        torch.testing.assert_close(sharded(found[1]), expected)
+    else:
+        assert instead.startswith("a key: ")
+
+
+def test_every_row_is_run():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(ROWS) > 25
