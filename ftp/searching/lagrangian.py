@@ -282,8 +282,9 @@ class Searching:
         self.free = [self.tried[one.key] for one in self.free]
 
     def cut_heads(self, low: Candidate) -> None:
-        """Try heads that do not divide cut whole, all of them: the networks, where each could
-        stay behind, leave them. Under a limit also heads that neighbours share.
+        """Try heads that do not divide cut whole, and packed tensors cut in packs, all of them: the
+        networks, where each could stay behind, leave them. Under a limit also heads that neighbours
+        share.
         """
         patterns = dict(low.patterns)
         for axis, n in self.axes.items():
@@ -291,6 +292,7 @@ class Searching:
                 layouts = [c for c in open_layouts(self.net, pattern, n, False) if c.inner != 1]
                 shared = shared_heads(self.net, pattern, n)
                 layouts += [shared] if shared and self.memory is not None else []
+                layouts += self.primitives(low.along).packs.get((axis, pattern), ())
                 if layouts and axis not in spec.axes and spec[layouts[0].dim] is None:
                     entries = list(spec)
                     entries[layouts[0].dim] = entry_of(axis, layouts[0])

@@ -235,6 +235,36 @@ def test_heads_that_do_not_divide_are_cut_whole():
     assert found.patterns["layers.*.mlp.w1.weight"] == P("tp", None)
 
 
+class _Packed(torch.nn.Module):
+    """Attention whose queries, keys and values are one product."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(512, 3 * 512)
+        self.out = torch.nn.Linear(512, 512, bias=False)
+
+    def forward(self, x):
+        packed = self.qkv(x).split(512, -1)
+        q, k, v = (y.unflatten(-1, (8, 64)).transpose(1, 2) for y in packed)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_packed_weights_are_cut_in_packs():
+    with torch.device("meta"):
+        fn, params = ftp.functionalize(_Packed())
+        x = torch.empty(16, 256, 512)
+
+    def loss_fn(p, x):
+        return fn(p, x).square().mean()
+
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    found = ftp.search(loss_fn, params, mesh, P(), x, hardware="h100")
+    packed = ftp.units("tp", 1, pack=3)
+    assert found.patterns["qkv.weight"] == P(packed, None)
+    assert found.patterns["qkv.bias"] == P(packed)
+
+
 def test_the_page():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, device="meta"))
