@@ -17,7 +17,7 @@ from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import GIVEN, Given
 from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
 from ftp.ops.listed_blocks import known_blocks
-from ftp.ops.sends import OneRank, over, run
+from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.
 torch.library.define(
@@ -118,16 +118,8 @@ def one_rank_backward(
     return [of_q, *of_keys, *captured]
 
 
-@torch.library.impl("ftp::scaled_dot_product_attention_flex_ring", ("cpu", "cuda"))
-def _forward(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank(rank, *args[:-1]), start)
-
-
-@torch.library.impl("ftp::scaled_dot_product_attention_flex_ring_backward", ("cpu", "cuda"))
-def _backward(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank_backward(rank, *args[:-1]), start)
+on_processes("ftp::scaled_dot_product_attention_flex_ring", one_rank)
+on_processes("ftp::scaled_dot_product_attention_flex_ring_backward", one_rank_backward)
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_flex_ring")

@@ -9,7 +9,6 @@ Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transforme
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ftp.ops.attention import (
     sum_dtype,
 )
 from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
-from ftp.ops.sends import OneRank, over, run
+from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
 _GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
@@ -136,16 +135,8 @@ def _alone(
     return Block(held.first, 0, held.length), near, mask
 
 
-@torch.library.impl("ftp::scaled_dot_product_attention_ring", ("cpu", "cuda"))
-def _ring(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank(rank, *args[:-1]), start)
-
-
-@torch.library.impl("ftp::scaled_dot_product_attention_ring_backward", ("cpu", "cuda"))
-def _ring_backward(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank_backward(rank, *args[:-1]), start)
+on_processes("ftp::scaled_dot_product_attention_ring", one_rank)
+on_processes("ftp::scaled_dot_product_attention_ring_backward", one_rank_backward)
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_ring")

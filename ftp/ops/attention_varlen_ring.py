@@ -3,7 +3,6 @@ travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attent
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from ftp.ops import attention_varlen
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_varlen import GIVEN
 from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
-from ftp.ops.sends import OneRank, over, run
+from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.
 torch.library.define(
@@ -106,16 +105,8 @@ def one_rank_backward(
     return grad_q.to(q.dtype), of_k, of_v
 
 
-@torch.library.impl("ftp::scaled_dot_product_attention_varlen_ring", ("cpu", "cuda"))
-def _forward(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank(rank, *args[:-1]), start)
-
-
-@torch.library.impl("ftp::scaled_dot_product_attention_varlen_ring_backward", ("cpu", "cuda"))
-def _backward(*args: Any) -> Any:
-    rank, start = over(args[-1])
-    return run(one_rank_backward(rank, *args[:-1]), start)
+on_processes("ftp::scaled_dot_product_attention_varlen_ring", one_rank)
+on_processes("ftp::scaled_dot_product_attention_varlen_ring_backward", one_rank_backward)
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_ring")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
@@ -56,6 +57,17 @@ def run(rank: OneRank, start: Start) -> Any:
             started = start(rank.send(arrived))
     except StopIteration as end:
         return end.value
+
+
+def on_processes(op: str, one_rank: Callable[..., OneRank]) -> None:
+    """Register the kernel of an op whose last argument is a group: ``one_rank``, from this rank and
+    the other arguments.
+    """
+
+    @torch.library.impl(op, ("cpu", "cuda"))
+    def kernel(*args: Any) -> Any:
+        rank, start = over(args[-1])
+        return run(one_rank(rank, *args[:-1]), start)
 
 
 def over(group: Any) -> tuple[int, Start]:
