@@ -15,7 +15,7 @@ from ftp.errors import InputError
 from ftp.ops import attention, attention_flex
 from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import GIVEN, Given
-from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients, steps_of
 from ftp.ops.listed_blocks import known_blocks
 from ftp.ops.sends import OneRank, on_processes
 
@@ -70,7 +70,7 @@ def _check_known(call: Given) -> None:
 
 def _steps(call: Given, rank: int) -> Steps:
     _check_known(call)
-    return Steps(needs_of(call.columns, call.rows, call.block, call.known), rank)
+    return steps_of(needs_of, rank, call.columns, call.rows, call.block, call.known)
 
 
 def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:

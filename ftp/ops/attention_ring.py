@@ -21,7 +21,7 @@ from ftp.ops.attention import (
     blocks,
     sum_dtype,
 )
-from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.key_ring import Needs, Ring, pass_keys, return_gradients, steps_of
 from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
@@ -59,7 +59,7 @@ def one_rank(
     scale: float | None,
 ) -> OneRank:
     """One rank's result and log-sum-exps."""
-    steps = Steps(needs_of(keys, rows, is_causal), rank)
+    steps = steps_of(needs_of, rank, keys, rows, is_causal)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=sum_dtype(q.dtype))
     total = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
@@ -92,7 +92,7 @@ def one_rank_backward(
     scale: float | None,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    steps = Steps(needs_of(keys, rows, is_causal), rank)
+    steps = steps_of(needs_of, rank, keys, rows, is_causal)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
     row_blocks = blocks(rows, q.shape[2], attention.TILE) if grad_out.numel() else []

@@ -10,7 +10,7 @@ from torch import Tensor
 from ftp.ops import attention_varlen
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_varlen import GIVEN
-from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.key_ring import Needs, Ring, pass_keys, return_gradients, steps_of
 from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.
@@ -59,7 +59,7 @@ def one_rank(
     is_self: bool,
 ) -> OneRank:
     """One rank's result and log-sum-exps."""
-    wide, steps = sum_dtype(q.dtype), Steps(needs_of(keys, rows, left, right, is_self), rank)
+    wide, steps = sum_dtype(q.dtype), steps_of(needs_of, rank, keys, rows, left, right, is_self)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
 
@@ -91,7 +91,7 @@ def one_rank_backward(
     is_self: bool,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    wide, steps = sum_dtype(q.dtype), Steps(needs_of(keys, rows, left, right, is_self), rank)
+    wide, steps = sum_dtype(q.dtype), steps_of(needs_of, rank, keys, rows, left, right, is_self)
     grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:

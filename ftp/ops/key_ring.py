@@ -14,6 +14,7 @@ Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transforme
 """
 
 import bisect
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,22 +53,27 @@ class Ring:
         size, n, is_zigzag, group, of_queries = keys
         return cls(size, n, bool(is_zigzag), group, bool(of_queries))
 
+    @functools.cached_property
+    def _keys(self) -> list[list[Interval]]:
+        ranks = range(self.n)
+        return [list(pieces(self.size, self.n, rank, self.is_zigzag)) for rank in ranks]
+
     def keys_of(self, rank: int) -> list[Interval]:
-        return [(a, length) for a, length in pieces(self.size, self.n, rank, self.is_zigzag)]
+        return self._keys[rank]
 
     def length_of(self, rank: int) -> int:
         return sum(length for _, length in self.keys_of(rank))
 
-    @property
+    @functools.cached_property
     def longest(self) -> int:
         return max(map(self.length_of, range(self.n)))
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """In how many pieces keys travel."""
         return max(1, min(PIECES, self.longest // SHORTEST))
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Keys of a piece, at most."""
         return -(-self.longest // self.count)
@@ -257,6 +263,20 @@ def return_gradients(
     return grads
 
 
+def steps_of(needs_of: Callable[..., Needs], rank: int, *given: Any) -> "Steps":
+    """A rank's steps, made once for all calls alike: at many ranks they take long.
+
+    Args:
+        given: to ``needs_of``.
+    """
+    return _steps_of(needs_of, rank, tuple(tuple(x) if isinstance(x, list) else x for x in given))
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_of(needs_of: Callable[..., Needs], rank: int, given: tuple[Any, ...]) -> "Steps":
+    return Steps(needs_of(*given), rank)
+
+
 class Steps:
     """What a rank computes: pairs of a piece and the places that it comes from, 0 its own; steps
     in which no rank needs anything are left out.
@@ -274,8 +294,10 @@ class Steps:
             if not step or any(needs.held(r, (r - step) % n, piece) for r in range(n))
         ]
 
+        self._last = {piece: at for at, (piece, _) in enumerate(self.all)}
+
     def last_of(self, piece: int) -> int:
-        return max(at for at, (of, _) in enumerate(self.all) if of == piece)
+        return self._last[piece]
 
     def at(self, at: int) -> tuple[int, int]:
         """The piece and step of a pair; before the first and after the last there is no piece."""

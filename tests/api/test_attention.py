@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rings import forget_steps
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -70,6 +71,7 @@ RINGS = [
 @pytest.fixture
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
+    forget_steps(monkeypatch)
 
 
 @pytest.mark.usefixtures("_in_pieces")

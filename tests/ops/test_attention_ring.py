@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rings import forget_steps
 from torch import Tensor
 
 import ftp
@@ -43,6 +44,7 @@ def part(size: int, n: int, rank: int, is_zigzag: bool) -> tuple[list[int], list
 def _small(monkeypatch: pytest.MonkeyPatch):
     """Several pieces and tiles of few tokens."""
     monkeypatch.setattr(key_ring, "SHORTEST", 3)
+    forget_steps(monkeypatch)
     for name, size in {"QUERIES": 4, "KEYS": 5, "TILE": 3}.items():
         monkeypatch.setattr(attention, name, size)
 
@@ -193,5 +195,6 @@ blocks_of = Ring.blocks
 )
 def test_mutants_are_refused(monkeypatch: Any, owner: Any, name: str, wrong: Any):
     monkeypatch.setattr(owner, name, wrong)
+    forget_steps(monkeypatch)
     with pytest.raises(CertificateError):
         prove()

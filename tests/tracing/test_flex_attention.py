@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rings import forget_steps
 from torch import Tensor
 from torch.nn.attention.flex_attention import (
     AuxRequest,
@@ -38,6 +39,7 @@ MESHES = [
 @pytest.fixture(autouse=True)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
+    forget_steps(monkeypatch)
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
