@@ -11,9 +11,6 @@ torchtitan calls it, which does not run on a CPU itself: keys and values whole, 
 queries.
 """
 
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -168,20 +165,7 @@ def on_ranks() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank", action="store_true")
-    options = parser.parse_args()
-    if options.rank:
-        rows = on_ranks()
-        if os.environ["RANK"] == "0":
-            print(json.dumps(rows))
-        return
-    rows = record.on_processes(__file__, RANKS)
-    record.show(rows, COLUMNS)
-    if options.json:
-        name = "attention_in_memory" if os.environ.get("FTP_SHM") == "1" else "attention"
-        record.save(name, {"rows": rows})
+    record.rows_of_ranks(__file__, __doc__, "attention", RANKS, on_ranks, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,13 @@ their experts: ftp.plans.send_tokens beside a dispatcher written by hand, on two
     FTP_SHM=1 python benchmarks/experts.py [--json]    # ftp's collectives in shared memory
 
 All forms run in turn in the same processes. Seconds are medians over the rounds, of the slower
-rank; bytes are those of rows that a rank sends in a step; memory is the allocator's peak beside the
-inputs, on the rank that needs most. The dispatcher by hand does what torchtitan's does: counts by
-an all-to-all, splits on the host, rows by ``all_to_all_single``, sorted by expert where they
-arrive.
+rank; "of by hand" is the median over rounds of a form's time over that of the form by hand in the
+same round, with its quartiles, for the seconds and for the CPU seconds of both ranks. Bytes are
+those of rows that a rank sends in a step; memory is the allocator's peak beside the inputs, on the
+rank that needs most. The dispatcher by hand does what torchtitan's does: counts by an all-to-all,
+splits on the host, rows by ``all_to_all_single``, sorted by expert where they arrive.
 """
 
-import argparse
-import json
-import os
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +26,10 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 
-ROUNDS, RANKS = 9, 2
+ROUNDS, RANKS = 40, 2
 EXPERTS, CHOSEN, DIM, HIDDEN, TOKENS = 8, 2, 256, 512, 2048  # tokens of both ranks
-COLUMNS = ("form", "seconds", "CPU seconds", "MiB sent", "MiB held")
+COLUMNS = ("form", "seconds", "of by hand", "CPU seconds", "CPU of by hand", "MiB sent", "MiB held")
+QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 Run = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -131,32 +129,34 @@ def on_ranks() -> list[dict[str, Any]]:
                 for path, grad in right.items():
                     torch.testing.assert_close(grads[path], grad, rtol=1e-3, atol=1e-6)
             del loss, grads
+    taken = {name: _of_ranks(torch.tensor(times)) for name, times in seconds.items()}
     rows = []
     for name, (run, args, sent) in forms.items():
-        found = [*map(statistics.median, zip(*seconds[name], strict=True)), held(run, args)]
-        worst = torch.tensor(found, dtype=torch.float64)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        wall, cpu, most = worst.tolist()
-        rows.append(dict(zip(COLUMNS, (name, wall, cpu, sent / 2**20, most / 2**20), strict=True)))
+        most = torch.tensor(held(run, args))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        wall, cpu = taken[name].median(0).values.tolist()
+        ratios = (taken[name] / taken["by hand"]).quantile(QUARTILES, 0).T.tolist()
+        given = name, wall, ratios[0], cpu, ratios[1], sent / 2**20, float(most) / 2**20
+        rows.append(dict(zip(COLUMNS, given, strict=True)))
     dist.destroy_process_group()
     return rows
 
 
+def _of_ranks(times: Tensor) -> Tensor:
+    """Per round the seconds of the slower rank, and the mean CPU seconds of a rank."""
+    wall, cpu = times.to(torch.float64).unbind(1)
+    wall, cpu = wall.clone(), cpu.clone()
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    return torch.stack([wall, cpu / RANKS], 1)
+
+
+def _shown(cell: Any) -> Any:
+    return " ".join(f"{v:.2f}" for v in cell) if isinstance(cell, list) else cell
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank", action="store_true")
-    options = parser.parse_args()
-    if options.rank:
-        rows = on_ranks()
-        if os.environ["RANK"] == "0":
-            print(json.dumps(rows))
-        return
-    rows = record.on_processes(__file__, RANKS)
-    record.show(rows, COLUMNS)
-    if options.json:
-        name = "experts_in_memory" if os.environ.get("FTP_SHM") == "1" else "experts"
-        record.save(name, {"rows": rows})
+    record.rows_of_ranks(__file__, __doc__, "experts", RANKS, on_ranks, COLUMNS, _shown)
 
 
 if __name__ == "__main__":

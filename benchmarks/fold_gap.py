@@ -4,18 +4,18 @@
 
 Both are priced by one model of two axes. An op takes its seconds on one device, divided by the
 ranks of each axis that cuts it (times ``REPLICATED_MATMUL`` for each axis on which a matmul is
-left whole that could be cut). A move on one axis takes ``collective_seconds`` of the bytes that the
-other axis leaves at that point: a value that the other axis cuts is cheaper to move. The
+left whole that could be cut). A reshard on one axis takes ``collective_seconds`` of the bytes that
+the other axis leaves at that point: a value that the other axis cuts is cheaper to reshard. The
 nanoseconds that break ties are left out.
 
 - *fold*: ``make_plan`` for both orders of the axes; the program that comes out is priced by the
   model.
 - *joint*: an integer program. Per op a binary for each pair of strategies (one an axis, as
   ``network.strategies`` lists them). Per value a graph of states (pairs of layouts) whose edges are
-  moves on one axis; every use draws a unit of flow from the state that the op gives to a state that
-  the user's strategy takes, and an edge is paid once however many uses flow through it. Flow and
-  payment are continuous: "exact" says that payments came out whole, otherwise the number is a lower
-  bound. Rules of conduct are those of ``network.py``.
+  reshards on one axis; every use draws a unit of flow from the state that the op gives to a state
+  that the user's strategy takes, and an edge is paid once however many uses flow through it. Flow
+  and payment are continuous: "exact" says that payments came out whole, otherwise the number is a
+  lower bound. Placement constraints are those of ``prices.py``.
 
 What is compared: programs in which no op has one factor within reach of both axes, so that nested
 cuts of one dim, whose meaning depends on the order of the axes, do not occur. Random graphs are
@@ -25,7 +25,6 @@ A fold may break rule D where the joint program cannot: see "breaks D" in README
 counted apart.
 """
 
-import argparse
 import json
 import math
 import random
@@ -36,7 +35,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -45,7 +44,7 @@ import ftp.planning.prepare
 from ftp.planning import cost_network as network
 from ftp.planning import planner
 from ftp.planning.cost import Hardware, Link, collective_seconds, op_seconds
-from ftp.planning.graph import Move, Value
+from ftp.planning.graph import Reshard, Value
 from ftp.planning.prices import PAD_LATENCIES, REPLICATED_MATMUL
 from ftp.planning.strategies import GATHERED
 from ftp.rules.op_kinds import VIEWS, is_matmul
@@ -105,7 +104,7 @@ class Joint:
         self.nets = []
         for name in self.names:
             problem = planner._problem(graph, name, (), axes, specs, batch, name in data, HARDWARE)
-            self.nets.append(network._Network(problem, math.inf))
+            self.nets.append(network._CostNetwork(problem, math.inf))
         self.link = self.nets[0].problem.hardware.link
         self.could_be_cut = [
             {n.name for n in graph.nodes if any(s.cut for s in net.options[n])} for net in self.nets
@@ -144,7 +143,7 @@ class Joint:
 
     def fold(self, plan) -> tuple[float, int]:
         """Seconds of a folded plan in this model, and how many of its ops break rule D across a
-        move of another axis.
+        reshard of another axis.
         """
         seconds, breaks = 0.0, 0
         for node in plan.graph.nodes:
@@ -158,17 +157,17 @@ class Joint:
                 ):
                     if not c and not p and node.name in could and node.target not in VIEWS:
                         breaks += any(
-                            _is_gathered_before_a_move(v.node, name) for v in node.operands
+                            _is_gathered_before_a_reshard(v.node, name) for v in node.operands
                         )
-            elif node.kind == "move":
-                move = node.target
-                nbytes = math.prod(map(nominal, move.shape)) * node.results[0].dtype.itemsize
+            elif node.kind == "reshard":
+                reshard = node.target
+                nbytes = math.prod(map(nominal, reshard.shape)) * node.results[0].dtype.itemsize
                 for cut in node.cuts:
                     nbytes /= plan.axes[cut.axis]
-                seconds += self.move_price(move.op, nbytes, move.n)
+                seconds += self.reshard_price(reshard.op, nbytes, reshard.n)
         return seconds, breaks
 
-    def move_price(self, op: str, nbytes: float, n: int) -> float:
+    def reshard_price(self, op: str, nbytes: float, n: int) -> float:
         if op == "pad":
             return PAD_LATENCIES * self.link.latency + collective_seconds(
                 "all_gather", nbytes, n, self.link
@@ -226,7 +225,7 @@ class Joint:
         self.rows.append((coefficients, low, high))
 
     def value(self, value: Value) -> None:
-        """Moves of a value, and a unit of flow for each of its uses."""
+        """Reshards of a value, and a unit of flow for each of its uses."""
         uses = self.nets[0].users.get(value, [])
         outputs = list(
             zip(
@@ -245,7 +244,7 @@ class Joint:
         edges = [
             (p, q, self.variable(cost))
             for p in states
-            for q, cost in self.moves(value, p, layouts)
+            for q, cost in self.reshards(value, p, layouts)
             if math.isfinite(cost)
         ]
         paid = {y: {y: 1.0} for _, _, y in edges}
@@ -292,8 +291,8 @@ class Joint:
             found.add(JOINED)
         return sorted(found, key=repr)
 
-    def moves(self, value: Value, state, layouts):
-        """The states one move away, and what it costs."""
+    def reshards(self, value: Value, state, layouts):
+        """The states one reshard away, and what it costs."""
         for i in (0, 1):
             here, other = state[i], state[1 - i]
             if other == JOINED and i == 0:
@@ -310,14 +309,16 @@ class Joint:
         if here in (there, JOINED) or there == PARTIAL:
             return None
         if there == JOINED:
-            return {"R": 0.0, "S": self.move_price("pad", nbytes, self.n[i]), "P": None}[here.kind]
+            return {"R": 0.0, "S": self.reshard_price("pad", nbytes, self.n[i]), "P": None}[
+                here.kind
+            ]
         if here.kind == "R":
             return 0.0 if there.kind == "S" else None
         if there == (GATHERED if here.kind == "P" else R):
             return None
         if here.kind == "S" and not self.nets[i].prices.may_reshard(value, here):
             return None
-        return self.move_price(Move("", self.n[i], here, there, ()).op, nbytes, self.n[i])
+        return self.reshard_price(Reshard("", self.n[i], here, there, ()).op, nbytes, self.n[i])
 
     def accepted(self, user, pair, need, layouts):
         """Per axis the layouts in which an operand serves a strategy."""
@@ -357,16 +358,16 @@ class Joint:
                 self.row(coefficients, 0.0, 0.0)
 
 
-def _is_gathered_before_a_move(node, axis: str) -> bool:
-    """Whether a gather over ``axis`` and then a move of another axis lie before this node's
+def _is_gathered_before_a_reshard(node, axis: str) -> bool:
+    """Whether a gather over ``axis`` and then a reshard of another axis lie before this node's
     result, with nothing but views between.
     """
-    moved = False
-    while node.kind == "move" or (node.kind == "op" and node.target in VIEWS):
-        if node.kind == "move":
+    resharded = False
+    while node.kind == "reshard" or (node.kind == "op" and node.target in VIEWS):
+        if node.kind == "reshard":
             if node.target.axis == axis:
-                return moved and node.target.op == "all_gather"
-            moved = True
+                return resharded and node.target.op == "all_gather"
+            resharded = True
         node = node.operands[0].node
     return False
 
@@ -526,7 +527,7 @@ def measure(case: dict) -> dict:
             lambda order=order: step_of(order).lower(*args).plan,
         )
         if not all(plan.kept_rules.values()):
-            return {**row, "skipped": "no plan keeps the rules of conduct"}
+            return {**row, "skipped": "no plan meets the placement constraints"}
         assert all(s.optimal for s in plan.solutions.values()) and "".join(plan.axes) == order
         row[order], row[f"breaks D {order}"] = joint.fold(plan)
     start = time.perf_counter()
@@ -587,19 +588,10 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="write benchmarks/results/fold_gap.json"
-    )
+    parser = command_line(__doc__, "fold_gap")
     parser.add_argument("--graphs", type=int, default=60, help="random graphs of each size")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one integer program")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(json.loads(args.case))))
-        return
+    args = options(parser, measure)
     rows = []
     for ops in SIZES:
         for seed in range(args.graphs):

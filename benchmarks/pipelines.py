@@ -11,8 +11,6 @@ of a round. Memory is the most that the allocator hands out during a step, besid
 batch.
 """
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -20,7 +18,7 @@ import warnings
 from typing import Any
 
 import torch
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 from torch import nn
 from torch.distributed import pipelining
 from torch.nn import functional as F
@@ -238,14 +236,9 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", action="store_true")
+    parser = command_line(__doc__, "pipelines")
     parser.add_argument("--schedules", nargs="+", default=list(CASES))
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(json.loads(args.case))))
-        return
+    args = options(parser, measure)
     rows = []
     for schedule in args.schedules:
         rows.append({"schedule": schedule, **run_case(__file__, {"schedule": schedule}, 300)})

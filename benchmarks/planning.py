@@ -9,15 +9,13 @@ busy machine disturbs less than the clock. "after" is everything but tracing: in
 partition.
 """
 
-import argparse
-import json
 import resource
 import statistics
 import sys
 import time
 
 from picture import draw
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 
 LLAMA = {
     "vocab": 128256,
@@ -162,19 +160,10 @@ COLUMNS += ("nodes", "collectives", "largest_table", "optimal", "kept_rules", "p
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="write benchmarks/results/planning.json and its picture"
-    )
+    parser = command_line(__doc__, "planning")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(json.loads(args.case))))
-        return
+    args = options(parser, measure)
     depths = [
         {"layers": layers, "axes": axes} for axes in MESHES.values() for layers in args.layers
     ]

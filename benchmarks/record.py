@@ -2,6 +2,7 @@
 machine that they were measured on.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -9,12 +10,35 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def command_line(doc: str | None, name: str) -> argparse.ArgumentParser:
+    """A parser with what every benchmark takes: ``--json``, which writes ``results/<name>.json``,
+    and ``--case``, which `run_case` gives.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help=f"write benchmarks/results/{name}.json")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    return parser
+
+
+def options(parser: argparse.ArgumentParser, measure: Callable[[Any], Any]) -> argparse.Namespace:
+    """The options given; a process of `run_case` prints what ``measure`` finds of its case, and
+    ends.
+    """
+    given = parser.parse_args()
+    if given.case:
+        print(json.dumps(measure(json.loads(given.case))))
+        raise SystemExit
+    return given
 
 
 def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, Any]:
@@ -56,6 +80,36 @@ def on_processes(script: str, ranks: int) -> Any:
     if any(rank.returncode for rank in started):
         raise SystemExit("a rank failed")
     return json.loads(printed[0].splitlines()[-1])
+
+
+def rows_of_ranks(
+    script: str,
+    doc: str | None,
+    name: str,
+    ranks: int,
+    on_ranks: Callable[[], list[dict[str, Any]]],
+    columns: Sequence[str],
+    shown: Callable[[Any], Any] = lambda cell: cell,
+) -> None:
+    """A benchmark whose rows ``on_ranks`` finds on ``ranks`` processes of one group: run the
+    processes, show the rows and, with ``--json``, write them.
+
+    Args:
+        shown: of a cell what the table shows.
+    """
+    parser = command_line(doc, name)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rows = on_ranks()
+        if os.environ["RANK"] == "0":
+            print(json.dumps(rows))
+        return
+    rows = on_processes(script, ranks)
+    show([{column: shown(cell) for column, cell in row.items()} for row in rows], columns)
+    if given.json:
+        is_in_memory = os.environ.get("FTP_SHM") == "1"
+        save(f"{name}_in_memory" if is_in_memory else name, {"rows": rows})
 
 
 def environment() -> dict[str, str]:

@@ -9,13 +9,11 @@ Every measurement is a fresh process on one thread. Seconds are those of the pro
 the clock's.
 """
 
-import argparse
-import json
 import math
 import resource
 import time
 
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 
 LLAMA = {"vocab": 128256, "dim": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248}
 MESH = {"dp": 8, "fsdp": 16, "tp": 8}
@@ -150,18 +148,10 @@ RANKS_BEFORE = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/scale.json")
+    parser = command_line(__doc__, "scale")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 126])
     parser.add_argument("--ranks", action="store_true", help="by ranks; writes scale_ranks.json")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        case = json.loads(args.case)
-        print(json.dumps(measure_ranks(case["mesh"]) if "mesh" in case else measure(case)))
-        return
+    args = options(parser, lambda c: measure_ranks(c["mesh"]) if "mesh" in c else measure(c))
     if args.ranks:
         meshes = [{"mesh": list(shape)} for shape in MESHES]
         rows = [{"ranks": math.prod(m["mesh"]), **m, **run_case(__file__, m, 600)} for m in meshes]

@@ -6,13 +6,11 @@ A small language model on a mesh of dp 2 and tp 2; the limit is ``SHARE`` of wha
 one holds. Each depth is a process of its own, on meta tensors: nothing is allocated.
 """
 
-import argparse
-import json
 import time
 from typing import Any
 
 import torch
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,13 +95,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--case")
-    given = parser.parse_args()
-    if given.case:
-        print(json.dumps(measure(json.loads(given.case))))
-        return
+    given = options(command_line(__doc__, "search"), measure)
     rows = [run_case(__file__, {"layers": n}, SECONDS) for n in LAYERS]
     show(rows, list(rows[-1]))
     if given.json:

@@ -30,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
 
-from peers import jax_worker, worker, workloads  # noqa: E402
+from peers import worker, workloads  # noqa: E402
 from picture import draw  # noqa: E402
 from record import save, show  # noqa: E402
 
@@ -40,17 +40,18 @@ TOLERANCE = {"W1": 1e-5, "W2": 1e-4, "W3": 1e-4}  # relative: three steps in flo
 
 
 class Team:
-    """The processes of one peer on one workload."""
+    """The processes of one peer on one workload, by the code of a checkout."""
 
-    def __init__(self, peer: str, workload: str, folder: str, jax_python: str):
+    def __init__(
+        self, peer: str, workload: str, folder: str, jax_python: str, checkout: Path = ROOT
+    ):
         self.name = peer
         ranks = 1 if peer in worker.ALONE else RANKS
-        python, script = (
-            (jax_python, jax_worker.__file__)
-            if peer in worker.JAX
-            else (sys.executable, worker.__file__)
+        python, file = (
+            (jax_python, "jax_worker.py") if peer in worker.JAX else (sys.executable, "worker.py")
         )
-        paths = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
+        script = str(checkout / "benchmarks/peers" / file)
+        paths = [str(checkout / part) for part in ("", "tests/support", "tests", "benchmarks")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         stem = f"{folder}/{peer.replace(' ', '_')}"
         env |= {

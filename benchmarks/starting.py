@@ -50,26 +50,15 @@ def _start(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ours(work: Any, case: dict[str, Any], data: Any) -> float:
-    import models  # type: ignore[import-not-found]
-    import torch
-    from peers.workloads import RATE, loss_of, module
+    from peers import ours
+    from peers.workloads import module
 
     import ftp
     from ftp import P
 
     shape = (case["ranks"],)
     mesh = ftp.make_mesh(shape, ("tp",), device_type="cpu")
-    model, loss_fn = module(work), loss_of(work)
-    fn, params = ftp.functionalize(model)
-    specs = ftp.plan(params, models.specs(models.cuts(work.cfg), tp="tp"))
-    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
-
-    def train_step(params, state, batch):
-        x, y = batch
-        grads, loss = torch.func.grad_and_value(lambda p: loss_fn(fn(p, x), y))(params)
-        params, state = optimizer.update(grads, state, params)
-        return params, state, loss
-
+    params, specs, optimizer, train_step = ours.training(work, module(work))
     of_state = optimizer.specs(params, specs)
     # Revisions before the option was renamed and on by default.
     packs = {"pack": True} if "pack" in inspect.signature(ftp.spmd).parameters else {}

@@ -1,26 +1,38 @@
-"""What a TCPStore takes: questions a second, and how soon a ring reaches watching threads.
+"""What a TCPStore takes: questions a second, how soon a ring reaches watching threads, and how long
+many ranks take to agree on a program.
 
 docs/faults.md has the arithmetic of large worlds.
 
     python benchmarks/store.py [--json]
 
 The store is in a process of its own; clients ask it through connections of their own, as ranks do.
+The ranks that agree are threads of one process. Each has all that a rank has for it: a `Calls`, two
+connections, a thread that asks and one that watches.
 """
 
 import argparse
 import multiprocessing
+import statistics
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import record
+import torch.distributed as dist
 from torch.distributed import TCPStore
+
+from ftp.distributed import agreement, channel, store
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.process_group import current_world
 
 SECONDS = 3.0
 CLIENTS = (1, 2, 4, 8)
 WAITING = (100, 400)
 WORLD = 16_384  # ranks whose bells are rung
+AGREEING = (16, 64, 256)
+CALLS = 5
+TIMEOUT = 300.0  # seconds that a rank waits for the others
 
 
 def _client(port: int) -> TCPStore:
@@ -87,6 +99,62 @@ def rings(port: int, waiting: int) -> dict[str, Any]:
     }
 
 
+def agreements(port: int) -> list[dict[str, Any]]:
+    """Ranks that have connected, and agree on ``CALLS`` programs in turn."""
+    timeout = timedelta(seconds=TIMEOUT)
+    own = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=own, rank=0, world_size=1)
+    channel.host = lambda: None  # no watching of 255 processes
+    agreement.thread_name = lambda: "main"  # as in processes, where a rank's calls have one thread
+    asked, ask = [0], store.Connection.ask
+
+    def counted(connection: Any, question: Any, seconds: float) -> Any:
+        asked[0] += 1
+        return ask(connection, question, seconds)
+
+    store.Connection.ask = counted
+    try:
+        return [_agree(ranks, asked) for ranks in AGREEING]
+    finally:
+        dist.destroy_process_group()
+
+
+def _agree(ranks: int, asked: list[int]) -> dict[str, Any]:
+    everybody, world = tuple(range(ranks)), current_world()
+    begun: list[float] = []
+    ended: list[list[float]] = [[] for _ in range(CALLS)]
+    counts: list[int] = []
+
+    def all_here() -> None:
+        counts.append(asked[0])
+        begun.append(time.monotonic())
+
+    together = threading.Barrier(ranks, all_here)
+
+    def run(rank: int) -> None:
+        mesh = Mesh((ranks,), ("dp",), "cpu", "process", everybody, rank, world, ("dp",))
+        calls = agreement.Calls(mesh)
+        calls._channel.store(TIMEOUT).check("key")  # connects
+        for call, times in enumerate(ended, 1):
+            together.wait()
+            calls.agree(call, {"library version": "1", "program": f"{call:064x}"}, TIMEOUT)
+            times.append(time.monotonic())
+            calls.call = call
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = [max(times) - start for times, start in zip(ended, begun, strict=True)]
+    return {
+        "ranks": ranks,
+        "median, s": round(statistics.median(seconds), 2),
+        "longest, s": round(max(seconds), 2),
+        "questions a rank": round((asked[0] - counts[0]) / CALLS / ranks, 1),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -99,10 +167,12 @@ def main() -> None:
     record.show(asked, ("clients", "questions a second"))
     rung = [rings(port, waiting) for waiting in WAITING]
     record.show(rung, ("waiting", "keys", "set, ms", "last awake, ms"))
+    agreed = agreements(port)
+    record.show(agreed, tuple(agreed[0]))
     here.send(None)
     server.join()
     if options.json:
-        record.save("store", {"questions": asked, "rings": rung})
+        record.save("store", {"questions": asked, "rings": rung, "agreements": agreed})
 
 
 if __name__ == "__main__":

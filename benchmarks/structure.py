@@ -89,6 +89,9 @@ def figures(checkout: Path) -> dict[str, str]:
         f"lines above {WIDE} columns": str(
             sum(len(x) > WIDE for lines in files.values() for x in lines)
         ),
+        "lines of Rule and the registry": str(
+            sum(len(files.get(f"rules/{name}.py", ())) for name in ("rule", "registry"))
+        ),
         "import, ms over torch": f"{1000 * statistics.median(r['seconds'] for r in runs):.0f}",
         "ops whose rule is one line": f"{run['one line']} of {run['rules']}",
         "public names with a docstring": f"{run['documented']} of {run['public names']}",

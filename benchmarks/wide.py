@@ -8,13 +8,11 @@ Each case is a fresh process on one thread; one row a mesh axis. "seconds" is th
 "gap" is (cost - bound) / cost, zero where the plan is optimal.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
 
-from record import run_case, save, show
+from record import command_line, options, run_case, save, show
 
 CASES = {
     **{
@@ -260,17 +258,10 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/wide.json")
+    parser = command_line(__doc__, "wide")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--limit", type=float, default=120, help="seconds a case may take")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case:
-        print(json.dumps(measure(json.loads(args.case))))
-        return
+    args = options(parser, measure)
     rows = []
     for name, case in CASES.items():
         if args.only in name:

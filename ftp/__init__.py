@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftp import torch_support
+from ftp.torch_internals import support
 
-torch_support.check(torch)
+support.check(torch)
 
 if TYPE_CHECKING:
     from ftp import axis, errors, optim, plans, random, static, testing
@@ -196,7 +196,7 @@ def _loaded(module: str, public: str) -> Any:
     try:
         return import_module(module)
     except (ImportError, AttributeError) as error:  # hasattr would hide an AttributeError
-        raise torch_support.explain(torch, public, error) from error
+        raise support.explain(torch, public, error) from error
 
 
 def __dir__() -> list[str]:

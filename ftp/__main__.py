@@ -18,7 +18,8 @@ import torch
 from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
-from ftp.certification.certificate import Certificate, load_certificate
+from ftp.certification.certificate import Certificate
+from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.cli import CONTRACT, function_of, of_config, of_file, parse_mesh, report
@@ -26,10 +27,11 @@ from ftp.equivalence.equivalent import equivalent
 from ftp.errors import FtpError, ReportError, Undecided
 from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
+from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.findings import cached_findings
 from ftp.rules.registry import RULES
-from ftp.rules.rule import Call, Meta, Rule
+from ftp.rules.rule import Rule
 
 SIZES = (2, 3, 5, 7)
 PROVED = (

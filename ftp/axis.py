@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ftp.context import set_within
 from ftp.errors import InputError, MeshError
 from ftp.ops.axis_collectives import OPS, linear, reduced
 from ftp.ops.exchange_rows import ExchangeRows
@@ -270,11 +271,8 @@ _inside: ContextVar[Inside | None] = ContextVar("ftp.axis", default=None)
 @contextmanager
 def entered(inside: Inside) -> Iterator[None]:
     """Run per-rank code inside the block."""
-    token = _inside.set(inside)
-    try:
+    with set_within(_inside, inside):
         yield
-    finally:
-        _inside.reset(token)
 
 
 def is_inside() -> bool:

@@ -95,7 +95,10 @@ def of_config(
     ``fsdp`` the batch, and ``fsdp`` the parameters too, along a dim that ``tp`` leaves free.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+        from transformers import (  # pyright: ignore[reportMissingImports]
+            AutoConfig,
+            AutoModelForCausalLM,
+        )
     except ImportError as e:
         raise ReportError(
             "--hf needs transformers, which is not installed. Install it: pip install"

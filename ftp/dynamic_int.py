@@ -443,7 +443,8 @@ class DynamicInt:
         if not isinstance(other, int):
             return NotImplemented
         if is_dynamic(other):
-            return self.sizes is other.sizes and self.terms == other.terms  # type: ignore[attr-defined]
+            of: Any = other
+            return self.sizes is of.sizes and self.terms == of.terms
         return other == 0 and self.sizes.is_zero(self)
 
     def __bool__(self) -> bool:

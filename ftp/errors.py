@@ -100,7 +100,14 @@ class Undecided(FtpError):
 
 
 class MismatchError(FtpError):
-    """Ranks that disagree on the program they are about to run."""
+    """Ranks that disagree on the program they are about to run.
+
+    Attributes:
+        facet: what they disagree on, such as "program" or "argument tree"; None where a rank never
+            arrived, failed, or goes on with another program.
+    """
+
+    facet: str | None = None
 
 
 class CheckpointError(FtpError):

@@ -1,4 +1,4 @@
-"""Garbage collection off for a while."""
+"""Pause the garbage collector."""
 
 import gc
 from collections.abc import Iterator

@@ -12,11 +12,15 @@ from types import CodeType, FrameType, TracebackType
 
 import optree
 import torch
+import typing_extensions  # whose decorators wrap functions of torch
 
-_OURS = tuple(
-    os.path.dirname(os.path.abspath(m.__file__)) + os.sep
-    for m in (torch, optree, sys.modules["ftp"])
-    if m.__file__
+_OURS = (
+    os.path.abspath(typing_extensions.__file__),
+    *(
+        os.path.dirname(os.path.abspath(m.__file__)) + os.sep
+        for m in (torch, optree, sys.modules["ftp"])
+        if m.__file__
+    ),
 )
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep

@@ -5,9 +5,12 @@
 - A test's values depend neither on the tests before it nor on the process that runs it: torch's
   random numbers come from a seed of its own, hypothesis draws the same examples each time.
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
+- What is imported and collected is taken out of the garbage collector's sight, which saves a
+  twentieth of the time.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
 
+import gc
 import os
 import tempfile
 import zlib
@@ -27,6 +30,11 @@ settings.load_profile("ftp")
 @pytest.fixture(autouse=True)
 def seed_of_this_test(request: Any) -> None:
     torch.manual_seed(zlib.crc32(f"{SEED}{request.node.nodeid}".encode()))
+
+
+def pytest_collection_finish(session: Any) -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: Any) -> None:

@@ -11,7 +11,7 @@ import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
 GROUND = (  # may be imported by all
-    "deferred_compiler dynamic_int errors paused_gc source torch_support version"
+    "context dynamic_int errors paused_gc source torch_internals version"
 )
 ALLOWED = {
     "sharding": "",
@@ -116,7 +116,7 @@ def test_import_loads_nothing_but_torch_and_itself():
         check=True,
         cwd=PACKAGE.parent,
     )
-    assert found.stdout.strip() == "['ftp', 'ftp.torch_support']"
+    assert found.stdout.strip() == "['ftp', 'ftp.torch_internals', 'ftp.torch_internals.support']"
 
 
 EACH_ALONE = """

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ftp import torch_support
+from ftp.torch_internals import support
 
 ROOT = Path(__file__).parents[1]
+NAMES = ROOT / "ftp" / "torch_internals" / "support.py"
 
 
 def imported(change: str, then: str = "") -> str:
@@ -63,7 +64,7 @@ def test_a_public_name_that_cannot_be_loaded_is_no_missing_attribute():
 
 
 def test_the_range_is_that_of_the_package():
-    oldest, below = (".".join(map(str, r)) for r in (torch_support.OLDEST, torch_support.BELOW))
+    oldest, below = (".".join(map(str, r)) for r in (support.OLDEST, support.BELOW))
     assert f'"torch>={oldest},<{below}"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -101,9 +102,9 @@ IMPORTED = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @IMPORTED
 def test_every_private_name_in_use_is_checked():
     needed = set()
-    for module, names in torch_support.NEEDED.items():
+    for module, names in support.NEEDED.items():
         needed |= {f"{module}.{name}" for name in names.split()} or {module}
-    files = [p for p in (ROOT / "ftp").rglob("*.py") if p.name != "torch_support.py"]
+    files = [p for p in (ROOT / "ftp").rglob("*.py") if p != NAMES]
     in_use = set().union(*map(used, files))
     # torch._ops, as in torch._ops.OpOverload; of a class, as in TransformType.Grad, the class.
     in_use = {
@@ -113,19 +114,17 @@ def test_every_private_name_in_use_is_checked():
         and not any(name.startswith(f"{other}.") for other in needed if not is_module(other))
     }
     in_use = {name for name in in_use if name in needed or not is_module(name)}
-    assert in_use <= needed, f"add to NEEDED in ftp/torch_support.py: {in_use - needed}"
+    assert in_use <= needed, f"add to NEEDED in ftp/torch_internals/support.py: {in_use - needed}"
 
 
 @IMPORTED
 def test_every_checked_name_is_in_use():
-    text = "\n".join(
-        p.read_text() for p in (ROOT / "ftp").rglob("*.py") if p.name != "torch_support.py"
-    )
+    text = "\n".join(p.read_text() for p in (ROOT / "ftp").rglob("*.py") if p != NAMES)
     words = set(re.findall(r"\w+", text))
     needed = {
         name.split(".")[-1]
-        for module, names in torch_support.NEEDED.items()
+        for module, names in support.NEEDED.items()
         for name in names.split() or [module]
     }
     assert needed <= words, f"no longer used: {needed - words}"
-    assert torch_support.missing(load=True) == []
+    assert support.missing(load=True) == []

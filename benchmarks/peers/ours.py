@@ -1,6 +1,8 @@
 """ftp: the single-device train step, the specs of Megatron, nothing else."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import models  # type: ignore[import-not-found]
 import torch
@@ -12,10 +14,8 @@ from peers.workloads import RATE, Step, Workload, loss_of, module
 TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp"), "net2.bias": P()}
 
 
-def build(work: Workload, *, compiled: bool, memory: bool = False, bucket: bool = True) -> Step:
-    os.environ["FTP_SHM"] = str(int(memory))
-    mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
-    model = module(work)
+def training(work: Workload, model: torch.nn.Module) -> tuple[Any, Any, Any, Callable[..., Any]]:
+    """The model's parameters and their specs, the optimizer, and the train step."""
     fn, params = ftp.functionalize(model)
     loss_fn = loss_of(work)
     specs = ftp.plan(
@@ -29,6 +29,14 @@ def build(work: Workload, *, compiled: bool, memory: bool = False, bucket: bool 
         params, state = optimizer.update(grads, state, params)
         return params, state, loss
 
+    return params, specs, optimizer, train_step
+
+
+def build(work: Workload, *, compiled: bool, memory: bool = False, bucket: bool = True) -> Step:
+    os.environ["FTP_SHM"] = str(int(memory))
+    mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
+    model = module(work)
+    params, specs, optimizer, train_step = training(work, model)
     of_state = optimizer.specs(params, specs)
     run = ftp.spmd(
         train_step,

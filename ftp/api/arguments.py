@@ -11,12 +11,13 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ftp.api.dynamic_shapes import Dims
+from ftp.api.dynamic_shapes import DynamicDims
 from ftp.errors import DonationError, InputError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.sharding.pytree import kind_of, leaf_names
+from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.device_put import mesh_device
 from ftp.tensors.placement import Placement, known_of, placement
@@ -31,12 +32,11 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
-        self.args = args
+        self.args, self.leaves, self.treedef = flatten_entries(args)
         self.roots = roots
-        self.leaves, self.treedef = flatten(args)
         self.key = (self.treedef, *map(_describe, self.leaves))
 
-    def key_without(self, dims: Dims) -> tuple[Any, ...]:
+    def key_without(self, dims: DynamicDims) -> tuple[Any, ...]:
         """The key, but for the sizes of some dims of leaves."""
         described: list[Any] = list(self.key)
         for leaf, free in dims.items():

@@ -27,7 +27,7 @@ from ftp.errors import InputError
 from ftp.per_rank.program import LOCAL, RankCode
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
-from ftp.rules.rule import replaced
+from ftp.rules.call import replaced
 from ftp.runtime.executed import executed
 from ftp.runtime.program import Program, axes_of_groups
 from ftp.sharding.layout import Size
@@ -195,15 +195,15 @@ def _pending(value: Value) -> tuple[tuple[str, str], ...]:
     node = value.node
     if node.kind == "constrain":
         return _pending(node.operands[0])
-    if node.kind != "move":
+    if node.kind != "reshard":
         return tuple(node.pending.get(value.index, ()))
-    move = node.target
-    others = tuple(p for p in _pending(node.operands[0]) if p[0] != move.axis)
-    return (*others, (move.axis, move.dst.op)) if move.dst.kind == "P" else others
+    reshard = node.target
+    others = tuple(p for p in _pending(node.operands[0]) if p[0] != reshard.axis)
+    return (*others, (reshard.axis, reshard.dst.op)) if reshard.dst.kind == "P" else others
 
 
 def _ref(value: Value) -> Ref:
-    while value.node.kind in ("move", "constrain"):
+    while value.node.kind in ("reshard", "constrain"):
         value = value.node.operands[0]
     return Ref(value.node.name, value.index)
 

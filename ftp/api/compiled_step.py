@@ -16,7 +16,7 @@ from ftp.errors import InputError, MeshError, join_failures
 from ftp.planning.planner import Watch
 from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
 from ftp.report.lowered import Lowered
-from ftp.rules.rule import Meta
+from ftp.rules.call import Meta
 from ftp.runtime.program import Program
 from ftp.sharding.arguments import Shape
 from ftp.sharding.make_mesh import make_mesh

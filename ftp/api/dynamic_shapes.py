@@ -13,7 +13,7 @@ from ftp.errors import InputError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
 
-Dims = Mapping[int, Mapping[int, str]]
+DynamicDims = Mapping[int, Mapping[int, str]]
 """Per leaf of the arguments its dynamic dims, and the name of the size of each."""
 
 
@@ -39,7 +39,7 @@ class Dynamic:
         ranges: of each name, in the order of first use.
     """
 
-    dims: Dims
+    dims: DynamicDims
     ranges: tuple[Range, ...]
 
     def values(self, shapes: Sequence[Shape | None], names: Sequence[str]) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def dynamic_dims(
     Raises:
         InputError: where it does not fit the arguments.
     """
-    reader = _Reader()
+    reader = _RangeReader()
     names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
     mine, called = args[first:], names[first:]
     if isinstance(given, Mapping) and set(called) & set(given) and not _is_of_tensor(given):
@@ -130,7 +130,7 @@ def check_dims(given: Any) -> None:
     Raises:
         InputError: of a value that is no Dim.
     """
-    reader = _Reader()
+    reader = _RangeReader()
 
     def visit(entry: Any) -> None:
         if isinstance(entry, Mapping | tuple | list):
@@ -147,7 +147,7 @@ def check_dims(given: Any) -> None:
     visit(given)
 
 
-class _Reader:
+class _RangeReader:
     def __init__(self) -> None:
         self.dims: dict[int, dict[int, str]] = {}
         self.ranges: dict[str, Range] = {}

@@ -74,7 +74,7 @@ def check_staged(options: Options) -> None:
     """Raises for options that do not go with specs that give stages.
 
     Raises:
-        InputError: an option that is not written for programs in pieces.
+        InputError: an option that is not written for programs that run in subgraphs.
     """
     excluded = {
         "check_inputs": (options.check_inputs, "Call ftp.check_replicas now and then."),
@@ -82,7 +82,7 @@ def check_staged(options: Options) -> None:
         "cuda_graph": (options.cuda_graph, "What stages send is not recorded."),
         "reduce_dtype": (
             options.reduce_dtype is not None,
-            "What a piece hands on would be rounded like gradients.",
+            "What a subgraph sends would be rounded like gradients.",
         ),
     }
     for name, (is_given, why) in excluded.items():
@@ -153,10 +153,10 @@ def _check_async_tp(options: Options, mesh: Mesh) -> None:
         raise MeshError(
             f"async_tp=True, but the mesh {mesh} has no GPUs with symmetric memory."
             " Leave it out; chunks=n hides the same"
-            " moves behind matmuls with ordinary collectives."
+            " reshards behind matmuls with ordinary collectives."
         )
     if options.chunks > 1:
         raise InputError(
-            f"async_tp=True and chunks={options.chunks} both take the moves beside matmuls."
+            f"async_tp=True and chunks={options.chunks} both take the reshards beside matmuls."
             " Leave one out."
         )

@@ -1,4 +1,4 @@
-"""A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
+"""A step whose model is in stages of a pipeline: planned as subgraphs, and run by a schedule."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.buffers import check_buffers, most_on_their_way
 from ftp.pipeline.check import check_stages
+from ftp.pipeline.check_stacks import check_parts_of_stacks
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
@@ -26,7 +27,8 @@ from ftp.pipeline.value_stages import with_constant_seeds
 from ftp.planning.planner import Watch
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.stage_programs import StoredValue, plan_stages, within_stage
+from ftp.runtime.stage_programs import plan_stages, within_stage
+from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
@@ -108,6 +110,7 @@ def plan_pipeline(
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
     """
     mesh, options, ranks = definition.mesh, definition.options, definition.mesh.axes[pipeline.axis]
+    traced = gm
     gm = with_constant_seeds(gm)
     whole: Any = gm.graph.output_node().args[0]
     out_shapes = [tuple(node.meta["val"].shape) for node in whole]
@@ -117,6 +120,8 @@ def plan_pipeline(
     if not stacks.is_empty:
         pipeline.check_stacks(ranks)
         gm, places = with_parts(gm, stacks, names), stacks.places(stacks.inputs[: len(inputs)])
+        check_parts_of_stacks(traced.graph, gm.graph, stacks.inputs, stacks.outputs)
+        traced = gm
         leaves = [k for leaf in leaves for k, (i, _) in enumerate(places) if i == leaf]
         names = [names[i] if r is None else f"{names[i]} of rank {r}" for i, r in places]
         specs = stacks.specs([held.spec for held in inputs], stacks.inputs, pipeline.axis)
@@ -139,7 +144,7 @@ def plan_pipeline(
         ranks * pipeline.chunks,
         {(action.kind, action.stage) for own in actions for action in own},
     )
-    check_stages(gm.graph, n, batch, leaves, stages, actions)
+    check_stages(traced.graph, n, batch, leaves, stages, actions)
     most = most_on_their_way(actions, ranks * pipeline.chunks)
     check_buffers(actions, ranks * pipeline.chunks, most)
     within = within_stage(mesh, pipeline.axis)
@@ -156,8 +161,10 @@ def plan_pipeline(
         partial(check_prepared, mesh=within),
         stage_of,
         ranks,
+        _copied(pipeline, inputs[n:], within),
     )
-    programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+    programs = [*made.programs.values(), *made.first.values()]
+    programs += [r.program for r in made.reductions.values()]
     check_programs(programs, options)
     return PipelineProgram(
         mesh=mesh,
@@ -178,6 +185,13 @@ def plan_pipeline(
         stacks=Stacks(stacks.inputs[:count], (None,) * results + stacks.inputs[: count - batch]),
         **facts,
     )
+
+
+def _copied(pipeline: Pipeline, batch: Sequence[StoredValue], within: Mesh) -> list[bool]:
+    """Per batch tensor whether its microbatches are copies: rows that do not follow each other."""
+    count = pipeline.microbatches
+    rows = [local_shape(held.spec, held.shape, within.axes)[0] for held in batch]
+    return [count < n for n in rows] if count > 1 else [False] * len(rows)
 
 
 def check_batch(

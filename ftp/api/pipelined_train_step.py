@@ -17,7 +17,14 @@ from ftp.errors import InputError
 from ftp.ops.microbatch_means import Means, noting_means
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.placement import Pipeline
-from ftp.pipeline.train_step import Noted, TrainStep, batch_of, cut_at_means
+from ftp.pipeline.train_step import (
+    Noted,
+    TrainStep,
+    batch_of,
+    check_parts,
+    cut_at_means,
+    is_alike_after,
+)
 from ftp.planning.planner import Watch
 from ftp.report.pipelined_training import LoweredTraining
 from ftp.runtime.training_program import TrainingProgram
@@ -63,7 +70,8 @@ class PipelinedTrainStep(Step):
         of_one = replace(inputs, shapes=micro)
         traced, noted = self._noted(of_one)
         parts = cut_at_means(traced.gm, noted, names, batch)
-        self._check_sizes(parts, cut_at_means(whole.gm, noted, names, batch), whole, traced)
+        check_parts(traced.gm, noted, parts, len(names))
+        self._check_sizes(noted, whole, traced)
         out_specs, _ = specs_of_results(definition, of_one, traced)
         program = self._program(parts, inputs, traced, out_specs[: noted.results])
         return planned_of(definition, inputs, traced, program)
@@ -77,13 +85,12 @@ class PipelinedTrainStep(Step):
         results = sum(not static for static in traced.is_static)
         return traced, Noted(results, is_gradient, len(means.batch))
 
-    def _check_sizes(
-        self, parts: TrainStep, of_whole: TrainStep, whole: Traced, traced: Traced
-    ) -> None:
+    def _check_sizes(self, noted: Noted, whole: Traced, traced: Traced) -> None:
         """Raises where what follows the gradient depends on how many rows there are, of which the
         trace saw a microbatch's.
         """
-        if parts.text != of_whole.text or whole.out_leaves != traced.out_leaves:
+        is_alike = is_alike_after(traced.gm, whole.gm, noted)
+        if not is_alike or whole.out_leaves != traced.out_leaves:
             raise InputError(
                 "What the step does after its gradient depends on the size of the batch, of which a"
                 " pipeline takes one microbatch at a time. Compute it in the function that is"

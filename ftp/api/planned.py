@@ -9,7 +9,7 @@ import torch
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import RENEWALS
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import ProgramOfPieces
+from ftp.runtime.stage_programs import ProgramOfSubgraphs
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
@@ -62,7 +62,7 @@ class Planned:
 
 def planned_for(
     inputs: Inputs,
-    program: Program | ProgramOfPieces,
+    program: Program | ProgramOfSubgraphs,
     mesh: Mesh,
     donated: dict[int, str],
     captured: list[Captured],

@@ -77,26 +77,28 @@ def reshard(
 def _resharded(leaf: Leaf, spec: PartitionSpec, mesh: Mesh) -> Any:
     if not isinstance(leaf.value, torch.Tensor):
         return leaf.value
-    moved = _moved(leaf.value, mesh, leaf.spec, spec)
-    if moved is leaf.value or not (
+    resharded = _by_program(leaf.value, mesh, leaf.spec, spec)
+    if resharded is leaf.value or not (
         leaf.value.requires_grad or isinstance(leaf.value, torch.nn.Parameter)
     ):
-        return moved
-    where = placement_of(moved)
+        return resharded
+    where = placement_of(resharded)
     assert where is not None
-    return placed(moved, leaf.value, mesh, where.spec, where.shape)
+    return placed(resharded, leaf.value, mesh, where.spec, where.shape)
 
 
-def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
+def _by_program(
+    leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec
+) -> torch.Tensor:
     if old == new and mesh.kind != "abstract":
         return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
-    if mesh.kind == "process" and leaf.dtype not in _MOVED:
-        return _moved_as_bytes(leaf, mesh, old, new)
+    if mesh.kind == "process" and leaf.dtype not in _SENT_AS_IS:
+        return _resharded_as_bytes(leaf, mesh, old, new)
     return _mover(mesh, _shortest(old), _shortest(new))(leaf)
 
 
 # Dtypes that every backend can send.
-_MOVED = {
+_SENT_AS_IS = {
     torch.float64,
     torch.float32,
     torch.float16,
@@ -109,13 +111,13 @@ _MOVED = {
 }
 
 
-def _moved_as_bytes(
+def _resharded_as_bytes(
     leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec
 ) -> torch.Tensor:
     raw = leaf.detach().contiguous().unsqueeze(-1).view(torch.uint8)
     if (known := placement_of(leaf)) is not None:
         remember(raw, placement(mesh, old, (*known.shape, leaf.dtype.itemsize)))
-    raw = _moved(raw, mesh, old, new)
+    raw = _by_program(raw, mesh, old, new)
     arrived = placement_of(raw)
     assert arrived is not None
     return remember(

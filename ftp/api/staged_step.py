@@ -19,12 +19,14 @@ from ftp.api.planned import Planned
 from ftp.api.step import Step
 from ftp.errors import SpecError
 from ftp.paused_gc import collection_paused
+from ftp.pipeline.check_stacks import check_parts_of_stacks
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.pipeline.stacked import Stacks, is_stack, stacks_of, with_parts
 from ftp.planning.planner import Watch
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.stage_programs import PiecePlanner, StoredValue, within_stage
+from ftp.runtime.stage_programs import within_stage
 from ftp.runtime.staged_program import StagedProgram
+from ftp.runtime.subgraph_planner import StoredValue, SubgraphPlanner
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
@@ -94,7 +96,9 @@ def plan_rounds(
     # A stack of layers that the axis cuts is one argument a rank from here on.
     stacks, whole_specs = stacks_of(gm, specs, out_specs, axis, ranks), out_specs
     if not stacks.is_empty:
-        gm, places = with_parts(gm, stacks), stacks.places(stacks.inputs[: len(names)])
+        traced, gm = gm, with_parts(gm, stacks)
+        check_parts_of_stacks(traced.graph, gm.graph, stacks.inputs, stacks.outputs)
+        places = stacks.places(stacks.inputs[: len(names)])
         names = [names[i] if r is None else f"{names[i]} of rank {r}" for i, r in places]
         specs = stacks.specs(specs, stacks.inputs, axis)
         out_specs = stacks.specs(out_specs, stacks.outputs, axis)
@@ -115,7 +119,7 @@ def plan_rounds(
         for name, spec in zip(rounds.results, out_specs, strict=True)
         if spec is not None
     }
-    planner = PiecePlanner(
+    planner = SubgraphPlanner(
         within,
         ([*names, *(n.name for n in placeholders[len(names) :])], ()),
         plain,
@@ -130,9 +134,9 @@ def plan_rounds(
         val = node.meta["val"]
         planner.values[node.name] = StoredValue(spec, tuple(val.shape), val.dtype)
     programs = {
-        (at, rank): planner.plan(piece)
-        for at, pieces in enumerate(rounds.pieces)
-        for rank, piece in sorted(pieces.items())
+        (at, rank): planner.plan(subgraph)
+        for at, subgraphs in enumerate(rounds.subgraphs)
+        for rank, subgraph in sorted(subgraphs.items())
     }
     check_programs(programs.values(), options)
     at = [k for k, (_, r) in enumerate(stacks.places(stacks.outputs)) if r in (None, 0)]

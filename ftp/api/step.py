@@ -268,7 +268,7 @@ class Step:
                 handed_out.forget()
         except MismatchError as e:
             # So it is on every rank: all of them come to say where the program first differs.
-            if "disagree on the program" in str(e):
+            if e.facet == "program":
                 record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
         return planned

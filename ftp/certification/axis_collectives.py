@@ -50,15 +50,26 @@ def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
     return not any(i.varies(along.dim) for i in _column(parts, along).index)
 
 
-def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
-    """The result of an all-gather: the parts concatenated along dim 0."""
+def _require_alike(parts: Sequence[Contribution], along: MeshAxis, what: str) -> None:
+    """Raises Unsound unless ranks send parts of one shape and one value, with no sum pending over
+    the axis.
+
+    Args:
+        what: is done to the parts, for the message.
+    """
     first = parts[0].held
     if any(p.held.shape != first.shape for p in parts) or not first.groups:
         raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
     if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
         raise Unsound("ranks send parts of different values")
     if any(axis == along.name for axis, _ in first.pending):
-        raise Unsound(f"a sum still pending over {along.name} is gathered along it")
+        raise Unsound(f"a sum still pending over {along.name} is {what} along it")
+
+
+def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """The result of an all-gather: the parts concatenated along dim 0."""
+    first = parts[0].held
+    _require_alike(parts, along, "gathered")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
     x = _column(parts, along)
@@ -129,12 +140,7 @@ def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMa
 def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[int]) -> ElementMap:
     """The result of an all-to-all of equal parts along dim 0, on the ranks at ``at``."""
     first = parts[0].held
-    if any(p.held.shape != first.shape for p in parts):
-        raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
-    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
-        raise Unsound("ranks send parts of different values")
-    if any(axis == along.name for axis, _ in first.pending):
-        raise Unsound(f"a sum still pending over {along.name} is exchanged along it")
+    _require_alike(parts, along, "exchanged")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first)
     if not first.index:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from ftp.ops.choose import CHOOSE, Branch
+from ftp.ops.choose import CHOOSE, BranchPath
 
 
-def branch_of(node: fx.Node) -> Branch:
+def branch_of(node: fx.Node) -> BranchPath:
     return tuple((int(number), bool(side)) for number, side in node.meta.get("branch", ()))
 
 
@@ -23,15 +23,15 @@ def leaks(graph: fx.Graph) -> Iterator[str]:
     which it is not known whether they run.
     """
     predicates: dict[int, fx.Node] = {}
-    around: dict[int, Branch] = {}
+    around: dict[int, BranchPath] = {}
     for node in graph.nodes:
         number = node.args[3] if node.target is CHOOSE else -1
         if number < 0:  # type: ignore[operator]
             continue
         first = predicates.setdefault(number, node.args[0])  # type: ignore[arg-type]
-        if first is not node.args[0] or around.setdefault(number, branch_of(node)) != branch_of(  # type: ignore[arg-type]
-            node
-        ):
+        of = branch_of(node)
+        is_same = around.setdefault(number, of) == of  # type: ignore[arg-type]
+        if first is not node.args[0] or not is_same:
             yield f"{node.name} chooses by another predicate than the cond's other choices"
     for node in graph.nodes:
         branch = branch_of(node)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ftp.certification.certificate import Coordinate, Ranks
+from ftp.certification.certificate import MeshIndex, Ranks
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.positions import Index
 
@@ -28,7 +28,7 @@ class Cell:
         """How many ranks it has."""
         return math.prod(map(len, self.at))
 
-    def coordinates(self) -> Iterator[Coordinate]:
+    def coordinates(self) -> Iterator[MeshIndex]:
         return itertools.product(*self.at)
 
 
@@ -89,7 +89,7 @@ class Cells:
                 found.setdefault((dim, cell.at[:dim], cell.at[dim + 1 :]), []).append(cell)
         return found
 
-    def where(self, coordinate: Coordinate) -> str:
+    def where(self, coordinate: MeshIndex) -> str:
         return (
             " on the rank at ("
             + ", ".join(f"{a} {i}" for a, i in zip(self.axes, coordinate, strict=True))

@@ -23,7 +23,7 @@ from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
 from ftp.certification.data_movement import FILLS, MOVEMENTS, divided, filled
-from ftp.certification.element_map import ElementMap, MeshAxis, Pending, element_map, is_same
+from ftp.certification.element_map import ElementMap, MeshAxis, PendingSums, element_map, is_same
 from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.lockstep.check import check_recorded
 from ftp.certification.op_forms import OpForms
@@ -55,7 +55,7 @@ def check(certificate: Certificate) -> Certificate:
     return certificate
 
 
-Reader = Callable[[Cell], fx.Node]
+NodeOfCell = Callable[[Cell], fx.Node]
 
 
 class Checker:
@@ -188,12 +188,13 @@ class Checker:
         return forms[at].operands[slot]
 
     def output_nodes(self, cell: Cell) -> Sequence[fx.Node]:
-        return next(n for n in self.graphs.pure[cell.graph].nodes if n.op == "output").args[0]  # type: ignore[return-value]
+        output = self.graphs.pure[cell.graph].output_node()
+        return output.args[0]  # type: ignore[return-value]
 
     # Element maps.
 
     def require(
-        self, cell: Cell, at: Reader, expected: ElementMap, pending: Pending, what: str
+        self, cell: Cell, at: NodeOfCell, expected: ElementMap, pending: PendingSums, what: str
     ) -> None:
         """Check that the tensor that ``at`` reads holds what is expected, alone or summed with the
         ranks along the axes of ``pending``.
@@ -229,7 +230,7 @@ class Checker:
             raise Unsound(f"is {len(held.parts)} packed values")
         return held
 
-    def reduced(self, cell: Cell, at: Reader, axes: Sequence[str]) -> ElementMap:
+    def reduced(self, cell: Cell, at: NodeOfCell, axes: Sequence[str]) -> ElementMap:
         """The sum over ``axes``: one rank holds the value, or each a part with zeros elsewhere."""
         if not axes:
             return self.single(cell, at(cell))
@@ -282,7 +283,11 @@ class Checker:
         if step is None:
             raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
         offsets = self.graphs.offsets(cell)
-        args = map_arg(node.args, lambda n: offsets[n] if n in offsets else self.map_of(cell, n))  # type: ignore[arg-type]
+
+        def given(n: fx.Node) -> Any:
+            return offsets[n] if n in offsets else self.map_of(cell, n)
+
+        args: Any = map_arg(node.args, given)
         try:
             return step(*args)  # type: ignore[misc]
         except (IndexError, TypeError, ValueError, AttributeError):
@@ -329,5 +334,5 @@ class Checker:
         )
 
 
-def pending_sums(axes: Sequence[str]) -> Pending:
+def pending_sums(axes: Sequence[str]) -> PendingSums:
     return frozenset((axis, "sum") for axis in axes)

@@ -23,7 +23,7 @@ from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.unsound import Unsound
 
 Position = int | Index  # one for all ranks, or an array with a dim for each mesh axis
-Pending = frozenset[tuple[str, str]]
+PendingSums = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class ElementMap:
     atoms: tuple[int, ...]
     groups: tuple[int, ...]
     index: tuple[Positions, ...]
-    pending: Pending = frozenset()
+    pending: PendingSums = frozenset()
     is_zero: bool = False
 
     @property
@@ -87,7 +87,9 @@ class DimPart:
         return np.broadcast_to(self.index.dense().reshape(-1), self.size).copy()
 
 
-def element_map(value: str, parts: Sequence[DimPart], pending: Pending = frozenset()) -> ElementMap:
+def element_map(
+    value: str, parts: Sequence[DimPart], pending: PendingSums = frozenset()
+) -> ElementMap:
     """The map of a tensor whose dim ``d`` holds the part ``parts[d]`` of dim ``d`` of ``value``.
 
     >>> from ftp.certification.positions import whole

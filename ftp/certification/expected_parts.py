@@ -21,7 +21,7 @@ from ftp.certification.positions import (
 from ftp.certification.unsound import Refused, Unsound
 from ftp.per_rank.planned import rank_axes, region_of
 from ftp.per_rank.program import factor
-from ftp.rules.local_op import Cut
+from ftp.rules.local_op import LocalCut
 from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
 
@@ -36,7 +36,7 @@ class ExpectedParts:
     def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
         self.axes, self.operations = axes, operations
         self._cuts: dict[Any, DimPart] = {}
-        self._factors: dict[Any, tuple[dict[str, DimPart], dict[str, list[Cut]]]] = {}
+        self._factors: dict[Any, tuple[dict[str, DimPart], dict[str, list[LocalCut]]]] = {}
         self._chunks: dict[Any, list[tuple[Index, int]]] = {}
 
     @cached_property
@@ -120,7 +120,7 @@ class ExpectedParts:
 
     def factors(
         self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, DimPart], dict[str, list[Cut]]]:
+    ) -> tuple[dict[str, DimPart], dict[str, list[LocalCut]]]:
         """Check an op's claims against its rule.
 
         Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
@@ -133,14 +133,14 @@ class ExpectedParts:
 
     def _checked_factors(
         self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, DimPart], dict[str, list[Cut]]]:
+    ) -> tuple[dict[str, DimPart], dict[str, list[LocalCut]]]:
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
         region = region_of(op.target, op.args)
         claimed = {claim.axis: claim.factor for claim in op.claims}
         for axis, n in region.items():
             if n != self.axes[axis].n or (n > 1 and claimed.get(axis) != factor(axis)):
                 raise Refused(f"{op} is not cut over {axis}, whose ranks it enters or leaves")
-        cuts: dict[str, list[Cut]] = {}
+        cuts: dict[str, list[LocalCut]] = {}
         cut_axes: dict[str, str] = {}
         for claim in op.claims:
             is_ring = (cut_axes.get(claim.axis), claim.factor) in rule.ring
@@ -163,10 +163,11 @@ class ExpectedParts:
                 )
             pieces = self.pieces(extent, claim.axis, claim.zigzag, cell)
             index[claim.factor] = self.taken(held, outer, extent, inner, pieces)
-            (start, _), *second = pieces
+            bounds: Any = pieces
+            (start, _), *second = bounds
             length = sum(length for _, length in pieces)
-            of_axis = {"axis": claim.axis, "n": self.axes[claim.axis].n}
-            cut = Cut(outer, extent, inner, start, length, *second, **of_axis)  # type: ignore[arg-type]
+            of_axis: Any = {"axis": claim.axis, "n": self.axes[claim.axis].n}
+            cut = LocalCut(outer, extent, inner, start, length, *second, **of_axis)
             cuts.setdefault(claim.factor, []).append(cut)
         for axis, slots in op.partial.items():
             if axis in cut_axes:

@@ -12,9 +12,10 @@ from ftp.certification.certificate import Operation, Ref
 from ftp.certification.element_map import DimPart
 from ftp.certification.positions import Index
 from ftp.rules.bind import bind, lookup
-from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
+from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, localize
 from ftp.rules.notation import parse
-from ftp.rules.rule import BoundRule, Call, Meta, Rule, replaced
+from ftp.rules.rule import BoundRule, Rule
 
 
 def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
@@ -61,7 +62,7 @@ def local_form(
     op: Operation,
     rule: BoundRule,
     parts: Mapping[str, DimPart],
-    cuts: Mapping[str, list[Cut]],
+    cuts: Mapping[str, list[LocalCut]],
     device: torch.device,
     groups: Mapping[str, tuple[str, ...]],
 ):
@@ -80,7 +81,7 @@ def local_form(
         places[node] = len(places)
         return node
 
-    def begin(cut: Cut) -> Cut:
+    def begin(cut: LocalCut) -> LocalCut:
         begins = []
         for start, _ in cut.pieces:
             node = graph.placeholder(f"start_{len(starts)}")

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Ports, Ref
@@ -29,6 +28,7 @@ from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
@@ -159,7 +159,7 @@ class OpForms:
             if node not in values:
                 if any(x not in values for x in node.all_input_nodes):
                     raise Refused(f"{node.name} of {op} is written in place, and nothing reads it")
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[misc]
+                args, kwargs = mapped_arguments(node, values.__getitem__)
                 values[node] = node.target(
                     *args, **{k: "meta" if k == "device" else v for k, v in kwargs.items()}
                 )  # type: ignore[operator]
@@ -256,7 +256,8 @@ class OpForms:
         if (size * times) % count or (first * times) % count:
             raise Refused(f"{node.name} = {node.target}{node.args} gives no whole rows of {op}")
         part = slice_dim(result, 0, first * times // count, (first + size) * times // count)
-        if node.target is aten.reshape.default and tuple(node.args[1]) != part.shape:  # type: ignore[arg-type]
+        shape: Any = node.args[1] if node.target is aten.reshape.default else part.shape
+        if tuple(shape) != part.shape:
             raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
         self.result_maps[cell, node] = part
         return Form(operands, rows)

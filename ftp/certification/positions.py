@@ -1,4 +1,4 @@
-"""Positions: where each local element lies along one dim of a value, on every rank.
+"""Positions: where each local element is along one dim of a value, on every rank.
 
 A position is a base plus terms. Each term varies along dims of its own, mesh axes and atoms. The
 terms of even shards are progressions, kept as ranges, so that a statement about thousands of ranks
@@ -8,6 +8,7 @@ depends on. An element without a position, a zero of padding, is a hole in the b
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -240,13 +241,13 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
     apart: list[Term] = []
     for group in _groups([t for p in held for t in p.terms]):
         mine = [[t for t in group if owner[id(t)] == i] for i in range(len(held))]
-        gains = [_difference(terms, mine[0]) for terms in mine]
+        gains: list[Any] = [_difference(terms, mine[0]) for terms in mine]
         if any(dim in t.dims for t in group) or None in gains:
             apart += group
             along.update(d for t in group for d in t.dims)
         else:
             shared += mine[0]
-            bases = [base + gain for base, gain in zip(bases, gains, strict=True)]  # type: ignore[operator]
+            bases = [base + gain for base, gain in zip(bases, gains, strict=True)]
     dims = sorted(along)
     at, kept = dims.index(dim), {id(t) for t in apart}
     arrays, base_of = [], iter(bases)
@@ -349,7 +350,11 @@ def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
     if their holes differ.
     """
     if all(isinstance(t.values, range) for t in (*a, *b)):
-        steps = [{t.dims: (len(t.values), t.values.step) for t in terms} for terms in (a, b)]  # type: ignore[union-attr]
+        # Each a range, as the line above says.
+        steps = [
+            {t.dims: (len(t.values), t.values.step) for t in terms}  # type: ignore[union-attr]
+            for terms in (a, b)
+        ]
         if steps[0] != steps[1]:
             return None
         return sum(t.values[0] for t in a) - sum(t.values[0] for t in b)

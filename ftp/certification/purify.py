@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from ftp.certification.unsound import Unsound
 from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.rules.local_op import RankGraph
 
 aten = torch.ops.aten
@@ -47,7 +48,7 @@ def without_writes(graph: fx.Graph, donated: Collection[int]) -> fx.Graph:
 
 
 @dataclass
-class _Memory:
+class _SharedMemory:
     """Memory that several nodes may share.
 
     Attributes:
@@ -67,7 +68,7 @@ class _Purified:
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.free = {inputs[i] for i in donated}
         self.env: dict[fx.Node, fx.Node] = {}
-        self.memory: dict[fx.Node, _Memory] = {}
+        self.memory: dict[fx.Node, _SharedMemory] = {}
         self.part: dict[fx.Node, fx.Node] = {}  # nodes of one part share all elements
         self.content: dict[fx.Node, fx.Node] = {}  # what a part that was written to holds
         self.born: dict[fx.Node, int] = {}
@@ -130,7 +131,8 @@ class _Purified:
         if (
             node.target is operator.getitem and not bases
         ):  # results of one op, each in memory of its own
-            bases = [self.items.setdefault((node.args[0], node.args[1]), node)]  # type: ignore[index]
+            item: Any = node.args[:2]
+            bases = [self.items.setdefault(item, node)]
             bases = [] if bases[0] is node else bases
         if len({id(self.memory[b]) for b in bases}) > 1:
             raise Unsound(f"{node.name} = {node.target} may share memory with several operands")
@@ -142,7 +144,7 @@ class _Purified:
                 or (node.target is operator.getitem and not _bases(node)),
             )
         else:
-            self.memory[node], self.part[node] = _Memory(node), node
+            self.memory[node], self.part[node] = _SharedMemory(node), node
         if (
             _is_collective(node) and node.target is not c10d.all_reduce.default
         ):  # which works on a copy
@@ -157,7 +159,7 @@ class _Purified:
         pure = _pure_form(target)
         if pure is None:
             raise Unsound(f"{node.name} = {target} writes to memory, and has no pure form")
-        made = self.new.call_function(pure, *map_arg((node.args, dict(node.kwargs)), self.read))  # type: ignore[arg-type]
+        made = self.new.call_function(pure, *mapped_arguments(node, self.read))
         made.meta = {**node.meta, "in_place": True}
         first: Any = node.args[0]
         if any(

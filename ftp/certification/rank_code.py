@@ -19,17 +19,18 @@ from ftp.certification.rank_code_run import open_after_a_run
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.ops.axis_collectives import OPS
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.per_rank.planned import ENTER, LEAVE, collective_axis, rank_axes
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-Axes = frozenset[str]
+AxisSet = frozenset[str]
 _INVARIANT = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
 
 
 @dataclass(frozen=True)
-class Open:
+class Unproven:
     """What is not proven of an op of per-rank code.
 
     Attributes:
@@ -52,7 +53,7 @@ class Open:
         return f"{self.op}: {what[self.kind]} is not proven"
 
 
-def unproven(certificate: Certificate) -> Iterator[Open]:
+def unproven(certificate: Certificate) -> Iterator[Unproven]:
     """What is not proven, and not among what the certificate says it trusts.
 
     Raises:
@@ -73,7 +74,7 @@ def unproven(certificate: Certificate) -> Iterator[Open]:
             claims = list(_claims(certificate, graphs, op)) if "specs" in kinds else []
             is_run = "code" in kinds or claims
             found = open_after_a_run(certificate, graphs, op, claims) if is_run else []
-        yield from (o for o in (Open(op, kind) for kind in found) if o.key not in known)
+        yield from (o for o in (Unproven(op, kind) for kind in found) if o.key not in known)
 
 
 def _claims(
@@ -88,9 +89,9 @@ def _claims(
             yield at, axes
 
 
-def _of_operations(certificate: Certificate) -> dict[Ref, Axes]:
+def _of_operations(certificate: Certificate) -> dict[Ref, AxisSet]:
     """The axes along which each value varies within per-rank code that is planned over others."""
-    found: dict[Ref, Axes] = {}
+    found: dict[Ref, AxisSet] = {}
     for op in certificate.operations:
         operands = [found.get(r, frozenset()) for r in op.operands]
         axes = rank_axes(op.target, op.args, operands)
@@ -106,7 +107,7 @@ def _of_operations(certificate: Certificate) -> dict[Ref, Axes]:
 # The axes along which values vary, in the ranks' graphs.
 
 
-def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> list[Axes]:
+def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> list[AxisSet]:
     """The axes along which each result varies, as far as can be seen from what it is made of."""
     assert op.ports is not None
     every = frozenset(certificate.axes)
@@ -114,8 +115,8 @@ def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> 
     found = [frozenset[str]() for _ in op.ports.results]
     if len({len(nodes) for nodes in lists}) > 1:
         return [every] * len(found)
-    ranks = _Ranks(certificate)
-    known: list[dict[fx.Node, Axes]] = [{} for _ in lists]
+    ranks = _VaryingNumbers(certificate)
+    known: list[dict[fx.Node, AxisSet]] = [{} for _ in lists]
     numbers = [{n: i for i, n in enumerate(nodes)} for nodes in lists]
     offsets = [list(graphs.placeholders[g])[graphs.inputs :] for g in range(len(lists))]
     for alike in zip(*lists, strict=True):
@@ -154,7 +155,7 @@ def _text(node: fx.Node, numbers: dict[fx.Node, int], offsets: Sequence[fx.Node]
             return f"%{numbers[n]}"
         return "%offset" if n in offsets else "%operand"
 
-    args = fx.node.map_arg((node.args, node.kwargs), named)  # type: ignore[arg-type]
+    args = mapped_arguments(node, named)
     return f"{node.target} {args} {node.meta.get('takes')} {node.meta.get('gives')}"
 
 
@@ -162,26 +163,26 @@ def _is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-class _Ranks:
+class _VaryingNumbers:
     """What changes along which axis of the mesh."""
 
     def __init__(self, certificate: Certificate):
         self.axes = list(certificate.axes)
         self.number, self.offsets = certificate.ranks.number, certificate.ranks.offsets
 
-    def varying(self, of_graphs: Sequence[Any]) -> Axes:
+    def varying(self, of_graphs: Sequence[Any]) -> AxisSet:
         """The axes along which what the graphs hold changes."""
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(of_graphs))}
         return self._along(np.array([kinds[kind] for kind in of_graphs])[self.number])
 
-    def varying_offset(self, of_graphs: Sequence[int]) -> Axes:
+    def varying_offset(self, of_graphs: Sequence[int]) -> AxisSet:
         """The same of an offset, given which of each graph's offsets it is."""
         values = np.zeros_like(self.number)
         for graph, which in enumerate(of_graphs):
             values = np.where(self.number == graph, self.offsets[graph][which], values)
         return self._along(values)
 
-    def _along(self, values: np.ndarray) -> Axes:
+    def _along(self, values: np.ndarray) -> AxisSet:
         return frozenset(
             axis
             for dim, axis in enumerate(self.axes)

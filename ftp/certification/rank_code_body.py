@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.certification.lockstep.run import dtypes_of, is_view
 from ftp.ops.axis_collectives import OPS
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.per_rank.planned import collective_axis
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def run_body(
 
 
 def _called(domain: Any, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    arguments: Any = map_arg((node.args, node.kwargs), values.__getitem__)
+    arguments: Any = mapped_arguments(node, values.__getitem__)
     args, kwargs = arguments
     if node.target is operator.getitem:
         return args[0][args[1]]

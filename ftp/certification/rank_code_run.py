@@ -22,6 +22,7 @@ from ftp.certification.residues.value import Blind, Degenerate
 from ftp.errors import CertificateError
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.ops.mapped_arguments import mapped_arguments
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -204,7 +205,7 @@ class _Written:
                 wait.meta["source"] = node.meta.get("source", "")
                 env[node] = finish()
             else:
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)  # type: ignore[misc]
+                args, kwargs = mapped_arguments(node, env.__getitem__)
                 env[node] = self._call(node.target, args, kwargs, node)
             for at in node.meta.get("gives", ()):
                 given[at] = env[node]

@@ -10,7 +10,7 @@ from torch import fx
 
 from ftp.certification.branches import branch_of
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Certificate, Coordinate, Operation, shrunk
+from ftp.certification.certificate import Certificate, MeshIndex, Operation, shrunk
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.op_matching import COPIES
 from ftp.certification.positions import Index
@@ -42,7 +42,7 @@ class RankGraphs:
             self._pure[graph] = without_writes(given, self.certificate.donated)
         return self._pure[graph]
 
-    def first(self, graph: int) -> Coordinate:
+    def first(self, graph: int) -> MeshIndex:
         return self.certificate.ranks.first(graph)
 
     @cached_property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-Coordinate = tuple[int, ...]
+MeshIndex = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Ranks:
 
     @staticmethod
     def of(
-        graphs: Sequence[fx.Graph], at: Mapping[Coordinate, tuple[int, Sequence[int]]]
+        graphs: Sequence[fx.Graph], at: Mapping[MeshIndex, tuple[int, Sequence[int]]]
     ) -> "Ranks":
         """From each rank's graph and numbers."""
         shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
@@ -46,7 +46,7 @@ class Ranks:
         )
 
     @property
-    def at(self) -> dict[Coordinate, tuple[int, tuple[int, ...]]]:
+    def at(self) -> dict[MeshIndex, tuple[int, tuple[int, ...]]]:
         """Each rank's graph and numbers."""
         number = np.broadcast_to(self.number, self.shape)
         given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
@@ -58,7 +58,7 @@ class Ranks:
     def graph_at(self, coordinate: Sequence[int]) -> int:
         return int(np.broadcast_to(self.number, self.shape)[tuple(coordinate)])
 
-    def first(self, graph: int) -> Coordinate:
+    def first(self, graph: int) -> MeshIndex:
         """The first rank that runs a graph."""
         return tuple(np.argwhere(self.number == graph)[0].tolist())
 

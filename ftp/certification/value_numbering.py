@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
 from ftp.ops.constrain import CONSTRAIN
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
@@ -109,11 +109,12 @@ class _Numbers:
 
     def local(self, node: fx.Node) -> list[Any]:
         """Classes of the results of per-rank code; the program may lack results without users."""
-        operands, key = node.args
-        if (program := program_of(key)).is_planned:  # type: ignore[arg-type]
+        arguments: Any = node.args
+        operands, key = arguments
+        if (program := program_of(key)).is_planned:
             graph = expanded(program)
             inputs = [n for n in graph.nodes if n.op == "placeholder"]
-            self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})  # type: ignore[arg-type]
+            self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
             return self.run(graph)
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
@@ -143,8 +144,10 @@ class _Numbers:
                     continue
                 inputs: Any = node.all_input_nodes
                 if node.target is LOCAL:
-                    operands, key = node.args
-                    kept = sorted({u.args[1] for u in node.users if u in found})  # type: ignore[type-var]
+                    arguments: Any = node.args
+                    operands, key = arguments
+                    items: Any = {u.args[1] for u in node.users if u in found}
+                    kept = sorted(items)
                     if 0 < len(kept) < len(node.meta["val"]):
                         _, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
                         inputs = [operands[i] for i in taken]  # type: ignore[index]
@@ -176,7 +179,7 @@ class _Numbers:
             operands.append(n)
             return n.meta["val"]
 
-        args, kwargs = map_arg((node.args, node.kwargs), meta)  # type: ignore[misc]
+        args, kwargs = mapped_arguments(node, meta)
         gm = decompose(node.target, args, kwargs, by)
         assert gm is not None
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]

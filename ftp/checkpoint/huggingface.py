@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.checkpoint.manifest import Chunk, SavedTensor, is_plain_name
+from ftp.checkpoint.manifest import SavedTensor, StoredChunk, is_plain_name
 from ftp.checkpoint.restore import loadable, restore
 from ftp.checkpoint.safetensors_io import (
     BYTES,
@@ -36,11 +36,11 @@ from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Box, Shape, whole
 from ftp.tensors.sharded_tree import ShardedTree, sharded_tree, with_agreed_shapes
-from ftp.tensors.transfer import Moving, move
+from ftp.tensors.transfer import ReshardedTensor, reshard_shards
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
-_MOVED = 64 * 2**20  # bytes of messages at a time
+_AT_A_TIME = 64 * 2**20  # bytes of messages at a time
 _DTYPES = {name: str(dtype).removeprefix("torch.") for dtype, name in STORED.items()}
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -177,7 +177,7 @@ def read_folder(path: Path) -> Source:
     )
     if not files:
         raise CheckpointError(f"{path} holds no safetensors files.")
-    found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
+    found: dict[str, tuple[str, Shape, list[StoredChunk]]] = {}
     for file in files:
         header = read_header(folder / file)
         offsets = _offsets(header.metadata, folder / file)
@@ -200,7 +200,7 @@ def read_folder(path: Path) -> Source:
             _, shape, chunks = found.setdefault(
                 name, (_DTYPES.get(stored.dtype, stored.dtype), stored.shape, [])
             )
-            chunks.append(Chunk(file, box, ""))
+            chunks.append(StoredChunk(file, box, ""))
             shape = tuple(
                 max(n, a + size) for n, a, size in zip(shape, start, stored.shape, strict=True)
             )
@@ -400,9 +400,11 @@ def _gathered(shards: ShardedTree, group: Sequence[int], rank: int) -> list[Tens
     mesh, leaves = shards.mesh, [shards.leaves[i] for i in group]
     ranks = (rank,) if mesh.ranks else ()
     one = Mesh((1,), ("file",), mesh.device_type, mesh.kind, ranks, mesh.rank, mesh.world)
-    moving = [Moving(x.known_shape, x.value.dtype, x.spec, PartitionSpec()) for x in leaves]
+    tensors = [
+        ReshardedTensor(x.known_shape, x.value.dtype, x.spec, PartitionSpec()) for x in leaves
+    ]
     given = [leaf.value.detach() for leaf in leaves]
-    return move(moving, given, mesh, one, _MOVED, torch.device("cpu"))
+    return reshard_shards(tensors, given, mesh, one, _AT_A_TIME, torch.device("cpu"))
 
 
 def _finish(

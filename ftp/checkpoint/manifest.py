@@ -20,7 +20,7 @@ _NAME = re.compile(r"(\d{8,})(?:-step-(\d+))?")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor, stored as one tensor of a file, and the SHA-256 of its bytes."""
 
     file: str
@@ -35,7 +35,7 @@ class SavedTensor:
     dtype: str
     shape: Shape
     spec: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
     def problem(self, name: str) -> str | None:
         """Why the chunks are not each element of this tensor once; None if they are."""
@@ -117,7 +117,7 @@ class Manifest:
                     tuple(t["shape"]),
                     t["spec"],
                     tuple(
-                        Chunk(
+                        StoredChunk(
                             c["file"],
                             Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])),
                             c["sha256"],

@@ -20,7 +20,7 @@ from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.tensors.boxes import Shape, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
-from ftp.tensors.transfer import Moving, move
+from ftp.tensors.transfer import ReshardedTensor, reshard_shards
 
 _READ = 64 * 2**20  # bytes read, or sent, at a time
 _SPREAD = 2**20  # bytes of a tensor from which on replicas read a part each
@@ -116,11 +116,13 @@ def exchange_parts(
     at = [i for i, leaf in enumerate(read.leaves) if leaf.spec != wanted[i]]
     out = list(shards)
     if at:
-        moving = [
-            Moving(read.leaves[i].known_shape, out[i].dtype, read.leaves[i].spec, wanted[i])
+        given = [
+            ReshardedTensor(
+                read.leaves[i].known_shape, out[i].dtype, read.leaves[i].spec, wanted[i]
+            )
             for i in at
         ]
-        moved = move(moving, [out[i] for i in at], read.mesh, read.mesh, _READ)
-        for i, tensor in zip(at, moved, strict=True):
+        resharded = reshard_shards(given, [out[i] for i in at], read.mesh, read.mesh, _READ)
+        for i, tensor in zip(at, resharded, strict=True):
             out[i] = tensor
     return out

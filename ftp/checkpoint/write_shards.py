@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ftp.checkpoint.draft import complete, discard, target_of
-from ftp.checkpoint.manifest import MANIFEST, Chunk, Manifest, SavedFile, SavedTensor, checkpoints
+from ftp.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    StoredChunk,
+    checkpoints,
+)
 from ftp.checkpoint.safetensors_io import OFFSETS, STORED, read_header, write_file, write_text
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import CheckpointError
@@ -143,7 +150,7 @@ class Writing:
     def _commit(self, hashes: Sequence[str], target: Path) -> None:
         """Writes the manifest, and gives the folder its name."""
         files: dict[str, SavedFile] = {}
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[StoredChunk]] = {}
         try:
             for i, expected in enumerate(hashes):
                 part = self.draft / f"rank-{i:05d}.json"
@@ -157,7 +164,7 @@ class Writing:
                 files.update({name: SavedFile(*f) for name, f in table["files"].items()})
                 for path, file, start, size, sha256 in table["chunks"]:
                     chunks.setdefault(path, []).append(
-                        Chunk(file, Box(tuple(start), tuple(size)), sha256)
+                        StoredChunk(file, Box(tuple(start), tuple(size)), sha256)
                     )
                 part.unlink()
             write_text(self.draft / MANIFEST, self._manifest(files, chunks).to_json())
@@ -168,7 +175,9 @@ class Writing:
             for old in checkpoints(target.parent)[: -self.keep]:
                 discard(old.folder)
 
-    def _manifest(self, files: dict[str, SavedFile], chunks: dict[str, list[Chunk]]) -> Manifest:
+    def _manifest(
+        self, files: dict[str, SavedFile], chunks: dict[str, list[StoredChunk]]
+    ) -> Manifest:
         tensors, values = {}, {}
         for leaf in self.tree.leaves:
             if leaf.shape is None:

@@ -16,13 +16,14 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ftp.distributed.board import AGREED, Board
+from ftp.distributed.board import Board, Verdict
 from ftp.distributed.channel import Channel
 from ftp.distributed.exchanges import Exchanges
-from ftp.distributed.faults import Faults, is_of_collective
+from ftp.distributed.faults import Faults
 from ftp.distributed.handed_out import HandedOut
 from ftp.distributed.interrupt import interrupt
 from ftp.distributed.interrupt import interrupts as interrupts  # where others look for it
+from ftp.distributed.roll_call import Answer
 from ftp.distributed.running import Running, thread_name
 from ftp.distributed.store import Store
 from ftp.distributed.unfinished import Unfinished
@@ -38,6 +39,7 @@ from ftp.sharding.process_group import (
     talks_nccl,
     timeouts,
 )
+from ftp.torch_internals.error_texts import has_timed_out, is_of_collective
 
 _USUAL = 0.25  # seconds that an agreement may take before the watchers of all ranks are notified
 
@@ -100,7 +102,7 @@ class Calls:
         return self._faults.failure
 
     @failure.setter
-    def failure(self, failure: FtpError | None) -> None:
+    def failure(self, failure: FtpError) -> None:
         self._faults.failure = failure
 
     @property
@@ -219,10 +221,11 @@ class Calls:
         is_first = board.open(call, self._skipped)
         if isinstance(payload, Exception):
             error = shortened(f"{type(payload).__name__}: {payload}", 2000)
-            board.settle(
+            why = (
                 f"Rank {self.mesh.rank} failed to plan call {call}, so no rank runs it. Its"
                 f" error:\n  {indented(error)}"
             )
+            board.settle(Verdict(why))
             self._channel.notify(store)
             board.linger()
             return
@@ -230,7 +233,7 @@ class Calls:
             board.enter({"call number": str(call), "calling thread": thread_name(), **payload})
             == self.mesh.size()
         ):
-            board.settle(board.compare() or AGREED)
+            board.settle(board.compare())
 
         def is_over() -> bool:
             return self.failure is not None or board.is_settled()
@@ -244,22 +247,23 @@ class Calls:
             wait_until(timeout - _USUAL, lambda: is_over() or is_in_vain(), self.mesh.size())
             if not is_over():
                 absent = board.absent()
-                board.settle(
+                why = (
                     f"Rank {self.mesh.rank} waited to agree on the program of call {call}:"
                     f" {missing}"
                     if (missing := self._faults.missing)
                     else board.report_absent(absent, self._faults.ask(absent), call, timeout)
                 )
+                board.settle(Verdict(why))
         if self.failure is None and board.is_broken():
-            self.failure = MismatchError(board.broken())
+            self.failure = board.broken().error()
         if self.failure is not None:
             board.see()
             self._check()
         verdict = board.verdict()
         board.clean()
-        if verdict != AGREED:
+        if verdict.why:
             board.linger()
-            raise MismatchError(verdict)
+            raise verdict.error()
         board.forget(self._cleaned)
         self._cleaned, self._agreed_call, self._skipped = number + 1, call, ""
         self._watch_host(store)
@@ -298,9 +302,7 @@ class Calls:
         ):
             return None
         if self.failure is None:
-            self.failure = self._find_out(
-                self._waited() if "timed out" in str(error).lower() else ""
-            )
+            self.failure = self._find_out(self._waited() if has_timed_out(error) else "")
         self._is_told = True
         if isinstance(self.failure, MismatchError):
             return MismatchError(str(self.failure))
@@ -329,7 +331,7 @@ class Calls:
                 self._look(store)
                 board = Board(store, self._channel.prefix, self._joined, self.mesh)
                 if self.failure is None and board.is_broken():
-                    self.failure = MismatchError(board.broken())
+                    self.failure = board.broken().error()
                 if self.failure is None:
                     self._faults.call_roll(store, self.next(), waited)
         except CollectiveError as e:
@@ -340,13 +342,12 @@ class Calls:
     def _end_late(self, waited: float) -> None:
         """Finds out who is missing where the GPU does not finish a call, and aborts the call."""
         if self.failure is None:
-            why = str(self._find_out(""))
-            self.failure = CollectiveError(
+            self._faults.late = (
                 f"The GPU of rank {self.mesh.rank} has not come to the end of call"
                 f" {self.call + (self._thread is not None)} on"
-                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results:"
-                f" {why}"
+                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results"
             )
+            self.failure = self._find_out("")
             # The program may be blocked, and end so.
             print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
         interrupt(self.mesh)
@@ -373,12 +374,13 @@ class Calls:
         if self._watcher is not None:
             self._watcher.watch_host(store)
 
-    def _where(self) -> str:
-        if self._thread is not None:
-            return f"is in call {self.next()}"
-        if self._unfinished:  # the GPU is, which the call did not wait for
-            return f"is in call {self.call}"
-        return (
+    def _where(self) -> Answer:
+        # Of an unfinished call the GPU is in it, which the call did not wait for.
+        is_calling = self._thread is not None
+        if is_calling or self._unfinished:
+            at = self.next() if is_calling else self.call
+            return Answer(f"is in call {at}", at)
+        return Answer(
             "has not come to it: its last call is number"
             f" {self.call}{self._skipped and f'; it {self._skipped}'}"
         )
@@ -425,7 +427,7 @@ class Calls:
 
     def _close(self, board: Board) -> None:
         """Takes no more calls, as ``board`` says, and interrupts the one that goes on."""
-        self.failure = MismatchError(board.broken())
+        self.failure = board.broken().error()
         interrupt(self.mesh)
 
 

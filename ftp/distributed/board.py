@@ -5,12 +5,26 @@ import contextlib
 import json
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ftp.distributed.store import Store
 from ftp.distributed.waiting import LINGER, named_ranks, shortened, wait_until
+from ftp.errors import MismatchError
 from ftp.sharding.mesh import Mesh
 
-AGREED = "agreed"
+
+class Verdict(NamedTuple):
+    """How an agreement ended: why it failed, "" where all ranks agree; and the facet in which ranks
+    differ, if that is why.
+    """
+
+    why: str = ""
+    facet: str | None = None
+
+    def error(self) -> MismatchError:
+        error = MismatchError(self.why)
+        error.facet = self.facet
+        return error
 
 
 @dataclass(frozen=True)
@@ -54,41 +68,41 @@ class Board:
         )
         return self.store.add(self.key("count"), 1)
 
-    def compare(self) -> str | None:
+    def compare(self) -> Verdict:
         """The first difference from the lowest rank, if any."""
         ranks = sorted(self.mesh.ranks)
         texts = self.store.multi_get([self.key(rank) for rank in ranks])
         if all(t == texts[0] for t in texts):
-            return None
+            return Verdict()
         lowest, *others = (json.loads(zlib.decompress(bytes.fromhex(t))) for t in texts)
         for rank, payload in zip(ranks[1:], others, strict=True):
             for facet in dict.fromkeys((*lowest, *payload)):
                 a, b = (p.get(facet, "(absent)") for p in (lowest, payload))
                 if a != b:
-                    return _describe_difference(
-                        facet, (ranks[0], a), (rank, b), lowest.get("call number", "?")
-                    )
-        return None
+                    call = lowest.get("call number", "?")
+                    why = _describe_difference(facet, (ranks[0], a), (rank, b), call)
+                    return Verdict(why, facet)
+        return Verdict()
 
-    def settle(self, verdict: str) -> None:
-        self.store.propose(self.key("verdict"), verdict)
+    def settle(self, verdict: Verdict) -> None:
+        self.store.propose(self.key("verdict"), json.dumps(verdict))
 
-    def break_off(self, verdict: str) -> None:
+    def break_off(self, why: str) -> None:
         """Publishes that a rank goes on with another program: the mesh takes no more calls."""
-        self.settle(verdict)
-        self.store.propose(f"{self.prefix}/broken", self.verdict())
+        self.settle(Verdict(why))
+        self.store.propose(f"{self.prefix}/broken", json.dumps(self.verdict()))
 
     def is_broken(self) -> bool:
         return self.store.check(f"{self.prefix}/broken")
 
-    def broken(self) -> str:
-        return self.store.get(f"{self.prefix}/broken")
+    def broken(self) -> Verdict:
+        return Verdict(*json.loads(self.store.get(f"{self.prefix}/broken")))
 
     def is_settled(self) -> bool:
         return self.store.check(self.key("verdict"))
 
-    def verdict(self) -> str:
-        return self.store.get(self.key("verdict"))
+    def verdict(self) -> Verdict:
+        return Verdict(*json.loads(self.store.get(self.key("verdict"))))
 
     def linger(self) -> None:
         """Waits until all ranks know of the failure: this rank may hold the store, and its end

@@ -5,11 +5,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from ftp.distributed.channel import Channel
 from ftp.distributed.interrupt import interrupt
-from ftp.distributed.roll_call import RollCall
+from ftp.distributed.roll_call import Answer, RollCall
 from ftp.distributed.store import Store, holder
 from ftp.distributed.waiting import RESTART, shortened, wait_until
 from ftp.errors import CollectiveError, FtpError
@@ -24,16 +22,29 @@ class Faults:
         where: in which call this rank is, for the others to read.
 
     Attributes:
-        failure: why the mesh takes no more calls, if so.
+        failure: why the mesh takes no more calls, if so. Set once, as the program may read it at
+            any time.
+        late: what this rank's GPU has not done, where that is how the failure showed: the failure
+            begins with it.
         missing: which rank is known to have ended, if one is. Nobody waits for that rank any more,
             also where the mesh takes no more calls for another reason, and ranks save.
     """
 
-    def __init__(self, channel: Channel, where: Callable[[], str]):
-        self.failure: FtpError | None = None
+    def __init__(self, channel: Channel, where: Callable[[], Answer]):
+        self._failure: FtpError | None = None
+        self.late = ""
         self.missing = ""
         self._channel, self._where = channel, where
         self._has_signed = self._has_learned = False
+
+    @property
+    def failure(self) -> FtpError | None:
+        return self._failure
+
+    @failure.setter
+    def failure(self, failure: FtpError) -> None:
+        if failure is not self._failure:
+            self._failure = type(failure)(f"{self.late}: {failure}") if self.late else failure
 
     def give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
         """Takes no more calls, and tells the other ranks."""
@@ -70,7 +81,7 @@ class Faults:
         asked = self._channel.key(f"asked/{self._channel.mesh.rank}")
         if store.check(f"{asked}/answers"):
             of = f", of program {shortened(program, 80)}" if program else ""
-            store.set(asked, self._where() + of)
+            store.set(asked, self._where().text + of)
             store.add(f"{asked}/answers", 1)
         roll = self._roll(store)
         self.missing = self.missing or roll.lost()
@@ -109,9 +120,9 @@ class Faults:
         try:
             store = self._channel.store(1.0)
             roll = self._roll(store)
-            said = roll.said(rank)
-            if self.failure is not None or said:
-                what = said if said.startswith("has ended") else "has ended"
+            answer = roll.answer_of(rank)
+            if self.failure is not None or answer is not None:
+                what = answer.text if answer is not None and answer.has_ended else "has ended"
                 self._lose(store, roll, f"Rank {rank} {what}: {text}")
                 return
             why = f"Rank {rank} has been killed, or has ended without a word: {text}"
@@ -131,7 +142,8 @@ class Faults:
         channel = self._channel
         with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
             store = channel.store(1.0)
-            self._sign(self._roll(store), f"has ended after call {call}{why}")
+            answer = Answer(f"has ended after call {call}{why}", has_ended=True)
+            self._sign(self._roll(store), answer)
             # The store ends with the process that holds it: threads that wait at it end first.
             is_holder = holder() == f"rank {channel.mesh.rank}"
             if is_holder:
@@ -141,10 +153,10 @@ class Faults:
     def _roll(self, store: Store) -> RollCall:
         return RollCall(store, self._channel.prefix, self._channel.mesh)
 
-    def _sign(self, roll: RollCall, text: str = "") -> None:
+    def _sign(self, roll: RollCall, answer: Answer | None = None) -> None:
         if not self._has_signed:
             self._has_signed = True
-            roll.sign(text or self._where())
+            roll.sign(answer or self._where())
 
     def _lose(self, store: Store, roll: RollCall, why: str) -> None:
         """Notes that a rank has ended after the mesh failed, for all ranks; or that one of this
@@ -158,17 +170,8 @@ class Faults:
         why, is_missing = verdict
         if is_missing:
             self.missing = why
-        self.failure = self.failure or CollectiveError(why)
+        if self.failure is None:
+            self.failure = CollectiveError(why)
         if roll is not None and not self._has_learned:
             self._has_learned = True
             roll.see()
-
-
-def is_of_collective(error: RuntimeError) -> bool:
-    """Whether a collective raised it, rather than an op on local tensors."""
-    # Gloo's messages name its source path, but for a connection that a timeout has closed.
-    return (
-        isinstance(error, dist.DistError)
-        or "gloo" in str(error).lower()
-        or "pair closure" in str(error)
-    )

@@ -10,6 +10,32 @@ from ftp.sharding.mesh import Mesh
 
 
 @dataclass(frozen=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        text: in words that follow the rank's name.
+        call: the number of the call that it is in; None where it is in none.
+        has_ended: whether its process ends.
+    """
+
+    text: str
+    call: int | None = None
+    has_ended: bool = False
+
+    def as_text(self) -> str:
+        """
+        >>> Answer.from_text(Answer("is in call 3", 3).as_text())
+        Answer(text='is in call 3', call=3, has_ended=False)
+        """
+        return json.dumps([self.text, self.call, self.has_ended])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Answer":
+        return cls(*json.loads(text))
+
+
+@dataclass(frozen=True)
 class RollCall:
     """A question to all ranks, asked once, by the first that sees a collective fail. Each rank's
     first answer stands, and so does the first verdict.
@@ -29,16 +55,16 @@ class RollCall:
     def is_called(self) -> bool:
         return self.store.check(self.key("called"))
 
-    def sign(self, text: str) -> None:
-        self.store.set(self.key(self.mesh.rank), text)
+    def sign(self, answer: Answer) -> None:
+        self.store.set(self.key(self.mesh.rank), answer.as_text())
         self.store.add(self.key("count"), 1)
 
     def has_signed(self, rank: int) -> bool:
         return self.store.check(self.key(rank))
 
-    def said(self, rank: int) -> str:
-        """A rank's answer; "" where it has given none."""
-        return self.store.get(self.key(rank)) if self.has_signed(rank) else ""
+    def answer_of(self, rank: int) -> Answer | None:
+        """A rank's answer; None where it has given none."""
+        return Answer.from_text(self.store.get(self.key(rank))) if self.has_signed(rank) else None
 
     def lose(self, why: str) -> str:
         """Publishes that a rank has ended, after the verdict or its own last word; returns the
@@ -94,16 +120,16 @@ class RollCall:
         )
         if self.is_settled():
             return self.learn()
-        said = {
-            rank: self.store.get(self.key(rank))
+        answers = {
+            rank: answer
             for rank in sorted(self.mesh.ranks)
-            if self.has_signed(rank)
+            if (answer := self.answer_of(rank)) is not None
         }
-        why, is_missing = self._describe(call, said, waited)
+        why, is_missing = self._describe(call, answers, waited)
         return self.settle(why, is_missing=is_missing)
 
-    def _describe(self, call: int, said: dict[int, str], waited: str) -> tuple[str, bool]:
-        silent = [rank for rank in sorted(self.mesh.ranks) if rank not in said]
+    def _describe(self, call: int, answers: dict[int, Answer], waited: str) -> tuple[str, bool]:
+        silent = [rank for rank in sorted(self.mesh.ranks) if rank not in answers]
         found = (
             [
                 f"{named_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not answer: killed,"
@@ -113,16 +139,16 @@ class RollCall:
             else []
         )
         found += [
-            f"{named_ranks([rank])} {text}"
-            for rank, text in said.items()
-            if not text.startswith("is in call")
+            f"{named_ranks([rank])} {answer.text}"
+            for rank, answer in answers.items()
+            if answer.call is None
         ]
         found = found or [
-            f"{named_ranks([rank])} {text}"
-            for rank, text in said.items()
-            if text != f"is in call {call}"
+            f"{named_ranks([rank])} {answer.text}"
+            for rank, answer in answers.items()
+            if answer.call != call
         ]
-        is_missing = bool(silent) or any(text.startswith("has ended") for text in said.values())
+        is_missing = bool(silent) or any(answer.has_ended for answer in answers.values())
         why = (
             ". ".join(found)
             or "all ranks are in it, so a connection between them failed or was too slow"

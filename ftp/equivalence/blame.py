@@ -1,9 +1,11 @@
 """Where a rank program parts from the reference: the first value that is none of its values."""
 
+import math
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -11,20 +13,21 @@ import torch
 from torch import Tensor, fx
 
 from ftp.certification.certificate import Certificate
-from ftp.certification.lockstep.check import Difference, compare, depth_of, inputs_for
+from ftp.certification.lockstep.check import WrongOutput, compare, depth_of, inputs_for
 from ftp.certification.lockstep.program import coordinates, total
 from ftp.certification.lockstep.run import Rank
 from ftp.certification.residues.domain import Residues
-from ftp.certification.residues.value import Blind, Degenerate, Value, separate
+from ftp.certification.residues.value import Blind, Degenerate, Planes, separate
 from ftp.certification.residues.words import words
 from ftp.ops.exchange import EXCHANGE
 
 ATTEMPTS = 16
 LARGEST = 4_000_000  # elements of the reference that are remembered
+MOST_SCALED = 8  # reductions that are scaled to see whether that mends the program
 
 
 @dataclass(frozen=True)
-class Place:
+class BlamedLine:
     """A line of a rank program, and what is wrong there."""
 
     line: str
@@ -43,13 +46,13 @@ class _Event:
     """
 
     node: fx.Node
-    value: Value
+    value: Planes
     storage: int
     reads: tuple["_Event", ...]
     axes: tuple[str, ...] | None = None
 
 
-def blame(certificate: Certificate, seen: Difference) -> Place:
+def blame(certificate: Certificate, seen: WrongOutput) -> BlamedLine:
     """The line of the rank's program where an output that differs goes wrong."""
     found = None
     for _ in range(ATTEMPTS):
@@ -64,11 +67,11 @@ def blame(certificate: Certificate, seen: Difference) -> Place:
     return found or _at_output(certificate, seen, "this line makes it.")
 
 
-def _at_output(certificate: Certificate, seen: Difference, why: str) -> Place:
+def _at_output(certificate: Certificate, seen: WrongOutput, why: str) -> BlamedLine:
     graph = _graph(certificate, seen.rank)
     (output,) = (n for n in graph.nodes if n.op == "output")
     node = output.args[0][seen.output]  # type: ignore[index]
-    return Place(_maker(node).meta.get("source", "") if isinstance(node, fx.Node) else "", why)
+    return BlamedLine(_maker(node).meta.get("source", "") if isinstance(node, fx.Node) else "", why)
 
 
 def _graph(certificate: Certificate, rank: int) -> fx.Graph:
@@ -97,16 +100,17 @@ _VIEWS = words(
 class _Search:
     """Runs both programs once and compares the ranks' values with the reference's."""
 
-    def __init__(self, certificate: Certificate, seen: Difference):
+    def __init__(self, certificate: Certificate, seen: WrongOutput):
         self.certificate, self.seen = certificate, seen
-        self.domain = Residues(depth_of(certificate).field(secrets.randbits(60)))
+        self.field = depth_of(certificate).field(secrets.randbits(60))
+        self.domain = Residues(self.field)
         ranks = len(coordinates(certificate))
         self.events: list[list[_Event]] = [[] for _ in range(ranks)]
         self.last: list[dict[int, _Event]] = [{} for _ in range(ranks)]
         self.known: list[list[Tensor]] = [[] for _ in range(self.domain.field.levels)]
         self.count = 0
 
-    def place(self) -> tuple[Place, bool]:
+    def place(self) -> tuple[BlamedLine, bool]:
         """The place, and whether another draw would show no better one.
 
         A draw can turn elements of a ReLU off. Zeros of what differs then pass for values of the
@@ -129,7 +133,7 @@ class _Search:
 
     def _remember(self, _: Any, found: Any) -> None:
         for x in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(x, Value) and self.count < LARGEST:
+            if isinstance(x, Planes) and self.count < LARGEST:
                 self.count += x.planes[0].numel()
                 for level in range(x.window.low, x.window.high + 1):
                     self.known[level].append(x.planes[level].reshape(-1))
@@ -137,23 +141,28 @@ class _Search:
     def _watch(self, rank: Rank, node: fx.Node, found: Any) -> None:
         last = self.last[rank.number]
         reads = []
-        for operand in node.args[1] if node.target is EXCHANGE else node.all_input_nodes:  # type: ignore[union-attr]
+        operands: Any = node.args[1] if node.target is EXCHANGE else node.all_input_nodes
+        for operand in operands:
             value: Any = rank.values.get(operand)  # type: ignore[arg-type]
             for x in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(x, Value) and self.domain.storage(x) in last:
+                if isinstance(x, Planes) and self.domain.storage(x) in last:
                     reads.append(last[self.domain.storage(x)])
         for x in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(x, Value):
+            if isinstance(x, Planes):
                 event = _Event(node, separate(x), self.domain.storage(x), tuple(reads))
                 self.events[rank.number].append(event)
                 last[event.storage] = event
+
+    @property
+    def are_alike(self) -> bool:
+        return len({tuple(str(e.node.target) for e in rank) for rank in self.events}) == 1
 
     # What the ranks' values are of the reference's.
 
     def _explain(self) -> None:
         axes = list(self.certificate.axes)
         events = self.events
-        are_alike = len({tuple(str(e.node.target) for e in rank) for rank in events}) == 1
+        are_alike = self.are_alike
         subsets = [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
         for rank, own in enumerate(events):
             for i, event in enumerate(own):
@@ -176,13 +185,13 @@ class _Search:
                         event.axes = subset
                         break
 
-    def _is_known(self, x: Value) -> bool:
+    def _is_known(self, x: Planes) -> bool:
         if x.window.low > x.window.high:
             return False
         level = x.window.high
         return bool(torch.isin(x.planes[level], self.sets[level]).all())
 
-    def _trivial(self, x: Value) -> Tensor:
+    def _trivial(self, x: Planes) -> Tensor:
         """Which elements are ones, minus ones or zeros, which are nobody's in particular."""
         level = min(x.window.high, self.domain.field.levels - 1)
         p = self.domain.field.primes[level]
@@ -190,7 +199,7 @@ class _Search:
 
     # The first that is none.
 
-    def _first(self) -> tuple[Place, bool]:
+    def _first(self) -> tuple[BlamedLine, bool]:
         graph = _graph(self.certificate, self.seen.rank)
         (output,) = (n for n in graph.nodes if n.op == "output")
         node: Any = output.args[0][self.seen.output]  # type: ignore[index]
@@ -203,9 +212,9 @@ class _Search:
             if pending:
                 begun = _line(self._begun(final))
                 why = f"a sum that is still pending over {', '.join(pending)}."
-                return Place(begun, why), True
+                return BlamedLine(begun, why), True
             why = "it is another value of the reference than is due here."
-            return Place(_line(self._maker(final)), why), not self._trivial(final.value).any()
+            return BlamedLine(_line(self._maker(final)), why), not self._trivial(final.value).any()
         region: list[_Event] = []
         todo = [final]
         while todo:
@@ -222,8 +231,53 @@ class _Search:
                 begun, there = _line(self._begun(read)), _line(culprit)
                 line = begun if begun == there else f"{begun}, read at {there}"
                 why = f"a sum that is still pending over {', '.join(read.axes)}."
-                return Place(line, why), True
-        return Place(_line(culprit), "the first value that the reference does not hold."), True
+                return BlamedLine(line, why), True
+        return self._mended(region) or BlamedLine(
+            _line(culprit), "the first value that the reference does not hold."
+        ), True
+
+    # A program that arranges a formula otherwise holds values that the reference does not, before
+    # anything is wrong. A reduction is to blame if dividing or multiplying its result alone mends
+    # the output.
+
+    def _mended(self, region: Sequence[_Event]) -> BlamedLine | None:
+        if not self.are_alike:
+            return None
+        own = self.events[self.seen.rank]
+        exchanges = [e for e in own if e.node.target is EXCHANGE and any(e is r for r in region)]
+        sizes = list(self.certificate.axes.values())
+        counts = {math.prod(s) for n in range(len(sizes)) for s in combinations(sizes, n + 1)}
+        for event in reversed(exchanges[-MOST_SCALED:]):
+            at = next(i for i, e in enumerate(own) if e is event)
+            for count in sorted(counts - {1}):
+                if self._is_right_with(at, Fraction(1, count)):
+                    return BlamedLine(
+                        _line(event), f"divided by {count}, its result would be right."
+                    )
+                if self._is_right_with(at, Fraction(count)):
+                    return BlamedLine(_line(event), f"times {count}, its result would be right.")
+        return None
+
+    def _is_right_with(self, at: int, by: Fraction) -> bool:
+        """Whether the output is right, and those before it, if every rank's result number ``at`` is
+        scaled.
+        """
+        domain = Residues(self.field)
+        made = [0] * len(self.events)
+
+        def scale(rank: Rank, _: fx.Node, found: Any) -> None:
+            for x in found if isinstance(found, list | tuple) else [found]:
+                if isinstance(x, Planes):
+                    if made[rank.number] == at:
+                        domain.write(x, domain.scaled(x, by))
+                    made[rank.number] += 1
+
+        try:
+            inputs = inputs_for(domain, self.certificate, 0)
+            found = compare(domain, self.certificate, inputs, scale)
+            return found is None or found.output > self.seen.output
+        except (Blind, Degenerate):
+            return False
 
     def _event_of(self, own: Sequence[_Event], node: Any) -> _Event | None:
         if not isinstance(node, fx.Node):

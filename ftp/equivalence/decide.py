@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftp.certification.certificate import Certificate
 from ftp.certification.lockstep.check import (
-    Difference,
+    WrongOutput,
     compare,
     describe,
     difference,
@@ -56,7 +56,7 @@ def _stuck(e: RunError) -> CertificateError:
 
 
 def _different(
-    certificate: Certificate, seen: Difference, inputs: Sequence[Tensor]
+    certificate: Certificate, seen: WrongOutput, inputs: Sequence[Tensor]
 ) -> CertificateError:
     recorded = certificate.recorded
     assert recorded is not None
@@ -77,7 +77,7 @@ def _different(
     return error
 
 
-def _undecided(certificate: Certificate, blind: str, found: Difference | None) -> Undecided:
+def _undecided(certificate: Certificate, blind: str, found: WrongOutput | None) -> Undecided:
     recorded = certificate.recorded
     assert recorded is not None
     ops = opaque_ops(certificate)
@@ -130,7 +130,7 @@ _PLAIN = words(
 # Simulation.
 
 
-def simulate(certificate: Certificate) -> tuple[Difference, list[Any]] | None:
+def simulate(certificate: Certificate) -> tuple[WrongOutput, list[Any]] | None:
     """The first difference on random inputs in float64, with the inputs; None if none is found."""
     tolerance = 3e-2 if _is_low(certificate) else 1e-8
     for draw in range(SIMULATIONS):
@@ -150,7 +150,7 @@ def simulate(certificate: Certificate) -> tuple[Difference, list[Any]] | None:
         if found is not None:
             by = f" by {margins[-1]:.3g}." if margins else ""
             why = found.why.rstrip(".") + (f":{by}" if by else ".")
-            return Difference(found.output, found.rank, why.replace(": by", ", by")), inputs
+            return WrongOutput(found.output, found.rank, why.replace(": by", ", by")), inputs
     return None
 
 

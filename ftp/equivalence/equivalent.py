@@ -15,8 +15,8 @@ from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.fake_world import as_rank
 from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of
 from ftp.equivalence.program_lines import operations, without_dead
-from ftp.equivalence.recorded_exchanges import Exchanges
-from ftp.equivalence.recorder import Recorder, recording
+from ftp.equivalence.recorded_exchanges import ExchangeRecorder
+from ftp.equivalence.recorder import ProgramRecorder, recording
 from ftp.errors import FtpError, InputError, SpecError, TraceError
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.dtensor_placements import is_placements
@@ -24,6 +24,7 @@ from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.source import raised_line
+from ftp.torch_internals.error_texts import Meaning, meaning_of
 
 
 def equivalent(
@@ -78,7 +79,7 @@ def equivalent(
     certificate of 3 values and ops on (tp 2), 2 ranks
     """
     resolved = resolve(mesh)
-    call = _Call.of(reference, rank_program, resolved, in_specs, out_specs, args, grad)
+    call = _Comparison.of(reference, rank_program, resolved, in_specs, out_specs, args, grad)
     whole = call.record_reference()
     certificate = call.certificate(mesh, whole)
     decide(certificate)
@@ -86,7 +87,7 @@ def equivalent(
 
 
 @dataclass
-class _Program:
+class _RecordedProgram:
     """A recorded program.
 
     Attributes:
@@ -96,7 +97,7 @@ class _Program:
         tree: of the results.
     """
 
-    recorder: Recorder
+    recorder: ProgramRecorder
     outputs: list[Tensor]
     names: list[str]
     tree: Any
@@ -108,7 +109,7 @@ class _Program:
 
 
 @dataclass
-class _Call:
+class _Comparison:
     """One call of ``equivalent``."""
 
     reference: Callable[..., Any]
@@ -132,7 +133,7 @@ class _Call:
         out_specs: Any,
         args: tuple[Any, ...],
         grad: bool,
-    ) -> "_Call":
+    ) -> "_Comparison":
         leaves, tree = flatten(args)
         roots = argument_names(reference)
         whole = in_specs
@@ -159,7 +160,7 @@ class _Call:
 
     # The programs.
 
-    def record_reference(self) -> _Program:
+    def record_reference(self) -> _RecordedProgram:
         with recording() as recorder:
             given = [
                 self._input(recorder, x, tuple(x.shape), name) if isinstance(x, Tensor) else x
@@ -168,11 +169,11 @@ class _Call:
             return self._run(recorder, self.reference, given, given, None, "The reference")
 
     def record_rank(
-        self, mesh: AnyMesh, rank: int, whole: _Program, specs: list[PartitionSpec]
-    ) -> tuple[_Program, bool]:
+        self, mesh: AnyMesh, rank: int, whole: _RecordedProgram, specs: list[PartitionSpec]
+    ) -> tuple[_RecordedProgram, bool]:
         coordinate = self.mesh.coordinates()[rank]
         with as_rank(mesh, self.mesh, rank) as device_mesh:
-            exchanges = Exchanges(device_mesh)
+            exchanges = ExchangeRecorder(device_mesh)
             with recording(exchanges) as recorder:
                 index = {a: torch.full((), i, dtype=torch.int64) for a, i in coordinate.items()}
                 local = [
@@ -192,7 +193,9 @@ class _Call:
                     )
             return program, exchanges.uses_axis
 
-    def _input(self, recorder: Recorder, x: Tensor, shape: Sequence[int], name: str) -> Tensor:
+    def _input(
+        self, recorder: ProgramRecorder, x: Tensor, shape: Sequence[int], name: str
+    ) -> Tensor:
         made = _empty(recorder, shape, x.dtype)
         recorder.input(made, "x")
         recorder.protect(made, name)
@@ -215,13 +218,13 @@ class _Call:
 
     def _run(
         self,
-        recorder: Recorder,
+        recorder: ProgramRecorder,
         fn: Callable[..., Any],
         local: list[Any],
         passed: list[Any],
         ranked: Any,
         who: str,
-    ) -> _Program:
+    ) -> _RecordedProgram:
         try:
             result = fn(*self.tree.unflatten(passed))
         except FtpError:
@@ -233,6 +236,12 @@ class _Call:
                 " for all inputs: use a mask, as torch.where does, in place of a selection."
             ) from e
         except Exception as e:
+            if meaning_of(e) is Meaning.MUTATES_LEAF:
+                raise TraceError(
+                    f"{who}: {raised_line(e) or 'the program'}\n  The program writes to one of its"
+                    " inputs: what the caller holds would change. Work on a copy, as .clone() makes"
+                    " it."
+                ) from e
             raise TraceError(
                 f"{who}: {raised_line(e) or 'the program'} raises {type(e).__name__} on fake"
                 f" tensors: {e}"
@@ -255,11 +264,11 @@ class _Call:
             ]
         for x in outputs:
             recorder.node_of(x)
-        return _Program(recorder, outputs, names, tree, len(tensors))
+        return _RecordedProgram(recorder, outputs, names, tree, len(tensors))
 
     def _gradients(
         self,
-        recorder: Recorder,
+        recorder: ProgramRecorder,
         tensors: Sequence[Tensor],
         leaves: Sequence[Any],
         local: Sequence[Any],
@@ -304,7 +313,7 @@ class _Call:
 
     # The certificate.
 
-    def certificate(self, mesh: AnyMesh, whole: _Program) -> Certificate:
+    def certificate(self, mesh: AnyMesh, whole: _RecordedProgram) -> Certificate:
         results = whole.outputs[: whole.results]
         tree = whole.tree.unflatten(results)
         given = as_specs(self.out_specs, tree, self.mesh, "out_specs")
@@ -367,7 +376,11 @@ class _Call:
         )
 
     def _require_outputs(
-        self, program: _Program, whole: _Program, specs: Sequence[PartitionSpec], rank: int
+        self,
+        program: _RecordedProgram,
+        whole: _RecordedProgram,
+        specs: Sequence[PartitionSpec],
+        rank: int,
     ) -> None:
         if program.results != whole.results:
             raise SpecError(
@@ -391,7 +404,7 @@ class _Call:
                 )
 
 
-def _empty(recorder: Recorder, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty(recorder: ProgramRecorder, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes(), recorder.fake:

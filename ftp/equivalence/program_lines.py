@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.certification.certificate import Operation, Ref, Spec
-from ftp.rules.rule import Meta
+from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.rules.call import Meta
 
 
 def operations(
@@ -41,7 +41,7 @@ def operations(
         if node.op == "placeholder":
             found.append(Operation(name, None, (), {}, metas, spec=next(given)))
         else:
-            args, kwargs = map_arg((node.args, node.kwargs), refs.__getitem__)  # type: ignore[misc]
+            args, kwargs = mapped_arguments(node, refs.__getitem__)
             target: Any = node.target
             source, strides = node.meta["source"], tuple(map(tuple, node.meta["strides"]))
             found.append(

@@ -74,6 +74,8 @@ def _axis_exchange_rows(
 ) -> Tensor:
     """Rows whose part sizes are values, each part with room for all: a proof has no sizes."""
     me = call.of.mesh.get_local_rank(axis)
+    if counts.ndim == 3:
+        return _by_groups(call, x, counts, axis, n, bound, back, me)
     sizes = counts.t() if back else counts
     ends = sizes[me].cumsum(0)
     at = torch.arange(x.shape[0], device=x.device)
@@ -91,6 +93,28 @@ def _axis_exchange_rows(
         has = (place >= 0) & (at < arrived[source])
         out = out + _held(has, part.index_select(0, place.clamp(0, max(x.shape[0] - 1, 0))))
     return out
+
+
+def _by_groups(
+    call: RecordedCall,
+    x: Tensor,
+    counts: Tensor,
+    axis: str,
+    n: int,
+    bound: int,
+    back: bool,
+    me: int,
+) -> Tensor:
+    """Rows that arrive sorted by rank, then by group, are sorted by group."""
+    of_pairs, groups = counts.sum(2), counts.shape[2]
+    at = torch.arange(x.shape[0] if back else bound, device=x.device)
+    place = torch.searchsorted(counts[:, me].reshape(-1).cumsum(0), at, right=True)
+    own = torch.where(place < n * groups, place % groups, groups)
+    order = own.argsort(stable=True)
+    if back:
+        x = x.index_select(0, order.argsort())
+    made = _axis_exchange_rows(call, x, of_pairs, axis, n, bound, back)
+    return made if back else made.index_select(0, order)
 
 
 def _held(has: Tensor, rows: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor, fx
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ftp.equivalence.recorder import Recorder
+from ftp.equivalence.recorder import ProgramRecorder
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.source import user_line
 
 
-class Issued:
+class IssuedBy:
     """What one rank's collectives have in common.
 
     Attributes:
@@ -43,7 +43,7 @@ class Issued:
 class RecordedCall:
     """One call of a collective, whose exchange is appended to the graph."""
 
-    def __init__(self, of: Issued, recorder: Recorder, line: str):
+    def __init__(self, of: IssuedBy, recorder: ProgramRecorder, line: str):
         self.of, self.recorder, self.line = of, recorder, line
 
     def issue(
@@ -71,7 +71,7 @@ class RecordedCall:
 
     def wait(self, number: int) -> None:
         node = self.recorder.graph.call_function(ARRIVED, (number,))
-        Recorder._note(node, None, self.line)
+        ProgramRecorder._note(node, None, self.line)
 
     def work(self, number: int) -> Any:
         """A handle whose ``wait`` is recorded."""
@@ -79,7 +79,7 @@ class RecordedCall:
 
         def wait(*_: Any) -> bool:
             node = self.recorder.graph.call_function(ARRIVED, (number,))
-            Recorder._note(node, None, user_line())
+            ProgramRecorder._note(node, None, user_line())
             return True
 
         made = PythonCallbackWork(wait)

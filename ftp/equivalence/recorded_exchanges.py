@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftp.equivalence.recorded_axis import AXIS
-from ftp.equivalence.recorded_call import Issued, RecordedCall
-from ftp.equivalence.recorder import Recorder
+from ftp.equivalence.recorded_call import IssuedBy, RecordedCall
+from ftp.equivalence.recorder import ProgramRecorder
 from ftp.errors import TraceError
 from ftp.source import user_line
 
@@ -27,18 +27,18 @@ _REDUCTIONS = {
 }
 
 
-class Exchanges:
+class ExchangeRecorder:
     """Records the collectives of one rank."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.issued = Issued(mesh)
+        self.issued = IssuedBy(mesh)
         self.uses_axis = False
 
     def handles(self, func: Any) -> bool:
         return func.namespace in ("c10d", "_c10d_functional") or func in AXIS
 
     def record(
-        self, recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any], line: str
+        self, recorder: ProgramRecorder, func: Any, args: Any, kwargs: Mapping[str, Any], line: str
     ) -> Any:
         call = RecordedCall(self.issued, recorder, line)
         if func in AXIS:

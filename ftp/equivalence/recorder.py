@@ -32,7 +32,7 @@ LARGEST = 1 << 20  # elements of a constant tensor
 LONGEST = 200_000  # nodes of a program
 
 
-class Recorder(TorchDispatchMode):
+class ProgramRecorder(TorchDispatchMode):
     """Records a program on fake tensors.
 
     Args:
@@ -218,9 +218,9 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def recording(exchanges: Any = None) -> Iterator[Recorder]:
+def recording(exchanges: Any = None) -> Iterator[ProgramRecorder]:
     """Record within the block; attention is recorded as its formula."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, exchanges)
+    recorder = ProgramRecorder(fake, exchanges)
     with fake, sdpa_kernel(SDPBackend.MATH), recorder:
         yield recorder

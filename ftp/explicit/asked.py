@@ -26,7 +26,7 @@ def unasked(
         out_specs: those that were given; None is an output that asks for nothing.
         without: names of constraints that do not count.
     """
-    return _Reader(plan.graph, out_specs, without).unasked()
+    return _UnaskedFinder(plan.graph, out_specs, without).unasked()
 
 
 def pin_of(node: Node) -> Pin | None:
@@ -36,7 +36,7 @@ def pin_of(node: Node) -> Pin | None:
 
 def collectives_of(graph: Graph) -> list[Node]:
     """The reshards that send something."""
-    return [n for n in graph.nodes if n.kind == "move" and n.target.op in COLLECTIVES]
+    return [n for n in graph.nodes if n.kind == "reshard" and n.target.op in COLLECTIVES]
 
 
 def passes_on(node: Node, slot: int) -> bool:
@@ -48,7 +48,7 @@ def passes_on(node: Node, slot: int) -> bool:
     return dims == result and not factors & node.rule.whole and not any(node.pending.values())
 
 
-class _Reader:
+class _UnaskedFinder:
     def __init__(
         self,
         graph: Graph,
@@ -62,6 +62,7 @@ class _Reader:
         pins = {node: pin_of(node) for node in graph.nodes if node.name not in without}
         self.pins = {node: pin for node, pin in pins.items() if pin is not None}
         self.constrained = self._constrained()
+        self.terms = self._terms()
 
     def unasked(self) -> list[Node]:
         gradients = gradient_reductions(self.graph)
@@ -84,45 +85,70 @@ class _Reader:
             return user.kind == "local" or axis in user.own_axes
         return pin.holds(axis) or user.target == MARK
 
-    def _leads(self, value: Value, move: Node) -> bool:
+    def _leads(self, value: Value, reshard: Node) -> bool:
         """Whether a reshard's value is one that an output or a constraint fixes, or becomes nothing
-        else. What is cut anew so as to meet another operand is not asked for by their result.
+        else. What is cut anew so as to meet another operand is not asked for by their result, nor
+        is the sum of an unreduced input by that of an op that is not linear in it.
         """
         if value in self.returned:
             return True
         users = self.users.get(value, ())
-        users = [u for u in users if u[0].phase == move.phase] or users
+        users = [u for u in users if u[0].phase == reshard.phase] or users
         if any(
-            self._is_end(user, move.target.axis)
+            self._is_end(user, reshard.target.axis)
             or (
-                (user.target in VIEWS or user.kind in ("constrain", "move"))
-                and any(self._leads(Value(user, i), move) for i in range(len(user.results)))
+                (user.target in VIEWS or user.kind in ("constrain", "reshard"))
+                and any(self._leads(Value(user, i), reshard) for i in range(len(user.results)))
             )
             for user, _ in users
         ):
             return True
-        is_recut = move.target.src.kind == move.target.dst.kind == "S"
+        is_recut = reshard.target.src.kind == reshard.target.dst.kind == "S"
         return (
             bool(users)
             and not is_recut
             and all(
-                passes_on(user, slot) and self._leads(Value(user), move) for user, slot in users
+                passes_on(user, slot)
+                and self._stays_a_sum(user, slot, reshard)
+                and self._leads(Value(user), reshard)
+                for user, slot in users
             )
         )
 
-    def _is_transposed(self, move: Node) -> bool:
+    def _terms(self) -> dict[Node, frozenset[str]]:
+        """Per node the axes over which it depends on terms of an unreduced input, of which no line
+        in between asks for the sum.
+        """
+        found: dict[Node, frozenset[str]] = {}
+        for node in self.graph.nodes:
+            if node.kind == "input":
+                axes = {axis for axis, _ in node.pending.get(0, ())}
+            else:
+                axes = {axis for value in node.operands for axis in found[value.node]}
+            found[node] = frozenset(axis for axis in axes if not self._is_end(node, axis))
+        return found
+
+    def _stays_a_sum(self, user: Node, slot: int, reshard: Node) -> bool:
+        """Whether an op of an unreduced input's terms gives terms of its result: then the sum that
+        a reshard takes before it is the result's.
+        """
+        axes = self.terms[reshard].intersection(reshard.target.axes)
+        slots = {i for i, value in enumerate(user.operands) if axes & self.terms[value.node]}
+        return not axes or any({slot} | slots == set(group) for group in user.rule.linear)
+
+    def _is_transposed(self, reshard: Node) -> bool:
         """Whether it takes the gradient of a constrained value on to what that was made of."""
-        if move.target.src.kind != "S" or not move.operands[0].node.phase % 2:
+        if reshard.target.src.kind != "S" or not reshard.operands[0].node.phase % 2:
             return False
-        queue, seen = [move.operands[0]], set[Node]()
+        queue, seen = [reshard.operands[0]], set[Node]()
         for value in queue:
             node = value.node
             if node in seen or not node.phase % 2:
                 continue
             seen.add(node)
-            if node.kind == "local" or move.target.axis in node.own_axes or node in self.pins:
+            if node.kind == "local" or reshard.target.axis in node.own_axes or node in self.pins:
                 return True
-            if node.kind in ("move", "constrain") or node.target in VIEWS:
+            if node.kind in ("reshard", "constrain") or node.target in VIEWS:
                 queue += node.operands
             else:
                 queue += [v for slot, v in enumerate(node.operands) if passes_on(node, slot)]
@@ -135,23 +161,23 @@ class _Reader:
             if node.phase % 2:
                 continue
             value = node.operands[0]
-            while value.node.kind in ("move", "constrain") or value.node.target in VIEWS:
+            while value.node.kind in ("reshard", "constrain") or value.node.target in VIEWS:
                 value = value.node.operands[0]
             if isinstance(line := value.node.source, Line):
-                axes = {a for n in self.graph.nodes if n.kind == "move" for a in n.target.axes}
+                axes = {a for n in self.graph.nodes if n.kind == "reshard" for a in n.target.axes}
                 found |= {(line.call, axis) for axis in axes if pin.holds(axis)}
         return found
 
-    def _is_within_call(self, move: Node) -> bool:
+    def _is_within_call(self, reshard: Node) -> bool:
         """Whether a call whose result is constrained sends it to itself, as a softmax its sums."""
-        line = move.operands[0].node.source
-        if not isinstance(line, Line) or (line.call, move.target.axis) not in self.constrained:
+        line = reshard.operands[0].node.source
+        if not isinstance(line, Line) or (line.call, reshard.target.axis) not in self.constrained:
             return False
-        queue = [Value(move)]
+        queue = [Value(reshard)]
         for value in queue:
             users = self.users.get(value, ())
-            for user, _ in [u for u in users if u[0].phase == move.phase] or users:
-                if user.kind in ("move", "constrain") or user.target in VIEWS:
+            for user, _ in [u for u in users if u[0].phase == reshard.phase] or users:
+                if user.kind in ("reshard", "constrain") or user.target in VIEWS:
                     queue += [Value(user, i) for i in range(len(user.results))]
                 elif not (isinstance(user.source, Line) and user.source.call == line.call):
                     return False
@@ -160,5 +186,5 @@ class _Reader:
         return True
 
 
-def _is_gathered_state(move: Node) -> bool:
-    return not move.depends & BATCH and move.target.src.kind == "S"
+def _is_gathered_state(reshard: Node) -> bool:
+    return not reshard.depends & BATCH and reshard.target.src.kind == "S"

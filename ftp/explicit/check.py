@@ -29,8 +29,8 @@ def check_explicit(
     Raises:
         ExplicitError: with the lines that ask for it.
     """
-    moves: Sequence[Node] = unasked(program.plan, out_specs)
-    if not moves:
+    reshards: Sequence[Node] = unasked(program.plan, out_specs)
+    if not reshards:
         return
     found, open_, sends = list[Missing](), "", _Sent(program)
     try:
@@ -40,13 +40,13 @@ def check_explicit(
         open_ = f"could not be tried: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
     else:
         sends = _Sent(replace(program, plan=suggestion.plan))
-        moves = suggestion.without
+        reshards = suggestion.without
         found += lines_of(suggestion.wanted, trace.ndims, sends)
-        if moves:
-            open_ = f"were not tried: no place in the source is known for {len(moves)} of them"
+        if reshards:
+            open_ = f"were not tried: no place in the source is known for {len(reshards)} of them"
         elif not suggestion.is_proven:
             open_ = "were tried, and with them the step sends something else"
-    raise error_of([*found, *(_general(move, sends) for move in moves)], open_)
+    raise error_of([*found, *(_general(reshard, sends) for reshard in reshards)], open_)
 
 
 def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
@@ -97,14 +97,14 @@ class _Sent:
         """The records of a reshard; one that is merged with the next has its."""
         if name in self._records or name not in self._nodes:
             return self._records.get(name, [])
-        after = [u for u, _ in self._users.get(Value(self._nodes[name]), ()) if u.kind == "move"]
+        after = [u for u, _ in self._users.get(Value(self._nodes[name]), ()) if u.kind == "reshard"]
         return self._of(after[0].name) if after else []
 
 
-def _general(move: Node, sends: _Sent) -> Missing:
-    value = move.operands[0]
-    words, nbytes = sends([move.name])
-    spec = readable(spec_of(Value(move)), value.meta.ndim)
-    source = str(value.node.source or move.source) or f"%{value.node.name}"
+def _general(reshard: Node, sends: _Sent) -> Missing:
+    value = reshard.operands[0]
+    words, nbytes = sends([reshard.name])
+    spec = readable(spec_of(Value(reshard)), value.meta.ndim)
+    source = str(value.node.source or reshard.source) or f"%{value.node.name}"
     line = f"x = ftp.constrain(x, {spec})"
     return Missing(source, line, nbytes, f"where x is %{value.node.name}, made there", words)

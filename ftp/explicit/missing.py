@@ -63,7 +63,7 @@ def lines_of(
         if isinstance(site, Operand):
             operand = _operand(site)
             if operand is None:
-                words, nbytes = sent(wanted.moves)
+                words, nbytes = sent(wanted.reshards)
                 source = describe_line(site.call.file, site.call.first)
                 line, place = f"x = {_constrained('x', wanted, ndim)}", "where x is its operand"
                 found.append(Missing(source, line, nbytes, place, words))
@@ -77,13 +77,13 @@ def lines_of(
             key = site.module, site.index, _axes(wanted, spec), wanted.grad
             outputs[key].append(wanted)
     for (file, first, last), group in statements.items():
-        words, nbytes = sent([name for wanted in group for name in wanted.moves])
+        words, nbytes = sent([name for wanted in group for name in wanted.reshards])
         line, place = _written(file, first, last, group, ndims)
         source = describe_line(file, min(w.site.first for w in group))  # type: ignore[union-attr]
         found.append(Missing(source, line, nbytes, place, words, file, first, last))
     found.sort(key=lambda m: (m.file, m.first))
     for (pattern, index, text, grad), group in _by_pattern(outputs, ndims).items():
-        words, nbytes = sent([name for wanted in group for name in wanted.moves])
+        words, nbytes = sent([name for wanted in group for name in wanted.reshards])
         spec = text if index is None else f"({'None, ' * index}{text}, ...)"
         if index is not None or not grad or ", axes=" in text:
             spec, _, axes = spec.partition(", axes=") if index is None else (spec, "", "")

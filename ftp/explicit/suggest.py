@@ -37,7 +37,7 @@ class Wanted:
     site: Site
     pin: Pin
     grad: bool
-    moves: tuple[str, ...] = ()
+    reshards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
     places = Places(probed.planned({}), probed)
     found, without = places.all_wanted()
     first = Suggestion(places.plan, tuple(found.values()), without)
-    for vary in (_as_is, _free, _on_moved_axes, _free_on_moved_axes):
+    for vary in (_as_is, _free, _on_resharded_axes, _free_on_resharded_axes):
         tried = {site: vary(wanted, places) for site, wanted in found.items()}
         for _ in range(ROUNDS):
             then = probed.planned(tried)
@@ -167,7 +167,7 @@ def _needed(
     for site in kept:
         without |= probed.nodes_at(site)
         found = {m.name for m in unasked(plan, probed.out_specs, without)}
-        kept[site] = replace(kept[site], moves=tuple(sorted(found - names)))
+        kept[site] = replace(kept[site], reshards=tuple(sorted(found - names)))
         names |= found
     return Suggestion(plan, tuple(kept.values()), (), True)
 
@@ -203,7 +203,9 @@ def sent_by(plan: Plan) -> Counter[Any]:
 
 
 def _probe_of(node: fx.Node) -> int | None:
-    return pin_from_str(node.args[1]).probe if node.target is CONSTRAIN else None  # type: ignore[arg-type]
+    if node.target is not CONSTRAIN:
+        return None
+    return pin_from_str(node.args[1]).probe  # type: ignore[arg-type]
 
 
 def _as_is(wanted: Wanted, places: "Places") -> Wanted:
@@ -214,15 +216,15 @@ def _free(wanted: Wanted, places: "Places") -> Wanted:
     return replace(wanted, grad=False)
 
 
-def _on_moved_axes(wanted: Wanted, places: "Places") -> Wanted:
-    axes, spec = places.axes_of(wanted.moves), wanted.pin.spec
+def _on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
+    axes, spec = places.axes_of(wanted.reshards), wanted.pin.spec
     for axis in spec.axes:
         spec = spec if axis in axes else without_axis(spec, axis)
     return replace(wanted, pin=Pin(spec, axes))
 
 
-def _free_on_moved_axes(wanted: Wanted, places: "Places") -> Wanted:
-    return replace(_on_moved_axes(wanted, places), grad=False)
+def _free_on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
+    return replace(_on_resharded_axes(wanted, places), grad=False)
 
 
 class Places:
@@ -233,7 +235,7 @@ class Places:
     def __init__(self, plan: Plan, probed: Probed):
         self.plan, self.calls = plan, probed.calls
         self.users, self.returned = plan.graph.users(), set(plan.graph.outputs)
-        self.moves = probed.unasked(plan)
+        self.reshards = probed.unasked(plan)
         self.numbers = self._numbers(probed)
         self.values: dict[Site, list[Value]] = {}
         for value, numbers in self.numbers.items():
@@ -247,7 +249,7 @@ class Places:
         for node in self.plan.graph.nodes:
             if node.kind == "input":
                 found[Value(node)] = probed.of_inputs.get(node.name, [])
-            elif node.kind != "move" and isinstance(line := node.source, Line):
+            elif node.kind != "reshard" and isinstance(line := node.source, Line):
                 for index, number in line.probes:
                     for value in self._results(node, index, probed.metas[number].shape):
                         if "." in node.name:
@@ -268,7 +270,7 @@ class Places:
     def _leaves(self, value: Value, line: str) -> bool:
         """Whether a value is read by other calls, or returned."""
         return value in self.returned or any(
-            self._leaves(Value(user), line) if user.kind == "move" else user.source is not line
+            self._leaves(Value(user), line) if user.kind == "reshard" else user.source is not line
             for user, _ in self.users.get(value, ())
         )
 
@@ -278,46 +280,48 @@ class Places:
         """
         sites: dict[Site, list[Node]] = {}
         without = []
-        for move in self.moves:
-            fit = [s for s in self._candidates(move) if self._layout(s, move) is not None]
-            known = [s for s in fit if s in sites and move.phase % 2]
+        for reshard in self.reshards:
+            fit = [s for s in self._candidates(reshard) if self._layout(s, reshard) is not None]
+            known = [s for s in fit if s in sites and reshard.phase % 2]
             if (site := next(iter([*known, *fit]), None)) is None:
-                without.append(move)
+                without.append(reshard)
             else:
-                sites.setdefault(site, []).append(move)
-        return {s: self._wanted(s, moves) for s, moves in sites.items()}, tuple(without)
+                sites.setdefault(site, []).append(reshard)
+        return {s: self._wanted(s, reshards) for s, reshards in sites.items()}, tuple(without)
 
     def axes_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """The mesh axes that reshards of these names, or if there are none any, run over."""
         names = set(names)
         nodes = [n for n in collectives_of(self.plan.graph) if not names or n.name in names]
-        moved = {axis for node in nodes for axis in node.target.axes}
-        return tuple(axis for axis in self.plan.axes if axis in moved)
+        resharded = {axis for node in nodes for axis in node.target.axes}
+        return tuple(axis for axis in self.plan.axes if axis in resharded)
 
-    def _wanted(self, site: Site, moves: Sequence[Node]) -> Wanted:
-        spec = self._layout(site, moves[0])
+    def _wanted(self, site: Site, reshards: Sequence[Node]) -> Wanted:
+        spec = self._layout(site, reshards[0])
         assert spec is not None
         gradients = [v for v in self.values[site] if v.node.phase % 2]
         grad = all(self._used_as(v, site) == spec and not self._stays_pending(v) for v in gradients)
-        return Wanted(site, Pin(spec), grad, tuple(m.name for m in moves))
+        return Wanted(site, Pin(spec), grad, tuple(m.name for m in reshards))
 
     def _stays_pending(self, value: Value) -> bool:
         """Whether a gradient is read before it is summed."""
         readers = [user for user, _ in self.users.get(value, ())]
-        return bool(value.node.pending.get(value.index)) and any(u.kind != "move" for u in readers)
+        return bool(value.node.pending.get(value.index)) and any(
+            u.kind != "reshard" for u in readers
+        )
 
-    def _layout(self, site: Site, move: Node) -> PartitionSpec | None:
+    def _layout(self, site: Site, reshard: Node) -> PartitionSpec | None:
         """How the values at a place are used; None if differently from call to call."""
         values = self.values[site]
         values = [v for v in values if not v.node.phase % 2] or values
         found = {self._used_as(v, site) for v in values}
         return found.pop() if len(found) == 1 else None
 
-    def _candidates(self, move: Node) -> Iterable[Site]:
+    def _candidates(self, reshard: Node) -> Iterable[Site]:
         """Where a constraint asks for a reshard, the best first: where its value is made, where
         what is made of it element by element is, where the call that it is within ends.
         """
-        call = getattr(move.operands[0].node.source, "call", None)
+        call = getattr(reshard.operands[0].node.source, "call", None)
         within = [
             site
             for site, values in self.values.items()
@@ -327,19 +331,23 @@ class Places:
                 for v in values
             )
         ]
-        sites = [*self._behind(move), *self._ahead(move), *(within if call is not None else ())]
+        sites = [
+            *self._from_makers(reshard),
+            *self._from_users(reshard),
+            *(within if call is not None else ()),
+        ]
         return [site for site in dict.fromkeys(sites) if site in self.values]
 
-    def _at(self, value: Value, move: Node) -> list[Site]:
+    def _at(self, value: Value, reshard: Node) -> list[Site]:
         """The places of a value, those first that are nearest to a reshard: sums are reduced as
         they are made, shards gathered where they are used.
         """
-        readers = self._readers(Value(move))
+        readers = self._readers(Value(reshard))
         probes = [self.calls.sites[number] for number in self.numbers.get(value, ())]
-        if move.target.src.kind == "S":
+        if reshard.target.src.kind == "S":
             probes.reverse()
         readers.add(None)
-        fit = [p for p in probes if _is_result(p) or move.phase % 2 or p.call in readers]
+        fit = [p for p in probes if _is_result(p) or reshard.phase % 2 or p.call in readers]
         return [p.site for p in sorted(fit, key=lambda p: not _is_result(p))]
 
     def _readers(self, value: Value) -> set[int | None]:
@@ -349,28 +357,28 @@ class Places:
             for user, _ in self.users.get(at, ()):
                 if isinstance(user.source, Line):
                     found.add(user.source.call)
-                if user.kind in ("move", "constrain") or user.target in VIEWS:
+                if user.kind in ("reshard", "constrain") or user.target in VIEWS:
                     queue += [Value(user, i) for i in range(len(user.results))]
         return found
 
-    def _behind(self, move: Node) -> list[Site]:
-        value, found = move.operands[0], list[Site]()
+    def _from_makers(self, reshard: Node) -> list[Site]:
+        value, found = reshard.operands[0], list[Site]()
         while True:
-            found += self._at(value, move)
-            if value.node.kind not in ("move", "constrain") and value.node.target not in VIEWS:
+            found += self._at(value, reshard)
+            if value.node.kind not in ("reshard", "constrain") and value.node.target not in VIEWS:
                 return found
             value = value.node.operands[0]
 
-    def _ahead(self, move: Node) -> list[Site]:
-        queue, seen, found = [Value(move)], {move}, list[Site]()
+    def _from_users(self, reshard: Node) -> list[Site]:
+        queue, seen, found = [Value(reshard)], {reshard}, list[Site]()
         for value in queue:
             users = self.users.get(value, ())
-            for user, slot in [u for u in users if u[0].phase == move.phase] or users:
-                is_same = user.kind in ("move", "constrain") or user.target in VIEWS
+            for user, slot in [u for u in users if u[0].phase == reshard.phase] or users:
+                is_same = user.kind in ("reshard", "constrain") or user.target in VIEWS
                 if user not in seen and not found and (is_same or passes_on(user, slot)):
                     seen.add(user)
                     results = [Value(user, i) for i in range(len(user.results))]
-                    found += [site for result in results for site in self._at(result, move)]
+                    found += [site for result in results for site in self._at(result, reshard)]
                     queue += results
         return found
 
@@ -382,8 +390,8 @@ class Places:
         queue = [value]
         for at in queue:
             for user, _ in self.users.get(at, ()):
-                if user.kind == "move" and (not calls or calls & self._readers(Value(user))):
-                    if at.node is value.node or at.node.kind == "move":
+                if user.kind == "reshard" and (not calls or calls & self._readers(Value(user))):
+                    if at.node is value.node or at.node.kind == "reshard":
                         return self._used_as(Value(user), site)
                     if user.target.dst.kind == "R":
                         spec = without_axis(spec, user.target.axis)

@@ -36,7 +36,7 @@ KEY = "rng"  # the argument with the random key
 
 
 @dataclass(frozen=True)
-class Entry:
+class SignatureEntry:
     """One placeholder of the functional graph.
 
     Attributes:
@@ -73,7 +73,7 @@ class Build:
 
     original: "ExportedProgram"
     functional: "ExportedProgram"
-    entries: list[Entry]
+    entries: list[SignatureEntry]
     traced: Traced
     plan: Plan
     local: LocalProgram
@@ -273,7 +273,7 @@ class Build:
         That of a reshard is the op whose result it reshards; for an input, the op that reads it
         first.
         """
-        while node.kind in ("move", "constrain"):
+        while node.kind in ("reshard", "constrain"):
             node = node.operands[0].node
         if node.kind == "input":
             users = self._users.get(id(node), [])
@@ -287,7 +287,7 @@ class Build:
         for node in self.plan.graph.nodes:
             for value in node.operands:
                 origin = value.node
-                while origin.kind in ("move", "constrain"):
+                while origin.kind in ("reshard", "constrain"):
                     origin = origin.operands[0].node
                 found.setdefault(id(origin), []).append(node)
         return found

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Signature:
+class CallValues:
     """Arguments and results of a call; None for what is not a tensor of the graph."""
 
     args: tuple[fx.Node | None, ...]
@@ -40,7 +40,7 @@ class ModuleCall:
     nodes: frozenset[fx.Node]
     reads: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
-    signature: Signature | None
+    signature: CallValues | None
 
 
 def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _signature(
     kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]
-) -> Signature:
+) -> CallValues:
     def found(arguments: Sequence[Any], among: set[fx.Node]) -> list[Any]:
         # Nodes are leaves to pytree; None stands for a value that is not in the graph.
         return [
@@ -119,7 +119,7 @@ def _signature(
     args, kwargs = pytree.tree_unflatten(found(kept.inputs, reads), kept.in_spec)
     results = pytree.tree_unflatten(found(kept.outputs, gives), kept.out_spec)
     results = results if isinstance(results, tuple | list) else (results,)
-    return Signature(
+    return CallValues(
         tuple(map(_leaf, args)),
         {k: _leaf(v) for k, v in kwargs.items()},
         tuple(map(_leaf, results)),

@@ -11,7 +11,7 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
 from ftp.errors import InputError, SpecError, join_failures
-from ftp.exported.build import KEY, Build, Entry, is_training, quiet
+from ftp.exported.build import KEY, Build, SignatureEntry, is_training, quiet
 from ftp.exported.check import check_program
 from ftp.exported.random_ops import drawn, module_of
 from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, state_specs
@@ -126,7 +126,7 @@ def _signatures(program: "ExportedProgram") -> "list[tuple[str, ModuleCallSignat
     ]
 
 
-def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
+def _key_entry(entries: Sequence[SignatureEntry], mesh: Mesh) -> SignatureEntry:
     """The input for the random key."""
     from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
@@ -138,7 +138,7 @@ def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
     spec = InputSpec(InputKind.USER_INPUT, TensorArgument(KEY), None)
     device = next((e.value.device for e in entries if e.is_tensor), torch.device(mesh.device_type))
     with FakeTensorMode():
-        return Entry(spec, KEY, torch.empty(2, dtype=torch.int64, device=device), P())
+        return SignatureEntry(spec, KEY, torch.empty(2, dtype=torch.int64, device=device), P())
 
 
 def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
@@ -172,7 +172,7 @@ def _entries(
     specs: Mapping[str, P],
     mesh: Mesh,
     in_specs: Any,
-) -> list[Entry]:
+) -> list[SignatureEntry]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
     cuts = iter(argument_specs(program, mesh, in_specs))
@@ -182,19 +182,19 @@ def _entries(
     for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
         if spec.kind is not InputKind.USER_INPUT:
             assert spec.target is not None
-            found.append(Entry(spec, spec.target, state[spec.target], specs[spec.target]))
+            found.append(SignatureEntry(spec, spec.target, state[spec.target], specs[spec.target]))
             continue
         name, cut = next(names), next(cuts)
         if isinstance(spec.arg, TensorArgument):
             failures += check_spec(cut, tuple(node.meta["val"].shape), mesh.axes, name)
-            found.append(Entry(spec, name, node.meta["val"], cut))
+            found.append(SignatureEntry(spec, name, node.meta["val"], cut))
             continue
         if cut and not isinstance(in_specs, P):
             failures.append(
                 f"{name} has spec {cut}, but is {getattr(spec.arg, 'value', None)!r}; only a"
                 " tensor can be cut. Give P()."
             )
-        found.append(Entry(spec, name, getattr(spec.arg, "value", None), P()))
+        found.append(SignatureEntry(spec, name, getattr(spec.arg, "value", None), P()))
     devices = {e.value.device.type for e in found if e.is_tensor} - {mesh.device_type, "meta"}
     if devices:
         failures.append(
@@ -211,7 +211,7 @@ def _entries(
 def _out_specs(
     program: "ExportedProgram",
     specs: Mapping[str, P],
-    entries: Sequence[Entry],
+    entries: Sequence[SignatureEntry],
     mesh: Mesh,
     given: Any,
 ) -> list[P | None]:
@@ -257,7 +257,7 @@ CHECKS = {
 }
 
 
-class _Replay(fx.Interpreter):
+class _ExportedReplay(fx.Interpreter):
     """Runs the exported graph for a trace: records each op's line and module, and constrains the
     values of ``pins``.
     """
@@ -315,7 +315,7 @@ def _pinned(value: torch.Tensor, pin: ConstrainedValue) -> torch.Tensor:
 
 def _planned(
     program: "ExportedProgram",
-    entries: Sequence[Entry],
+    entries: Sequence[SignatureEntry],
     out_specs: Sequence[P | None],
     pins: Sequence[ConstrainedValue],
     mesh: Mesh,
@@ -323,7 +323,7 @@ def _planned(
 ) -> tuple[Traced, Plan]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
-    replays: dict[int, _Replay] = {}
+    replays: dict[int, _ExportedReplay] = {}
     tensors = [e for e in entries if e.is_tensor]
     returned = [
         i
@@ -334,7 +334,7 @@ def _planned(
     def fn(*values: torch.Tensor) -> list[Any]:
         given = iter(values)
         everything = [next(given) if e.is_tensor else e.value for e in entries]
-        replay = replays[0] = _Replay(program.graph_module, pins)
+        replay = replays[0] = _ExportedReplay(program.graph_module, pins)
         if entries and entries[-1].name == KEY and entries[-1].spec.target is None:
             replay.draws.key = everything.pop()
         out = replay.run(*everything)

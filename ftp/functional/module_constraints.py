@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
+from ftp.context import set_within
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
 from ftp.sharding.pytree import kind_of, match_patterns
@@ -140,11 +141,8 @@ def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Inside the block, replace each output of a numbered module, such as ``layers.3``, by
     ``change(path, tensor)``.
     """
-    token = _change.set(change)
-    try:
+    with set_within(_change, change):
         yield
-    finally:
-        _change.reset(token)
 
 
 def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:

@@ -1,8 +1,6 @@
 """Run a model with other tensors: swap its modules' attributes for one call, then restore them."""
 
 import inspect
-import math
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +20,11 @@ from ftp.functional.module_constraints import (
     pin_inputs,
     pin_outputs,
 )
-from ftp.functional.purity import Guard, impure, version
+from ftp.functional.purity import WriteGuard, impure, version
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.taps import Tap, tapped
 from ftp.random.draws import Draws
+from ftp.torch_internals.error_texts import Meaning, meaning_of, times_too_large
 
 
 @dataclass(frozen=True)
@@ -207,7 +206,7 @@ def _call_hooked(
     }
     versions = {key: version(tensor) for key, (tensor, _) in held.items()}
     try:
-        with Guard(program.name, {key: name for key, (_, name) in held.items()}):
+        with WriteGuard(program.name, {key: name for key, (_, name) in held.items()}):
             out = call(*args, **kwargs)
     except TypeError as error:
         if unknown := _unknown_keywords(call, kwargs):
@@ -217,11 +216,11 @@ def _call_hooked(
             ) from error
         raise
     except RuntimeError as error:
-        if "would mutate a captured Tensor" in str(error):
+        if meaning_of(error) is Meaning.MUTATES_CAPTURED:
             raise TraceError(
                 impure(program.name, "buffer (through a view)", "modifies a")
             ) from error
-        if share := _share(str(error)):
+        if share := times_too_large(error):
             raise TraceError(
                 f"{program.name}: {error}\n  The tensor has {share} times the elements that its"
                 " new shape holds, as where a model was"
@@ -321,17 +320,6 @@ def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
 
 def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
     draws.path.pop()
-
-
-def _share(error: str) -> int | None:
-    """By which whole factor the tensor of a failed view or reshape is too large, else None."""
-    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", error)
-    times, rest = (
-        divmod(int(found[2]), math.prod(map(int, found[1].split(","))))
-        if found and "0" not in found[1].split(", ")
-        else (0, 0)
-    )
-    return times if times > 1 and not rest else None
 
 
 def _held_tensors(program: ModuleProgram, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:

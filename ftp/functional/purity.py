@@ -33,7 +33,7 @@ def impure(model: str, name: str, does: str) -> str:
     )
 
 
-class Guard(TorchFunctionMode):
+class WriteGuard(TorchFunctionMode):
     """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs.
 
     Comparing versions afterwards is not enough: batch_norm does not bump the version of its running

@@ -17,6 +17,7 @@ from torch._C._functorch import (
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
+from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.sharding.pytree import flatten, kind_of
 from ftp.source import user_line
 
@@ -96,7 +97,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             )
 
         name = getattr(fn, "__name__", type(fn).__name__)
-        applied: Any = _Remat.apply(_Block(run, policy, name), *(leaves[i] for i in at))
+        applied: Any = _Remat.apply(_RematBlock(run, policy, name), *(leaves[i] for i in at))
         results = iter(applied)
         found, out_tree = out
         return out_tree.unflatten([next(results) if isinstance(x, Tensor) else x for x in found])
@@ -165,7 +166,7 @@ def run_again(policy: Policy = "nothing") -> Again:
 
 
 @dataclass(frozen=True, eq=False)
-class _Block:
+class _RematBlock:
     run: Callable[..., tuple[Tensor, ...]]
     policy: Policy
     name: str
@@ -175,28 +176,26 @@ class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(block: _Block, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        block: _RematBlock, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         with _NoCaptures(block.name, tensors):
             return block.run(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.block, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.has_gradient = [_is_differentiable(x) for x in output]
-        ctx.mark_non_differentiable(*(x for x in output if not _is_differentiable(x)))
+        save_inputs(ctx, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [
-            i
-            for i, x in enumerate(tensors)
-            if _is_differentiable(x) and ctx.needs_input_grad[i + 1]
+            i for i, x in enumerate(tensors) if is_differentiable(x) and ctx.needs_input_grad[i + 1]
         ]
         with recomputing(block.policy):
-            pull: Any = torch.func.vjp(_of_some(block, tensors, at), *(tensors[i] for i in at))[1]
+            of_at = of_some(block.run, tensors, at)
+            pull: Any = torch.func.vjp(of_at, *(tensors[i] for i in at))[1]
         found = pull(
             tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has)
         )
@@ -211,11 +210,11 @@ class _Remat(torch.autograd.Function):
         at = [
             i
             for i, tangent in enumerate(tangents)
-            if tangent is not None and _is_differentiable(tensors[i])
+            if tangent is not None and is_differentiable(tensors[i])
         ]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
         with recomputing(block.policy):
-            pushed: Any = torch.func.jvp(_of_some(block, tensors, at), *given)[1]
+            pushed: Any = torch.func.jvp(of_some(block.run, tensors, at), *given)[1]
         found = iter(pushed)
         return tuple(next(found) if has else None for has in ctx.has_gradient)
 
@@ -225,24 +224,6 @@ def _alive(tensors: Sequence[Any]) -> list[Any]:
     outer block's recomputation.
     """
     return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
-
-
-def _is_differentiable(x: Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
-
-
-def _of_some(
-    block: _Block, tensors: Sequence[Tensor], at: Sequence[int]
-) -> Callable[..., tuple[Tensor, ...]]:
-    """The block as a function of the arguments ``at``, to its differentiable results."""
-
-    def some(*given: Tensor) -> tuple[Tensor, ...]:
-        filled = list(tensors)
-        for i, tensor in zip(at, given, strict=True):
-            filled[i] = tensor
-        return tuple(x for x in block.run(*filled) if _is_differentiable(x))
-
-    return some
 
 
 class _NoCaptures(TorchFunctionMode):

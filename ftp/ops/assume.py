@@ -6,6 +6,8 @@ from contextvars import ContextVar
 
 from torch import Tensor
 
+from ftp.context import set_within
+
 _listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("listener", default=None)
 
 
@@ -18,11 +20,8 @@ def assume(condition: Tensor, claim: str) -> None:
 @contextmanager
 def assumptions_to(listener: Callable[[Tensor, str], None] | None) -> Iterator[None]:
     """Pass every claim made inside the block to ``listener``; None ignores them."""
-    token = _listener.set(listener)
-    try:
+    with set_within(_listener, listener):
         yield
-    finally:
-        _listener.reset(token)
 
 
 def is_listening() -> bool:

@@ -16,31 +16,30 @@ Source: Dao (2023), FlashAttention-2, sections 3.1 and 3.2.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from ftp.ops.define import define
 from ftp.sharding.spec import Interval
 
 aten = torch.ops.aten
 QUERIES, KEYS = 1024, 8192  # of a tile, forward
 TILE = 1024  # queries and keys of a tile, backward
 
-torch.library.define(
-    "ftp::scaled_dot_product_attention_part",
+PART = define(
+    "scaled_dot_product_attention_part"
     "(Tensor q, Tensor k, Tensor v, int[] rows, int[] columns, bool is_causal=False, *,"
-    " Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    " Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_part_backward",
+PART_BACKWARD = define(
+    "scaled_dot_product_attention_part_backward"
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, int[] rows,"
     " int[] columns, bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None)"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    " -> (Tensor, Tensor, Tensor)"
 )
-PART = torch.ops.ftp.scaled_dot_product_attention_part.default
-PART_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_part_backward.default
 
 
 def pieces_of(part: Sequence[int], size: int) -> list[Interval]:
@@ -394,16 +393,21 @@ def _over_heads(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_part")
-def _fake(q, k, v, rows, columns, is_causal=False, *, attn_mask=None, scale=None):
-    return (
-        q.new_empty((*q.shape[:3], v.shape[3])),
-        q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype)),
-    )
+def register_shapes(forward: OpOverload, backward: OpOverload) -> None:
+    """Register the shapes of an attention's result and log-sum-exps, and of its gradients."""
+    torch.library.register_fake(forward, _result_shapes)
+    torch.library.register_fake(backward, _gradient_shapes)
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_part_backward")
-def _fake_backward(
-    grad_out, q, k, v, out, logsumexp, rows, columns, is_causal=False, *, attn_mask=None, scale=None
-):
+def _result_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    wide = sum_dtype(q.dtype)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+
+
+def _gradient_shapes(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+register_shapes(PART, PART_BACKWARD)

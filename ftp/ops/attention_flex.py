@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
+from ftp.ops.define import define
 from ftp.ops.listed_blocks import listed
 from ftp.ops.score_functions import PLACE, evaluate, letters
 
@@ -31,19 +32,15 @@ GIVEN = (
     "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
     " int[] columns, int[] block, float scale, str score, str mask, str known"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_flex",
-    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+FLEX = define(
+    "scaled_dot_product_attention_flex"
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_flex_backward",
+FLEX_BACKWARD = define(
+    "scaled_dot_product_attention_flex_backward"
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
-    f" {GIVEN}, bool[] wants) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f" {GIVEN}, bool[] wants) -> Tensor[]"
 )
-FLEX = torch.ops.ftp.scaled_dot_product_attention_flex.default
-FLEX_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_backward.default
 KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
 
 
@@ -293,6 +290,7 @@ def attend(call: Given, out: Tensor, logsumexp: Tensor, top: Tensor) -> None:
                 found = weights @ call.values(part)
                 del weights
                 merge(made, logsumexp[into], found, of_part)
+                del found
             out[into] = made
 
 

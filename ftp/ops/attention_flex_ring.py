@@ -4,6 +4,7 @@ values travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops
 Blocks that a mask lists and tensors that functions capture are whole on each rank along the keys.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,41 +13,47 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError
-from ftp.ops import attention, attention_flex
+from ftp.ops import attention, attention_flex, attention_ring
 from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import GIVEN, Given
-from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients, steps_of
+from ftp.ops.define import define
+from ftp.ops.key_ring import Needs, Ring, Sees, Steps, pass_keys, return_gradients, steps_of
 from ftp.ops.listed_blocks import known_blocks
 from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.
-torch.library.define(
-    "ftp::scaled_dot_product_attention_flex_ring",
-    f"(Tensor q, Tensor k, Tensor v, {GIVEN}, str group) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+FLEX_RING = define(
+    "scaled_dot_product_attention_flex_ring"
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}, str group) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_flex_ring_backward",
+FLEX_RING_BACKWARD = define(
+    "scaled_dot_product_attention_flex_ring_backward"
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
-    f" {GIVEN}, bool[] wants, str group) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f" {GIVEN}, bool[] wants, str group) -> Tensor[]"
 )
-FLEX_RING = torch.ops.ftp.scaled_dot_product_attention_flex_ring.default
-FLEX_RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_ring_backward.default
 
 
-def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str) -> Needs:
-    """Of known blocks: those of keys that a query's block lists."""
-    ring = Ring.of(keys)
+@functools.lru_cache(256)
+def sees_of(rows: int, columns: int, known: str) -> Sees:
+    """Of known blocks: those of keys that a query's block lists.
+
+    Args:
+        rows, columns: queries and keys of a block.
+    """
     if not known:
-        return Needs.of(ring, rows, lambda first, stop: (0, ring.size))
+        return attention_ring.sees_of(False)
     table = known_blocks(known)
 
     def sees(first: int, stop: int) -> list[tuple[int, int]]:
-        listed = table[first // block[0] : -(-stop // block[0])].any(0)
-        return [(int(at) * block[1], (int(at) + 1) * block[1]) for at in np.flatnonzero(listed)]
+        listed = table[first // rows : -(-stop // rows)].any(0)
+        edges = np.flatnonzero(np.diff(listed, prepend=False, append=False))
+        return [(a * columns, b * columns) for a, b in edges.reshape(-1, 2).tolist()]
 
-    return Needs.of_runs(ring, rows, sees)
+    return sees
+
+
+def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str) -> Needs:
+    return Needs.of(Ring.of(keys), rows, sees_of(block[0], block[1], known))
 
 
 def _check_known(call: Given) -> None:

@@ -7,6 +7,7 @@ A mask that is given is cut as the scores are: it has the rank's rows, and all c
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -21,30 +22,30 @@ from ftp.ops.attention import (
     blocks,
     sum_dtype,
 )
-from ftp.ops.key_ring import Needs, Ring, pass_keys, return_gradients, steps_of
+from ftp.ops.define import define
+from ftp.ops.key_ring import EVERY, Needs, Ring, Sees, pass_keys, return_gradients, steps_of
 from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
 _GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
-torch.library.define(
-    "ftp::scaled_dot_product_attention_ring",
-    f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+RING = define(
+    f"scaled_dot_product_attention_ring(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_ring_backward",
+RING_BACKWARD = define(
+    "scaled_dot_product_attention_ring_backward"
     f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_GIVEN})"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    " -> (Tensor, Tensor, Tensor)"
 )
-RING = torch.ops.ftp.scaled_dot_product_attention_ring.default
-RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_ring_backward.default
+
+
+@functools.cache
+def sees_of(is_causal: bool) -> Sees:
+    """Of a causal mask: no keys after the last query."""
+    return lambda first, stop: [(0, stop) if is_causal else EVERY]
 
 
 def needs_of(keys: Sequence[int], rows: Sequence[int], is_causal: bool) -> Needs:
-    """Of a causal mask: no keys after the last query."""
-    ring = Ring.of(keys)
-    return Needs.of(ring, rows, lambda first, stop: (0, stop if is_causal else ring.size))
+    return Needs.of(Ring.of(keys), rows, sees_of(is_causal))
 
 
 def one_rank(
@@ -138,13 +139,4 @@ def _alone(
 on_processes("ftp::scaled_dot_product_attention_ring", one_rank)
 on_processes("ftp::scaled_dot_product_attention_ring_backward", one_rank_backward)
 
-
-@torch.library.register_fake("ftp::scaled_dot_product_attention_ring")
-def _fake(q, k, v, *_):
-    wide = sum_dtype(q.dtype)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
-
-
-@torch.library.register_fake("ftp::scaled_dot_product_attention_ring_backward")
-def _fake_backward(grad_out, q, k, v, *_):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+attention.register_shapes(RING, RING_BACKWARD)

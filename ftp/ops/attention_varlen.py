@@ -7,32 +7,30 @@ values.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
+from ftp.ops.define import define
 
 # ``is_self``: queries and keys are of the same documents, so that a window is one of positions.
 GIVEN = (
     "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale,"
     " bool is_self"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_varlen",
-    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+VARLEN = define(
+    "scaled_dot_product_attention_varlen"
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_varlen_backward",
+VARLEN_BACKWARD = define(
+    "scaled_dot_product_attention_varlen_backward"
     f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {GIVEN})"
-    " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    " -> (Tensor, Tensor, Tensor)"
 )
-VARLEN = torch.ops.ftp.scaled_dot_product_attention_varlen.default
-VARLEN_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_backward.default
 
 
 def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +43,27 @@ def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class _Documents:
+class Documents:
+    """Packed documents in one call, as `GIVEN` lists them: where they end, which queries and keys
+    are held, and how many keys before and after it a query sees.
+    """
+
+    ends_q: Tensor
+    ends_k: Tensor
+    rows: Sequence[int]
+    columns: Sequence[int]
+    left: int
+    right: int
+    scale: float
+    is_self: bool
+
+    def with_keys(self, columns: Sequence[int]) -> "Documents":
+        """The same for some of the keys."""
+        return replace(self, columns=columns)
+
+
+@dataclass(frozen=True)
+class _DocumentPlaces:
     """Documents and places of the queries and the keys that a rank holds.
 
     Attributes:
@@ -66,12 +84,11 @@ class _Documents:
     @classmethod
     def of(
         cls,
-        ends: tuple[Tensor, Tensor],
-        held: tuple[Sequence[int], Sequence[int]],
+        documents: Documents,
         sizes: tuple[int, int],
-        window: tuple[int, int],
-    ) -> "_Documents":
+    ) -> "_DocumentPlaces":
         places = []
+        ends, held = (documents.ends_q, documents.ends_k), (documents.rows, documents.columns)
         for end, part, size in zip(ends, held, sizes, strict=True):
             at = [
                 torch.arange(start, start + length, device=end.device)
@@ -81,6 +98,7 @@ class _Documents:
         (of_query, query_at), (of_key, key_at) = places
         more = ends[1].long().diff() - ends[0].long().diff()
         more = torch.cat([more, more.new_zeros(1)]).index_select(0, of_query)
+        window = documents.left, documents.right
         return cls(of_query, query_at + more, of_key, key_at, len(ends[0]) - 1, *window)
 
     def tiles(self, rows: Sequence[Block], keys: Sequence[Block]) -> Iterator[tuple[Tile, Tensor]]:
@@ -95,35 +113,32 @@ class _Documents:
                     continue
                 of_row, of_key = (slice(b.at, b.at + b.length) for b in (row, key))
                 tile = Tile(of_row, of_key)
-                sees = self.sees(tile)
-                if bool(sees.any()):
-                    yield tile, sees
+                held = [self.sees(tile)]
+                if bool(held[0].any()):
+                    yield tile, held.pop()
 
     def sees(self, tile: Tile) -> Tensor:
         of_query = self.of_query[tile.queries].unsqueeze(1)
-        sees = (of_query == self.of_key[tile.keys]) & (of_query < self.count)
-        if self.left >= 0 or self.right >= 0:
-            ahead = self.key_at[tile.keys] - self.query_at[tile.queries].unsqueeze(1)
-            sees = sees if self.right < 0 else sees & (ahead <= self.right)
-            sees = sees if self.left < 0 else sees & (ahead >= -self.left)
+        query_at, key_at = self.query_at[tile.queries].unsqueeze(1), self.key_at[tile.keys]
+        sees = of_query == self.of_key[tile.keys]
+        sees &= of_query < self.count
+        if self.right >= 0:
+            sees &= key_at <= query_at + self.right
+        if self.left >= 0:
+            sees &= key_at >= query_at - self.left
         return sees
 
 
-def _tiles(
-    q: Tensor,
-    k: Tensor,
-    ends: tuple[Tensor, Tensor],
-    rows: Sequence[int],
-    columns: Sequence[int],
-    window: tuple[int, int],
-) -> Iterator[tuple[Tile, Tensor]]:
-    documents = _Documents.of(ends, (rows, columns), (q.shape[2], k.shape[2]), window)
-    most = attention.TILE
-    for tile, sees in documents.tiles(
-        blocks(rows, q.shape[2], most), blocks(columns, k.shape[2], most)
-    ):
-        mask = torch.zeros(sees.shape, dtype=q.dtype, device=q.device)
-        yield tile, mask.masked_fill_(~sees, -math.inf)[None, None]
+def _tiles(q: Tensor, k: Tensor, documents: Documents) -> Iterator[tuple[Tile, Tensor]]:
+    most, sizes = attention.TILE, (q.shape[2], k.shape[2])
+    held = documents.rows, documents.columns
+    rows, keys = (blocks(part, size, most) for part, size in zip(held, sizes, strict=True))
+    for tile, sees in _DocumentPlaces.of(documents, sizes).tiles(rows, keys):
+        mask = torch.zeros(sees.shape, dtype=sum_dtype(q.dtype), device=q.device)
+        mask.masked_fill_(sees.logical_not_(), -math.inf)
+        held = [mask[None, None]]
+        del sees, mask
+        yield tile, held.pop()  # so that one tile's mask exists at a time
 
 
 def _within(x: Tensor, part: slice) -> Tensor:
@@ -138,23 +153,11 @@ def _whole(tile: Tile) -> tuple[Block, Block]:
 
 
 @torch.library.impl("ftp::scaled_dot_product_attention_varlen", "CompositeExplicitAutograd")
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    rows: list[int],
-    columns: list[int],
-    left: int,
-    right: int,
-    scale: float,
-    is_self: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -math.inf, dtype=wide)
-    merge_tiles((out, total), q, k, v, (ends_q, ends_k), rows, columns, (left, right), scale)
+    merge_tiles((out, total), q, k, v, Documents(*given))
     return out.to(q.dtype), total
 
 
@@ -163,19 +166,16 @@ def merge_tiles(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ends: tuple[Tensor, Tensor],
-    rows: Sequence[int],
-    columns: Sequence[int],
-    window: tuple[int, int],
-    scale: float,
+    documents: Documents,
 ) -> None:
     """Merge what queries see of the keys into their results and log-sum-exps."""
     if not into[0].numel() or not k.shape[2]:
         return
-    for tile, mask in _tiles(q, k, ends, rows, columns, window):
+    for tile, mask in _tiles(q, k, documents):
         near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
         out, total = (_within(x, tile.queries) for x in into)
-        attend(out, total, *near, *_whole(tile), False, scale, mask)
+        attend(out, total, *near, *_whole(tile), False, documents.scale, mask)
+        del mask
 
 
 @torch.library.impl(
@@ -188,21 +188,13 @@ def _backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    rows: list[int],
-    columns: list[int],
-    left: int,
-    right: int,
-    scale: float,
-    is_self: bool,
+    *given: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     grads = [
         torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)
     ]
-    given = grad_out, q, k, v, out, logsumexp
-    add_tiles(grads, given, (ends_q, ends_k), rows, columns, (left, right), scale)
+    add_tiles(grads, (grad_out, q, k, v, out, logsumexp), Documents(*given))
     of_q, of_k, of_v = (x.to(q.dtype) for x in grads)
     return of_q, of_k, of_v
 
@@ -210,11 +202,7 @@ def _backward(
 def add_tiles(
     sums: Sequence[Tensor],
     given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    ends: tuple[Tensor, Tensor],
-    rows: Sequence[int],
-    columns: Sequence[int],
-    window: tuple[int, int],
-    scale: float,
+    documents: Documents,
 ) -> None:
     """Add the gradients of queries, keys and values.
 
@@ -225,22 +213,15 @@ def add_tiles(
     if not grad_out.numel() or not k.shape[2]:
         return
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0)
-    for tile, mask in _tiles(q, k, ends, rows, columns, window):
+    for tile, mask in _tiles(q, k, documents):
         grad, near, made, weights = (
             _within(x, tile.queries) for x in (grad_out, q, out, logsumexp)
         )
         of_tile = grad, near, _within(k, tile.keys), _within(v, tile.keys), made, weights
         parts = (tile.queries, tile.keys, tile.keys)
         into = [_within(x, part) for x, part in zip(sums, parts, strict=True)]
-        attention.add_gradients(into, of_tile, *_whole(tile), False, scale, mask)
+        attention.add_gradients(into, of_tile, *_whole(tile), False, documents.scale, mask)
+        del mask
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen")
-def fake(q, k, v, *_):
-    wide = sum_dtype(q.dtype)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
-
-
-@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_backward")
-def fake_backward(grad_out, q, k, v, *_):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+attention.register_shapes(VARLEN, VARLEN_BACKWARD)

@@ -2,72 +2,69 @@
 travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attention_varlen`.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftp.ops import attention_varlen
+from ftp.ops import attention, attention_varlen
 from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_varlen import GIVEN
-from ftp.ops.key_ring import Needs, Ring, pass_keys, return_gradients, steps_of
+from ftp.ops.attention_varlen import GIVEN, Documents
+from ftp.ops.define import define
+from ftp.ops.key_ring import EVERY, Needs, Ring, Sees, Steps, pass_keys, return_gradients, steps_of
 from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.
-torch.library.define(
-    "ftp::scaled_dot_product_attention_varlen_ring",
-    f"(Tensor q, Tensor k, Tensor v, {GIVEN}, str group) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+VARLEN_RING = define(
+    "scaled_dot_product_attention_varlen_ring"
+    f"(Tensor q, Tensor k, Tensor v, {GIVEN}, str group) -> (Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::scaled_dot_product_attention_varlen_ring_backward",
+VARLEN_RING_BACKWARD = define(
+    "scaled_dot_product_attention_varlen_ring_backward"
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp,"
-    f" {GIVEN}, str group) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f" {GIVEN}, str group) -> (Tensor, Tensor, Tensor)"
 )
-VARLEN_RING = torch.ops.ftp.scaled_dot_product_attention_varlen_ring.default
-VARLEN_RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_ring_backward.default
+
+
+@functools.cache
+def sees_of(left: int, right: int, is_self: bool) -> Sees:
+    """Of a window: no keys before the first query's and after the last query's, wherever
+    documents end.
+    """
+
+    def sees(first: int, stop: int) -> list[tuple[int, int]]:
+        begin, end = EVERY
+        begin = first - left if is_self and left >= 0 else begin
+        return [(begin, stop + right if is_self and right >= 0 else end)]
+
+    return sees
 
 
 def needs_of(
     keys: Sequence[int], rows: Sequence[int], left: int, right: int, is_self: bool
 ) -> Needs:
-    """Of a window: no keys before the first query's and after the last query's, wherever
-    documents end.
-    """
-    ring = Ring.of(keys)
-
-    def sees(first: int, stop: int) -> tuple[int, int]:
-        begin = first - left if is_self and left >= 0 else 0
-        return begin, stop + right if is_self and right >= 0 else ring.size
-
-    return Needs.of(ring, rows, sees)
+    return Needs.of(Ring.of(keys), rows, sees_of(left, right, is_self))
 
 
-def one_rank(
-    rank: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    rows: Sequence[int],
-    keys: Sequence[int],
-    left: int,
-    right: int,
-    scale: float,
-    is_self: bool,
-) -> OneRank:
+def _steps(documents: Documents, rank: int) -> Steps:
+    """``columns`` are those of the whole ring."""
+    window = documents.left, documents.right, documents.is_self
+    return steps_of(needs_of, rank, documents.columns, documents.rows, *window)
+
+
+def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> OneRank:
     """One rank's result and log-sum-exps."""
-    wide, steps = sum_dtype(q.dtype), steps_of(needs_of, rank, keys, rows, left, right, is_self)
+    documents, wide = Documents(*given), sum_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+    steps = _steps(documents, rank)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        held = steps.columns(owner, piece)
-        given = (ends_q, ends_k), rows, held, (left, right), scale
-        attention_varlen.merge_tiles((out, total), q, of_k, of_v, *given)
+        of_piece = documents.with_keys(steps.columns(owner, piece))
+        attention_varlen.merge_tiles((out, total), q, of_k, of_v, of_piece)
 
     yield from pass_keys(steps, k, v, visit)
     return out.to(q.dtype), total
@@ -81,39 +78,24 @@ def one_rank_backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    rows: Sequence[int],
-    keys: Sequence[int],
-    left: int,
-    right: int,
-    scale: float,
-    is_self: bool,
+    *given: Any,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    wide, steps = sum_dtype(q.dtype), steps_of(needs_of, rank, keys, rows, left, right, is_self)
-    grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+    documents = Documents(*given)
+    grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
+    steps = _steps(documents, rank)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        held = steps.columns(owner, piece)
-        rest = (ends_q, ends_k), rows, held, (left, right), scale
-        given = grad_out, q, of_k, of_v, out, logsumexp
-        attention_varlen.add_tiles((grad_q, *to), given, *rest)
+        of_piece = documents.with_keys(steps.columns(owner, piece))
+        tensors = grad_out, q, of_k, of_v, out, logsumexp
+        attention_varlen.add_tiles((grad_q, *to), tensors, of_piece)
 
-    of_k, of_v = yield from return_gradients(steps, k, v, visit)
-    return grad_q.to(q.dtype), of_k, of_v
+    grads = yield from return_gradients(steps, k, v, visit)
+    return grad_q.to(q.dtype), *grads
 
 
 on_processes("ftp::scaled_dot_product_attention_varlen_ring", one_rank)
 on_processes("ftp::scaled_dot_product_attention_varlen_ring_backward", one_rank_backward)
 
-
-@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_ring")
-def _fake(q, k, v, *rest):
-    return attention_varlen.fake(q, k, v, *rest)
-
-
-@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_ring_backward")
-def _fake_backward(grad_out, q, k, v, *rest):
-    return attention_varlen.fake_backward(grad_out, q, k, v, *rest)
+attention.register_shapes(VARLEN_RING, VARLEN_RING_BACKWARD)

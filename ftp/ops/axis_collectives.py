@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.define import define
 from ftp.ops.exchange_rows import ExchangeRows
 
 
 def _define(
     schema: str, kernel: Callable[..., Tensor], vmap: Callable[..., tuple[Any, ...]]
 ) -> None:
-    name = f"ftp::{schema.split('(')[0]}"
-    torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, "CompositeExplicitAutograd")(kernel)
-    target = getattr(torch.ops.ftp, schema.split("(")[0]).default
+    target = define(schema)
+    torch.library.impl(target._name, "CompositeExplicitAutograd")(kernel)
 
     def batched(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any
@@ -26,7 +25,7 @@ def _define(
         at = in_dims[0]
         return target(x, *(args if at is None else vmap(at, *args))), at
 
-    torch.library.register_vmap(name, batched)
+    torch.library.register_vmap(target._name, batched)
 
 
 def _scaled(x: Tensor, dim: int, times: int = 1, by: int = 1) -> list[int]:

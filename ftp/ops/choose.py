@@ -1,7 +1,8 @@
 """``ftp::choose``: the results of one of two branches, as ``torch.cond`` gives them.
 
-A program holds the ops of both branches, each marked with its ``Branch``. As they stand, both are
-computed and one is chosen. What runs a rank's program leaves out the ops of the branch not taken.
+A program holds the ops of both branches, each marked with its ``BranchPath``. As they stand, both
+are computed and one is chosen. What runs a rank's program leaves out the ops of the branch not
+taken.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.context import set_within
+from ftp.ops.define import define
+
 # From the outermost: the number of a cond, and its side. A negative number is of one whose branches
 # are both computed.
-Branch = tuple[tuple[int, bool], ...]
+BranchPath = tuple[tuple[int, bool], ...]
 
-torch.library.define(
-    "ftp::choose",
-    "(Tensor predicate, Tensor if_true, Tensor if_false, int number) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-CHOOSE = torch.ops.ftp.choose.default
+CHOOSE = define("choose(Tensor predicate, Tensor if_true, Tensor if_false, int number) -> Tensor")
 
 
 @torch.library.impl("ftp::choose", "CompositeExplicitAutograd")
@@ -46,20 +45,17 @@ def _chosen_of_each(
 torch.library.register_vmap("ftp::choose", _chosen_of_each)
 
 
-_current: ContextVar[Branch] = ContextVar("ftp.ops.branch", default=())
+_current: ContextVar[BranchPath] = ContextVar("ftp.ops.branch", default=())
 
 
 @contextmanager
 def branch(number: int, side: bool) -> Iterator[None]:
     """Mark what is traced inside the block as part of a branch."""
-    token = _current.set((*_current.get(), (number, side)))
-    try:
+    with set_within(_current, (*_current.get(), (number, side))):
         yield
-    finally:
-        _current.reset(token)
 
 
-def current_branch() -> Branch:
+def current_branch() -> BranchPath:
     """The branch that is being traced."""
     return _current.get()
 
@@ -69,7 +65,7 @@ def number_of(target: Any, args: Sequence[Any]) -> int:
     return args[3] if target is CHOOSE else -1
 
 
-def read_in(target: Any, args: Sequence[Any], branch: Branch, slot: int) -> Branch:
+def read_in(target: Any, args: Sequence[Any], branch: BranchPath, slot: int) -> BranchPath:
     """The branch in which a call in ``branch`` reads an operand: a choice reads each result in its
     branch.
     """
@@ -77,7 +73,7 @@ def read_in(target: Any, args: Sequence[Any], branch: Branch, slot: int) -> Bran
     return (*branch, (number, slot == 1)) if number >= 0 and slot else branch
 
 
-def common(branches: Iterable[Branch]) -> Branch:
+def common(branches: Iterable[BranchPath]) -> BranchPath:
     """The innermost branch that contains all the given branches."""
     first, *others = branches
     for other in others:

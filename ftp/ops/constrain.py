@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 
+from ftp.context import set_within
 from ftp.errors import SpecError
+from ftp.ops.define import define
 from ftp.sharding.spec import P, Units, Zigzag
 from ftp.source import at_line
 
@@ -122,11 +124,8 @@ def marked_gradients() -> Iterator[None]:
     """Inside the block a constraint that leaves its gradient to the planner says where that
     gradient is, by one that holds no axis.
     """
-    token = _MARKED.set(True)
-    try:
+    with set_within(_MARKED, True):
         yield
-    finally:
-        _MARKED.reset(token)
 
 
 def asked_for(x: Tensor) -> Tensor:
@@ -140,7 +139,8 @@ def probe(x: Tensor, number: int) -> Tensor:
     >>> probe(torch.ones(2), 3)
     tensor([1., 1.])
     """
-    return _Constrain.apply(x, pin_to_str(Pin(P(), (f"{_PROBE}{number}",))), True)  # type: ignore[return-value]
+    entries = pin_to_str(Pin(P(), (f"{_PROBE}{number}",)))
+    return _Constrain.apply(x, entries, True)  # type: ignore[return-value]
 
 
 def entries_over(spec: P, ndim: int) -> bool:
@@ -202,10 +202,7 @@ def _entry(node: ast.expr) -> Any:
 
 MARK = pin_to_str(Pin(P(), ()))  # where a gradient is that no constraint fixes
 
-torch.library.define(
-    "ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-CONSTRAIN = torch.ops.ftp.constrain.default
+CONSTRAIN = define("constrain(Tensor x, str entries) -> Tensor")
 
 
 @torch.library.impl("ftp::constrain", "CompositeExplicitAutograd")
@@ -246,7 +243,7 @@ class _Constrain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         if ctx.grad or _MARKED.get():
-            grad = _Constrain.apply(grad, ctx.entries if ctx.grad else MARK, True)  # type: ignore[assignment]
+            return _Constrain.apply(grad, ctx.entries if ctx.grad else MARK, True), None, None
         return grad, None, None
 
     @staticmethod

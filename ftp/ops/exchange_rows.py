@@ -3,6 +3,8 @@
 Two ops: ``exchange_rows`` stands for the exchange while a program is traced, with its gradient and
 its rule for vmap; ``all_to_all_rows`` runs it in a rank's graph. Both take the counts of all ranks:
 ``counts[i, j]`` rows travel from rank i to rank j, so that every rank can check every other's.
+Counts of groups, ``counts[i, j, g]``, say of which group of rank j the rows are, such as of which
+of its experts: rows leave sorted by rank, then by group, and arrive sorted by group, then by rank.
 """
 
 from collections.abc import Sequence
@@ -14,29 +16,22 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.errors import InputError
+from ftp.ops.define import define
 
 Counts = list[list[int]]
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-torch.library.define(
-    "ftp::exchange_rows",
-    "(Tensor x, Tensor counts, str axis, int n, int bound, bool back) -> Tensor",
-    tags=_TAGS,
+EXCHANGE_ROWS = define(
+    "exchange_rows(Tensor x, Tensor counts, str axis, int n, int bound, bool back) -> Tensor"
 )
-# ``source`` is the user's line, for errors.
-torch.library.define(
-    "ftp::all_to_all_rows",
-    "(Tensor x, Tensor counts, int bound, bool back, str source, str group) -> Tensor",
-    tags=_TAGS,
+# ``fits``: where rows arrive on the way there, and leave on the way back, a tensor has as many as
+# do, and not room for ``bound``. ``source`` is the user's line, for errors.
+ALL_TO_ALL_ROWS = define(
+    "all_to_all_rows"
+    "(Tensor x, Tensor counts, int bound, bool back, bool fits, str source, str group) -> Tensor"
 )
 # The same where a rank is alone on its axis.
-torch.library.define(
-    "ftp::first_rows",
-    "(Tensor x, Tensor counts, int bound, bool back, str source) -> Tensor",
-    tags=_TAGS,
+FIRST_ROWS = define(
+    "first_rows(Tensor x, Tensor counts, int bound, bool back, str source) -> Tensor"
 )
-EXCHANGE_ROWS = torch.ops.ftp.exchange_rows.default
-ALL_TO_ALL_ROWS = torch.ops.ftp.all_to_all_rows.default
-FIRST_ROWS = torch.ops.ftp.first_rows.default
 
 
 # While a program is traced.
@@ -96,24 +91,56 @@ class ExchangeRows(torch.autograd.Function):
 
 @torch.library.register_fake("ftp::all_to_all_rows")
 def _received_shape(
-    x: Tensor, counts: Tensor, bound: int, back: bool, source: str, group: str
+    x: Tensor, counts: Tensor, bound: int, back: bool, fits: bool, source: str, group: str
 ) -> Tensor:
     return x.new_empty([bound, *x.shape[1:]])
 
 
 @torch.library.impl("ftp::all_to_all_rows", ("cpu", "cuda"))
 def _all_to_all_rows(
-    x: Tensor, counts: Tensor, bound: int, back: bool, source: str, group: Any
+    x: Tensor, counts: Tensor, bound: int, back: bool, fits: bool, source: str, group: Any
 ) -> Tensor:
-    sizes = checked_counts(counts, x.shape[0], bound, back, source)
+    sizes = checked_counts(counts, x.shape[0], bound, back, source, fits)
     over = _resolve_process_group(group)
     mine = over.rank()
     sent, received = sizes[mine], [row[mine] for row in sizes]
-    out = x.new_empty([bound, *x.shape[1:]])
-    out[sum(received) :].zero_()
-    rows = as_bytes(x[: sum(sent)].contiguous())
-    dist.all_to_all_single(as_bytes(out)[: sum(received)], rows, received, sent, group=over)
+    rows, count = x[: sum(sent)], sum(received)
+    groups = counts[:, mine].tolist() if counts.ndim == 3 else []
+    if back and groups:
+        rows = by_rank(rows, groups)
+    out = x.new_empty([count if fits and not back else bound, *x.shape[1:]])
+    out[count:].zero_()
+    sorts = bool(groups) and not back
+    into = x.new_empty([count, *x.shape[1:]]) if sorts else out[:count]
+    dist.all_to_all_single(as_bytes(into), as_bytes(rows.contiguous()), received, sent, group=over)
+    if sorts:
+        by_group(into, groups, out[:count])
     return out
+
+
+def by_group(rows: Tensor, groups: Counts, out: Tensor | None = None) -> Tensor:
+    """Rows that arrived sorted by rank, then by group, sorted by group, then by rank.
+
+    Args:
+        groups: ``groups[i][g]`` rows of group g came from rank i.
+
+    >>> by_group(torch.tensor([0, 1, 2, 3, 4]), [[1, 2], [2, 0]])
+    tensor([0, 3, 4, 1, 2])
+    """
+    parts = rows.split([count for row in groups for count in row])
+    n, g = len(groups), len(groups[0])
+    return torch.cat([parts[i * g + at] for at in range(g) for i in range(n)], out=out)
+
+
+def by_rank(rows: Tensor, groups: Counts) -> Tensor:
+    """What ``by_group`` sorted, as it was before.
+
+    >>> by_rank(torch.tensor([0, 3, 4, 1, 2]), [[1, 2], [2, 0]])
+    tensor([0, 1, 2, 3, 4])
+    """
+    parts = rows.split([count for column in zip(*groups, strict=True) for count in column])
+    n, g = len(groups), len(groups[0])
+    return torch.cat([parts[at * n + i] for i in range(n) for at in range(g)])
 
 
 @torch.library.register_fake("ftp::first_rows")
@@ -131,29 +158,38 @@ def _first_rows(x: Tensor, counts: Tensor, bound: int, back: bool, source: str) 
 
 def exchanged(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """The result on each rank of a group, from the arguments of ``all_to_all_rows`` on each."""
-    x, counts, bound, back, source, _ = calls[0]
-    sizes = checked_counts(counts, x.shape[0], bound, back, source)
-    parts = [call[0][: sum(s)].split(s) for call, s in zip(calls, sizes, strict=True)]
+    x, counts, bound, back, fits, source, _ = calls[0]
+    sizes = checked_counts(counts, x.shape[0], bound, back, source, fits)
+    held = [call[0][: sum(sent)] for call, sent in zip(calls, sizes, strict=True)]
+    groups = counts.transpose(0, 1).tolist() if counts.ndim == 3 else None
+    if groups and back:
+        held = [by_rank(rows, of) for rows, of in zip(held, groups, strict=True)]
+    parts = [rows.split(sent) for rows, sent in zip(held, sizes, strict=True)]
     found = []
     for rank in range(len(calls)):
-        out = x.new_zeros([bound, *x.shape[1:]])
         rows = torch.cat([p[rank] for p in parts])
-        out[: len(rows)] = rows
-        found.append(out)
+        if groups and not back:
+            rows = by_group(rows, groups[rank])
+        if back or not fits:
+            rows = torch.cat([rows, rows.new_zeros([bound - len(rows), *x.shape[1:]])])
+        found.append(rows)
     return found
 
 
-def checked_counts(counts: Tensor, rows: int, bound: int, back: bool, source: str) -> Counts:
+def checked_counts(
+    counts: Tensor, rows: int, bound: int, back: bool, source: str, fits: bool = False
+) -> Counts:
     """The number of rows from each rank to each rank, checked.
 
     Raises:
         InputError: on all ranks alike, as all see all counts: a rank sends more rows than its
             tensor has, or receives more than ``bound``; a negative count.
     """
-    sizes: Counts = (counts.mT if back else counts).tolist()
+    totals = counts.sum(2) if counts.ndim == 3 else counts
+    sizes: Counts = (totals.mT if back else totals).tolist()
     at = f"{source}: " if source else ""
     for rank, sent in enumerate(sizes):
-        if min(sent) < 0 or sum(sent) > rows:
+        if min(sent) < 0 or (sum(sent) > rows and not (fits and back)):
             raise InputError(
                 f"{at}ftp.axis.all_to_all: rank {rank} of the axis has send_counts {sent}, but"
                 f" its tensor has {rows} rows. No row was sent."

@@ -6,18 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
+from ftp.ops.define import define
 
 
 def _define(name: str, kernel: Callable[[Tensor, int], Tensor]) -> Any:
     """``axis`` and ``n`` say along which ranks; on each rank ``rows`` are those that it holds."""
-    torch.library.define(
-        f"ftp::{name}", "(Tensor x, str axis, int n, int rows) -> Tensor", tags=_TAGS
-    )
+    target = define(f"{name}(Tensor x, str axis, int n, int rows) -> Tensor")
     torch.library.impl(f"ftp::{name}", "CompositeExplicitAutograd")(
         lambda x, axis, n, rows: kernel(x, rows)
     )
-    target = getattr(torch.ops.ftp, name).default
 
     def batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
         return target(x.movedim(in_dims[0], 1), *rest), 1
@@ -41,7 +38,9 @@ class _Resized(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, target: Any, axis: str, n: int, rows: int) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        x: Tensor, target: Any, axis: str, n: int, rows: int
+    ) -> Tensor:
         return target(x, axis, n, rows)
 
     @staticmethod

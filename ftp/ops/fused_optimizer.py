@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.define import define
+
 aten = torch.ops.aten
 
 
@@ -75,16 +77,14 @@ def _define(name: str, columns: int, optional: int | None, counts: bool) -> None
             if a.kwarg_only and a.name not in ("grad_scale", "found_inf")
         ]
         taken = ", ".join(f"{a.type} {a.name}" for a in options)
-        op = f"ftp::fused_{name}" + ("" if overload == "default" else f".{overload}")
-        torch.library.define(
-            op, f"(Tensor[] tensors, *, {taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-        )
+        suffix = "" if overload == "default" else f".{overload}"
+        made = define(f"fused_{name}{suffix}(Tensor[] tensors, *, {taken}) -> Tensor[]")
+        op = f"ftp::fused_{name}{suffix}"
         update = Update(kernel, columns, optional, counts)
         torch.library.impl(op, "CompositeExplicitAutograd", _pure(update))
         torch.library.register_fake(
             op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)]
         )
-        made = getattr(getattr(torch.ops.ftp, f"fused_{name}"), overload)
         UPDATES[made] = update
         _BY_KERNEL.setdefault(f"_fused_{name}_", {})[overload] = made
 

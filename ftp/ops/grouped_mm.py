@@ -12,23 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ftp.ops.define import define
+
 aten = torch.ops.aten
-_TAGS = (torch.Tag.pt2_compliant_tag,)
 # ``offs``: where each group ends.
-torch.library.define(
-    "ftp::grouped_mm",
-    "(Tensor a, Tensor b, Tensor offs, ScalarType? out_dtype=None) -> Tensor",
-    tags=_TAGS,
+GROUPED_MM = define(
+    "grouped_mm(Tensor a, Tensor b, Tensor offs, ScalarType? out_dtype=None) -> Tensor"
 )
 # ``starts``, ``ends``: of the groups that the rank has, of ``groups`` in all.
-torch.library.define(
-    "ftp::grouped_mm_part",
+GROUPED_MM_PART = define(
+    "grouped_mm_part"
     "(Tensor a, Tensor b, Tensor starts, Tensor ends, int groups, ScalarType? out_dtype=None)"
-    " -> Tensor",
-    tags=_TAGS,
+    " -> Tensor"
 )
-GROUPED_MM = torch.ops.ftp.grouped_mm.default
-GROUPED_MM_PART = torch.ops.ftp.grouped_mm_part.default
 
 
 def recorded(

@@ -17,10 +17,12 @@ import bisect
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +33,12 @@ from ftp.sharding.spec import Interval
 
 PIECES = 16  # in which a rank's keys and values travel
 SHORTEST = 1024  # keys of a piece, where there are more
+
+
+Sees = Callable[[int, int], Sequence[tuple[int, int]]]
+"""Which keys the queries ``first`` to ``stop`` see at most, as runs from and to a key, which may be
+outside the sequence. Functions of equal masks are one object: they are keys of caches."""
+EVERY = (0, sys.maxsize)  # a run of all keys, however many there are
 
 
 @dataclass(frozen=True)
@@ -124,24 +132,12 @@ class Needs:
         self._held: dict[tuple[int, int, int], list[Block]] = {}
 
     @classmethod
-    def of(
-        cls, ring: Ring, rows: Sequence[int], sees: Callable[[int, int], tuple[int, int]]
-    ) -> "Needs":
-        """From what each run of queries sees: from and to which key.
+    def of(cls, ring: Ring, rows: Sequence[int], sees: Sees) -> "Needs":
+        """From what each run of queries sees.
 
         Args:
             rows: the queries' part of one of the ranks.
-            sees: of queries ``first`` to ``stop``.
         """
-        return cls.of_runs(ring, rows, lambda first, stop: [sees(first, stop)])
-
-    @classmethod
-    def of_runs(
-        cls,
-        ring: Ring,
-        rows: Sequence[int],
-        sees: Callable[[int, int], Sequence[tuple[int, int]]],
-    ) -> "Needs":
         seen = []
         for rank in range(ring.n):
             queries = ring.queries_of(rows, rank)
@@ -176,14 +172,37 @@ class Needs:
         Args:
             returns: whether their gradients go back.
         """
-        n = self.ring.n
-        sent, received = [0] * n, [0] * n
-        for rank, owner in itertools.permutations(range(n), 2):
-            length = sum(self.length(rank, owner, at) for at in range(self.ring.count))
-            for a, b in ((owner, rank), (rank, owner))[: 1 + returns]:
-                sent[a] += length
-                received[b] += length
-        return max(sent), max(received)
+        moved = self.overlap.copy()
+        np.fill_diagonal(moved, 0)
+        sent, received = moved.sum(0), moved.sum(1)
+        if returns:
+            sent = received = sent + received
+        return int(sent.max()), int(received.max())
+
+    @functools.cached_property
+    def overlap(self) -> np.ndarray:
+        """How many keys of each owner each rank needs, (rank, owner)."""
+        held = [(first, n, owner) for owner, of in enumerate(self.ring._keys) for first, n in of]
+        first, length, owner = np.array(held, np.int64).T
+        found = np.zeros((self.ring.n, self.ring.n), np.int64)
+        for rank, runs in enumerate(self.seen):
+            if not runs:
+                continue
+            start, count = np.array(runs, np.int64).T
+            before = np.cumsum(count) - count
+            both = []
+            for x in (first, first + length):  # how many keys before x are seen
+                at = np.searchsorted(start, x, "right") - 1
+                seen = before[at] + np.minimum(x - start[at], count[at])
+                both.append(np.where(at < 0, 0, seen))
+            np.add.at(found[rank], owner, both[1] - both[0])
+        return found
+
+    @property
+    def steps(self) -> int:
+        """In how many steps something travels, at most."""
+        rank, owner = self.overlap.nonzero()
+        return self.ring.count * len(set(((rank - owner) % self.ring.n).tolist()) - {0})
 
 
 def _seen(blocks: Sequence[Block], seen: Sequence[Interval]) -> Iterator[Block]:
@@ -202,7 +221,8 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequenc
     for total, x in zip(sums, arrived, strict=False):
         before = 0
         for at, length in _runs(held) if x is not None else ():
-            _part(total, slice(at, at + length)).add_(_part(x, slice(before, before + length)))  # type: ignore[arg-type]
+            of_x = _part(x, slice(before, before + length))  # type: ignore[arg-type]
+            _part(total, slice(at, at + length)).add_(of_x)  # type: ignore[arg-type]
             before += length
 
 

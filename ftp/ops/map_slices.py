@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-torch.library.define(
-    "ftp::map_slices",
-    "(Tensor[] stacks, Tensor[] shared, str program) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-MAP_SLICES = torch.ops.ftp.map_slices.default
+from ftp.ops.define import define
+
+MAP_SLICES = define("map_slices(Tensor[] stacks, Tensor[] shared, str program) -> Tensor[]")
 
 Described = tuple[tuple[int, ...], torch.dtype]
 

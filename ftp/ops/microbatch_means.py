@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ftp.context import set_within
+
 
 @dataclass(eq=False)
 class Means:
@@ -76,12 +78,8 @@ def means_of_trace() -> Means | None:
 @contextmanager
 def noting_means(microbatches: int) -> Iterator[Means]:
     """Note the means over microbatches of a trace inside the block."""
-    means = Means(microbatches)
-    token = _means.set(means)
-    try:
+    with set_within(_means, Means(microbatches)) as means:
         yield means
-    finally:
-        _means.reset(token)
 
 
 def is_plain(tensor: Tensor) -> bool:

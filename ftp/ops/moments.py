@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-torch.library.define(
-    "ftp::moments",
-    "(Tensor x, int[] dims) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-moments = torch.ops.ftp.moments.default
+from ftp.ops.define import define
+
+moments = define("moments(Tensor x, int[] dims) -> (Tensor, Tensor)")
 aten = torch.ops.aten
 
 

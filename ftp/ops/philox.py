@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.define import define
 from ftp.ops.native import compiled
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -87,18 +88,10 @@ def keys_by_counter(key: Tensor, counter: Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(w0 | w1 << 32, w2 | w3 << 32), -1)
 
 
-torch.library.define(
-    "ftp::random_bits",
-    "(Tensor key, SymInt[] size, SymInt[] stride, SymInt offset) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+random_bits = define(
+    "random_bits(Tensor key, SymInt[] size, SymInt[] stride, SymInt offset) -> Tensor"
 )
-torch.library.define(
-    "ftp::random_keys",
-    "(Tensor key, Tensor counter) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-random_bits = torch.ops.ftp.random_bits.default
-random_keys = torch.ops.ftp.random_keys.default
+random_keys = define("random_keys(Tensor key, Tensor counter) -> Tensor")
 AS_TENSOR_OPS = {random_bits: bits_by_index, random_keys: keys_by_counter}
 
 

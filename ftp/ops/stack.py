@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-torch.library.define("ftp::unstack", "(Tensor x) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.define("ftp::stack", "(Tensor[] xs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-UNSTACK = torch.ops.ftp.unstack.default
-STACK = torch.ops.ftp.stack.default
+from ftp.ops.define import define
+
+UNSTACK = define("unstack(Tensor x) -> Tensor[]")
+STACK = define("stack(Tensor[] xs) -> Tensor")
 
 
 @torch.library.impl("ftp::unstack", "CompositeExplicitAutograd")
@@ -72,7 +72,9 @@ class Stack(torch.autograd.Function):
         return Stack.apply(*tangents)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *xs: Tensor) -> Any:  # type: ignore[override]
+    def vmap(  # type: ignore[override]
+        info: Any, in_dims: tuple[int | None, ...], *xs: Tensor
+    ) -> Any:
         batched = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(xs, in_dims, strict=True)

@@ -10,28 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.define import define
 from ftp.ops.grouped_mm import recorded as recorded_grouped_mm
 
 aten = torch.ops.aten
 
-torch.library.define(
-    "ftp::lstsq",
-    "(Tensor a, Tensor b, float? rcond, str driver) -> (Tensor, Tensor, Tensor, Tensor)",
+lstsq = define(
+    "lstsq(Tensor a, Tensor b, float? rcond, str driver) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::ctc_loss",
+ctc_loss = define(
+    "ctc_loss"
     "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,"
-    " bool zero_infinity) -> (Tensor, Tensor)",
+    " bool zero_infinity) -> (Tensor, Tensor)"
 )
-torch.library.define(
-    "ftp::ctc_loss_backward",
+ctc_loss_backward = define(
+    "ctc_loss_backward"
     "(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths,"
     " Tensor loss, Tensor log_alpha, int blank,"
-    " bool zero_infinity) -> Tensor",
+    " bool zero_infinity) -> Tensor"
 )
-lstsq = torch.ops.ftp.lstsq.default
-ctc_loss = torch.ops.ftp.ctc_loss.default
-ctc_loss_backward = torch.ops.ftp.ctc_loss_backward.default
 
 
 @torch.library.impl("ftp::lstsq", "CompositeExplicitAutograd")

@@ -12,23 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftp.ops.define import define
 from ftp.sharding.process_group import gpu_uuid
 
 # Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its matmuls with some
 # matrices.
-torch.library.define(
-    "ftp::gather_matmuls",
-    "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+gather_matmuls = define(
+    "gather_matmuls"
+    "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]"
 )
 # Of the sum over ``n`` ranks of a matmul this rank's part of dim ``dim``.
-torch.library.define(
-    "ftp::matmul_scatter",
-    "(Tensor left, Tensor right, int dim, int n, str group) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+matmul_scatter = define(
+    "matmul_scatter(Tensor left, Tensor right, int dim, int n, str group) -> Tensor"
 )
-gather_matmuls = torch.ops.ftp.gather_matmuls.default
-matmul_scatter = torch.ops.ftp.matmul_scatter.default
 
 
 @torch.library.register_fake("ftp::gather_matmuls")

@@ -95,13 +95,13 @@ def apply_by_owner(
     else:
         owners = _owners(mesh, axes)
         known = specs or [_spec_of(item) for item in items]
-        results = [None] * len(items)
+        results: list[Any] = [None] * len(items)
         for key, members in _groups(items, known, leaf_paths(tree)).items():
             made = _owned(fn, [[items[i] for i in kind] for kind in members], key[-1], owners)
             for i, result in zip([i for kind in members for i in kind], made, strict=True):
                 results[i] = result
-    if results and all(type(r) is tuple and len(r) == len(results[0]) for r in results):  # type: ignore[arg-type]
-        return tuple(treedef.unflatten(list(column)) for column in zip(*results, strict=True))  # type: ignore[arg-type]
+    if results and all(type(r) is tuple and len(r) == len(results[0]) for r in results):
+        return tuple(treedef.unflatten(list(column)) for column in zip(*results, strict=True))
     return treedef.unflatten(results)
 
 

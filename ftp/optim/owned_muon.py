@@ -16,7 +16,9 @@ from ftp.optim.slots import Slots
 from ftp.sharding.traced_arguments import spec_of_argument
 
 # A step of a group: gradients, states and parameters to new parameters and states.
-Run = Callable[[Sequence[Tensor], Sequence[Slots], Sequence[Tensor]], list[tuple[Tensor, Slots]]]
+RunMatrices = Callable[
+    [Sequence[Tensor], Sequence[Slots], Sequence[Tensor]], list[tuple[Tensor, Slots]]
+]
 
 
 def check_owned(cls: type, owned: Any) -> None:
@@ -29,7 +31,7 @@ def check_owned(cls: type, owned: Any) -> None:
 
 
 def owned_step(
-    runs: Sequence[Run],
+    runs: Sequence[RunMatrices],
     grads: Sequence[Tensor],
     slots: Sequence[Slots],
     params: Sequence[Tensor],
@@ -68,7 +70,9 @@ def _orthogonalized(matrix: Tensor, options: tuple[Any, ...]) -> dict[str, Tenso
     return {"update": made, "matrix": matrix}
 
 
-def _asked(run: Run, grad: Tensor, slots: Slots, param: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+def _asked(
+    run: RunMatrices, grad: Tensor, slots: Slots, param: Tensor
+) -> tuple[Tensor, tuple[Any, ...]]:
     """What Muon would orthogonalize, and the options it does it with."""
     options: list[tuple[Any, ...]] = []
 
@@ -88,7 +92,7 @@ def _asked(run: Run, grad: Tensor, slots: Slots, param: Tensor) -> tuple[Tensor,
 
 
 def _completed(
-    run: Run, grad: Tensor, slots: Slots, param: Tensor, made: dict[str, Tensor]
+    run: RunMatrices, grad: Tensor, slots: Slots, param: Tensor, made: dict[str, Tensor]
 ) -> tuple[Tensor, Slots]:
     """The step, with what the owner made."""
     rest = [name for name in slots if name not in slots.like]

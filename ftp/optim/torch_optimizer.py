@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
-from ftp import deferred_compiler
 from ftp.errors import InputError
 from ftp.optim.base import (
     Optimizer,
@@ -27,6 +26,7 @@ from ftp.optim.traceable_step import CAPTURABLE, traceable_step
 from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
+from ftp.torch_internals import deferred_compiler
 
 deferred_compiler.defer()
 
@@ -71,7 +71,7 @@ def from_torch(
     _check_class(cls)
     if owned:
         check_owned(cls, owned)
-    chosen = _Torch(
+    chosen = _TorchOptimizer(
         cls,
         [
             ("", options),
@@ -102,7 +102,7 @@ def _check_class(cls: Any) -> None:
             )
 
 
-class _Torch:
+class _TorchOptimizer:
     """Runs a torch.optim class on clones of the parameters, with the state set beforehand."""
 
     def __init__(
@@ -240,7 +240,7 @@ class _Torch:
         first: dict[str, Any] = {}
         for values in opt.state.values():
             first.update(_cloned(values))
-        recording: Any = defaultdict(lambda: _Recording(first))
+        recording: Any = defaultdict(lambda: _RecordedState(first))
         opt.state = recording
         if first:
             dict.update(opt.state[mine], _cloned(first))
@@ -386,7 +386,7 @@ class _Torch:
         )
 
 
-class _Recording(dict):
+class _RecordedState(dict):
     """State of one parameter that records the first value of each slot."""
 
     def __init__(self, first: dict[str, Any]):

@@ -5,18 +5,21 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed import _functional_collectives  # noqa: F401  (graph passes then keep a collective that one rank has no use for)
+
+# Imported for its effect: graph passes then keep a collective that one rank has no use for.
+from torch.distributed import _functional_collectives  # noqa: F401
+
+from ftp.ops.define import define, like
 
 c10d = torch.ops._c10d_functional
 
 # gloo takes a GPU's tensors in the call behind ``all_gather_into_tensor_out``, in that behind
 # ``all_gather_into_tensor`` it reads their memory as if it were the host's.
-_name, _of = "ftp::all_gather_over_gloo", str(c10d.all_gather_into_tensor.default._schema)
-torch.library.define(_name, _of[_of.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.register_fake(_name, c10d.all_gather_into_tensor.default)
+_OVER_GLOO = define(like("all_gather_over_gloo", c10d.all_gather_into_tensor.default))
+torch.library.register_fake(_OVER_GLOO, c10d.all_gather_into_tensor.default)
 
 
-@torch.library.impl(_name, "CompositeExplicitAutograd")
+@torch.library.impl(_OVER_GLOO._name, "CompositeExplicitAutograd")
 def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
     whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
     return c10d.all_gather_into_tensor_out.default(shard, n, group, out=whole)
@@ -27,13 +30,13 @@ def gather_of(group: Any, device: torch.device) -> torch._ops.OpOverload:
     if device.type == "cuda":
         backend = _resolve_process_group(group)._get_backend(device).name()
         if backend == "gloo":
-            return torch.ops.ftp.all_gather_over_gloo.default
+            return _OVER_GLOO
     return c10d.all_gather_into_tensor.default
 
 
 @dataclass(frozen=True)
 class Member:
-    """A tensor that an issued collective moves.
+    """A tensor that an issued collective sends.
 
     Attributes:
         name: of the value, such as ``params['w']``.
@@ -60,7 +63,7 @@ class Collective:
         cause: what the reshard is for; of a bucket, what that of its first member is for.
         worst_nbytes: where the sizes of parts are values, what this rank sends or receives at
             most; the other figures are then those of equal parts.
-        members: the tensors that it moves.
+        members: the tensors that it sends.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("dp",))

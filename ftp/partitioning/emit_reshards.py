@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ftp.partitioning.collectives import Collective
-from ftp.planning.graph import PARAMETER, Move, Node
+from ftp.planning.graph import PARAMETER, Node, Reshard
 from ftp.sharding.layout import Layout
 from ftp.sharding.layout import pieces as pieces_held
 from ftp.sharding.spec import Interval
@@ -61,8 +61,8 @@ class ReshardSite:
     rank, and its offsets.
 
     Attributes:
-        offset: gives the input that holds this rank's start, stop or what is after it, of the moved
-            dim or of one of another size.
+        offset: gives the input that holds this rank's start, stop or what is after it, of the
+            resharded dim or of one of another size.
         coordinate: the rank's.
         group: name of the process group of the axis.
         is_first: whether the rank is the first of its axis: it contributes replicated values to
@@ -79,7 +79,7 @@ class ReshardSite:
     is_first: bool
 
     @property
-    def move(self) -> Move:
+    def reshard(self) -> Reshard:
         return self.node.target
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -99,21 +99,21 @@ class ReshardSite:
 
     def dim(self, layout: Layout, outer: int, f: int, inner: int, g: int) -> _CutDim:
         """The dim of a layout that cuts ``f``, of which this rank holds ``g``."""
-        n = self.move.n
+        n = self.reshard.n
         if not layout.zigzag:
             return _CutDim(layout.dim, outer, f, inner, g, -(-f // n))
-        (_, a), (_, b) = pieces_held(f, n, self.coordinate[self.move.axis], True)
+        (_, a), (_, b) = pieces_held(f, n, self.coordinate[self.reshard.axis], True)
         return _CutDim(layout.dim, outer, f, inner, g, -(-f // n), (a, b))
 
     def collective(self, target: Any, x: fx.Node, *args: Any, shape: Sequence[int]) -> fx.Node:
         """Issue a functional collective and wait for it; ``shape`` is the larger side's."""
         node = self.emit(target, x, *args, self.group)
-        dtype, n, op = self.node.results[0].dtype, self.move.n, self.move.op
+        dtype, n, op = self.node.results[0].dtype, self.reshard.n, self.reshard.op
         nbytes = math.prod(shape) * dtype.itemsize
         wire = {"all_reduce": 2 * nbytes * (n - 1) // n}.get(op, nbytes * (n - 1) // n)
         node.meta["collective"] = Collective(
             op,
-            self.move.axes,
+            self.reshard.axes,
             tuple(shape),
             dtype,
             nbytes,
@@ -122,7 +122,7 @@ class ReshardSite:
             self.node.source,
             self.node.cause,
         )
-        node.meta["axis"] = self.move.axis
+        node.meta["axis"] = self.reshard.axis
         node.meta["is_ahead"] = self.node.depends == PARAMETER and not self.node.branch
         return self.emit(c10d.wait_tensor.default, node)
 
@@ -133,31 +133,31 @@ def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
     Results are made contiguous: kernels of attention and of norms' backward accept strided views
     and compute wrong values.
     """
-    move = site.move
+    reshard = site.reshard
     here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
-    match move.op:
+    match reshard.op:
         case "all_reduce":
-            return site.collective(c10d.all_reduce.default, x, move.src.op, shape=here)
-        case "all_gather" if move.dst.kind == "R":
+            return site.collective(c10d.all_reduce.default, x, reshard.src.op, shape=here)
+        case "all_gather" if reshard.dst.kind == "R":
             return _contiguous(
-                site, _resharded(_all_gather, site, x, here, there, site.cut(move.src))
+                site, _resharded(_all_gather, site, x, here, there, site.cut(reshard.src))
             )
         case "all_gather":
             return _contiguous(site, _recut(site, x, here, there))
         case "reduce_scatter":
             return _contiguous(
-                site, _resharded(_reduce_scatter, site, x, here, there, None, site.cut(move.dst))
+                site, _resharded(_reduce_scatter, site, x, here, there, None, site.cut(reshard.dst))
             )
         case "all_to_all":
             return _contiguous(
                 site,
                 _resharded(
-                    _all_to_all, site, x, here, there, site.cut(move.src), site.cut(move.dst)
+                    _all_to_all, site, x, here, there, site.cut(reshard.src), site.cut(reshard.dst)
                 ),
             )
         case "slice":
             return _contiguous(
-                site, _resharded(_slice, site, x, here, there, None, site.cut(move.dst))
+                site, _resharded(_slice, site, x, here, there, None, site.cut(reshard.dst))
             )
         case "contribute":
             return (
@@ -166,12 +166,12 @@ def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
                 else site.emit(aten.zeros_like.default, x)
             )
         case "pad":
-            return _resharded(_pad, site, x, here, there, site.cut(move.src))
-    raise AssertionError(move)
+            return _resharded(_pad, site, x, here, there, site.cut(reshard.src))
+    raise AssertionError(reshard)
 
 
 def _resharded(
-    move: Callable[..., fx.Node],
+    emit: Callable[..., fx.Node],
     site: ReshardSite,
     x: fx.Node,
     here: list[int],
@@ -179,10 +179,10 @@ def _resharded(
     src: _CutDim | None = None,
     dst: _CutDim | None = None,
 ) -> fx.Node:
-    """``move`` of ``x``, of shape ``here``, to ``there``: of a dim that is cut in ``src`` before
+    """``emit`` of ``x``, of shape ``here``, to ``there``: of a dim that is cut in ``src`` before
     and in ``dst`` after it. Zigzags are brought to plain cuts and back.
     """
-    n, cuts, given, due = site.move.n, [], list(here), list(there)
+    n, cuts, given, due = site.reshard.n, [], list(here), list(there)
     for cut, sending, held, whole in ((src, True, given, due), (dst, False, due, given)):
         if cut is None or cut.pieces is None:
             cuts += [] if cut is None else [cut]
@@ -193,7 +193,7 @@ def _resharded(
         held[cut.dim], whole[cut.dim] = (
             even.outer * size * even.inner for size in (even.g, even.f)
         )
-    x = move(site, x, given, due, *cuts)
+    x = emit(site, x, given, due, *cuts)
     for cut, sending in ((src, True), (dst, False)):
         if cut is not None and cut.pieces is not None:
             x = (_undealt if sending else _trimmed_pieces)(site, x, due, cut, n)
@@ -287,11 +287,11 @@ def emit_chunks(site: ReshardSite, x: fx.Node, count: int) -> fx.Node:
     sizes = {**site.sizes, factor: site.sizes[factor] // count}
     rows, of_all = site.shape(site.node.rule.operands[0])[0] // count, site.global_shape[0] // count
     part = replace(site, sizes=sizes, global_shape=(of_all, *site.global_shape[1:]))
-    moved = [
+    chunks = [
         emit_reshard(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows))
         for i in range(count)
     ]
-    return site.emit(aten.cat.default, moved)
+    return site.emit(aten.cat.default, chunks)
 
 
 def emit_gathered_pieces(
@@ -358,7 +358,7 @@ def _contiguous(site: ReshardSite, x: fx.Node) -> fx.Node:
 def _all_gather(
     site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
 ) -> fx.Node:
-    n = site.move.n
+    n = site.reshard.n
     before, _, after = _split(here, cut)
     at = len(before)
     seen = [*before, cut.g, *after]
@@ -388,7 +388,7 @@ def _trim(site: ReshardSite, x: fx.Node, dim: int, size: int, to: int) -> fx.Nod
 def _reduce_scatter(
     site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
 ) -> fx.Node:
-    n = site.move.n
+    n = site.reshard.n
     before, _, after = _split(here, cut)
     at = len(before)
     x = _pad_to(
@@ -414,7 +414,7 @@ def _reduce_scatter(
 def _all_to_all(
     site: ReshardSite, x: fx.Node, here: list[int], there: list[int], src: _CutDim, dst: _CutDim
 ) -> fx.Node:
-    n = site.move.n
+    n = site.reshard.n
     s, d = (1, 4) if src.dim < dst.dim else (4, 1)  # positions of g and f in the view below
     first, second = sorted((src, dst), key=lambda cut: cut.dim)
     parts = {id(src): src.g, id(dst): dst.f}
@@ -478,10 +478,10 @@ def _bounds(site: ReshardSite, cut: _CutDim, end: str) -> list[Offset]:
 
 def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
     """From one cut of a dim to another cut of it: gather, then slice."""
-    d = site.move.src.dim
+    d = site.reshard.src.dim
     src, dst = (
         site.dim(layout, *(site.sizes[f"{side}{name}"] for name in "ofig"))
-        for side, layout in (("x", site.move.src), ("y", site.move.dst))
+        for side, layout in (("x", site.reshard.src), ("y", site.reshard.dst))
     )
     full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
     whole = _resharded(_all_gather, site, x, here, full, src)

@@ -12,11 +12,12 @@ from torch import fx
 
 from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.per_rank.program import RankCode
-from ftp.planning.graph import Move, Node, Value
-from ftp.rules.rule import replaced
+from ftp.planning.graph import Node, Reshard, Value
+from ftp.rules.call import replaced
 from ftp.sharding.layout import R, partial, shard, size_at
 
 aten = torch.ops.aten
@@ -29,14 +30,15 @@ class InlineSite:
 
     Attributes:
         start: gives the input that holds the rank's position on an axis, as an int.
-        move: emits a move of a node's value; its further arguments are a name and the user's line.
+        reshard: emits a reshard of a node's value; its further arguments are a name and the user's
+            line.
         group: gives the name of an axis' process group.
     """
 
     graph: fx.Graph
     device: torch.device
     start: Callable[[str], Any]
-    move: Callable[[fx.Node, Move, torch.dtype, str, str], fx.Node]
+    reshard: Callable[[fx.Node, Reshard, torch.dtype, str, str], fx.Node]
     group: Callable[[str], str]
     axes: Mapping[str, int]
     coordinate: Mapping[str, int]
@@ -92,7 +94,7 @@ def inline(site: InlineSite, program: RankCode, operands: Sequence[fx.Node]) -> 
             source = node.meta.get("source", "")
             before = len(site.graph.nodes)
             axis = axis_of(node.target, node.args[1:])
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+            args, kwargs = mapped_arguments(node, env.__getitem__)
             if axis is None:
                 target = aten.reshape.default if node.target is aten.view.default else node.target
                 env[node] = site.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
@@ -140,7 +142,7 @@ def emit_collective(
         return x if alone else site.emit(aten.zeros_like.default, x)
     if call.target is OPS.ppermute.default:
         return _permuted(site, call, x, dtype, source)
-    return site.move(x, _as_move(call), dtype, name, source)
+    return site.reshard(x, _as_reshard(call), dtype, name, source)
 
 
 def axes_by_rank(program: RankCode) -> tuple[set[str], set[str]]:
@@ -168,25 +170,25 @@ def _note(graph: fx.Graph, made: int, source: str) -> None:
         at = at.prev
 
 
-def _as_move(call: CollectiveCall) -> Move:
+def _as_reshard(call: CollectiveCall) -> Reshard:
     """The collective as a reshard of the value whose shards or terms the ranks hold."""
     axis, n, shape, args = call.axis, call.n, call.shape, call.args
     match call.target:
         case OPS.all_reduce.default:
-            return Move(axis, n, partial(args[0]), R, shape)
+            return Reshard(axis, n, partial(args[0]), R, shape)
         case OPS.contribute.default:
-            return Move(axis, n, R, partial("sum"), shape)
+            return Reshard(axis, n, R, partial("sum"), shape)
         case OPS.reduce_scatter.default:
-            return Move(axis, n, partial("sum"), _cut(args[2], shape, n), shape)
+            return Reshard(axis, n, partial("sum"), _cut(args[2], shape, n), shape)
         case OPS.own_part.default:
-            return Move(axis, n, R, _cut(args[2], shape, n), shape)
+            return Reshard(axis, n, R, _cut(args[2], shape, n), shape)
         case OPS.place_part.default:
             whole = tuple(s * n if d == args[2] else s for d, s in enumerate(shape))
-            return Move(axis, n, _cut(args[2], whole, n), partial("sum"), whole)
+            return Reshard(axis, n, _cut(args[2], whole, n), partial("sum"), whole)
     *_, concat = args
     whole = tuple(s * n if d == concat else s for d, s in enumerate(shape))
     to = R if call.target is OPS.all_gather.default else _cut(args[2], whole, n)
-    return Move(axis, n, _cut(concat, whole, n), to, whole)
+    return Reshard(axis, n, _cut(concat, whole, n), to, whole)
 
 
 def _cut(dim: Any, shape: tuple[int, ...], n: int) -> Any:
@@ -226,7 +228,7 @@ def _exchanged(
     counts, axis, n, bound, back = call.args
     if n == 1:
         return site.emit(FIRST_ROWS, x, counts, bound, back, source)
-    issued = site.emit(ALL_TO_ALL_ROWS, x, counts, bound, back, source, site.group(axis))
+    issued = site.emit(ALL_TO_ALL_ROWS, x, counts, bound, back, False, source, site.group(axis))
     rows, *row = call.shape
     each = math.prod(row) * dtype.itemsize
     expected = min(rows, bound)  # the larger buffer has room for the worst case

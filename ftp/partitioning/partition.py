@@ -33,11 +33,11 @@ from ftp.partitioning.inline_per_rank import (
 from ftp.partitioning.rank_tables import Table, chunk_table, table
 from ftp.partitioning.rings import record_rings
 from ftp.paused_gc import collection_paused
-from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
-from ftp.planning.insert_moves import move_rule
+from ftp.planning.graph import FactorCut, Node, Reshard, Value, identity_rule
+from ftp.planning.insert_reshards import reshard_rule
 from ftp.planning.plan import Plan
-from ftp.rules.local_op import Cut, LocalOp, RankGraph, as_module, localize
-from ftp.rules.rule import Meta, replaced
+from ftp.rules.call import Meta, replaced
+from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, as_module, localize
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, is_factored
 
@@ -46,7 +46,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
-class Offset:
+class ShardOffset:
     """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), the length
     ``after`` it, or where the ``second`` piece of a zigzag begins.
     """
@@ -72,7 +72,7 @@ class Offset:
 
     def table(self, axes: Mapping[str, int]) -> Table:
         """Its value on every rank."""
-        return chunk_table(axes, self, Offset.at)
+        return chunk_table(axes, self, ShardOffset.at)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LocalProgram:
     """
 
     gm: fx.GraphModule
-    offsets: tuple[Offset, ...]
+    offsets: tuple[ShardOffset, ...]
     collectives: tuple[Collective, ...]
 
     def offsets_at(self, coordinate: Coordinate) -> list[int]:
@@ -128,7 +128,7 @@ class Partitioner:
         firsts = {
             node.target.axis
             for node in self.plan.graph.nodes
-            if node.kind == "move" and node.target.op == "contribute"
+            if node.kind == "reshard" and node.target.op == "contribute"
         }
         local = [
             axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"
@@ -247,7 +247,7 @@ class _Emission:
         self.coordinate = coordinate
         self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
-        self.offsets: dict[Offset, fx.Node] = {}
+        self.offsets: dict[ShardOffset, fx.Node] = {}
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
@@ -304,14 +304,14 @@ class _Emission:
                 at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n, at.cut.zigzag
             )
             layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
-            move = Move(
+            reshard = Reshard(
                 at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape)
             )
-            rule, sizes = move_rule(move)
+            rule, sizes = reshard_rule(reshard)
             step = Node(
-                f"{value.node.name}_{move.op}_{at.cut.axis}",
-                "move",
-                move,
+                f"{value.node.name}_{reshard.op}_{at.cut.axis}",
+                "reshard",
+                reshard,
                 (value,),
                 {},
                 (value.meta,),
@@ -354,7 +354,7 @@ class _Emission:
         if node.kind == "constrain":
             self.env[Value(node)] = self.env[node.operands[0]]
             return
-        if node.kind == "move":
+        if node.kind == "reshard":
             site, x, count = (
                 self._site(node, sizes),
                 self.env[node.operands[0]],
@@ -369,7 +369,7 @@ class _Emission:
             if (found := emit_per_rank(self._inline_site(node), node, operands)) is not None:
                 self._give(node, found)
                 return
-        cuts: dict[str, list[Cut]] = {}
+        cuts: dict[str, list[LocalCut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
         op = LocalOp(
@@ -412,9 +412,9 @@ class _Emission:
         return InlineSite(
             self.graph,
             self.device,
-            lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
-            lambda x, move, dtype, name, source: self._move(
-                x, move, dtype, f"{node.name}.{name}", source, cause
+            lambda axis: self._offset(ShardOffset("start", axes[axis], axis, axes[axis])),
+            lambda x, reshard, dtype, name, source: self._reshard(
+                x, reshard, dtype, f"{node.name}.{name}", source, cause
             ),
             self.group_name,
             axes,
@@ -429,9 +429,9 @@ class _Emission:
             sizes,
             node.results[0].shape,
             lambda kind, size: self._offset(
-                Offset(
+                ShardOffset(
                     kind,
-                    _moved_extent(node) if size is None else size,
+                    _resharded_extent(node) if size is None else size,
                     node.target.axis,
                     node.target.n,
                 )
@@ -441,26 +441,26 @@ class _Emission:
             all(self.coordinate[axis] == 0 for axis in node.target.axes),
         )
 
-    def _move(
-        self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str
+    def _reshard(
+        self, x: fx.Node, reshard: Reshard, dtype: torch.dtype, name: str, source: str, cause: str
     ) -> fx.Node:
         """Emit a reshard that is not a node of the plan."""
-        meta = Meta(tuple(size_at(s, self.coordinate) for s in move.shape), dtype)
+        meta = Meta(tuple(size_at(s, self.coordinate) for s in reshard.shape), dtype)
         held = Value(
             Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0))
         )
-        rule, sizes = move_rule(move)
-        step = Node(name, "move", move, (held,), {}, (meta,), rule, source, cause=cause)
+        rule, sizes = reshard_rule(reshard)
+        step = Node(name, "reshard", reshard, (held,), {}, (meta,), rule, source, cause=cause)
         step.sizes = sizes
         self.env[held] = x
         self._emit(step)
         return self.env[Value(step)]
 
-    def _cut(self, cut: FactorCut) -> Cut:
+    def _cut(self, cut: FactorCut) -> LocalCut:
         n = self.plan.axes[cut.axis]
         held = pieces_at(Chunk(cut.extent, cut.axis, n, cut.zigzag), self.coordinate)
         begins = [
-            self._offset(Offset(kind, cut.extent, cut.axis, n, cut.zigzag))
+            self._offset(ShardOffset(kind, cut.extent, cut.axis, n, cut.zigzag))
             for kind in ("start", "second")[: len(held)]
         ]
         outer, size, inner = (
@@ -468,9 +468,9 @@ class _Emission:
         )
         length = sum(length for _, length in held)
         second = (begins[1], held[1][1]) if cut.zigzag else None
-        return Cut(outer, size, inner, begins[0], length, second, cut.axis, n)
+        return LocalCut(outer, size, inner, begins[0], length, second, cut.axis, n)
 
-    def _offset(self, offset: Offset) -> fx.Node:
+    def _offset(self, offset: ShardOffset) -> fx.Node:
         if offset not in self.offsets:
             context = (
                 self.graph.inserting_after(self.last_input)
@@ -493,12 +493,12 @@ def _returns_tuple(node: Node) -> bool:
     return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
-def _moved_extent(node: Node) -> Size:
+def _resharded_extent(node: Node) -> Size:
     """The size of the dim that a reshard slices or pads."""
-    sizes, move = node.sizes, node.target
+    sizes, reshard = node.sizes, node.target
     if "yf" in sizes:
         return sizes["yf"]
-    d = (move.dst if move.dst.kind == "S" else move.src).dim
+    d = (reshard.dst if reshard.dst.kind == "S" else reshard.src).dim
     if f"h{d}" in sizes:
         return sizes[f"h{d}"]
     return mul(sizes[f"m{d}"], sizes[f"g{d}"])

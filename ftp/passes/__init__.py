@@ -4,8 +4,10 @@ A pass that changes which collectives are issued, or in what order, decides from
 equal on all ranks.
 """
 
+from ftp.passes.arrived_rows import only_arrived as only_arrived
 from ftp.passes.branch_order import mark as mark
 from ftp.passes.bucket_collectives import Packs as Packs
+from ftp.passes.bucket_collectives import in_order_of as in_order_of
 from ftp.passes.bucket_collectives import pack as pack
 from ftp.passes.bucket_collectives import packs as packs
 from ftp.passes.buffer_reuse import reuse_memory as reuse_memory

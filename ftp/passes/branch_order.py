@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from ftp.ops.choose import CHOOSE, Branch, common, number_of, read_in
+from ftp.ops.choose import CHOOSE, BranchPath, common, number_of, read_in
 from ftp.passes.copy_elimination import copied
 
 
-def branches(graph: fx.Graph) -> dict[fx.Node, Branch]:
+def branches(graph: fx.Graph) -> dict[fx.Node, BranchPath]:
     """The branch of each node; empty for a graph without conds of which one branch runs.
 
     A node that a pass has made is of the innermost branch that all of its users are in, or without
@@ -16,7 +16,7 @@ def branches(graph: fx.Graph) -> dict[fx.Node, Branch]:
     """
     if not any(number_of(node.target, node.args) >= 0 for node in graph.nodes):
         return {}
-    found: dict[fx.Node, Branch] = {}
+    found: dict[fx.Node, BranchPath] = {}
     late: list[fx.Node] = []
     for node in reversed(graph.nodes):
         if node.op != "call_function":
@@ -33,7 +33,9 @@ def branches(graph: fx.Graph) -> dict[fx.Node, Branch]:
     return found
 
 
-def _reads(found: Mapping[fx.Node, Branch], user: fx.Node, value: fx.Node) -> Iterator[Branch]:
+def _reads(
+    found: Mapping[fx.Node, BranchPath], user: fx.Node, value: fx.Node
+) -> Iterator[BranchPath]:
     """The branches in which a node reads a value."""
     operands = enumerate(user.args) if user.target is CHOOSE else ((0, value),)
     for slot, x in operands:
@@ -52,7 +54,7 @@ def mark(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def conds(found: Mapping[fx.Node, Branch]) -> dict[int, list[fx.Node]]:
+def conds(found: Mapping[fx.Node, BranchPath]) -> dict[int, list[fx.Node]]:
     """Per outermost cond its nodes, in the order of the graph, and its choices after them."""
     nodes: dict[int, list[fx.Node]] = {}
     choices: dict[int, list[fx.Node]] = {}

@@ -15,6 +15,7 @@ from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
 from ftp.planning.graph import Graph, Node
+from ftp.planning.layers.labels import numbered
 from ftp.rules.local_op import RankGraph
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ class Packs:
     """Which collectives are packed; decided from the plan, so that ranks agree.
 
     Attributes:
-        groups: names of the plan's moves, pack by pack.
+        groups: names of the plan's reshards, pack by pack.
         seeds: names of numbers made "like" another number, as a gradient starts with
             ``ones_like(loss)``, and what they are.
     """
@@ -61,11 +62,12 @@ def packs(
     reduce-scatter is issued where the pack's last member was; the pack ends before a collective
     that needs a member, so that the order of the others stays. Gathers are those of parameters of
     one pass, forward or backward, that follow one another; `prefetch` puts them where the first of
-    them was. They are no larger together than the largest parameter that is gathered (or
-    ``PACK_BYTES``), nor are reduce-scatters.
+    them was. They are no larger together than the largest parameter that is gathered, the
+    parameters of the largest layer up to ``PACK_BYTES``, or ``FREE_BYTES``, nor are
+    reduce-scatters. A pack of gathers ends before a layer that it has no room for as a whole.
 
     Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that
-    another is made "like" is not needed for it. Moves named in ``without`` are left alone, those
+    another is made "like" is not needed for it. Reshards named in ``without`` are left alone, those
     in ``apart`` are packed with one another only.
     """
     groups: list[list[Node]] = []
@@ -81,7 +83,12 @@ def packs(
     for node in graph.nodes:
         if (key := kind(node)) and _nbytes(node) <= pack_bytes:
             of_kind[key] = of_kind.get(key, 0) + _nbytes(node)
-    largest = max(largest_gathered(graph), PACK_BYTES)
+    layers = _layers(graph)
+    of_layer: dict[Any, int] = {}
+    for node, layer in layers.items():
+        of_layer[kind(node), layer] = of_layer.get((kind(node), layer), 0) + _nbytes(node)
+    of_largest = min(max(of_layer.values(), default=0), PACK_BYTES)
+    largest = max(largest_gathered(graph), of_largest, FREE_BYTES)
 
     def limit(key: Any) -> int:
         found = min(bucket_bytes, max(-(-of_kind[key] // BUCKETS), PACK_BYTES))
@@ -110,7 +117,7 @@ def packs(
         needs[node] = frozenset().union(*(needs[v.node] for v in node.operands))
         if node.own_axes:  # per-rank code may have collectives of its own
             close(open_)
-        if node.kind != "move" or node.target.op in LOCAL_STEPS:
+        if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
             continue
         # A pack of gathers is issued with its first member, any other with its last, before
         # anything that needs one of them.
@@ -123,8 +130,11 @@ def packs(
         key = kind(node)
         if key is None or _nbytes(node) > pack_bytes or node.name in without:
             continue
-        if key in open_ and open_[key][1] + _nbytes(node) > limit(key):
-            close([key])
+        if key in open_:
+            members, held = open_[key]
+            begins = node in layers and layers[node] != layers[members[-1]]
+            if held + (of_layer[key, layers[node]] if begins else _nbytes(node)) > limit(key):
+                close([key])
         members, held = open_.get(key, ([], 0))
         open_[key] = [*members, node], held + _nbytes(node)
         needs[node] |= {node}
@@ -134,18 +144,70 @@ def packs(
     )
 
 
+def in_order_of(graph: Graph, found: Packs) -> Packs:
+    """The packs where the plan's nodes stand in another order than that in which they were packed:
+    each in the order of ``graph``, and ended before a collective that needs a member.
+
+    Without this the order of collectives would be that in which values depend on one another, which
+    is not the same on a rank with an empty shard.
+    """
+    group_of = {name: number for number, group in enumerate(found.groups) for name in group}
+    open_: dict[int, list[Node]] = {}
+    ended: list[tuple[str, ...]] = []
+    needs: dict[Node, frozenset[Node]] = {}  # the members that a node depends on
+    left = {number: len(group) for number, group in enumerate(found.groups)}
+
+    def end(number: int) -> None:
+        ended.append(tuple(node.name for node in open_.pop(number)))
+
+    for node in graph.nodes:
+        is_seed = node.name in found.seeds
+        needs[node] = frozenset().union(*(needs[v.node] for v in node.operands if not is_seed))
+        if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
+            continue
+        for number, members in list(open_.items()):
+            if not needs[node].isdisjoint(members):
+                end(number)
+        if (number := group_of.get(node.name)) is not None:
+            open_.setdefault(number, []).append(node)
+            needs[node] |= {node}
+            left[number] -= 1
+            if not left[number]:
+                end(number)
+    return replace(found, groups=tuple(group for group in ended if len(group) > 1))
+
+
+def _layers(graph: Graph) -> dict[Node, Any]:
+    """Per gather of a parameter its layer, or the module of one that is in none."""
+    names = {node: node.name for node in graph.inputs}
+    numbers = numbered(names)
+    found: dict[Node, Any] = {}
+    for node in graph.nodes:
+        if is_ahead(node) and node.target.op == "all_gather":
+            origin = node
+            while origin.operands:
+                origin = origin.operands[0].node
+            found[node] = numbers.get(origin, _module(origin.name))
+    return found
+
+
+def _module(path: str) -> str:
+    """The path without its last element: of ``params['head.weight']`` ``params['head``."""
+    return path[: max(path.rfind("."), path.rfind("["))]
+
+
 def _kind(node: Node) -> tuple[Any, ...] | None:
     """The properties that members of a pack share; None for a node that is not packed."""
-    if node.kind != "move":
+    if node.kind != "reshard":
         return None
-    move, dtype = node.target, node.results[0].dtype
-    match move.op:
+    reshard, dtype = node.target, node.results[0].dtype
+    match reshard.op:
         case "all_reduce":
-            return move.op, move.axis, dtype, move.src.op
+            return reshard.op, reshard.axis, dtype, reshard.src.op
         case "reduce_scatter":
-            return move.op, move.axis, dtype
-        case "all_gather" if move.dst.kind == "R" and is_ahead(node):
-            return move.op, move.axis, dtype, node.phase
+            return reshard.op, reshard.axis, dtype
+        case "all_gather" if reshard.dst.kind == "R" and is_ahead(node):
+            return reshard.op, reshard.axis, dtype, node.phase
     return None
 
 
@@ -202,8 +264,8 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         row = (
             graph.call_function(aten.reshape.default, (row, [n * sum(sizes)])) if scatters else row
         )
-        moved = graph.call_function(last.target, (row, *last.args[1:]))  # type: ignore[arg-type]
-        arrived = graph.call_function(WAIT, (moved,))
+        bucket = graph.call_function(last.target, (row, *last.args[1:]))  # type: ignore[arg-type]
+        arrived = graph.call_function(WAIT, (bucket,))
         arrived = (
             graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)]))
             if gathers
@@ -221,9 +283,9 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
                 user.replace_all_uses_with(part)
                 graph.erase_node(user)
             graph.erase_node(node)
-    moved.meta.update(last.meta)
+    bucket.meta.update(last.meta)
     count = sum(sizes) * n
-    moved.meta["collective"] = replace(
+    bucket.meta["collective"] = replace(
         facts[-1],
         shape=(count,),
         nbytes=sum(fact.nbytes for fact in facts),

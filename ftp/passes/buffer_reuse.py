@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.passes.aliasing import families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
 
@@ -31,7 +32,7 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             else x
             for x in inputs
         ]
-        _Values(gm, mode).propagate_dont_convert_inputs(*given)
+        _FakeValues(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
 
 
@@ -44,7 +45,7 @@ def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
     return enable_python_dispatcher()
 
 
-class _Values(FakeTensorProp):
+class _FakeValues(FakeTensorProp):
     """Equal calls, as of repeated layers, are computed once and may share one fake tensor."""
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
@@ -61,7 +62,7 @@ class _Values(FakeTensorProp):
         )
         if not is_plain:
             return super().run_node(n)
-        key = (target, str(map_arg((n.args, n.kwargs), lambda x: _layout(self.env[x]))))  # type: ignore[arg-type]
+        key = (target, str(mapped_arguments(n, lambda x: _layout(self.env[x]))))
         if key not in self.known:
             self.known[key] = super().run_node(n)
         n.meta["val"] = self.known[key]

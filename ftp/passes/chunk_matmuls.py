@@ -28,7 +28,7 @@ class Chunks:
     """
 
     count: int
-    moves: tuple[str, ...]
+    reshards: tuple[str, ...]
     rows: Mapping[str, int]
 
 
@@ -37,18 +37,18 @@ def chunks(graph: Graph, count: int) -> Chunks:
     divide into ``count`` chunks.
     """
     users = graph.users() if count > 1 else {}
-    moves: list[str] = []
+    reshards: list[str] = []
     rows: dict[str, int] = {}
     for node in graph.nodes if count > 1 else ():
         if (
-            node.kind != "move"
+            node.kind != "reshard"
             or not node.depends & BATCH
             or not _is_divisible(node.sizes.get("o0", node.sizes.get("~0")), count)
         ):
             continue
         if node.target.op == "all_gather" and node.target.dst.kind == "R":
             if any(_feeds_matmul(user, slot, users) for user, slot in users.get(Value(node), ())):
-                moves.append(node.name)
+                reshards.append(node.name)
         elif node.target.op == "reduce_scatter":
             matmul = node.operands[0]
             while (
@@ -60,9 +60,9 @@ def chunks(graph: Graph, count: int) -> Chunks:
                 and len(users[matmul]) == 1
                 and _is_divisible(m := matmul.shape[0], count)
             ):
-                moves.append(node.name)
+                reshards.append(node.name)
                 rows[node.name] = int(m)  # type: ignore[arg-type]
-    return Chunks(count, tuple(moves), rows)
+    return Chunks(count, tuple(reshards), rows)
 
 
 def _is_divisible(size: Any, count: int) -> bool:
@@ -83,10 +83,10 @@ def chunk_matmuls(graph: fx.Graph, found: Chunks) -> fx.Graph:
     A matmul of concatenated rows is the concatenation of matmuls; a chunk of a matmul's rows is the
     matmul of a chunk.
     """
-    if not found.moves:
+    if not found.reshards:
         return graph
     new, _ = copied(graph)
-    for name in found.moves:
+    for name in found.reshards:
         nodes = [node for node in new.nodes if node.meta.get("origin") == name]
         if name in found.rows:
             slices = [
@@ -115,8 +115,8 @@ def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
             other = [other[0] // count, *other[1:]]
         elif user.target is not aten.mm.default or user.args[:1] != (row,) or other is row:
             continue
-        made = [_behind(graph, part, user, (part, other)) for part in parts]
-        joined = _behind(graph, made[-1], user, (made,), aten.cat.default)
+        made = [_after(graph, part, user, (part, other)) for part in parts]
+        joined = _after(graph, made[-1], user, (made,), aten.cat.default)
         user.replace_all_uses_with(joined)
         graph.erase_node(user)
         _sink(graph, joined, count)
@@ -156,7 +156,7 @@ def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
         graph.erase_node(node)
 
 
-def _behind(
+def _after(
     graph: fx.Graph, place: fx.Node, like: fx.Node, args: tuple[Any, ...], target: Any = None
 ) -> fx.Node:
     with graph.inserting_after(place):

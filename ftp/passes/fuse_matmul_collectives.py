@@ -63,14 +63,14 @@ def joints(graph: Graph) -> dict[str, Joint]:
     found: dict[str, Joint] = {}
     taken: set[Node] = set()
     for node in graph.nodes:
-        if node.kind != "move" or not node.depends & BATCH:
+        if node.kind != "reshard" or not node.depends & BATCH:
             continue
-        move, part, whole = node.target, node.operands[0], Value(node)
-        if move.op == "all_gather" and move.dst.kind == "R":
-            matmuls, cut = _readers(whole, users, whole.shape[-1:]), move.src
-        elif move.op == "reduce_scatter":
+        reshard, part, whole = node.target, node.operands[0], Value(node)
+        if reshard.op == "all_gather" and reshard.dst.kind == "R":
+            matmuls, cut = _readers(whole, users, whole.shape[-1:]), reshard.src
+        elif reshard.op == "reduce_scatter":
             part, whole = whole, part
-            matmuls, cut = _summed(node, users), move.dst
+            matmuls, cut = _summed(node, users), reshard.dst
         else:
             continue
         here, there, outer = (
@@ -84,14 +84,14 @@ def joints(graph: Graph) -> dict[str, Joint]:
             or not factors
             or not taken.isdisjoint(matmuls)
             or not all([here, there, outer, *factors])
-            or there[cut.dim] != move.n * here[cut.dim]
+            or there[cut.dim] != reshard.n * here[cut.dim]
         ):
             continue
         if cut.dim < len(here) - 1:
             taken |= {*matmuls}
             names = tuple(matmul.name for matmul in matmuls)
             found[node.name] = Joint(
-                names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], move.n
+                names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], reshard.n
             )
     return found
 
@@ -144,18 +144,18 @@ def fuse_matmuls(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     for node in new.nodes:
         made.setdefault(node.meta.get("origin", ""), []).append(node)
     for name, joint in found.items():
-        move = made[name]
-        (issued,) = (node for node in move if "collective" in node.meta)
+        reshard = made[name]
+        (issued,) = (node for node in reshard if "collective" in node.meta)
         matmuls = [
             node for of in joint.matmuls for node in made[of] if node.target is aten.mm.default
         ]
         with new.inserting_before(issued):
             if issued.target is ALL_GATHER:
-                last = _gathered(new, joint, move, issued, matmuls)
+                last = _gathered(new, joint, reshard, issued, matmuls)
             else:
-                last = _scattered(new, joint, move, matmuls[0], issued)
+                last = _scattered(new, joint, reshard, matmuls[0], issued)
         last.meta["collective"], last.meta["axis"] = issued.meta["collective"], issued.meta["axis"]
-        for node in reversed([*matmuls, *move]):
+        for node in reversed([*matmuls, *reshard]):
             _erase(node)
     return sorted_graph(new)
 
@@ -163,15 +163,19 @@ def fuse_matmuls(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
 def _gathered(
     graph: fx.Graph,
     joint: Joint,
-    move: Sequence[fx.Node],
+    reshard: Sequence[fx.Node],
     issued: fx.Node,
     matmuls: Sequence[fx.Node],
 ) -> fx.Node:
-    last = move[-1]
+    last = reshard[-1]
     read = {view for matmul in matmuls for view in _views(matmul.args[0], last)}
     keeps = any(user not in read and user not in matmuls for node in read for user in node.users)
     shard = _emit(
-        graph, issued, aten.reshape.default, move[0].args[0], joint.seen(joint.part, joint.columns)
+        graph,
+        issued,
+        aten.reshape.default,
+        reshard[0].args[0],
+        joint.seen(joint.part, joint.columns),
     )
     weights = [matmul.args[1] for matmul in matmuls]
     made = _emit(
@@ -190,12 +194,12 @@ def _gathered(
 
 
 def _scattered(
-    graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], matmul: fx.Node, issued: fx.Node
+    graph: fx.Graph, joint: Joint, reshard: Sequence[fx.Node], matmul: fx.Node, issued: fx.Node
 ) -> fx.Node:
     left, right = matmul.args
     seen = _emit(graph, matmul, aten.reshape.default, left, joint.seen(joint.whole, joint.columns))
     made = _emit(graph, issued, matmul_scatter, seen, right, joint.dim, joint.n, issued.args[-1])
-    move[-1].replace_all_uses_with(
+    reshard[-1].replace_all_uses_with(
         _emit(graph, issued, aten.reshape.default, made, list(joint.part))
     )
     return made

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.ops.choose import Branch
+from ftp.ops.choose import BranchPath
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
@@ -34,6 +34,14 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     if not any(node.target in UPDATES for node in graph.nodes):
         return graph
     graph, _ = copied(graph)
+    merge_updates_in(graph, donated)
+    return graph
+
+
+def merge_updates_in(graph: fx.Graph, donated: Collection[int]) -> None:
+    """``merge_updates`` on a graph that the caller has copied: changes it."""
+    if not any(node.target in UPDATES for node in graph.nodes):
+        return
     merge = _Merge(graph, donated)
     for node in list(graph.nodes):
         if merge.waiting and node.meta.get("branch", ()) != merge.branch:
@@ -49,7 +57,6 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
             or merge.concerns(node)
         ):
             merge.call_before(node)
-    return graph
 
 
 class _Merge:
@@ -58,7 +65,7 @@ class _Merge:
     def __init__(self, graph: fx.Graph, donated: Collection[int]):
         self.graph = graph
         self.waiting: dict[Any, list[fx.Node]] = {}
-        self.branch: Branch = ()
+        self.branch: BranchPath = ()
         self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.family = families(graph)
         self.last = last_uses(list(graph.nodes), self.family)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 
 from ftp.ops.fused_optimizer import ADAM, ADAMW
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def small_updates(graph: fx.Graph) -> fx.Graph:
                 for made in formula.nodes:
                     if made.op == "call_function":
                         env[made] = new.call_function(
-                            made.target, *map_arg((made.args, made.kwargs), env.__getitem__)
+                            made.target, *mapped_arguments(made, env.__getitem__)
                         )  # type: ignore[misc]
                         env[made].meta.update({**node.meta, "val": made.meta["val"]})
                     elif made.op == "output":

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from ftp.planning.cost import DEFAULT, Hardware, collective_seconds
-from ftp.planning.graph import Graph, Move, Node, Value
+from ftp.planning.graph import Graph, Node, Reshard, Value
 from ftp.planning.graph_passes import live
-from ftp.planning.insert_moves import move_rule
+from ftp.planning.insert_reshards import reshard_rule
 from ftp.sharding.layout import R, nominal, shard
 
 
@@ -43,20 +43,20 @@ def merge_axes(
     for node in graph.nodes:
         new[node] = node
         if (
-            node.kind == "move"
+            node.kind == "reshard"
             and node.name not in without
-            and node.operands[0].node.kind == "move"
+            and node.operands[0].node.kind == "reshard"
             and node.operands[0].node.branch == node.branch
             and uses[node.operands[0]] == 1
         ):
             first = now(node.operands[0]).node
-            move = _product(first, node, axes)
-            if move is not None and _is_no_slower(first, node, move, hardware):
+            reshard = _product(first, node, axes)
+            if reshard is not None and _is_no_slower(first, node, reshard, hardware):
                 rule, sizes = (
-                    (node.rule, node.sizes) if move.op == "all_reduce" else move_rule(move)
+                    (node.rule, node.sizes) if reshard.op == "all_reduce" else reshard_rule(reshard)
                 )
                 new[node] = _with_operands(
-                    replace(node, target=move, rule=rule, sizes=dict(sizes)), first.operands
+                    replace(node, target=reshard, rule=rule, sizes=dict(sizes)), first.operands
                 )
                 continue
         if any(new[value.node] is not value.node for value in node.operands):
@@ -66,13 +66,13 @@ def merge_axes(
     return live(Graph(list(new.values()), list(map(now, graph.outputs))))
 
 
-def _is_no_slower(first: Node, second: Node, merged: Move, hardware: Hardware) -> bool:
+def _is_no_slower(first: Node, second: Node, merged: Reshard, hardware: Hardware) -> bool:
     """Whether one collective over the product is estimated to take no longer than both."""
 
-    def seconds(move: Move, *ends: Value) -> float:
+    def seconds(reshard: Reshard, *ends: Value) -> float:
         size = max(math.prod(map(nominal, value.shape)) for value in ends)
         nbytes = size * second.results[0].dtype.itemsize
-        return collective_seconds(move.op, nbytes, move.n, hardware.link_of(move.axes))
+        return collective_seconds(reshard.op, nbytes, reshard.n, hardware.link_of(reshard.axes))
 
     begin, between, end = first.operands[0], Value(first), Value(second)
     apart = seconds(first.target, begin, between) + seconds(second.target, between, end)
@@ -85,24 +85,26 @@ def _with_operands(node: Node, operands: Sequence[Value]) -> Node:
     return node
 
 
-def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
+def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Reshard | None:
     """Both reshards as one; None where no single reshard is equal to both."""
     a, b = first.target, second.target
     together = tuple(axis for axis in axes if axis in (*a.axes, *b.axes))
     n = a.n * b.n
-    if any(layout.zigzag for move in (a, b) for layout in (move.src, move.dst)):
+    if any(layout.zigzag for reshard in (a, b) for layout in (reshard.src, reshard.dst)):
         return None  # its chunks do not follow one another
     if a.op != b.op or len(together) != len(a.axes) + len(b.axes):
         return None
     if a.op == "all_reduce":
         return (
-            Move(" × ".join(together), n, a.src, R, b.shape, together) if a.src == b.src else None
+            Reshard(" × ".join(together), n, a.src, R, b.shape, together)
+            if a.src == b.src
+            else None
         )
     before, after = first.operands[0].shape, Value(second).shape
     whole = after if a.op == "all_gather" else before
     part = before if a.op == "all_gather" else after
     gathers = a.dst.kind == b.dst.kind == "R"
-    dims = {(move.src if a.op == "all_gather" else move.dst).dim for move in (a, b)}
+    dims = {(reshard.src if a.op == "all_gather" else reshard.dst).dim for reshard in (a, b)}
     if (
         a.op not in ("all_gather", "reduce_scatter")
         or gathers != (a.op == "all_gather")
@@ -120,30 +122,30 @@ def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
         return None
     cut = shard(d, 1, size, 1, n)
     src, dst = (cut, R) if gathers else (a.src, cut)
-    return Move(" × ".join(together), n, src, dst, whole, together)
+    return Reshard(" × ".join(together), n, src, dst, whole, together)
 
 
 def _follow_one_another(
-    moves: Sequence[Node], d: int, together: Sequence[str], axes: Mapping[str, int], length: int
+    reshards: Sequence[Node], d: int, together: Sequence[str], axes: Mapping[str, int], length: int
 ) -> bool:
     """Whether two gathers of dim ``d`` bring its parts, of ``length`` each, into the order of
     the ranks.
     """
     counts = [axes[axis] for axis in together]
-    order = [together.index(axis) for move in moves for axis in move.target.axes]
+    order = [together.index(axis) for reshard in reshards for axis in reshard.target.axes]
     parts = (
         np.arange(int(np.prod(counts)) * length)
         .reshape(*counts, length)
         .transpose(*order, len(counts))
     )
-    parts = parts.reshape(*(move.target.n for move in moves), length)
-    for move in moves:
-        outer, inner = move.sizes[f"o{d}"], move.sizes[f"i{d}"]
+    parts = parts.reshape(*(reshard.target.n for reshard in reshards), length)
+    for reshard in reshards:
+        outer, inner = reshard.sizes[f"o{d}"], reshard.sizes[f"i{d}"]
         *rest, held = parts.shape[1:]
         if not isinstance(outer, int) or not isinstance(inner, int) or held % (outer * inner):
             return False
         # Of each rank [outer, g, inner], and of all together [outer, n, g, inner].
-        parts = np.moveaxis(parts.reshape(move.target.n, *rest, outer, -1, inner), 0, -3).reshape(
-            *rest, held * move.target.n
-        )
+        parts = np.moveaxis(
+            parts.reshape(reshard.target.n, *rest, outer, -1, inner), 0, -3
+        ).reshape(*rest, held * reshard.target.n)
     return bool((parts == np.arange(parts.size)).all())

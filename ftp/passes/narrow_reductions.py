@@ -32,7 +32,7 @@ def gradient_reductions(graph: Graph) -> frozenset[str]:
     found = set()
     for node in graph.nodes:
         if (
-            node.kind == "move"
+            node.kind == "reshard"
             and node.target.op in ("all_reduce", "reduce_scatter")
             and node.target.src.op == "sum"
             and node.depends & BATCH
@@ -59,10 +59,10 @@ def _sources(value: Value, axes: Sequence[str]) -> Iterator[Node]:
 
 
 def _is_pending(value: Value, axes: Sequence[str]) -> bool:
-    if value.node.kind == "move":
-        move = value.node.target
-        if move.dst.kind == "P" or not set(axes).isdisjoint(move.axes):
-            return move.dst.kind == "P"
+    if value.node.kind == "reshard":
+        reshard = value.node.target
+        if reshard.dst.kind == "P" or not set(axes).isdisjoint(reshard.axes):
+            return reshard.dst.kind == "P"
         return _is_pending(value.node.operands[0], axes)
     return any(axis in axes for axis, _ in value.node.pending.get(value.index, ()))
 
@@ -72,7 +72,7 @@ def _leaves(value: Value, phase: int, users: dict[Value, list[tuple[Node, int]]]
     for user, _ in users.get(value, ()):
         if user.phase > phase:
             continue
-        is_passed_on = user.kind in ("move", "constrain") or user.target in _PASSES_ON
+        is_passed_on = user.kind in ("reshard", "constrain") or user.target in _PASSES_ON
         if not is_passed_on or not all(
             _leaves(Value(user, i), phase, users) for i in range(len(user.results))
         ):

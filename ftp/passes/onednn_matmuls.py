@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from ftp.ops.define import define
 from ftp.ops.native import read_own
 from ftp.passes.copy_elimination import copied
 
@@ -113,10 +114,7 @@ def _mm_by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
 
 
-torch.library.define(
-    "ftp::mm_by_onednn", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default
+BY_ONEDNN = define("mm_by_onednn(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
 
 

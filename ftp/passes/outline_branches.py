@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.ops.choose import Branch, number_of
+from ftp.ops.choose import BranchPath, number_of
 from ftp.passes.aliasing import is_view
 from ftp.passes.branch_order import branches
 from ftp.rules.local_op import RankGraph
 
 aten = torch.ops.aten
-Env = dict[fx.Node, fx.Node]
+NodeMap = dict[fx.Node, fx.Node]
 
 
 def outline_branches(graph: fx.Graph) -> fx.Graph:
@@ -26,13 +26,17 @@ def outline_branches(graph: fx.Graph) -> fx.Graph:
     if not found:
         return graph
     new = RankGraph()
-    env: Env = {}
+    env: NodeMap = {}
     _emit(new, env, list(graph.nodes), found, 0)
     return new
 
 
 def _emit(
-    new: fx.Graph, env: Env, nodes: Sequence[fx.Node], found: Mapping[fx.Node, Branch], depth: int
+    new: fx.Graph,
+    env: NodeMap,
+    nodes: Sequence[fx.Node],
+    found: Mapping[fx.Node, BranchPath],
+    depth: int,
 ) -> None:
     inside: dict[int, list[fx.Node]] = {}
     choices: dict[int, list[fx.Node]] = {}
@@ -52,20 +56,21 @@ def _emit(
 
 def _emit_cond(
     new: fx.Graph,
-    env: Env,
+    env: NodeMap,
     inside: Sequence[fx.Node],
     choices: Sequence[fx.Node],
-    found: Mapping[fx.Node, Branch],
+    found: Mapping[fx.Node, BranchPath],
     depth: int,
 ) -> None:
     """Emit the call of a cond, and its results as those of its choices."""
     mine = set(inside)
     given = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in mine)
-    given |= dict.fromkeys(x for c in choices for x in c.args[1:3] if x not in mine)  # type: ignore[misc]
+    chosen: list[Any] = [x for c in choices for x in c.args[1:3]]
+    given |= dict.fromkeys(x for x in chosen if x not in mine)
     runs = []
     for slot, side in ((1, True), (2, False)):
         graph = RankGraph()
-        local: Env = {x: graph.placeholder(x.name) for x in given}  # type: ignore[union-attr]
+        local: NodeMap = {x: graph.placeholder(x.name) for x in given}  # type: ignore[union-attr]
         _emit(graph, local, [n for n in inside if found[n][depth][1] == side], found, depth + 1)
         results: list[Any] = [choice.args[slot] for choice in choices]
         graph.output(
@@ -79,8 +84,8 @@ def _emit_cond(
             )  # type: ignore[index,arg-type]
         )
         runs.append(fx.GraphModule({}, graph).forward)
-    predicate = choices[0].args[0]
-    call = new.call_function(_either(*runs), (env[predicate], *(env[x] for x in given)))  # type: ignore[index]
+    predicate: Any = choices[0].args[0]
+    call = new.call_function(_either(*runs), (env[predicate], *(env[x] for x in given)))
     call.meta.update(choices[0].meta)
     call.meta["issues"] = any("collective" in node.meta for node in inside)
     for i, choice in enumerate(choices):

@@ -13,8 +13,8 @@ LOCAL_STEPS = ("slice", "contribute", "pad")
 
 def is_ahead(node: Node) -> bool:
     """Whether a node is communication that does not depend on the batch, nor on a branch."""
-    is_move = node.kind == "move" and not node.branch
-    return is_move and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
+    is_reshard = node.kind == "reshard" and not node.branch
+    return is_reshard and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
 
 
 def held_bytes(node: Node) -> int:

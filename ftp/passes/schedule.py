@@ -130,5 +130,6 @@ def _overwritten(node: fx.Node) -> list[fx.Node]:
         node = node.args[0]
     update = node.args[0] if node.target is operator.getitem else None
     if isinstance(update, fx.Node) and update.target in UPDATES:
-        return [operand for operand in written(update.args[0]) if operand.op == "placeholder"]  # type: ignore[arg-type]
+        operands = written(update.args[0])  # type: ignore[arg-type]
+        return [operand for operand in operands if operand.op == "placeholder"]
     return [node] if node.op == "placeholder" else []

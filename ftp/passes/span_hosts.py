@@ -44,17 +44,17 @@ def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tu
     found: list[Span] = []
     taken = set(without)
     for second in graph.nodes:
-        first = second.operands[0].node if second.kind == "move" else None
+        first = second.operands[0].node if second.kind == "reshard" else None
         if first is None or not (_is_sum(first) and _is_sum(second)) or uses[Value(first)] > 1:
             continue
         shape = first.shape()
         if first.name in taken or second.name in taken or not all(type(d) is int for d in shape):
             continue
-        moves = sorted(
+        reshards = sorted(
             (first.target, second.target), key=lambda m: -hardware.link_of([m.axis]).bandwidth
         )
-        inside, across = moves
-        near, far = (hardware.link_of([m.axis]) for m in moves)
+        inside, across = reshards
+        near, far = (hardware.link_of([m.axis]) for m in reshards)
         count = math.prod(map(estimated, shape))
         if not count or count % inside.n:
             continue
@@ -76,7 +76,7 @@ def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tu
 
 
 def _is_sum(node: Node) -> bool:
-    if node.kind != "move" or node.target.op != "all_reduce":
+    if node.kind != "reshard" or node.target.op != "all_reduce":
         return False
     return node.target.src.op == "sum" and len(node.target.axes) == 1
 

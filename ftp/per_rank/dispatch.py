@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftp.axis import all_gather, all_to_all
+from ftp.axis import all_gather, axis_index
 from ftp.ops.exchange_rows import ExchangeRows
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.local import local
@@ -95,37 +95,35 @@ class Route:
 
     Attributes:
         rows: this rank's; those that no expert has stay, and come back as zeros.
-        sent: (ranks, ranks), how many rows travel from each rank to each.
-        arrived: (ranks, own experts), how many rows came from each rank for each own expert. Rows
-            arrive by rank, then by expert.
         bound: rows that there is room for.
+        counts: (ranks, ranks, own experts), how many rows travel from each rank to each for each of
+            its experts. Rows arrive by expert, then by rank.
+        ends: (own experts,), int32, where the arrived rows of each expert end.
     """
 
     axis: str
     rows: int
     bound: int
-    sent: Tensor
-    arrived: Tensor
+    counts: Tensor
+    ends: Tensor
 
     @property
     def own(self) -> Tensor:
         """Each arrived row's expert among those of the rank; one more than the last for rows that
         hold no token.
         """
-        n, count = self.arrived.shape
-        at = torch.arange(self.bound, device=self.arrived.device)
-        place = torch.searchsorted(self.arrived.reshape(-1).cumsum(0), at, right=True)
-        return torch.where(place < n * count, place % count, count)
+        at = torch.arange(self.bound, dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, at, right=True)
 
     def send(self, x: Tensor) -> Tensor:
         applied: Any = ExchangeRows.apply(
-            x, self.sent, self.axis, self.sent.shape[0], self.bound, False
+            x, self.counts, self.axis, self.counts.shape[0], self.bound, False
         )
         return applied
 
     def bring_back(self, made: Tensor) -> Tensor:
         applied: Any = ExchangeRows.apply(
-            made, self.sent, self.axis, self.sent.shape[0], self.rows, True
+            made, self.counts, self.axis, self.counts.shape[0], self.rows, True
         )
         return applied
 
@@ -137,5 +135,7 @@ def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | 
     """
     of_expert = F.pad(of_expert, (0, -of_expert.shape[0] % n))
     bound = n * rows if capacity is None else min(n * rows, math.ceil(capacity * rows))
-    sent = all_gather(of_expert.view(n, -1).sum(1)[None], axis)
-    return Route(axis, rows, bound, sent, all_to_all(of_expert, axis).view(n, -1))
+    counts = all_gather(of_expert.view(1, n, -1), axis)
+    arrived = counts.index_select(1, axis_index(axis)[None])
+    ends = arrived.sum((0, 1)).cumsum(0).to(torch.int32)
+    return Route(axis, rows, bound, counts, ends)

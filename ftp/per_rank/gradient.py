@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ftp.errors import TraceError
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.program import Port, RankCode, Shape, copied, needed, program_of
-from ftp.per_rank.varying import Axes, infer, without_known_sums
+from ftp.per_rank.varying import AxisSet, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.tracing.trace import Traced
@@ -90,7 +90,7 @@ def split(
 
 
 @dataclass(frozen=True, eq=False)
-class _Joint:
+class _JointTrace:
     """A trace of results and gradients, its placeholders told apart.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Joint:
         returned: Any = next(reversed(self.graph.nodes)).args[0]
         return list(returned)
 
-    def types(self) -> dict[fx.Node, Axes]:
+    def types(self) -> dict[fx.Node, AxisSet]:
         """The axes along which each node's value varies."""
         results = [self.program.results[i] for i in self.differentiable]
         known = {
@@ -137,7 +137,7 @@ class _Joint:
 
 def _joint(
     program: RankCode, n_tensors: int, traced: Traced, differentiable: Sequence[int]
-) -> _Joint:
+) -> _JointTrace:
     graph = traced.gm.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     counts = (n_tensors, len(program.axes), len(differentiable), len(traced.constants))
@@ -146,10 +146,12 @@ def _joint(
         for end, count in zip(accumulate(counts), counts, strict=True)
     )
     ports = [*program.operands[:n_tensors], *constant_ports(traced)]
-    return _Joint(program, graph, [*tensors, *constants], ports, index, cotangents, differentiable)
+    return _JointTrace(
+        program, graph, [*tensors, *constants], ports, index, cotangents, differentiable
+    )
 
 
-def _drop_known_sums(joint: _Joint, n_gradients: int) -> list[set[str]]:
+def _drop_known_sums(joint: _JointTrace, n_gradients: int) -> list[set[str]]:
     """Drop sums that need no collective; per gradient, the axes over which it is summed then."""
     first = len(joint.program.results)
     reduced: list[set[str]] = [set() for _ in range(n_gradients)]
@@ -161,7 +163,7 @@ def _drop_known_sums(joint: _Joint, n_gradients: int) -> list[set[str]]:
     return reduced
 
 
-def _saved(joint: _Joint) -> tuple[set[fx.Node], set[fx.Node]]:
+def _saved(joint: _JointTrace) -> tuple[set[fx.Node], set[fx.Node]]:
     """What the backward program reads of the forward one, and what it computes itself: found from
     the gradients backwards.
     """
@@ -182,13 +184,15 @@ def _saved(joint: _Joint) -> tuple[set[fx.Node], set[fx.Node]]:
     return saved, recomputed
 
 
-def _forward_nodes(joint: _Joint) -> set[fx.Node]:
+def _forward_nodes(joint: _JointTrace) -> set[fx.Node]:
     forward = needed(joint.results)
     parts = {n for n in joint.graph.nodes if n.target is getitem and n.args[0] in forward}
     return forward | parts
 
 
-def _forward_graph(joint: _Joint, residuals: Sequence[fx.Node], ports: Sequence[Port]) -> fx.Graph:
+def _forward_graph(
+    joint: _JointTrace, residuals: Sequence[fx.Node], ports: Sequence[Port]
+) -> fx.Graph:
     graph, nodes = fx.Graph(), _forward_nodes(joint)
     env = {node: copied(graph, node) for node in (*joint.operands, *joint.index)}
     for node in joint.graph.nodes:
@@ -203,7 +207,7 @@ def _forward_graph(joint: _Joint, residuals: Sequence[fx.Node], ports: Sequence[
 
 
 def _backward_graph(
-    joint: _Joint,
+    joint: _JointTrace,
     reread: Sequence[fx.Node],
     residuals: Sequence[fx.Node],
     ports: Sequence[Port],
@@ -222,7 +226,9 @@ def _backward_graph(
     return graph
 
 
-def _gradient_ports(joint: _Joint, wrt: Sequence[int], reduced: Sequence[set[str]]) -> list[Port]:
+def _gradient_ports(
+    joint: _JointTrace, wrt: Sequence[int], reduced: Sequence[set[str]]
+) -> list[Port]:
     """A gradient is cut as its operand; over the other axes it is a pending sum, unless reduced."""
     found = []
     for i, axes in zip(wrt, reduced, strict=True):
@@ -265,7 +271,7 @@ def _shape(node: fx.Node) -> Shape:
     return tuple(map(int, node.meta["val"].shape))
 
 
-def _stacked(node: fx.Node, varies: Axes, axes: Mapping[str, int]) -> Port:
+def _stacked(node: fx.Node, varies: AxisSet, axes: Mapping[str, int]) -> Port:
     """A residual as a shard of a global value: ranks' values stacked along a new dim for each axis
     on which they differ.
     """
@@ -341,7 +347,7 @@ class Apply(torch.autograd.Function):
             else:
                 shape, dtype, device = ctx.shapes[i]
                 taken.append(torch.zeros(shape, dtype=dtype, device=device))
-        found = Run.apply(pair.backward, *taken)
+        found = PerRankRun.apply(pair.backward, *taken)
         by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
         return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
 
@@ -359,7 +365,7 @@ _FORWARD_MODE = (
 )
 
 
-class Run(torch.autograd.Function):
+class PerRankRun(torch.autograd.Function):
     """A program as the op ``ftp::local``, whose gradient is derived where it is asked for: of
     backward programs, it seldom is.
     """
@@ -395,7 +401,7 @@ def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | No
     from ftp.per_rank.transforms import pair_of
 
     pair = pair_of(program.key, xs[0].device.type)
-    outputs: Any = Run.apply(pair.forward, *xs)
+    outputs: Any = PerRankRun.apply(pair.forward, *xs)
     taken = []
     for kind, i in pair.given:
         if kind != "cotangent":
@@ -403,7 +409,7 @@ def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | No
         else:
             grad = grads[i]
             taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
-    found = Run.apply(pair.backward, *taken)
+    found = PerRankRun.apply(pair.backward, *taken)
     by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
     return (None, *(by_operand.get(i) for i in range(len(xs))))
 
@@ -417,7 +423,7 @@ def _mapped(
     has = tuple(d is not None for d in in_dims)
     mapped = batched(program.key, has, info.batch_size, xs[0].device.type)
     given = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
-    made: Any = Run.apply(mapped, *given)
+    made: Any = PerRankRun.apply(mapped, *given)
     return made, (0,) * len(program.results)
 
 

@@ -23,49 +23,11 @@ from ftp.axis import all_gather
 from ftp.errors import RuleError
 from ftp.per_rank.dispatch import Route, route_of
 from ftp.rules.bind import lookup
-from ftp.rules.rule import Call, Meta, replaced
+from ftp.rules.call import Call, Meta, replaced
 from ftp.source import user_line
 
 aten = torch.ops.aten
 GROUPED = (torch._grouped_mm, F.grouped_mm)  # type: ignore[attr-defined]
-
-
-@dataclass
-class _Sorted:
-    """A route whose rows are sorted by expert once they have arrived."""
-
-    route: Route
-    offs: Tensor
-    order: Tensor
-    inverse: Tensor
-
-    def send(self, x: Tensor) -> Tensor:
-        applied: Any = _Permuted.apply(self.route.send(x), self.order, self.inverse)
-        return applied
-
-    def bring_back(self, made: Tensor) -> Tensor:
-        applied: Any = _Permuted.apply(made, self.inverse, self.order)
-        return self.route.bring_back(applied)
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows in another order; the gradient in the old one, which is cheaper than to add rows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[override]
-        return x.index_select(0, order)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, order, inverse = inputs
-        ctx.save_for_backward(order, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        order, inverse = ctx.saved_tensors
-        return _Permuted.apply(grad, inverse, order), None, None
 
 
 @dataclass
@@ -98,10 +60,10 @@ class RowsTravel(TorchFunctionMode):
         self.used: set[str] = set()
         self.read: dict[str, str] = {}
         self._owned: dict[int, _Owned] = {}  # by the id of the whole tensor, which it keeps alive
-        self._routes: dict[int, tuple[Tensor, int, _Sorted]] = {}
+        self._routes: dict[int, tuple[Tensor, int, Route]] = {}
         self._alike: dict[int, Tensor] = {}
         self._is_looking = False
-        self._calls = _Calls()
+        self._calls = _OpsOfCall()
 
     def whole(self, name: str, part: Tensor, count: int) -> Tensor:
         """A weight of ``count`` experts as the code sees it, from this rank's experts."""
@@ -213,12 +175,12 @@ class RowsTravel(TorchFunctionMode):
         rows = self._of(a)
         if rows is None or rows.of is not offs:
             rows = self._owned[id(a)] = _Owned(a, to.send(a), offs)
-        made = F.grouped_mm(rows.owned, weight.owned, offs=to.offs, out_dtype=out_dtype)
+        made = F.grouped_mm(rows.owned, weight.owned, offs=to.ends, out_dtype=out_dtype)
         whole = to.bring_back(made)
         self._owned[id(whole)] = _Owned(whole, made, offs)
         return whole
 
-    def _route(self, offs: Tensor, rows: int) -> _Sorted:
+    def _route(self, offs: Tensor, rows: int) -> Route:
         """The route of rows whose groups end at ``offs``: found once, for the counts travel."""
         known = self._routes.get(id(offs))
         if known is not None and known[1] == rows:
@@ -226,10 +188,7 @@ class RowsTravel(TorchFunctionMode):
         # A group that ends before the one before it has no rows.
         ends = offs.detach().to(torch.int64).clamp(0, rows).cummax(0).values
         of_expert = F.pad(ends, (1, 0)).diff()
-        route = route_of(of_expert, rows, self.axis, self.n, self.capacity)
-        order = route.own.argsort(stable=True)
-        own_offs = route.arrived.sum(0).cumsum(0).to(torch.int32)
-        made = _Sorted(route, own_offs, order, order.argsort())
+        made = route_of(of_expert, rows, self.axis, self.n, self.capacity)
         self._routes[id(offs)] = offs, rows, made
         return made
 
@@ -250,7 +209,7 @@ def _storage(x: Tensor) -> int:
     return _base(x).untyped_storage()._cdata
 
 
-class _Calls(TorchDispatchMode):
+class _OpsOfCall(TorchDispatchMode):
     """The ops that a call runs."""
 
     def __init__(self):

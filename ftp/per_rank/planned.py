@@ -14,21 +14,20 @@ from torch import fx
 
 from ftp.errors import RuleError
 from ftp.ops.axis_collectives import OPS, axis_of
+from ftp.ops.define import define
 from ftp.ops.fill_up import CUT_OFF, FILL_UP
 from ftp.per_rank.program import Port, RankCode, factor
+from ftp.rules.call import Call, Meta
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Meta, Rule
+from ftp.rules.rule import Rule
 
 _REGION = "str[] region, int[] counts, str[] axes, int[] dims, int[] packs"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-torch.library.define("ftp::enter", f"(Tensor x, {_REGION}) -> Tensor", tags=_TAGS)
-torch.library.define("ftp::leave", f"(Tensor x, {_REGION}, str[] pending) -> Tensor", tags=_TAGS)
-torch.library.define("ftp::axis_index", "(str axis, int n) -> Tensor", tags=_TAGS)
-ENTER, LEAVE = torch.ops.ftp.enter.default, torch.ops.ftp.leave.default
-AXIS_INDEX = torch.ops.ftp.axis_index.default
+ENTER = define(f"enter(Tensor x, {_REGION}) -> Tensor")
+LEAVE = define(f"leave(Tensor x, {_REGION}, str[] pending) -> Tensor")
+AXIS_INDEX = define("axis_index(str axis, int n) -> Tensor")
 
 
 def region_of(target: Any, args: Sequence[Any]) -> dict[str, int]:
@@ -203,9 +202,9 @@ rule(OPS.reduce_scatter.default, OPS.own_part.default)(
 @rule(OPS.exchange_rows.default)
 def exchange_rows(call: Call) -> Rule:
     _, *rest = _dims(call)
-    counts: tuple[Dim, ...] = (("i",), ("j",))
+    counts: tuple[Dim, ...] = (("i",), ("j",), ("g",))[: len(call.operands[1].shape)]
     notation = Notation(
-        ((("k",), *rest), counts), ((("m",), *rest),), frozenset({"k", "m", "i", "j"}), ((),)
+        ((("k",), *rest), counts), ((("m",), *rest),), frozenset({"k", "m", "i", "j", "g"}), ((),)
     )
     return Rule(notation, ((0,),))
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from ftp.ops.define import define
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
 from ftp.sharding.spec import PartitionSpec, Units
@@ -167,10 +168,7 @@ def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
 
 # The op that carries a program through a surrounding trace.
 
-torch.library.define(
-    "ftp::local", "(Tensor[] xs, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-LOCAL = torch.ops.ftp.local.default
+LOCAL = define("local(Tensor[] xs, str program) -> Tensor[]")
 
 
 @torch.library.register_fake("ftp::local")

@@ -18,17 +18,17 @@ from torch.fx.node import map_arg
 from ftp.errors import RuleError
 from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.rules.bind import lookup
-from ftp.rules.rule import Call, Meta, replaced
+from ftp.rules.call import Call, Meta, replaced
 
-Axes = frozenset[str]
+AxisSet = frozenset[str]
 # Their results do not vary over their axis.
 _INVARIANT = (OPS.all_reduce.default, OPS.all_gather.default)
 
 
-def infer(graph: fx.Graph, inputs: Sequence[Axes]) -> dict[fx.Node, Axes]:
+def infer(graph: fx.Graph, inputs: Sequence[AxisSet]) -> dict[fx.Node, AxisSet]:
     """The axes over which each node's value varies; ``inputs`` gives the placeholders' ones."""
     given = iter(inputs)
-    found: dict[fx.Node, Axes] = {}
+    found: dict[fx.Node, AxisSet] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             found[node] = next(given)
@@ -37,7 +37,7 @@ def infer(graph: fx.Graph, inputs: Sequence[Axes]) -> dict[fx.Node, Axes]:
     return found
 
 
-def _of(node: fx.Node, operands: Axes) -> Axes:
+def _of(node: fx.Node, operands: AxisSet) -> AxisSet:
     axis = axis_of(node.target, node.args[1:])
     if axis is None:
         return operands
@@ -45,7 +45,7 @@ def _of(node: fx.Node, operands: Axes) -> Axes:
 
 
 def cause(
-    node: fx.Node, axis: str, types: Mapping[fx.Node, Axes], names: Mapping[fx.Node, str]
+    node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet], names: Mapping[fx.Node, str]
 ) -> tuple[str, str]:
     """The line of a value that varies over ``axis``, and the input or op where that begins."""
     line = ""
@@ -59,7 +59,7 @@ def cause(
         node = next(n for n in node.all_input_nodes if axis in types[n])
 
 
-def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -> set[int]:
+def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]) -> set[int]:
     """Replace sums over ``axis`` whose value every rank can compute itself.
 
     The gradient of a replicated result enters the backward pass as ``contribute(grad)``: ``grad``
@@ -100,7 +100,7 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
     return {i for i, n in enumerate(returned) if n in sums}
 
 
-def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, Axes]) -> bool:
+def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet]) -> bool:
     """Whether one rank contributes what all hold; of what varies, the sum is the first rank's."""
     operand: Any = node.args[0] if node.args else None
     return (
@@ -111,7 +111,7 @@ def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, Axes]) -> 
 
 
 def _is_linear(
-    node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types: Mapping[fx.Node, Axes]
+    node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types: Mapping[fx.Node, AxisSet]
 ) -> bool:
     """Whether a node's sum over ranks follows from known sums: its op is linear in the operands
     that have one, and the other operands are equal on all ranks.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ftp.errors import ScheduleError
 from ftp.pipeline.schedule import Action, Actions
 
-Channel = tuple[int, int]  # from rank, to rank of the pipeline's axis
+RankPair = tuple[int, int]  # from rank, to rank of the pipeline's axis
 
 
 class Message(NamedTuple):
@@ -20,7 +20,7 @@ class Message(NamedTuple):
 
     sender: Action
     reader: Action
-    channel: Channel
+    channel: RankPair
 
 
 def messages(actions: Actions, stages: int) -> list[Message]:
@@ -41,7 +41,7 @@ def messages(actions: Actions, stages: int) -> list[Message]:
     return found
 
 
-def most_on_their_way(actions: Actions, stages: int) -> dict[Channel, int]:
+def most_on_their_way(actions: Actions, stages: int) -> dict[RankPair, int]:
     """Per pair of ranks the most messages that are on their way at once, at any speed of the ranks.
 
     ``actions`` are such that every message is read, as `simulate` finds out.
@@ -53,8 +53,8 @@ def most_on_their_way(actions: Actions, stages: int) -> dict[Channel, int]:
     sent = messages(actions, stages)
     before = _before(actions, sent)
     place = {a: (rank, at) for rank, own in enumerate(actions) for at, a in enumerate(own)}
-    most: dict[Channel, int] = {}
-    of: dict[Channel, list[Message]] = {}
+    most: dict[RankPair, int] = {}
+    of: dict[RankPair, list[Message]] = {}
     for message in sent:
         earlier = of.setdefault(message.channel, [])
         earlier.append(message)
@@ -92,7 +92,29 @@ def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
     return found
 
 
-def check_buffers(actions: Actions, stages: int, room: Mapping[Channel, int]) -> None:
+def known_read(actions: Actions, stages: int) -> dict[Action, list[Action]]:
+    """Per action those of its rank whose messages have been read when it starts, at any speed of
+    the ranks, and had not for certain before: it waits, at last, for what their readers did.
+
+    >>> from ftp.pipeline.schedule import gpipe
+    >>> known_read(gpipe(2, 2, 1), 2)[Action("B", 0, 0)]
+    [Action(kind='F', stage=0, microbatch=0), Action(kind='F', stage=0, microbatch=1)]
+    """
+    sent = messages(actions, stages)
+    before = _before(actions, sent)
+    place = {a: (rank, at) for rank, own in enumerate(actions) for at, a in enumerate(own)}
+    found: dict[Action, list[Action]] = {}
+    for rank, own in enumerate(actions):
+        left = [m for m in sent if place[m.sender][0] == rank]
+        for action in own:
+            known = before[action]
+            read = [m for m in left if place[m.reader][1] < known[place[m.reader][0]]]
+            left = [m for m in left if m not in read]
+            found[action] = [m.sender for m in read]
+    return found
+
+
+def check_buffers(actions: Actions, stages: int, room: Mapping[RankPair, int]) -> None:
     """Raises unless the ranks end where a message waits in a buffer of its pair of ranks, and who
     sends to a full one waits until the other rank starts to read.
 
@@ -109,7 +131,7 @@ def check_buffers(actions: Actions, stages: int, room: Mapping[Channel, int]) ->
     sent = messages(actions, stages)
     out = {m.sender: m for m in sent}
     into = {m.reader: m for m in sent}
-    full: Counter[Channel] = Counter()
+    full: Counter[RankPair] = Counter()
     posted: set[Message] = set()
     at = [0] * len(actions)
     sends: list[Message | None] = [None] * len(actions)  # what a rank is about to send

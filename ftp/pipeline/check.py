@@ -1,4 +1,4 @@
-"""Check that the pieces of a pipeline, run in the order of its schedule, compute the traced step.
+"""Check that a pipeline's subgraphs, run in the order of its schedule, compute the traced step.
 
 It shares no code with `split`, but the form of its result. Values are numbered: two nodes have one
 number where they are one op of operands of equal numbers.
@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError
-from ftp.pipeline.pieces import Stages
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.schedule import Actions
+from ftp.pipeline.subgraphs import Stages
 
 Number = int
 
@@ -40,8 +41,8 @@ class Numbering:
             else:
                 read = [env[n] for n in node.all_input_nodes]
                 order = {n: f"%{env[n]}" for n in node.all_input_nodes}
-                args = fx.node.map_arg((node.args, dict(node.kwargs)), order.__getitem__)  # type: ignore[misc]
-                env[node] = self.of((str(node.target), str(args)))
+                args = mapped_arguments(node, order.__getitem__)
+                env[node] = self.of(name_of_one(node) or (str(node.target), str(args)))
                 if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
                     sides = [env[a] if isinstance(a, fx.Node) else None for a in node.args]
                     if None not in sides and len(read) in (1, 2):
@@ -63,6 +64,17 @@ class Numbering:
         return found
 
 
+def name_of_one(node: fx.Node) -> Any:
+    """A name for each form of a 0-d 1, the gradient of a loss by itself; None of other values."""
+    aten, val = torch.ops.aten, node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.ndim:
+        return None
+    is_one = node.target is aten.ones_like.default or (
+        node.target is aten.full.default and tuple(node.args) == ([], 1)
+    )
+    return ("one", str(val.dtype), str(val.device)) if is_one else None
+
+
 def check_stages(
     traced: fx.Graph,
     params: int,
@@ -73,7 +85,7 @@ def check_stages(
 ) -> None:
     """Raises unless every result and gradient of every microbatch is that of the traced step.
 
-    Every piece's inputs must have been computed by the rank that reads them, or sent to it, by
+    Every subgraph's inputs must have been computed by the rank that reads them, or sent to it, by
     then; every message is read, or handed on; every action's results are used once.
 
     Args:
@@ -115,22 +127,22 @@ def _number_pieces(
     numbering: Numbering,
     numbers: dict[str, Number],
 ) -> None:
-    left = dict(stages.pieces)
+    left = dict(stages.subgraphs)
     while left:
         ready = [key for key, p in left.items() if all(name in numbers for name in p.values)]
         if not ready:
             lacking = next(name for p in left.values() for name in p.values if name not in numbers)
-            raise CertificateError(f"No piece computes %{lacking}, which another one reads.")
+            raise CertificateError(f"No subgraph computes %{lacking}, which another one reads.")
         for key in ready:
-            piece = left.pop(key)
+            subgraph = left.pop(key)
             given = [
-                *(roots[i] for i in piece.params),
-                *(roots[params + i] for i in piece.batch),
-                *(numbers[name] for name in piece.values),
-                *(roots[params + batch + i] for i in piece.constants),
+                *(roots[i] for i in subgraph.params),
+                *(roots[params + i] for i in subgraph.batch),
+                *(numbers[name] for name in subgraph.values),
+                *(roots[params + batch + i] for i in subgraph.constants),
             ]
             for name, number in zip(
-                piece.outputs, numbering.run(piece.gm.graph, given), strict=True
+                subgraph.outputs, numbering.run(subgraph.gm.graph, given), strict=True
             ):
                 if numbers.setdefault(name, number) != number:
                     raise CertificateError(f"%{name} is two different values.")
@@ -159,14 +171,14 @@ def _check_order(stages: Stages, actions: Actions) -> None:
                 here = held.setdefault((stage, i), set())
                 if key is not None:
                     here.update(posted.pop(key))
-                piece = stages.pieces.get((kind, stage))
-                if piece is not None:
-                    if missing := [name for name in piece.values if name not in here]:
+                subgraph = stages.subgraphs.get((kind, stage))
+                if subgraph is not None:
+                    if missing := [name for name in subgraph.values if name not in here]:
                         raise CertificateError(
                             f"{own[at[rank]]!r} reads %{missing[0]}, which stage {stage} does not"
                             " hold by then."
                         )
-                    here.update(piece.outputs)
+                    here.update(subgraph.outputs)
                 sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
                 last = stage + 1 == len(stages.forward) if kind == "F" else stage == 0
                 if sent is not None and not last:

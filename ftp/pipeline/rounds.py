@@ -2,10 +2,10 @@
 
 A value is computed on the rank that holds what it is computed from. Where that is several ranks, as
 for a norm over all gradients, they hand each other their operands and every rank computes it; what
-follows is the next round. A round is one piece for each rank, then one exchange.
+follows is the next round. A round is one subgraph for each rank, then one exchange.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +14,23 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.pieces import StageGraph
+from ftp.pipeline.subgraphs import StageGraph
+from ftp.rules.local_op import as_module
 
 ANY, ALL = -1, -2  # computed where it is read; on every rank
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """A function in pieces.
+    """A function in subgraphs.
 
     Attributes:
-        pieces: per round, per rank of the axis its piece.
-        shared: per round what each rank hands to all others after its piece, ``(name, rank)``.
+        subgraphs: per round, per rank of the axis its subgraph.
+        shared: per round what each rank hands to all others after its subgraph, ``(name, rank)``.
         results: per output the name of its value.
     """
 
-    pieces: tuple[Mapping[int, StageGraph], ...]
+    subgraphs: tuple[Mapping[int, StageGraph], ...]
     shared: tuple[tuple[tuple[str, int], ...], ...]
     results: tuple[str, ...]
 
@@ -37,7 +38,7 @@ class Rounds:
 def split_in_rounds(
     gm: fx.GraphModule, holders: Sequence[int], due: Sequence[int], ranks: int
 ) -> Rounds:
-    """The pieces of a functional graph.
+    """The subgraphs of a functional graph.
 
     Args:
         holders: per input, constants too, the rank that holds it, or `ALL`.
@@ -73,7 +74,8 @@ def split_in_rounds(
     count = max([0, *(level[n] for n in nodes), *(at + 1 for at in shared.values())]) + 1
     made: list[dict[int, StageGraph]] = [{} for _ in range(count)]
     for rank in range(ranks):
-        _pieces_of(rank, nodes, inputs, outputs, due, home, level, shared, made)
+        own = [n for n in nodes if home[n] in (ANY, ALL, rank)]
+        _subgraphs_of(rank, own, inputs, outputs, due, home, level, shared, made)
     order = {n: i for i, n in enumerate([*inputs, *nodes])}
     handed = [
         tuple(
@@ -91,7 +93,7 @@ def _is_scalar(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and not val.ndim
 
 
-def _pieces_of(
+def _subgraphs_of(
     rank: int,
     nodes: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
@@ -102,33 +104,47 @@ def _pieces_of(
     shared: Mapping[fx.Node, int],
     made: list[dict[int, StageGraph]],
 ) -> None:
-    """Add a rank's pieces, the last round first: what a round reads, an earlier one gives."""
-    number = {n: i for i, n in enumerate(inputs)}
+    """Add a rank's subgraphs, the last round first: what a round reads, an earlier one gives.
+
+    Args:
+        nodes: that the rank may compute.
+    """
+    number, mine = {n: i for i, n in enumerate(inputs)}, set(nodes)
     own = [
         n
         for n, at in zip(outputs, due, strict=True)
         if n not in number and at in (ALL, rank) and home[n] in (ANY, ALL, rank)
     ]
     wanted = {*own, *(n for n in shared if home[n] == rank and n not in number)}
+    asked: dict[fx.Node, int] = {}  # what later rounds read, in their order
     for at in reversed(range(len(made))):
         roots = [n for n in nodes if n in wanted and level[n] == at]
         needed, here = set(roots), set()
         for node in reversed(nodes):
-            if node in needed and level[node] == at and home[node] in (ANY, ALL, rank):
+            if node in needed and level[node] == at:
                 here.add(node)
                 needed.update(node.all_input_nodes)
         # A tuple stays in its round; its parts are read by later ones.
-        read = [n for n in nodes if n in needed and n not in here]
-        wanted.update(n for n in read if home[n] in (ANY, ALL, rank))
+        wanted.update(n for n in needed if n not in here and n not in number and n in mine)
         if not here:
             continue
+        # What is the rank's own, or read by it later, comes first: ranks with equal layers have
+        # equal subgraphs.
+        roots.sort(key=lambda n: (home[n] != rank, asked.get(n, len(asked))))
+        count = sum(home[n] == rank or n in asked for n in roots)
+        known = {n: i for i, n in enumerate(_in_order(roots[:count], here))}
+        roots[count:] = sorted(roots[count:], key=lambda n: known.get(n, len(known)))
+        order = _in_order(roots, here)
+        reads = [n for n in order if n not in here]
+        foreign = [n for n in reads if n in number and home[n] not in (ANY, rank)]
+        given = [n for n in reads if n in number and home[n] in (ANY, rank)]
+        read = [n for n in reads if n not in number]
+        asked |= {n: i for i, n in enumerate(read, len(asked))}
         graph, env = fx.Graph(), {}
-        foreign = [n for n in inputs if n in needed and home[n] not in (ANY, rank)]
-        given = [n for n in inputs if n in needed and n not in foreign]
         for node in (*given, *foreign, *read):
             env[node] = graph.placeholder(node.name)
             env[node].meta = dict(node.meta)
-        for node in nodes:
+        for node in order:
             if node in here:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = dict(node.meta)
@@ -136,13 +152,31 @@ def _pieces_of(
         made[at][rank] = StageGraph(
             "F",
             rank,
-            fx.GraphModule({}, graph),
+            as_module(graph),
             tuple(number[n] for n in given),
             (),
             tuple(n.name for n in (*foreign, *read)),
             (),
             tuple(n.name for n in roots),
         )
+
+
+def _in_order(roots: Sequence[fx.Node], here: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes that are computed ``here`` and what they read, operands first: an order that does
+    not depend on other nodes of the graph.
+    """
+    order: dict[fx.Node, None] = {}
+    for root in roots:
+        pending = [root]
+        while pending:
+            node = pending[-1]
+            left = [n for n in node.all_input_nodes if n not in order] if node in here else []
+            if left:
+                pending += reversed(left)
+            else:
+                order[node] = None
+                pending.pop()
+    return list(order)
 
 
 def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: int) -> None:
@@ -158,13 +192,16 @@ def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: in
     wanted = numbering.run(traced, roots)
     names = {node.name: number for node, number in zip(inputs, roots, strict=True)}
     held: list[dict[str, int]] = [dict[str, int]() for _ in range(ranks)]
-    for pieces, shared in zip(rounds.pieces, rounds.shared, strict=True):
-        for rank, piece in pieces.items():
-            if missing := [name for name in piece.values if name not in held[rank]]:
+    for subgraphs, shared in zip(rounds.subgraphs, rounds.shared, strict=True):
+        for rank, subgraph in subgraphs.items():
+            if missing := [name for name in subgraph.values if name not in held[rank]]:
                 raise CertificateError(f"Rank {rank} reads %{missing[0]}, which it does not hold.")
-            given = [*(roots[i] for i in piece.params), *(held[rank][n] for n in piece.values)]
-            found = numbering.run(piece.gm.graph, given)
-            held[rank].update(zip(piece.outputs, found, strict=True))
+            given = [
+                *(roots[i] for i in subgraph.params),
+                *(held[rank][n] for n in subgraph.values),
+            ]
+            found = numbering.run(subgraph.gm.graph, given)
+            held[rank].update(zip(subgraph.outputs, found, strict=True))
         for name, owner in shared:
             number = held[owner].get(name, names.get(name))
             if number is None:
@@ -180,8 +217,8 @@ def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: in
 def text_of(rounds: Rounds) -> str:
     """The rounds as text that is equal on all ranks."""
     parts: list[Any] = [
-        (r, rank, piece.params, piece.values, piece.outputs)
-        for r, pieces in enumerate(rounds.pieces)
-        for rank, piece in sorted(pieces.items())
+        (r, rank, subgraph.params, subgraph.values, subgraph.outputs)
+        for r, subgraphs in enumerate(rounds.subgraphs)
+        for rank, subgraph in sorted(subgraphs.items())
     ]
     return f"{parts} {rounds.shared} {rounds.results}"

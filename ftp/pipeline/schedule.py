@@ -12,7 +12,7 @@ Kind = Literal["F", "I", "W", "B"]
 
 
 class Action(NamedTuple):
-    """One piece of a pipeline's work: a kind, a stage and a microbatch.
+    """One action of a pipeline: a kind, a stage and a microbatch.
 
     Args:
         kind: "F", the forward pass; "B", the backward pass; or its two halves: "I", the gradients
@@ -192,7 +192,7 @@ def check_work(actions: Actions, stages: int, microbatches: int) -> None:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedAction:
     """An action with the time in which it runs, seconds from the start of the step."""
 
     action: Action
@@ -203,7 +203,7 @@ class Timed:
 
 def simulate(
     actions: Actions, stages: int, duration: Duration, transfer: float = 0.0
-) -> list[Timed]:
+) -> list[TimedAction]:
     """When each action runs, if a rank begins its next one as soon as what it needs is there.
 
     Args:
@@ -240,7 +240,7 @@ def simulate(
                 start = max([clock[rank], *times])
                 clock[rank] = start + duration(action)
                 ends[action] = clock[rank], rank
-                found.append(Timed(action, rank, start, clock[rank]))
+                found.append(TimedAction(action, rank, start, clock[rank]))
                 at[rank] += 1
                 begun = True
         if not begun:
@@ -262,7 +262,7 @@ def _open(
     return (choice for choice in needs(action, stages) if not any(one in ends for one in choice))
 
 
-def bubble(timed: Sequence[Timed], ranks: int) -> float:
+def bubble(timed: Sequence[TimedAction], ranks: int) -> float:
     """The part of all ranks' time in which they do nothing."""
     total = max((t.end for t in timed), default=0.0) * ranks
     return 1 - sum(t.end - t.start for t in timed) / total if total else 0.0

@@ -1,7 +1,7 @@
-"""Cut one traced step, loss and gradients, into the pieces that the stages of a pipeline run.
+"""Cut one traced step, loss and gradients, into the subgraphs that the stages of a pipeline run.
 
 `value_stages` says at which stage a value is computed. A value that a later stage (of a gradient:
-an earlier one) reads is passed from stage to stage. A stage's pieces are the nodes that its
+an earlier one) reads is passed from stage to stage. A stage's subgraphs are the nodes that its
 results, and what it passes on, need.
 """
 
@@ -13,17 +13,18 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ftp.errors import PlanningError
-from ftp.pipeline.pieces import StageGraph, Stages
 from ftp.pipeline.schedule import Kind
+from ftp.pipeline.subgraphs import StageGraph, Stages
 from ftp.pipeline.value_stages import (
     ACTIVATION,
     FREE,
     GRADIENT,
     OF_PARAMETERS,
+    StagedValue,
     StepGraph,
-    Value,
     is_in_tuple,
 )
+from ftp.rules.local_op import as_module
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ def split(
     stages: int,
     kinds: Collection[tuple[str, int]],
 ) -> Stages:
-    """The pieces of a traced ``grad_and_value``.
+    """The subgraphs of a traced ``grad_and_value``.
 
     Args:
         gm: a functional graph: parameters, ``batch`` tensors, then constants in; ``results`` values
@@ -59,7 +60,7 @@ class _Split(StepGraph):
             self._contributions(self.gradients[leaf], leaf) if leaf in self.gradients else {}
             for leaf in range(len(self.leaves))
         ]
-        return self._pieces(contributions, kinds)
+        return self._subgraphs(contributions, kinds)
 
     def _contributions(self, gradient: fx.Node, leaf: int) -> dict[int, fx.Node]:
         """A parameter's gradient as one value a stage, whose sum it is."""
@@ -88,7 +89,7 @@ class _Split(StepGraph):
                 with self.graph.inserting_after(max(total, term)):
                     both = self.graph.call_function(aten.add.Tensor, (total, term))
                 both.meta |= total.meta
-                self.of[both] = Value(GRADIENT, stage, stage)
+                self.of[both] = StagedValue(GRADIENT, stage, stage)
                 total = both
             found[stage] = total
         return found
@@ -97,7 +98,7 @@ class _Split(StepGraph):
         own = self.of[node]
         return own.first if own.kind in (ACTIVATION, GRADIENT) else self.holders[leaf]
 
-    def _pieces(
+    def _subgraphs(
         self, contributions: Sequence[Mapping[int, fx.Node]], kinds: Collection[tuple[str, int]]
     ) -> Stages:
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
@@ -123,17 +124,17 @@ class _Split(StepGraph):
             wanted.append(send)
             backward.append(made)
         forward, sent, saved = self._forward(results, backward, wanted)
-        pieces: dict[tuple[Kind, int], StageGraph] = {}
+        subgraphs: dict[tuple[Kind, int], StageGraph] = {}
         for k in range(self.stages):
             outputs = list(dict.fromkeys([*(n for s, n in results if s == k), *sent[k], *saved[k]]))
             made_here = [n for n in outputs if n in forward[k].made]
             if made_here:
-                pieces["F", k] = self._piece("F", k, forward[k], made_here)
+                subgraphs["F", k] = self._subgraph("F", k, forward[k], made_here)
             own = [found[k] for found in contributions if k in found]
             send = [n for n in wanted[k] if self._is_made_backward(n, k)]
             both = list(dict.fromkeys([*send, *own]))
             if both and ("B", k) in kinds:
-                pieces["B", k] = self._piece("B", k, backward[k], both)
+                subgraphs["B", k] = self._subgraph("B", k, backward[k], both)
             if ("I", k) not in kinds:
                 continue
             inner = self._needed(send, lambda n, k=k: self._backward_rule(n, k))
@@ -142,12 +143,16 @@ class _Split(StepGraph):
             if kept:
                 inner = self._needed([*send, *kept], lambda n, k=k: self._backward_rule(n, k))
             if send:
-                pieces["I", k] = self._piece("I", k, inner, list(dict.fromkeys([*send, *kept])))
+                subgraphs["I", k] = self._subgraph(
+                    "I", k, inner, list(dict.fromkeys([*send, *kept]))
+                )
             if own:
-                pieces["W", k] = self._piece("W", k, outer, list(dict.fromkeys(own)))
+                subgraphs["W", k] = self._subgraph("W", k, outer, list(dict.fromkeys(own)))
         borrowed = [
             tuple(
-                sorted({p.stage for p in pieces.values() if leaf in p.params and p.stage != holder})
+                sorted(
+                    {p.stage for p in subgraphs.values() if leaf in p.params and p.stage != holder}
+                )
             )
             for leaf, holder in enumerate(self.holders)
         ]
@@ -159,7 +164,7 @@ class _Split(StepGraph):
             and self.of[n].last > self.of[n].first + 1
         ]
         return Stages(
-            pieces,
+            subgraphs,
             tuple(tuple(n.name for n in own) for own in sent),
             tuple(tuple(n.name for n in own) for own in wanted),
             tuple((stage, n.name) for stage, n in results),
@@ -243,7 +248,7 @@ class _Split(StepGraph):
         inputs = {n for n in needed if n.op == "placeholder"}
         return _Needed(made, read[::-1], inputs)
 
-    def _piece(
+    def _subgraph(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
     ) -> StageGraph:
         graph, env = fx.Graph(), {}
@@ -261,7 +266,7 @@ class _Split(StepGraph):
         return StageGraph(
             kind,
             stage,
-            fx.GraphModule({}, graph),
+            as_module(graph),
             tuple(self.params[n] for n in params),
             tuple(self.batch[n] for n in batch),
             tuple(n.name for n in values),
@@ -272,8 +277,8 @@ class _Split(StepGraph):
 
 @dataclass(frozen=True)
 class _Needed:
-    """The nodes that a piece computes, the values that it reads, and the graph's inputs among its
-    operands.
+    """The nodes that a subgraph computes, the values that it reads, and the graph's inputs among
+    its operands.
     """
 
     made: set[fx.Node]

@@ -16,7 +16,9 @@ from torch import fx
 from ftp.errors import RuleError, SpecError
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.bind import lookup
-from ftp.rules.rule import BoundRule, Call, Meta, replaced
+from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.local_op import as_module
+from ftp.rules.rule import BoundRule
 from ftp.sharding.spec import P, PartitionSpec, Stage, local_shape
 
 aten = torch.ops.aten
@@ -138,7 +140,8 @@ def stacks_of(
 def with_parts(
     gm: fx.GraphModule, stacks: Stacks, names: Sequence[str] | None = None
 ) -> fx.GraphModule:
-    """The graph with each stack among its inputs and outputs as one tensor a rank.
+    """The graph with each stack among its inputs and outputs as one tensor a rank. The meta
+    ``traced_as`` names the op that a node is of.
 
     Args:
         names: of the inputs, where no op may read a stack as a whole.
@@ -193,7 +196,7 @@ class _Expansion:
             found += [self._whole(node)] if each is None else self._parts(node, each)
         self.graph.output(tuple(found))
         self.graph.eliminate_dead_code()
-        return fx.GraphModule({}, self.graph)
+        return as_module(self.graph)
 
     def _input(self, node: fx.Node, sizes: Sequence[int] | None) -> None:
         val = node.meta["val"]
@@ -216,7 +219,7 @@ class _Expansion:
             self.whole[node] = self.layers[node.args[0]][node.args[1]]  # type: ignore[index]
         elif not reads:
             self.whole[node] = self.graph.node_copy(node, self._whole)
-            self.whole[node].meta = dict(node.meta)
+            self.whole[node].meta = {**node.meta, "traced_as": node.name}
         elif _takes_apart(node):
             self.layers[node] = []
             for part in self.parts[reads[0]]:
@@ -228,7 +231,7 @@ class _Expansion:
         elif (rule := _rule(node)) is None or not self._by_rank(node, rule):
             self.gathered |= {n: node for n in reads if n not in self.gathered}
             self.whole[node] = self.graph.node_copy(node, self._whole)
-            self.whole[node].meta = dict(node.meta)
+            self.whole[node].meta = {**node.meta, "traced_as": node.name}
 
     def _by_rank(self, node: fx.Node, rule: BoundRule) -> bool:
         """Emit an op once a rank; False where the layers meet in it."""
@@ -295,7 +298,8 @@ class _Expansion:
                 nothing = ([0, *val.shape[1:]], 0)
                 made.append(self._emit(node, aten.full.default, nothing, options))
             elif _puts_together(node):
-                own = [self._whole(n) for n in node.args[0][begin:end]]  # type: ignore[index,union-attr]
+                tensors: Any = node.args[0]
+                own = [self._whole(n) for n in tensors[begin:end]]
                 made.append(self._emit(node, STACK, (own,)))
             else:
                 part = (self._whole(node), 0, begin, end)
@@ -318,7 +322,7 @@ class _Expansion:
         else:
             with _mode_of(like):
                 val = target(*vals[0], **vals[1])
-        made.meta = {**like.meta, "val": val}
+        made.meta = {**like.meta, "val": val, "traced_as": like.name}
         return made
 
 

@@ -9,27 +9,30 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.pieces import StageGraph
+from ftp.pipeline.subgraphs import StageGraph
+from ftp.rules.local_op import as_module
 
 aten = torch.ops.aten
 
 
-def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[str]) -> StageGraph:
-    """The piece that takes the sums so far of those of its outputs that are ``gradients``, and
+def with_sums(
+    subgraph: StageGraph, gradients: Collection[str], kept: Collection[str]
+) -> StageGraph:
+    """The subgraph that takes the sums so far of those of its outputs that are ``gradients``, and
     returns the sums with them.
 
     Args:
         kept: what others read of the gradients: these are outputs too.
     """
-    names = tuple(name for name in piece.outputs if name in gradients)
+    names = tuple(name for name in subgraph.outputs if name in gradients)
     if not names:
-        return piece
+        return subgraph
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    old = piece.gm.graph
+    old = subgraph.gm.graph
     returned: Any = old.output_node().args[0]
-    outputs: dict[str, fx.Node] = dict(zip(piece.outputs, returned, strict=True))
+    outputs: dict[str, fx.Node] = dict(zip(subgraph.outputs, returned, strict=True))
     inputs = [node for node in old.nodes if node.op == "placeholder"]
-    before = len(inputs) - len(piece.constants)
+    before = len(inputs) - len(subgraph.constants)
     for node in inputs[:before]:
         env[node] = _input(graph, node.name)
     sums = {name: _input(graph, f"sum_so_far_{i}") for i, name in enumerate(names)}
@@ -51,12 +54,12 @@ def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[st
         if node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
             add(node)
-    others = [name for name in piece.outputs if name not in names or name in kept]
+    others = [name for name in subgraph.outputs if name not in names or name in kept]
     graph.output((*(env[outputs[name]] for name in others), *(added[name] for name in names)))
     made = tuple(f"{name}, summed" for name in names)
-    gm = fx.GraphModule({}, graph)
+    gm = as_module(graph)
     return replace(
-        piece, gm=gm, values=(*piece.values, *made), outputs=(*others, *made), sums=names
+        subgraph, gm=gm, values=(*subgraph.values, *made), outputs=(*others, *made), sums=names
     )
 
 
@@ -67,19 +70,21 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
     return made
 
 
-def check_sums(piece: StageGraph, summed: StageGraph) -> None:
-    """Raises unless ``summed`` returns what ``piece`` does, or it added to the sum so far.
+def check_sums(subgraph: StageGraph, summed: StageGraph) -> None:
+    """Raises unless ``summed`` returns what ``subgraph`` does, or it added to the sum so far.
 
     Raises:
         CertificateError: another output. That is a fault of ftp: please report it.
     """
     numbering = Numbering()
-    constants = len(piece.constants)
-    before = len(piece.params) + len(piece.batch) + len(piece.values)
+    constants = len(subgraph.constants)
+    before = len(subgraph.params) + len(subgraph.batch) + len(subgraph.values)
     given = [numbering.of(("input", i)) for i in range(before)]
     sums = {name: numbering.of(("sum", name)) for name in summed.sums}
     last = [numbering.of(("constant", i)) for i in range(constants)]
-    due = dict(zip(piece.outputs, numbering.run(piece.gm.graph, [*given, *last]), strict=True))
+    due = dict(
+        zip(subgraph.outputs, numbering.run(subgraph.gm.graph, [*given, *last]), strict=True)
+    )
     inputs = [*given, *sums.values(), *last]
     found = dict(zip(summed.outputs, numbering.run(summed.gm.graph, inputs), strict=True))
     for name, number in due.items():
@@ -87,4 +92,6 @@ def check_sums(piece: StageGraph, summed: StageGraph) -> None:
         is_kept = name in found and found[name] == number
         is_added = total is not None and numbering.terms.get(total) == (sums[name], number)
         if (name in sums and not is_added) or (name not in sums and not is_kept):
-            raise CertificateError(f"%{name} of {piece.kind}{piece.stage} is not what is added up.")
+            raise CertificateError(
+                f"%{name} of {subgraph.kind}{subgraph.stage} is not what is added up."
+            )

@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from ftp.errors import InputError, TraceError
+from ftp.errors import CertificateError, InputError, TraceError
+from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.pipeline.check import Numbering
+from ftp.rules.local_op import as_module
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,6 @@ class TrainStep:
     given: tuple[int, ...]
     means: tuple[int, ...]
     update_constants: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        """What follows the means, equal for batches of other sizes where it does not read them."""
-        return "\n".join(
-            f"{node.op} {node.name if node.op == 'placeholder' else ''} {node.target}"
-            f" {node.args} {node.kwargs}"
-            for node in self.update.graph.nodes
-        )
 
 
 @dataclass(frozen=True)
@@ -174,6 +167,58 @@ def cut_at_means(
     )
 
 
+def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: int) -> None:
+    """Raises unless the two parts, one after the other, are the traced step.
+
+    Args:
+        arguments: how many inputs are no captured tensors.
+
+    Raises:
+        CertificateError: a mean or a result that is another one. That is a fault of ftp: please
+            report it.
+    """
+    numbering, inputs, outputs = Numbering(), _inputs(gm), _outputs(gm)
+    roots = [numbering.of(("input", i)) for i in range(len(inputs))]
+    due = numbering.run(gm.graph, roots)
+    means = range(noted.results, noted.results + len(noted.is_gradient))
+    taken = (*parts.params, *parts.batch, *(arguments + c for c in parts.constants))
+    made = numbering.run(parts.microbatch.graph, [roots[i] for i in taken])
+    leaves = iter(due[means.stop :])
+    for k, at in enumerate(means):
+        # A mean is one op of what the first part returns, of a parameter or of none.
+        of = dict.fromkeys(outputs[at].all_input_nodes, f"%{made[parts.means[k]]}")
+        args = mapped_arguments(outputs[at], of.__getitem__)
+        if numbering.of((str(outputs[at].target), str(args))) != due[at]:
+            raise CertificateError(f"Mean {k} of the step is not what its microbatches compute.")
+        if noted.is_gradient[k]:
+            leaf = parts.leaves[parts.means[k] - parts.results]
+            if roots[parts.params[leaf]] != next(leaves):
+                raise CertificateError(f"Mean {k} of the step is of another parameter.")
+    given = [roots[i] for i in parts.given] + [due[at] for at in means]
+    given += [roots[arguments + c] for c in parts.update_constants]
+    if numbering.run(parts.update.graph, given) != due[: noted.results]:
+        raise CertificateError("What follows the gradients is not what the step computes.")
+
+
+def is_alike_after(one: fx.GraphModule, other: fx.GraphModule, noted: Noted) -> bool:
+    """Whether two traces of one step, for batches of other sizes, do the same after the means."""
+    found: list[list[Any]] = []
+    for gm in (one, other):
+        outputs = _outputs(gm)
+        means = outputs[noted.results : noted.results + len(noted.is_gradient)]
+        of = {n: f"mean {i}" for i, n in enumerate(means)}
+        of |= {n: f"input {i}" for i, n in enumerate(_inputs(gm)) if n not in of}
+        after = _ancestors(outputs[: noted.results], stop=of.keys())
+        lines: list[Any] = []
+        for node in gm.graph.nodes:
+            if node in after and node not in of:
+                of[node] = f"%{len(lines)}"
+                lines.append((node.target, *mapped_arguments(node, of.__getitem__)))
+        lines.append([of[n] for n in outputs[: noted.results]])
+        found.append(lines)
+    return found[0] == found[1]
+
+
 def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
@@ -206,4 +251,4 @@ def _part(
             env[node] = graph.node_copy(node, env.__getitem__)
             env[node].meta = dict(node.meta)
     graph.output(tuple(env[node] for node in outputs))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return as_module(graph)

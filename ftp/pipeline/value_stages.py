@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.rules.local_op import as_module
+
 aten = torch.ops.aten
 
 FREE, OF_PARAMETERS, ACTIVATION, GRADIENT = range(4)
 
 
 @dataclass
-class Value:
+class StagedValue:
     """Where a node is computed: an activation or a gradient at stage ``first``; it is found at the
     stages from ``first`` to ``last``. What depends on parameters alone is found at ``uses``.
     """
@@ -61,7 +63,7 @@ class StepGraph:
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
         self.is_forward = _ancestors(self.results)
         self.is_forward |= {n for n in self.nodes if is_in_tuple(n, self.is_forward)}
-        self.of: dict[fx.Node, Value] = {}
+        self.of: dict[fx.Node, StagedValue] = {}
         self.of_batch = set(self.batch)
         for node in self.nodes:
             if any(x in self.of_batch for x in node.all_input_nodes):
@@ -72,7 +74,7 @@ class StepGraph:
         for node in (*self.params, *self.batch, *self.constants):
             holder = self.holders[self.params[node]] if node in self.params else 0
             kind = OF_PARAMETERS if node in self.params else FREE
-            self.of[node] = Value(kind, holder, holder)
+            self.of[node] = StagedValue(kind, holder, holder)
         self._place_forward()
         self._place_backward()
 
@@ -87,16 +89,16 @@ class StepGraph:
             if node in self.is_forward:
                 self._extend(node)
 
-    def _joined(self, node: fx.Node) -> Value:
+    def _joined(self, node: fx.Node) -> StagedValue:
         operands = [self.of[n] for n in node.all_input_nodes]
         kinds = {v.kind for v in operands} - {FREE}
         first = max((v.first for v in operands), default=0)
         if not kinds:
-            return Value(FREE)
+            return StagedValue(FREE)
         varies = any(n in self.of_batch for n in node.all_input_nodes)
         if kinds == {OF_PARAMETERS} and not varies and not _is_sum_over(node):
-            return Value(OF_PARAMETERS, first, first)
-        return Value(ACTIVATION, first, first)
+            return StagedValue(OF_PARAMETERS, first, first)
+        return StagedValue(ACTIVATION, first, first)
 
     def _sink(self) -> None:
         """Move ops, whose results later stages alone read, to the first of those stages, where it
@@ -126,7 +128,7 @@ class StepGraph:
             if stays:
                 del target[node]
             else:
-                self.of[node] = Value(ACTIVATION, to, to)
+                self.of[node] = StagedValue(ACTIVATION, to, to)
 
     def _extend(self, node: fx.Node) -> None:
         """Note how far a value of the forward pass is passed on, and where one of parameters is
@@ -161,7 +163,7 @@ class StepGraph:
                 found = [v.uses or {v.first} for v in weights]
                 uses = set.intersection(*found) if found else set()
                 kind = OF_PARAMETERS if weights else FREE
-                self.of[node] = Value(kind, first, first, uses)
+                self.of[node] = StagedValue(kind, first, first, uses)
             else:
                 latest = min(gradients, default=self.stages - 1)
                 at = [
@@ -172,9 +174,9 @@ class StepGraph:
                 ]
                 stage = max(at) if at else min([latest, *(v.first for v in activations)])
                 if gradients or is_seeded:
-                    self.of[node] = Value(GRADIENT, stage, stage)
+                    self.of[node] = StagedValue(GRADIENT, stage, stage)
                 else:  # a mask, say: computed by each stage that reads it
-                    self.of[node] = Value(ACTIVATION, min(at, default=stage), stage)
+                    self.of[node] = StagedValue(ACTIVATION, min(at, default=stage), stage)
             if is_seeded and node not in seeds:
                 seeded.add(node)
         self._give_back()
@@ -189,7 +191,7 @@ class StepGraph:
             earlier = [k for k in read if k < own.first]
             is_alone = node.target is not operator.getitem and len(node.users) == 1
             if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
-                self.of[node] = Value(GRADIENT, max(earlier), max(earlier))
+                self.of[node] = StagedValue(GRADIENT, max(earlier), max(earlier))
 
     def _readers(self, leaf: int) -> set[int]:
         """The stages that read a parameter, its own among them."""
@@ -224,7 +226,7 @@ class StepGraph:
                 for x in node.all_input_nodes
             )
             if all(reaches):
-                self.of[node] = Value(GRADIENT, to, to)
+                self.of[node] = StagedValue(GRADIENT, to, to)
             else:
                 del target[node]
 
@@ -239,7 +241,7 @@ def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.ones_like.default and isinstance(val, torch.Tensor) and not val.ndim:
             node.target, node.args = aten.full.default, ([], 1)
             node.kwargs = {"dtype": val.dtype, "device": val.device}
-    return fx.GraphModule(gm, graph)
+    return as_module(graph)
 
 
 _FILLED = (aten.ones_like.default, aten.full.default, aten.full_like.default)

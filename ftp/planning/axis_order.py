@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ftp.planning.graph import Graph
-from ftp.planning.plan import Specs
+from ftp.planning.plan import FixedLayouts
 from ftp.sharding.layout import PARTIAL, Layout, R, Size, cut_shape, div, shard
 from ftp.sharding.spec import PartitionSpec, Units, is_factored
 
@@ -47,7 +47,9 @@ def spec_layout(
     return R
 
 
-def axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[list[str], Specs]:
+def axis_order(
+    graph: Graph, axes: Mapping[str, int], specs: FixedLayouts
+) -> tuple[list[str], FixedLayouts]:
     """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f,
     inner]``, and the specs to plan for.
 
@@ -82,7 +84,7 @@ def axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[lis
             *[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)]
         )
 
-    return list(order), Specs(
+    return list(order), FixedLayouts(
         {node: fitting(spec, node.results[0].shape) for node, spec in specs.inputs.items()},
         {
             node: replace(pin, spec=fitting(pin.spec, node.results[0].shape))

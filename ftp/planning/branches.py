@@ -7,7 +7,7 @@ branch, and by the choice of its cond.
 
 from collections.abc import Sequence
 
-from ftp.ops.choose import Branch, common, number_of, read_in
+from ftp.ops.choose import BranchPath, common, number_of, read_in
 from ftp.planning.graph import Graph, Node, Rewrite, unchanged
 
 
@@ -18,9 +18,9 @@ def placed(graph: Graph) -> Rewrite:
     if not any(node.branch for node in graph.nodes):
         return unchanged(graph)
     graph, copies = graph.copied()
-    reads: dict[Node, list[Branch]] = {value.node: [()] for value in graph.outputs}
+    reads: dict[Node, list[BranchPath]] = {value.node: [()] for value in graph.outputs}
     for node in reversed(graph.nodes):
-        if node.kind == "move" and node in reads:
+        if node.kind == "reshard" and node in reads:
             node.branch = common(reads[node])
         for slot, value in enumerate(node.operands):
             reads.setdefault(value.node, []).append(

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ftp.rules.call import Meta
 from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
-from ftp.rules.rule import BoundRule, Meta
+from ftp.rules.rule import BoundRule
 
 Curve = tuple[tuple[float, float], ...]
 """Measured points, the first numbers rising and positive."""
@@ -27,6 +28,14 @@ def on_curve(curve: Curve, x: float) -> float:
         return curve[min(at, len(curve) - 1)][1]
     (x0, y0), (x1, y1) = curve[at - 1], curve[at]
     return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
+
+
+HOPPER_RATES = {  # dense, in FLOP/s
+    torch.bfloat16: 989e12,
+    torch.float16: 989e12,
+    torch.float32: 67e12,
+    torch.float64: 67e12,
+}
 
 
 @dataclass(frozen=True)
@@ -129,26 +138,14 @@ class Hardware:
         >>> Hardware.h100().flops_of(torch.bfloat16)
         989000000000000.0
         """
-        rates = {
-            torch.bfloat16: 989e12,
-            torch.float16: 989e12,
-            torch.float32: 67e12,
-            torch.float64: 67e12,
-        }
-        return cls._node("H100", 989e12, rates, 3.35e12, 450e9, links)
+        return cls._node("H100", 989e12, HOPPER_RATES, 3.35e12, 450e9, links)
 
     @classmethod
     def h200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """H200 SXM: an H100's rates and links with 4.8 TB/s HBM3e. Source: NVIDIA H200
         datasheet.
         """
-        rates = {
-            torch.bfloat16: 989e12,
-            torch.float16: 989e12,
-            torch.float32: 67e12,
-            torch.float64: 67e12,
-        }
-        return cls._node("H200", 989e12, rates, 4.8e12, 450e9, links)
+        return cls._node("H200", 989e12, HOPPER_RATES, 4.8e12, 450e9, links)
 
     @classmethod
     def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
@@ -207,7 +204,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
     Args:
         nbytes: bytes of the whole tensor: what is reduced, the gathered result, all the shards
-            together, of an all-to-all too.
+            together, of an all-to-all too; of a ring what one rank sends.
 
     >>> collective_seconds("all_gather", 8, 2, Link(latency=0.0, bandwidth=4.0))
     1.0
@@ -220,7 +217,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
         "all_gather": share,
         "reduce_scatter": share,
         "all_to_all": share / n,
-        "ring": share,
+        "ring": 1.0,
     }.get(op)
     return (
         0.0

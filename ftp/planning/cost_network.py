@@ -31,9 +31,9 @@ def solve(problem: Problem) -> AxisPlan:
     with a price on each violation.
     """
     try:
-        return _Network(problem, math.inf).solve()
+        return _CostNetwork(problem, math.inf).solve()
     except Infeasible:
-        plan = _Network(problem, VIOLATION).solve()
+        plan = _CostNetwork(problem, VIOLATION).solve()
         plan.kept_rules = False
         return plan
 
@@ -43,7 +43,7 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
     ring, cost). The cost is None where no such plan exists.
     """
     for violation in (math.inf, VIOLATION):
-        network = _Network(problem, violation)
+        network = _CostNetwork(problem, violation)
         tables = network.tables()
         found = min_marginals(*tables.network, tables.of_node[value.node])
         if any(found):
@@ -66,7 +66,7 @@ def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, floa
     Where no plan keeps all placement constraints, violations have their price in all costs.
     """
     for violation in (math.inf, VIOLATION):
-        network = _Network(problem, violation)
+        network = _CostNetwork(problem, violation)
         tables = network.tables()
         try:
             best = minimize(*tables.network)
@@ -99,7 +99,7 @@ class _Tables(NamedTuple):
     copies: dict[Value, list[tuple[Layout, ...]]]
 
 
-class _Network:
+class _CostNetwork:
     def __init__(self, problem: Problem, violation: float):
         self.problem = problem
         graph = problem.graph
@@ -228,7 +228,7 @@ class _Network:
 
     def tables(self) -> _Tables:
         """The network's numbers."""
-        built = _Builder(self)
+        built = _TableBuilder(self)
         for node in self.problem.graph.nodes:
             built.add(node)
         for value, nodes in self.mirrored.items():
@@ -267,14 +267,14 @@ class _Network:
         return found
 
 
-class _Builder:
+class _TableBuilder:
     """Builds the tables of a network node by node.
 
     Nodes of two tied layers share variables, and so do the inputs of a group. A variable that
     stands for several layers counts that often.
     """
 
-    def __init__(self, net: _Network):
+    def __init__(self, net: _CostNetwork):
         self.net, self.prices = net, net.prices
         self.ties = net.problem.ties
         self.twins = self.ties.twins if self.ties else {}

@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 
 from ftp.dynamic_int import Sizes, is_dynamic, moved
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
-from ftp.ops.choose import Branch
+from ftp.ops.choose import BranchPath
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
@@ -30,10 +30,11 @@ from ftp.planning.graph import (
 )
 from ftp.planning.graph_passes import live, merge_common
 from ftp.rules.bind import bind, lookup
+from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
-from ftp.rules.rule import BoundRule, Call, Meta, replaced, tensors
+from ftp.rules.rule import BoundRule
 from ftp.tracing.decompose import decompose as trace_decomposition
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ def from_fx(
         strict: an op without a rule is an error, rather than replicated with a warning.
         size: where sizes are dynamic, gives the formula for a number of the trace.
     """
-    builder = _Builder(strict, size=size)
+    builder = _GraphBuilder(strict, size=size)
     with collection_paused():
         for node in gm.graph.nodes:
             builder.add(node)
@@ -121,7 +122,7 @@ _WRAP = (
 )
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(
         self,
         strict: bool,
@@ -152,7 +153,9 @@ class _Builder:
         """Per-rank code as ops of the program, planned over the axes that are not its own."""
         graph = expanded(program)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        builder = _Builder(self.strict, dict(zip(placeholders, operands, strict=True)), self.size)
+        builder = _GraphBuilder(
+            self.strict, dict(zip(placeholders, operands, strict=True)), self.size
+        )
         builder.rules = self.rules
         for inner in graph.nodes:
             builder.add(inner)
@@ -166,8 +169,9 @@ class _Builder:
         return builder.outputs
 
     def call(self, node: fx.Node) -> Any:
-        if node.target is LOCAL and (program := program_of(node.args[1])).is_planned:  # type: ignore[arg-type]
-            return self.inlined(node, program, [self.env[x] for x in node.args[0]])  # type: ignore[union-attr]
+        arguments: Any = node.args
+        if node.target is LOCAL and (program := program_of(arguments[1])).is_planned:
+            return self.inlined(node, program, [self.env[x] for x in arguments[0]])
         size = self.size or _same
         args, kwargs = map_aggregate(
             (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else size(a)
@@ -295,7 +299,7 @@ def decompose(
             continue
         gm = _primitives(node, sizes)
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        builder = _Builder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
+        builder = _GraphBuilder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:
             builder.add(inner)
         for inner in builder.nodes:
@@ -381,7 +385,7 @@ def _is_zero(node: Node) -> bool:
     )
 
 
-def _branch(node: fx.Node) -> Branch:
+def _branch(node: fx.Node) -> BranchPath:
     return tuple(step for step in node.meta.get("branch", ()) if step[0] >= 0)
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftp.functional.remat import Region
-from ftp.ops.choose import Branch
+from ftp.ops.choose import BranchPath
+from ftp.rules.call import Meta, replaced, tensors
 from ftp.rules.notation import Dims
-from ftp.rules.rule import BoundRule, Meta, replaced, tensors
+from ftp.rules.rule import BoundRule
 from ftp.sharding.layout import Layout, Size, prod
 
 BATCH, PARAMETER = 1, 2
@@ -33,7 +34,7 @@ class FactorCut:
 
 
 @dataclass(frozen=True)
-class Move:
+class Reshard:
     """A reshard: a value from one layout to another on one axis. ``shape`` is the value's, local to
     the axes folded before.
 
@@ -71,11 +72,11 @@ class Move:
 
 @dataclass(eq=False)
 class Node:
-    """One op, input, constraint or move.
+    """One op, input, constraint or reshard.
 
     Attributes:
-        kind: ``input``, ``op``, ``constrain``, ``local`` or ``move``.
-        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; the
+        kind: ``input``, ``op``, ``constrain``, ``local`` or ``reshard``.
+        target: the aten op; the ``Reshard`` of a reshard; the entries of a constraint's spec; the
             ``Program`` of per-rank code (``local``); None for an input.
         args, kwargs: as the op takes them, ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
@@ -87,7 +88,7 @@ class Node:
         own_axes: those on which it fixes its layouts itself: per-rank code, or what enters or
             leaves it.
         rank_axes: those along which its results are one rank's, between ops that enter and leave
-            per-rank code. On them nothing is cut or moved.
+            per-rank code. On them nothing is cut or resharded.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Node:
     operands: tuple["Value", ...] = ()
     own_axes: frozenset[str] = frozenset()
     rank_axes: frozenset[str] = frozenset()
-    branch: Branch = ()
+    branch: BranchPath = ()
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)

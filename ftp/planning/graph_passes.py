@@ -88,7 +88,7 @@ def keep_collectives(graph: Graph) -> Rewrite:
     kept = {
         node: first
         for node, first in firsts.items()
-        if node.kind == "move"
+        if node.kind == "reshard"
         and node.region is not None
         and node.region.keeps_collectives
         and first.region is None

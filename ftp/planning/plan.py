@@ -11,7 +11,7 @@ from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)
-class Specs:
+class FixedLayouts:
     """The fixed layouts: a spec per input node, a pin per constraint node, a spec per output (None:
     open).
     """
@@ -20,11 +20,11 @@ class Specs:
     constraints: Mapping[Node, Pin]
     outputs: Sequence[PartitionSpec | None]
 
-    def on(self, copies: Mapping[Node, Node]) -> "Specs":
+    def on(self, copies: Mapping[Node, Node]) -> "FixedLayouts":
         """The same of a rewritten graph."""
         inputs = {copies[node]: spec for node, spec in self.inputs.items()}
         pins = {copies[node]: pin for node, pin in self.constraints.items() if node in copies}
-        return Specs(inputs, pins, self.outputs)
+        return FixedLayouts(inputs, pins, self.outputs)
 
 
 @dataclass

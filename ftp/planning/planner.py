@@ -19,10 +19,10 @@ from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, in_turn
 from ftp.planning.graph_passes import keep_collectives
-from ftp.planning.insert_moves import apply, output_layouts, spec_of_cuts
+from ftp.planning.insert_reshards import apply, output_layouts, spec_of_cuts
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
-from ftp.planning.plan import Plan, Specs
+from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
 from ftp.planning.regather import gather_again
@@ -45,14 +45,14 @@ class _Progress:
     """
 
     graph: Graph
-    specs: Specs
+    specs: FixedLayouts
     batch: Sequence[Node]
     now: Mapping[Node, Node]
     folded: Folded | None = None
 
     @classmethod
     def of(
-        cls, graph: Graph, specs: Specs, batch: Sequence[Node], folded: Folded | None = None
+        cls, graph: Graph, specs: FixedLayouts, batch: Sequence[Node], folded: Folded | None = None
     ) -> "_Progress":
         return cls(graph, specs, batch, {node: node for node in graph.nodes}, folded)
 
@@ -78,7 +78,7 @@ class _Progress:
 def make_plan(
     graph: Graph,
     axes: Mapping[str, int],
-    specs: Specs,
+    specs: FixedLayouts,
     *,
     batch_inputs: Iterable[Node] = (),
     data_axes: Sequence[str] = (),
@@ -119,7 +119,7 @@ def make_plan(
 def _make_plan(
     graph: Graph,
     axes: Mapping[str, int],
-    specs: Specs,
+    specs: FixedLayouts,
     batch: Sequence[Node],
     data_axes: Sequence[str],
     reshard_after_forward: bool,
@@ -144,7 +144,7 @@ def _make_plan(
     return _as_given(plan, given, program)
 
 
-def _as_given(plan: Plan, given: Specs, program: _Progress) -> Plan:
+def _as_given(plan: Plan, given: FixedLayouts, program: _Progress) -> Plan:
     """The plan with the given specs, and the entries and exits where they differ from those planned
     for.
     """
@@ -167,7 +167,7 @@ def _as_given(plan: Plan, given: Specs, program: _Progress) -> Plan:
 def plan_few(
     graph: Graph,
     axes: Mapping[str, int],
-    specs: Specs,
+    specs: FixedLayouts,
     *,
     folded: Folded | None = None,
     batch_inputs: Iterable[Node] = (),
@@ -188,7 +188,9 @@ def plan_few(
         return _as_given(plan, specs, program)
 
 
-def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
+def _plan_folded(
+    graph: Graph, specs: FixedLayouts, batch: Sequence[Node], *args: Any
+) -> Plan | None:
     """The plan of a graph with repeated layers, from that of the folded graph; None where no layers
     repeat or tied layers come out different.
     """
@@ -200,7 +202,7 @@ def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) 
     )
     if folded is None:
         return None
-    few = Specs(
+    few = FixedLayouts(
         {copy: specs.inputs[node] for copy, node in folded.origin.items() if node in specs.inputs},
         {
             copy: specs.constraints[node]
@@ -303,11 +305,12 @@ def _problem(
         is_data,
         from_batch(),
         ties,
+        axes=axes,
     )
 
 
 def _fixed(
-    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: FixedLayouts
 ) -> tuple[dict[Node, Layout], list[Layout | None]]:
     """The fixed layouts on one axis: of inputs and constraints, and of outputs (None: open)."""
     pinned = {
@@ -335,7 +338,7 @@ def _reaches(
     name: str,
     folded: Sequence[str],
     axes: Mapping[str, int],
-    specs: Specs,
+    specs: FixedLayouts,
     batch: Sequence[Node],
 ) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
     """What one axis may cut: the closure of all fixed layouts, and that of the ``batch`` inputs."""

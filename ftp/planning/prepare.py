@@ -12,7 +12,7 @@ from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
 from ftp.planning.graph import BATCH, PARAMETER, Graph, Node
 from ftp.planning.graph_passes import live, mark_dependencies, merge_common
-from ftp.planning.plan import Plan, Specs
+from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.planner import Watch, make_plan
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.branches import unmark_cut
@@ -105,7 +105,7 @@ def plan_prepared(
     plan = make_plan(
         prepared.graph,
         axes,
-        Specs(specs, prepared.constraints, list(out_specs)),
+        FixedLayouts(specs, prepared.constraints, list(out_specs)),
         batch_inputs=prepared.batch,
         data_axes=data_axes,
         reshard_after_forward=reshard_after_forward,

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftp.planning.attention_prices import computed_share, ring_seconds
 from ftp.planning.cost import collective_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
-from ftp.planning.graph import BATCH, Move, Node, Value
+from ftp.planning.graph import BATCH, Node, Reshard, Value
 from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import is_cut_again
@@ -20,7 +21,7 @@ from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
-MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
+RESHARD_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
 REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
 # Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
 PAD_LATENCIES = 3
@@ -50,7 +51,7 @@ class Prices:
         self.users, self.required = users, required
         self._sizes: dict[Value, int] = {}
         self._reduced: dict[Value, int] = {}
-        self.free_to_move, self.after_conflict = exemptions(problem, required)
+        self.free_to_reshard, self.after_conflict = exemptions(problem, required)
 
     def nbytes(self, value: Value) -> int:
         """Bytes of a value over all ranks of the axis."""
@@ -83,7 +84,7 @@ class Prices:
 
     def movable(self, value: Value) -> Any:
         """What ``may_reshard`` depends on, as part of a cache key."""
-        if value in self.free_to_move:
+        if value in self.free_to_reshard:
             return True
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
             return bool(value.node.depends & BATCH)
@@ -91,7 +92,7 @@ class Prices:
 
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
-        if node.kind == "move":
+        if node.kind == "reshard":
             nbytes = math.prod(map(estimated, node.target.shape)) * node.results[0].dtype.itemsize
             seconds = collective_seconds(
                 node.target.op, nbytes, node.target.n, self.problem.hardware.link
@@ -109,15 +110,15 @@ class Prices:
         prices = []
         for s in self.options[node]:
             # An op that widens the gathered copy of a parameter is priced as if it were cut: links
-            # are what training waits for, and bytes alone decide where in a chain a weight moves.
-            # So is one on batch data of which every copy is gathered for matmuls, as of weights
-            # that are given beside the batch.
-            is_moved = Value(node) in self.free_to_move and not is_cut_again(node)
-            widens = WHOLE in s.operands and (not node.depends & BATCH or is_moved)
+            # are what training waits for, and bytes alone decide where in a chain a weight is
+            # resharded. So is one on batch data of which every copy is gathered for matmuls, as of
+            # weights that are given beside the batch.
+            is_resharded = Value(node) in self.free_to_reshard and not is_cut_again(node)
+            widens = WHOLE in s.operands and (not node.depends & BATCH or is_resharded)
             is_shared = s.cut or widens
             price = seconds / self.problem.n if is_shared else seconds
-            if s.beside is not None:
-                price = self._of_ring(node, price, s.beside.factor)
+            if node.rule.ring:
+                price = self._of_attention(node, s, seconds)
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
@@ -134,18 +135,21 @@ class Prices:
             prices.append(price)
         return prices
 
-    def _of_ring(self, node: Node, computed: float, factor: str) -> float:
-        """Seconds of an op that computes while parts of its tensors along ``factor`` travel, and
-        those of its results.
+    def _of_attention(self, node: Node, s: Strategy, whole: float) -> float:
+        """Seconds of attention: what the busiest rank computes and, in a ring, what travels.
+
+        Args:
+            whole: seconds of all pairs, masked or not.
         """
-        tensors = [
-            *zip(node.operands, node.rule.operands, strict=True),
-            *((Value(node, i), dims) for i, dims in enumerate(node.rule.results)),
-        ]
-        sent = sum(self.nbytes(value) for value, dims in tensors if (factor,) in dims)
-        n, hardware = self.problem.n, self.problem.hardware
-        travel = collective_seconds("ring", sent, n, hardware.link)
-        return max(computed, travel) + (n - 1) * hardware.ring_step
+        n, axes, hardware = self.problem.n, self.problem.axes, self.problem.hardware
+        computed = whole * computed_share(node, s.cut, n, axes)
+        if s.cut is None or s.beside is None:
+            return computed
+        tensors = zip(node.operands, node.rule.operands, strict=True)
+        sent = sum(self.nbytes(value) for value, dims in tensors if (s.beside.factor,) in dims)
+        of_key = sent / max(estimated(node.sizes[s.beside.factor]), 1)
+        cuts = s.cut, s.beside
+        return ring_seconds(node, cuts, n, axes, hardware, computed, of_key)
 
     def of_reshards(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
         """Seconds from each strategy's result to each set of copies, as a table."""
@@ -183,8 +187,8 @@ class Prices:
         """Seconds of one reshard, with a violation where it breaks a placement constraint."""
         if src.kind == "P" and src.op != "sum" and dst.kind == "S":
             return self.of_reshard(value, src, R, nbytes)
-        move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
-        seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        reshard = Reshard(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
+        seconds = collective_seconds(reshard.op, nbytes, self.problem.n, self.problem.hardware.link)
         if self.problem.open and self.problem.open.is_bare:
             return seconds + (
                 self.violation if src.kind == "S" and not self.may_reshard(value, src) else 0.0
@@ -193,18 +197,18 @@ class Prices:
             # A user that widens a sum wants it added in the wider dtype. Reducing in the narrow
             # dtype is priced above that, with the cost of widening the terms.
             wide = collective_seconds(
-                move.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
+                reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
             seconds = TOO_NARROW * wide
         if src.kind == "S" and not self.may_reshard(value, src):
             seconds += self.violation
-        return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)
+        return seconds + (RESHARD_OF_VIEW if value.node.target in VIEWS else 0.0)
 
     def may_reshard(self, value: Value, home: Layout) -> bool:
         """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
         other axis parameters do, and what is computed from them alone.
         """
-        if value in self.free_to_move:
+        if value in self.free_to_reshard:
             return True
         if not self.problem.is_data_axis:
             return bool(value.node.depends & BATCH)
@@ -267,9 +271,8 @@ class Prices:
             return math.inf
         if have.kind == "R":
             return 0.0
-        if self.problem.open and not self.may_reshard(node.operands[slot], have):
-            # To pad and reduce a shard is a gather in other words: one more equal plan to search.
-            return self.violation
+        if not self.may_reshard(node.operands[slot], have):
+            return self.violation  # to pad and reduce a shard is a gather in other words
         nbytes = self.nbytes(node.operands[slot])
         return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
             "all_gather", nbytes, self.problem.n, self.problem.hardware.link

@@ -72,3 +72,4 @@ class Problem:
     batch_reach: Reach = field(default_factory=Reach)
     ties: Ties | None = None
     open: Open | None = None
+    axes: Mapping[str, int] = field(default_factory=dict)

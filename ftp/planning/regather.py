@@ -59,10 +59,10 @@ def gather_again(graph: Graph) -> Rewrite:
 
 def _is_gather(node: Node) -> bool:
     """Whether it gathers a parameter."""
-    return node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
+    return node.kind == "reshard" and node.target.op == "all_gather" and not node.depends & BATCH
 
 
 def _is_regatherable(node: Node, cheap: Collection[Node]) -> bool:
     if node.depends & BATCH or node.kind == "input":
         return False
-    return node.kind == "move" or node in cheap or node.target in RECOMPUTED
+    return node.kind == "reshard" or node in cheap or node.target in RECOMPUTED

@@ -37,7 +37,7 @@ def passes_gathered(node: Node) -> bool:
     return (
         node.target in VIEWS
         or node.kind == "constrain"
-        or (node.kind == "move" and node.target.src.kind != "P")
+        or (node.kind == "reshard" and node.target.src.kind != "P")
     )
 
 

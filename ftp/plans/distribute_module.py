@@ -68,7 +68,7 @@ def from_distribute_module(
     (P('tp'), P())
     """
     axis = choose_axis(mesh, axis, None)
-    of_mesh = _Mesh(axis, None if mesh is None else resolve(mesh).axes.get(axis))
+    of_mesh = _FakeMesh(axis, None if mesh is None else resolve(mesh).axes.get(axis))
     _, params = functionalize(model)
     found = _partitioned(model, partition_fn, of_mesh) if partition_fn else {}
     given_by = _name(partition_fn) if partition_fn else "no partition_fn"
@@ -78,11 +78,13 @@ def from_distribute_module(
     inputs, outputs = None, None
     if input_fn:
         count = len(inspect.signature(model.forward).parameters)
-        taken = tuple(_Value(f"input {i} of {_name(input_fn)}", of_mesh) for i in range(count))
+        taken = tuple(
+            _FakeDTensor(f"input {i} of {_name(input_fn)}", of_mesh) for i in range(count)
+        )
         left = _called(input_fn, model, taken, of_mesh)
         inputs = _entries(left if isinstance(left, tuple | list) else (left,), taken, input_fn)
     if output_fn:
-        out = _Value(f"the output of {_name(output_fn)}", of_mesh)
+        out = _FakeDTensor(f"the output of {_name(output_fn)}", of_mesh)
         left = _called(output_fn, model, out, of_mesh)
         if left is not out:
             raise SpecError(
@@ -97,7 +99,7 @@ def from_distribute_module(
 
 
 @dataclass(frozen=True)
-class _Mesh:
+class _FakeMesh:
     """Stands for the DeviceMesh that the functions are given."""
 
     axis: str
@@ -124,7 +126,7 @@ class _Mesh:
 
 
 @dataclass(eq=False)
-class _Value:
+class _FakeDTensor:
     """Stands for a DTensor: an input of the module or its output.
 
     Attributes:
@@ -132,17 +134,19 @@ class _Value:
     """
 
     what: str
-    mesh: _Mesh
+    mesh: _FakeMesh
     specs: list[P] = field(default_factory=list)
 
-    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> "_Value":
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, **_: Any
+    ) -> "_FakeDTensor":
         self.specs.append(_spec(placements, self.mesh.axis, self.what))
         return self
 
-    def to_local(self, **_: Any) -> "_Value":
+    def to_local(self, **_: Any) -> "_FakeDTensor":
         return self
 
-    def full_tensor(self, **_: Any) -> "_Value":
+    def full_tensor(self, **_: Any) -> "_FakeDTensor":
         self.specs.append(P())
         return self
 
@@ -169,7 +173,9 @@ def _spec(placements: Any, axis: str, what: str) -> P:
     )
 
 
-def _partitioned(model: nn.Module, partition_fn: Callable[..., Any], mesh: _Mesh) -> dict[str, P]:
+def _partitioned(
+    model: nn.Module, partition_fn: Callable[..., Any], mesh: _FakeMesh
+) -> dict[str, P]:
     """The specs of the parameters that the function distributes."""
     known: dict[int, Any] = {}
     kept: list[Tensor] = []
@@ -197,7 +203,7 @@ def _partitioned(model: nn.Module, partition_fn: Callable[..., Any], mesh: _Mesh
 
 
 @contextmanager
-def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _Mesh) -> Iterator[None]:
+def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _FakeMesh) -> Iterator[None]:
     """DTensor's functions note what they are asked for, by whatever name they were imported."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -217,7 +223,7 @@ def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _Mesh) -> Iterat
 _noting_now: list[Callable[[Tensor, Any], Tensor]] = []
 
 
-def _noted(tensor, device_mesh=None, placements=None, *, src_data_rank=0):  # type: ignore[no-untyped-def]
+def _noted(tensor, device_mesh=None, placements=None, *, src_data_rank=0):
     # Runs with the globals of torch's function.
     from ftp.plans import distribute_module as noting
 
@@ -225,7 +231,7 @@ def _noted(tensor, device_mesh=None, placements=None, *, src_data_rank=0):  # ty
 
 
 def _from_local(value: Any, device_mesh: Any = None, placements: Any = None, **_: Any) -> Any:
-    if not isinstance(value, _Value):
+    if not isinstance(value, _FakeDTensor):
         raise SpecError(
             "A function calls DTensor.from_local on what is no input or output of the module."
             " State its layout as ftp.Constraint does."
@@ -233,14 +239,14 @@ def _from_local(value: Any, device_mesh: Any = None, placements: Any = None, **_
     return value.redistribute(device_mesh, placements)
 
 
-def _called(fn: Callable[..., Any], model: nn.Module, values: Any, mesh: _Mesh) -> Any:
+def _called(fn: Callable[..., Any], model: nn.Module, values: Any, mesh: _FakeMesh) -> Any:
     """A function of either form."""
     takes = len(inspect.signature(fn).parameters)
     with _noting(lambda tensor, placements: _from_local(tensor, None, placements), mesh):
         return fn(values, mesh) if takes == 2 else fn(model, values, mesh)
 
 
-def _entries(left: Sequence[Any], taken: Sequence[_Value], fn: Callable[..., Any]) -> Any:
+def _entries(left: Sequence[Any], taken: Sequence[_FakeDTensor], fn: Callable[..., Any]) -> Any:
     """Per input its first layout and the one to go on with."""
     if any(a is not b for a, b in zip(left, taken, strict=False)):
         raise SpecError(

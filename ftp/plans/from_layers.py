@@ -22,7 +22,7 @@ from ftp.sharding.spec import Entry, P, units
 
 FEW = 0.9  # a share below this is told
 
-Given = tuple[str, P]
+PathAndSpec = tuple[str, P]
 """Why a parameter is cut, and how."""
 
 _ROW = re.compile(
@@ -39,13 +39,13 @@ _FUSED = ("Wqkv", "c_attn", "qkv", "qkv_proj")
 _IN_ATTENTION = re.compile(r"(attn|attention).*\.|\.([qkvo]|qkv)_proj$", re.IGNORECASE)
 
 
-def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, Given]:
+def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, PathAndSpec]:
     """Per parameter that is to be cut, by each of its paths, why and how.
 
     Args:
         vocabulary: cut embeddings of tokens, by their names, along the vocabulary.
     """
-    found: dict[str, Given] = {}
+    found: dict[str, PathAndSpec] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         name = path.rpartition(".")[2]
         if vocabulary and isinstance(module, nn.Embedding) and _TOKENS.fullmatch(name):
@@ -151,7 +151,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _of_linear(
     path: str, module: Any, holder: nn.Module, model: nn.Module, axis: str
-) -> dict[str, Given]:
+) -> dict[str, PathAndSpec]:
     transposed = not isinstance(module, nn.Linear)
     size_in, size_out = module.weight.shape if transposed else module.weight.shape[::-1]
     side = _side(path, size_in, size_out)
@@ -219,7 +219,9 @@ def _count(of: Any, *names: str) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
-def _of_torch_attention(path: str, module: nn.MultiheadAttention, axis: str) -> dict[str, Given]:
+def _of_torch_attention(
+    path: str, module: nn.MultiheadAttention, axis: str
+) -> dict[str, PathAndSpec]:
     cut = units(axis, module.head_dim, pack=3)
     found = {
         f"{path}.in_proj_weight": ("its layer: columns", P(cut)),
@@ -229,9 +231,9 @@ def _of_torch_attention(path: str, module: nn.MultiheadAttention, axis: str) -> 
     return {key: given for key, given in found.items() if key in own}
 
 
-def _of_state_space(path: str, module: nn.Module, axis: str) -> dict[str, Given]:
+def _of_state_space(path: str, module: nn.Module, axis: str) -> dict[str, PathAndSpec]:
     """Channels of Mamba's recurrence, each with a state of its own, and its convolution."""
-    found: dict[str, Given] = {}
+    found: dict[str, PathAndSpec] = {}
     inner = getattr(module, "intermediate_size", None)
     for name, parameter in module.named_parameters():
         holder = module.get_submodule(name.rpartition(".")[0])
@@ -247,10 +249,10 @@ def _is_stack(parameter: Any, module: nn.Module) -> bool:
     return parameter.ndim == 3 and not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
-def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dict[str, Given]:
+def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dict[str, PathAndSpec]:
     """Experts, each cut as an MLP; heads that have a matrix each, between heads."""
     own = dict(module.named_parameters(recurse=False))
-    found: dict[str, Given] = {}
+    found: dict[str, PathAndSpec] = {}
     config = _config(model, path)
     hidden = value_of(config, "hidden_size", "d_model", "n_embd")
     heads = _count(config, "num_attention_heads", "n_head")

@@ -124,7 +124,7 @@ def from_hf(
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
     if styles or placed or getattr(getattr(model, "config", None), "model_type", "") not in OURS:
-        reader = _Reader(model, axis, styles, vocab_parallel, placed)
+        reader = _HuggingFaceStyles(model, axis, styles, vocab_parallel, placed)
         reader.check(own)
         specs, constraints = reader.specs(params), reader.constraints()
     else:
@@ -242,7 +242,7 @@ def _own(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(recurse=False)]
 
 
-class _Reader:
+class _HuggingFaceStyles:
     """Finds a parameter's style as transformers does: its own entry, else its module's."""
 
     def __init__(

@@ -18,7 +18,7 @@ from ftp.sharding.patterns import match_patterns, narrows
 from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names, matches, nearest
 from ftp.sharding.spec import P
 
-Plan = tuple[Mapping[str, P], Mapping[str, Constraint]]
+StylePlan = tuple[Mapping[str, P], Mapping[str, Constraint]]
 
 
 def from_parallelize_plan(
@@ -78,7 +78,7 @@ def from_parallelize_plan(
     """
     axis = choose_axis(mesh, axis, tp_mesh_dim)
     _, params, state = functionalize(model, buffers=True)
-    reader = _Reader(model, axis)
+    reader = _PlanCollector(model, axis)
     entries = _entries(plan)
     for pattern, style in entries.items():
         if not isinstance(style, P):
@@ -95,7 +95,7 @@ def from_parallelize_plan(
     )
 
 
-def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
+def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]:
     """Merge plans of submodules into one plan of the model.
 
     A parameter that one plan shards and another replicates is sharded. Constraints on one module
@@ -233,7 +233,7 @@ def _entries(plan: Any) -> Mapping[str, Any]:
 
 
 @dataclass
-class _Reader:
+class _PlanCollector:
     """Collects specs, constraints and failures entry by entry."""
 
     model: nn.Module

@@ -13,7 +13,8 @@ from ftp.errors import InputError, MeshError, PlanWarning, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
-from ftp.per_rank.local import local, traced_locally
+from ftp.per_rank.local import local
+from ftp.per_rank.trace_locally import traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P

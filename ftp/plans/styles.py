@@ -32,11 +32,11 @@ class Style:
         raise NotImplementedError
 
 
-Reader = Callable[[Any, nn.Module, str], StyleSpecs]
+ReadStyle = Callable[[Any, nn.Module, str], StyleSpecs]
 
 
 @cache
-def torch_styles() -> Mapping[type, Reader]:
+def torch_styles() -> Mapping[type, ReadStyle]:
     """torch's styles that ftp reads, with their readers ``(style, module, axis) -> StyleSpecs``."""
     # Takes 0.2 s, which `import ftp` does not need.
     import torch.distributed.tensor.parallel as parallel

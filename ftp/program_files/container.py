@@ -13,7 +13,7 @@ from typing import Any
 from ftp.errors import ProgramFileError
 from ftp.ops.native import read_own
 
-_MAGIC = b"ftp program 1\n"
+_MAGIC = b"ftp program 2\n"  # raised where what a plan or program holds is renamed
 _DIGEST = hashlib.sha256().digest_size
 _MOST = 4 * 2**30  # bytes of a section when it is unpacked
 

@@ -212,7 +212,7 @@ def read_plan(reader: Reader, data: Mapping[str, Any]) -> Plan:
     )
 
 
-_OF_RULE = tuple(f.name for f in fields(BoundRule) if f.name not in ("local", "call"))
+_OF_RULE = tuple(f.name for f in fields(BoundRule) if f.name not in ("local", "sees", "call"))
 
 
 def _write_rule(writer: Writer, rule: BoundRule) -> list[Any]:

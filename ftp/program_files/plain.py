@@ -19,12 +19,12 @@ from torch._ops import OpOverload
 from ftp.errors import ProgramFileError
 from ftp.ops.constrain import Pin
 from ftp.partitioning.collectives import Collective, Member
-from ftp.partitioning.partition import Offset
+from ftp.partitioning.partition import ShardOffset
 from ftp.per_rank.program import Port
 from ftp.planning.cost import Hardware, Link
-from ftp.planning.graph import FactorCut, Move, Value
+from ftp.planning.graph import FactorCut, Reshard, Value
 from ftp.planning.solver.minimize import Solution
-from ftp.rules.rule import Call, Meta
+from ftp.rules.call import Call, Meta
 from ftp.runtime.options import Options
 from ftp.sharding.layout import Chunk, Layout, Product
 from ftp.sharding.spec import PartitionSpec, Stage, Units, Zigzag
@@ -33,8 +33,8 @@ TUPLE, LIST, DICT, FROZENSET, FLOAT, COMPLEX, DTYPE, DEVICE, MESH_DEVICE, CONSTA
 OP, FUNCTION, SLICE, REF, NODE, VALUE, GROUP, TENSOR, ELLIPSIS, SPEC = range(10, 20)
 
 CLASSES: tuple[type, ...] = (
-    Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Member, Meta, Move, Offset, Options,
-    Pin, Port, Product, Solution, Stage, Units, Zigzag,
+    Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Member, Meta, ShardOffset, Options,
+    Pin, Port, Product, Reshard, Solution, Stage, Units, Zigzag,
 )  # fmt: skip
 _NUMBER = {cls: number for number, cls in enumerate(CLASSES)}
 # Ops on Python numbers, such as a rank's offsets, and on tuples.
@@ -141,7 +141,9 @@ class Writer:
 
 def names_of(cls: type) -> tuple[str, ...]:
     """The fields of a class of the table."""
-    return tuple(f.name for f in fields(cls)) if is_dataclass(cls) else cls._fields  # type: ignore[attr-defined]
+    if is_dataclass(cls):
+        return tuple(f.name for f in fields(cls))
+    return cls._fields  # type: ignore[attr-defined]
 
 
 class Reader:

@@ -18,7 +18,7 @@ from ftp.ops.philox import AS_TENSOR_OPS, KEYS, MASK, contiguous_strides, random
 from ftp.sharding.mesh import AnyMesh, check_rank, resolve
 from ftp.sharding.pytree import kind_of
 
-Shape = int | Sequence[int]
+ShapeLike = int | Sequence[int]
 _FOLDS = 1 << 61  # fold_in's counters come after split's
 
 
@@ -95,7 +95,7 @@ def check_key(key: Tensor, name: str) -> None:
     )
 
 
-def bits(key: Tensor, shape: Shape = ()) -> Tensor:
+def bits(key: Tensor, shape: ShapeLike = ()) -> Tensor:
     """32 random bits an element, as int32.
 
     >>> bits(key(0), 2)
@@ -106,7 +106,7 @@ def bits(key: Tensor, shape: Shape = ()) -> Tensor:
 
 def uniform(
     key: Tensor,
-    shape: Shape = (),
+    shape: ShapeLike = (),
     dtype: torch.dtype | None = None,
     *,
     low: float = 0.0,
@@ -128,7 +128,7 @@ def uniform(
     return unit if (low, high) == (0.0, 1.0) else unit * (high - low) + low
 
 
-def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+def normal(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None) -> Tensor:
     """Standard normal.
 
     >>> normal(key(0), (3,)).dtype
@@ -152,7 +152,7 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
 
 
 def truncated_normal(
-    key: Tensor, lower: float, upper: float, shape: Shape = (), dtype: torch.dtype | None = None
+    key: Tensor, lower: float, upper: float, shape: ShapeLike = (), dtype: torch.dtype | None = None
 ) -> Tensor:
     """Standard normal given that it lies in [lower, upper].
 
@@ -170,7 +170,7 @@ def truncated_normal(
     return drawn.clamp(lower, upper).to(dtype)
 
 
-def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+def exponential(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None) -> Tensor:
     """Exponential of rate one.
 
     >>> bool((exponential(key(0), (100,)) > 0).all())
@@ -181,7 +181,7 @@ def exponential(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None
     return (-_open_uniform(key, shape, working, "exponential").log()).to(dtype)
 
 
-def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Shape | None = None) -> Tensor:
+def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: ShapeLike | None = None) -> Tensor:
     """True with probability ``p``, to 2**-32.
 
     Args:
@@ -217,7 +217,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
 
 
 def randint(
-    key: Tensor, low: int, high: int, shape: Shape = (), dtype: torch.dtype = torch.int64
+    key: Tensor, low: int, high: int, shape: ShapeLike = (), dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Integers from ``low`` to ``high - 1``, uniform up to ``(high - low) / 2**63``.
 
@@ -241,7 +241,7 @@ def permutation(key: Tensor, n: int | Tensor) -> Tensor:
 
 
 def categorical(
-    key: Tensor, logits: Tensor, shape: Shape | None = None, *, dim: int = -1
+    key: Tensor, logits: Tensor, shape: ShapeLike | None = None, *, dim: int = -1
 ) -> Tensor:
     """An index along ``dim`` with the probabilities ``softmax(logits, dim)``.
 
@@ -339,7 +339,7 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def _sizes(shape: Shape, name: str) -> tuple[int, ...]:
+def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(int(n) < 0 for n in sizes):
         raise InputError(f"{name} takes a shape of sizes from 0 on, not {sizes}.")
@@ -353,7 +353,7 @@ def _floating(dtype: torch.dtype | None, name: str) -> torch.dtype:
     return dtype
 
 
-def _bits(key: Tensor, shape: Shape, name: str) -> Tensor:
+def _bits(key: Tensor, shape: ShapeLike, name: str) -> Tensor:
     check_key(key, name)
     sizes = _sizes(shape, name)
     op = AS_TENSOR_OPS[random_bits] if torch.compiler.is_compiling() else random_bits
@@ -365,13 +365,13 @@ def _keys(key: Tensor, counter: Tensor) -> Tensor:
     return op(key, counter)
 
 
-def _long(key: Tensor, shape: Shape, name: str) -> Tensor:
+def _long(key: Tensor, shape: ShapeLike, name: str) -> Tensor:
     """64 random bits an element: two neighbouring words, the first the lower half."""
     words = _bits(key, (*_sizes(shape, name), 2), name).to(torch.int64)
     return words[..., 0] & MASK | words[..., 1] << 32
 
 
-def _open_uniform(key: Tensor, shape: Shape, dtype: torch.dtype, name: str) -> Tensor:
+def _open_uniform(key: Tensor, shape: ShapeLike, dtype: torch.dtype, name: str) -> Tensor:
     """Uniform in (0, 1): halfway between the multiples of 2**-52 or 2**-23, where logarithms are
     finite.
     """

@@ -145,7 +145,8 @@ def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
         last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY)
         whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
         if not is_open:
-            with_key.__signature__ = own.replace(parameters=[*whole, last])  # type: ignore[attr-defined]
+            signature = own.replace(parameters=[*whole, last])
+            with_key.__signature__ = signature  # type: ignore[attr-defined]
     return with_key
 
 
@@ -162,7 +163,7 @@ def _never(*args: Any) -> bool:
     return False
 
 
-class _Torch:
+class _TorchModule:
     """Stands for the module ``torch`` in the globals of a composite function."""
 
     overrides = types.SimpleNamespace(
@@ -184,7 +185,7 @@ def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
         "has_torch_function": _never,
         "has_torch_function_unary": _never,
         "has_torch_function_variadic": _never,
-        "torch": _Torch(),
+        "torch": _TorchModule(),
     }
     copy = types.FunctionType(
         func.__code__,

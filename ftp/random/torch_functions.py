@@ -1,4 +1,7 @@
-"""What draws in place of each of torch's random functions, from a key."""
+"""What draws in place of each of torch's random functions, from a key.
+
+Above 450 lines: it is one table, an entry for each of torch's random functions.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -405,7 +408,12 @@ def _random_(
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-@_draws(torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)  # type: ignore[reportPrivateImportUsage]
+@_draws(
+    torch.poisson,
+    torch.binomial,
+    torch._standard_gamma,  # type: ignore[reportPrivateImportUsage]
+    torch._sample_dirichlet,  # type: ignore[reportPrivateImportUsage]
+)
 def _unknown(draws: Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     draws.next_key(func.__name__)
     raise TraceError(

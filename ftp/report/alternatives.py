@@ -158,7 +158,7 @@ def chain_of(
 
 def _line(node: Node) -> str:
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
-    if node.kind == "move":
+    if node.kind == "reshard":
         return f"{node.target.op} over {node.target.axis} of {operands}"
     source = f" at {node.source}" if node.source else ""
     return f"%{node.name}, {str(node.target).removeprefix('aten.')}({operands}){source}"

@@ -1,88 +1,163 @@
 """Bytes that attention along a cut sequence needs while it runs, beside operands and results."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.ops import attention
-from ftp.ops.attention import PART, PART_BACKWARD, blocks, sum_dtype, tiles
+from ftp.ops.attention import PART, PART_BACKWARD, Block, blocks, pieces_of, sum_dtype, tiles
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
-from ftp.ops.key_ring import Steps
-from ftp.ops.rings import RINGS, RingOp
-from ftp.runtime.local_shapes import LocalShapes
+from ftp.ops.key_ring import Needs, Steps
+from ftp.ops.rings import RINGS
+from ftp.runtime.local_shapes import LocalShapes, LocalTensor
+
+_OF_KERNEL = 512  # keys that torch's kernel for CPUs takes at a time
 
 
 def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
-    """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, and of a ring
-    what is sent and has arrived. The kernels' own buffers are not counted.
+    """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, of a ring
+    what is sent and has arrived, and the buffers of a CPU's kernel on one thread.
     """
     target: Any = node.target
     ring = None if target in (FLEX_RING, FLEX_RING_BACKWARD) else RINGS.get(target)
     if ring is None and target not in (PART, PART_BACKWARD, VARLEN, VARLEN_BACKWARD):
         return 0
-    given = _Given(node, shapes)
-    if 0 in given.out:
+    call = _CallSizes(node, shapes)
+    if 0 in call.out or not call.k.shape[2]:
         return 0
-    if ring is not None:
-        return given.in_ring(ring, map_arg(node.args, lambda n: shapes.numbers.get(n, 0)))
-    return given.in_documents() if given.is_varlen else given.in_tiles()
+    if ring is None:
+        return call.after_sums(call.in_documents() if call.is_varlen else call.in_tiles())
+    needs = ring.needs(map_arg(node.args, lambda n: shapes.numbers.get(n, 0)))
+    steps = Steps(needs, rank_of(needs, call.rows, call.q.shape[2], call.k.shape[2]))
+    return call.after_sums(call.in_ring(steps))
 
 
-class _Given:
+def rank_of(needs: Needs, rows: Sequence[int], queries: int, keys: int) -> int:
+    """Which rank of a ring holds some queries, and so many keys."""
+    ring = needs.ring
+    ranks = [r for r in range(ring.n) if ring.length_of(r) == keys]
+    mine = pieces_of(rows, queries)
+    return next((r for r in ranks if ring.queries_of(rows, r) == mine), ranks[0])
+
+
+def is_copied(x: LocalTensor, length: int) -> bool:
+    """Whether so many of a sequence's elements, dim 2, are copied to be contiguous."""
+    stride = 1
+    for size, held in reversed(list(zip(x.shape, x.stride, strict=True))):
+        if size != 1 and held != stride:
+            return True
+        stride *= size
+    return length < x.shape[2] and x.shape[0] * x.shape[1] > 1
+
+
+class _CallSizes:
     """The sizes of one call."""
 
     def __init__(self, node: fx.Node, shapes: LocalShapes):
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         self.is_forward = names[0] == "q"
-        at = 0 if self.is_forward else 1
-        q, k, v = (shapes.values[x][0] for x in node.args[at : at + 3])  # type: ignore[index]
-        self.q, self.k, self.v, self.out = q.shape, k.shape, v.shape, (*q.shape[:3], v.shape[3])
-        self.size, self.wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
-        self.is_varlen = "ends_q" in names
+        tensors = [n for n in ("grad_out", "q", "k", "v", "out", "logsumexp") if n in names]
+        held = {n: shapes.values[node.args[names.index(n)]][0] for n in tensors}  # type: ignore[index]
+        self.q, self.k, self.v = held["q"], held["k"], held["v"]
+        self.of_queries = [x for name, x in held.items() if name not in ("k", "v")]
+        self.out = (*self.q.shape[:3], self.v.shape[3])
+        self.size, self.wide = self.q.dtype.itemsize, sum_dtype(self.q.dtype).itemsize
+        self.is_varlen, self.is_ring = "ends_q" in names, "group" in names
         given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
         self.rows, self.columns, *rest = given[names.index("rows") :]
         self.is_causal = bool(rest and rest[0]) and not self.is_varlen
+        at = names.index("attn_mask") if "attn_mask" in names else None
+        mask = node.kwargs.get("attn_mask") if at is None or at >= len(node.args) else node.args[at]
+        self.has_mask = self.is_varlen or isinstance(mask, fx.Node)
+        heads = self.q.shape[0] * self.q.shape[1]
+        self.heads, self.of_keys = heads, self.k.shape[0] * self.k.shape[1]
 
     @property
-    def extra(self) -> int:
+    def more(self) -> int:
         """Bytes of an element that is held in a wider dtype beside its own."""
         return self.wide if self.wide != self.size else 0
 
     def pair(self, keys: int, size: int) -> int:
         """Bytes of so many keys with their values."""
-        return self.k[0] * self.k[1] * keys * (self.k[3] + self.v[3]) * size
+        return self.of_keys * keys * (self.k.shape[3] + self.v.shape[3]) * size
 
-    def tile(self, queries: int, keys: int) -> int:
-        """Bytes of a tile: copies of its parts, what it computes, and what merges it."""
-        rows = self.q[0] * self.q[1] * queries
-        e, v = self.q[3], self.v[3]
-        copies = rows * e * self.size * (queries < self.q[2]) + self.pair(keys, self.size)
+    def after_sums(self, most: int) -> int:
+        """The most of a call whose sums are of a wider dtype than its results: they are held from
+        its begin, results from its end.
+        """
+        if not self.more:
+            return most
         if self.is_forward:
-            return copies + rows * (v * (self.size + self.extra) + 4 * self.wide)
-        more = rows * 2 * v * self.size * (queries < self.q[2]) + rows * self.wide
-        return copies + more + rows * e * self.size + self.pair(keys, self.size)
+            summed = math.prod(self.out) if self.is_varlen or self.is_ring else 0
+        else:
+            is_all = self.is_varlen and not self.is_ring
+            summed = math.prod(self.q.shape) + self.pair(self.k.shape[2] if is_all else 0, 1)
+        return max(summed * self.wide, summed * (self.wide - self.size) + most)
 
-    def largest_tile(self, key_blocks: Sequence[Any], most: int) -> int:
-        row_blocks = blocks(self.rows, self.q[2], most)
-        found = {
-            (t.queries.stop - t.queries.start, t.keys.stop - t.keys.start)
-            for keys in key_blocks
-            for rows in row_blocks
-            for t in tiles(rows, keys, self.is_causal)
-        }
-        return max((self.tile(*sizes) for sizes in found), default=0)
+    def tile(self, queries: int, keys: int, near: bool) -> int:
+        """Bytes of a tile: copies of its parts, what it computes, and what merges it.
+
+        Args:
+            near: whether keys and values are copied.
+        """
+        rows, (e, v) = self.heads * queries, (self.q.shape[3], self.v.shape[3])
+        copies = sum(
+            self.heads * queries * math.prod(x.shape[3:]) * x.dtype.itemsize
+            for x in self.of_queries
+            if is_copied(x, queries)
+        )
+        copies += self.pair(keys, self.size) * near
+        masked = queries * keys
+        if self.is_forward:
+            made = rows * (v * self.size + self.wide)
+            inside = max(self._kernel(queries, keys), masked * self.has_mask)
+            return max(copies + made + inside, made + rows * (v * self.more + 3 * self.wide))
+        made = rows * e * self.size + self.pair(keys, self.size)
+        return copies + made + self._kernel(queries, keys)
+
+    def _kernel(self, queries: int, keys: int) -> int:
+        """The kernel's own buffers, on one thread: torch's FlashAttentionKernel.cpp; where values
+        are of another dim than queries, the scores.
+        """
+        if self.q.shape[3] != self.v.shape[3]:
+            return self.heads * queries * keys * self.wide * (2 if self.is_forward else 4)
+        some = min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+        pairs = some * min(keys, _OF_KERNEL)
+        if self.is_forward:
+            held = (pairs + some * (2 + self.q.shape[3])) * self.wide
+            return held + pairs * self.size * bool(self.more)
+        held = (2 * pairs + some) * self.wide + 2 * pairs * self.size * bool(self.more)
+        return held + self.heads * queries * self.q.shape[3] * self.size
+
+    def largest_tile(self, key_blocks: Sequence[Block], most: int, near: bool) -> int:
+        found, largest = 0, max((b.length for b in key_blocks), default=0)
+        held = _row_blocks(tuple(self.rows), self.q.shape[2], most)
+        full = max((b.length for b in held), default=0), largest
+        known: set[tuple[int, int]] = set()
+        for rows in reversed(held):  # those that see most first
+            for keys in key_blocks:
+                for t in tiles(rows, keys, self.is_causal):
+                    sizes = t.queries.stop - t.queries.start, t.keys.stop - t.keys.start
+                    if sizes not in known:
+                        known.add(sizes)
+                        found = max(found, self.tile(*sizes, near))
+            if full in known:
+                break
+        return found
 
     def in_tiles(self) -> int:
-        queries, keys = self._most()
-        key_blocks = blocks(self.columns, self.k[2], keys)
-        found = self.largest_tile(key_blocks, queries)
+        queries, most = self._most()
+        key_blocks = blocks(self.columns, self.k.shape[2], most)
+        near = is_copied(self.k, min(most, self.k.shape[2]))
+        found = self.largest_tile(key_blocks, queries, near)
         if self.is_forward:
-            return found + math.prod(self.out) // self.q[2] * min(queries, self.q[2]) * self.extra
-        return found + math.prod(self.q) * self.extra + self.pair(keys, self.extra)
+            return found + self.heads * min(queries, self.q.shape[2]) * self.v.shape[3] * self.more
+        return found + self.pair(min(most, self.k.shape[2]), self.more)
 
     def _most(self) -> tuple[int, int]:
         if self.is_forward:
@@ -90,55 +165,76 @@ class _Given:
         return attention.TILE, attention.TILE
 
     def in_documents(self) -> int:
-        """All sums in the wider dtype, and a tile with its mask."""
-        queries, keys = (min(attention.TILE, x[2]) for x in (self.q, self.k))
-        found = self.tile(queries, keys) + queries * keys * (self.size + 1)
-        if self.is_forward:
-            return found + math.prod(self.out) * self.extra
-        return found + math.prod(self.q) * self.extra + self.pair(self.k[2], self.extra)
+        return self._masked_tile(self.k.shape[2], is_copied(self.k, attention.TILE))
 
-    def in_ring(self, op: RingOp, args: Sequence[Any]) -> int:
-        """The most over all steps of this rank."""
-        needs = op.needs(args)
-        ring = needs.ring
-        rank = next(r for r in range(ring.n) if ring.length_of(r) == self.k[2])
+    def _masked_tile(self, keys: int, near: bool) -> int:
+        """A tile with its mask."""
+        queries, keys = min(attention.TILE, self.q.shape[2]), min(attention.TILE, keys)
+        places = 8 * 2 * (self.q.shape[2] + keys)  # documents and places
+        mask = queries * keys * self.wide
+        return places + max(mask + self.tile(queries, keys, near), mask + queries * keys)
+
+    def in_ring(self, steps: Steps) -> int:
+        """The most over all steps of a rank."""
+        most = 0
         queries, keys = self._most()
-        base = math.prod(self.out if self.is_forward else self.q) * self.extra
-        if self.is_varlen:
-            queries, keys = min(queries, self.q[2]), min(keys, ring.width)
-            tile = self.tile(queries, keys) + queries * keys * (self.size + 1)
-        else:
-            tile = self.largest_tile(ring.blocks(rank, 0, keys), queries)
-        steps = Steps(needs, rank)
-        travel = travelling(steps, self.k, self.v, (self.size, self.wide), op.returns)
-        return base + tile + travel
+        pair = self.pair(1, 1)
+        known: dict[Any, int] = {}
+        part = is_copied(self.k, steps.ring.width)
+        sizes = pair * self.size, pair * self.wide
+        held = travelling(steps, sizes, not self.is_forward, part)
+        for (piece, step), of_step in zip(steps.all, held, strict=True):
+            owner = (steps.rank - step) % steps.ring.n
+            received = steps.needs.length(steps.rank, owner, piece)
+            if not received:
+                most = max(most, of_step)
+                continue
+            near = part if not step else self.of_keys > 1 and received > keys
+            if self.is_varlen:
+                key = received, near
+                tile = known.get(key) or self._masked_tile(received, near)
+            else:
+                found = steps.blocks(owner, piece, keys)
+                key = near, tuple((b.first, b.length) for b in found)
+                tile = known.get(key) or self.largest_tile(found, queries, near)
+            known[key] = tile
+            most = max(most, of_step + tile)
+        return most
 
 
-def travelling(
-    steps: Steps, k: Sequence[int], v: Sequence[int], sizes: tuple[int, int], returns: bool
-) -> int:
-    """The most bytes of keys and values, of a ring's steps: those that are sent and have arrived,
+@functools.lru_cache(64)
+def _row_blocks(rows: tuple[int, ...], size: int, most: int) -> list[Block]:
+    return blocks(rows, size, most)
+
+
+def travelling(steps: Steps, sizes: tuple[int, int], returns: bool, is_part: bool) -> Iterator[int]:
+    """The bytes of keys and values in each step of a ring: those that are sent and have arrived,
     and sums of gradients.
 
     Args:
-        k, v: shapes of keys and values.
-        sizes: bytes of an element, and in the dtype of sums.
+        sizes: bytes of a key with its value, and in the dtype of sums.
         returns: whether gradients go back.
+        is_part: whether a piece of the rank's keys is copied to be contiguous.
     """
-    ring, (size, wide), most = steps.ring, sizes, 0
-    elements = k[0] * k[1] * ring.width * (k[3] + v[3])
-    one, is_part = elements * size, ring.count > 1 and k[0] * k[1] > 1
-    for at in range(len(steps.all)):
+    ring, needs, rank, (size, wide) = steps.ring, steps.needs, steps.rank, sizes
+
+    def received(at: int) -> int:
         piece, step = steps.at(at)
-        _, far = steps.at(at + 1)
-        before, back = steps.at(at - 1)
-        held = one if step else 0
-        if far:  # a copy that is sent, unless it is all of a tensor, and what arrives
-            held += one * (1 + is_part)
+        return needs.length(rank, (rank - step) % ring.n, piece) if step else 0
+
+    def sent(at: int) -> tuple[int, bool]:
+        piece, step = steps.at(at)
+        held = steps.sent(piece, step) if step else []
+        length = sum(block.length for block in held)
+        return length, is_part or length < ring.length_of(rank)
+
+    for at, (piece, step) in enumerate(steps.all):
+        length, is_copy = sent(at + 1)
+        held = (received(at) + received(at + 1) + length * is_copy) * size
         if returns:
-            held += elements * wide if step else 0
-            held += 2 * one if back else 0
-            summed = {of for of in (piece, before, steps.at(at - 2)[0]) if of >= 0}
-            held += len(summed) * elements * wide * (wide != size)
-        most = max(most, held)
-    return most
+            held += received(at) * wide if step else 0
+            held += (received(at - 1) + sent(at - 1)[0]) * size
+            summed = {of for of in (piece, steps.at(at - 1)[0], steps.at(at - 2)[0]) if of >= 0}
+            own = (ring.piece(rank, of) for of in summed)
+            held += sum(x.stop - x.start for x in own) * wide * (wide != size)
+        yield held

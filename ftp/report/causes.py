@@ -32,9 +32,9 @@ def origins(
                     found[Value(node), axis] = node
                 elif not pin.holds(axis) and (node.operands[0], axis) in found:
                     found[Value(node), axis] = found[node.operands[0], axis]
-        elif node.kind == "move":
+        elif node.kind == "reshard":
             for axis in axes:
-                at = _through_move(node, axis, found, users)
+                at = _through_reshard(node, axis, found, users)
                 if at is not None:
                     found[Value(node), axis] = at
         elif node.kind == "op":
@@ -44,11 +44,11 @@ def origins(
     return found
 
 
-def _through_move(node: Node, axis: str, found: Origins, users: Users) -> Node | None:
-    move = node.target
-    if move.axis == axis and move.dst.kind == "R":
+def _through_reshard(node: Node, axis: str, found: Origins, users: Users) -> Node | None:
+    reshard = node.target
+    if reshard.axis == axis and reshard.dst.kind == "R":
         return None
-    if move.axis == axis and move.dst.kind == "S":
+    if reshard.axis == axis and reshard.dst.kind == "S":
         return constraint_forward(Value(node), axis, users) or found.get((node.operands[0], axis))
     return found.get((node.operands[0], axis))
 
@@ -100,7 +100,7 @@ def describe(origin: Node, specs: dict[Node, PartitionSpec]) -> str:
     return f"{origin.name} {specs.get(origin, PartitionSpec())}"
 
 
-def of_moves(
+def of_reshards(
     graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]
 ) -> dict[str, str]:
     """Per reshard, by name, the cut that makes it necessary and the op that needs its result."""
@@ -110,16 +110,20 @@ def of_moves(
         returned.setdefault(value, name)
     why = {}
     for node in graph.nodes:
-        if node.kind != "move":
+        if node.kind != "reshard":
             continue
-        move = node.target
-        origin = found.get((node.operands[0], move.axis))
-        because = {"P": "summed because of", "S": "cut by"}.get(move.src.kind, "whole,")
+        reshard = node.target
+        origin = found.get((node.operands[0], reshard.axis))
+        because = {"P": "summed because of", "S": "cut by"}.get(reshard.src.kind, "whole,")
         first = f"{because} {describe(origin, specs)}" if origin is not None else ""
-        ahead = constraint_forward(Value(node), move.axis, users) if move.dst.kind == "S" else None
+        constraint = (
+            constraint_forward(Value(node), reshard.axis, users)
+            if reshard.dst.kind == "S"
+            else None
+        )
         last = (
-            f"for {describe(ahead, specs)}"
-            if ahead is not None
+            f"for {describe(constraint, specs)}"
+            if constraint is not None
             else _needed_by(node, users, returned)
         )
         why[node.name] = ", ".join(filter(None, (first, last)))
@@ -135,7 +139,7 @@ def _needed_by(node: Node, users: Users, returned: dict[Value, str]) -> str:
                 "for the constraint"
                 f" {pin_from_str(user.target)}{f' at {user.source}' if user.source else ''}"
             )
-        if user.kind not in ("move", "constrain") and user.target not in VIEWS:
+        if user.kind not in ("reshard", "constrain") and user.target not in VIEWS:
             break
         value = Value(user)
     if value in returned:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ftp.planning.graph import BATCH, Graph, Move, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Reshard, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
 from ftp.rules.op_kinds import VIEWS, is_matmul
@@ -25,11 +25,15 @@ def disagreements(
         if node.kind != "op" or len(node.operands) < 2 or node.phase % 2:
             continue
         for slot, value in enumerate(node.operands):
-            moved = moved_from(value)
-            if moved is None or moved.target.src.kind != "S" or not _is_odd(moved, node):
+            resharded = reshard_of(value)
+            if (
+                resharded is None
+                or resharded.target.src.kind != "S"
+                or not _is_odd(resharded, node)
+            ):
                 continue
-            axis = moved.target.axis
-            origin = found.get((moved.operands[0], axis))
+            axis = resharded.target.axis
+            origin = found.get((resharded.operands[0], axis))
             others = [
                 v for other, v in enumerate(node.operands) if other != slot and _is_cut(v, axis)
             ]
@@ -37,72 +41,72 @@ def disagreements(
                 continue
             if origin.depends & BATCH and not _is_of_another(origin, node, others[0], axis, found):
                 continue
-            findings.append(_finding(node, moved, origin, others[0], specs))
+            findings.append(_finding(node, resharded, origin, others[0], specs))
     return folded(findings)
 
 
 def _finding(
-    node: Node, moved: Node, origin: Node, other: Value, specs: Mapping[Node, PartitionSpec]
+    node: Node, resharded: Node, origin: Node, other: Value, specs: Mapping[Node, PartitionSpec]
 ) -> Finding:
-    home, axis = moved.operands[0].node, moved.target.axis
-    spec = spec_of(Value(moved))
+    home, axis = resharded.operands[0].node, resharded.target.axis
+    spec = spec_of(Value(resharded))
     at = f" at {node.source}" if node.source else ""
     made = f" made at {home.source}" if home.source else ""
     text = (
         f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut"
         f" by {describe(origin, dict(specs))},"
-        f" and %{_moved_root(other).name}. The plan reshards the first ({moved.target.op}), by cost"
-        " alone."
+        f" and %{_resharded_root(other).name}. The plan reshards the first"
+        f" ({resharded.target.op}), by cost alone."
         f" Say what you mean: x = ftp.constrain(x, {spec}), x the value{made}."
     )
     return Finding("disagreement", "warning", f"%{node.name}", text)
 
 
-def _is_odd(moved: Node, user: Node) -> bool:
+def _is_odd(resharded: Node, user: Node) -> bool:
     """Whether a reshard is of an activation, or re-cuts a parameter that meets one elementwise."""
-    is_recut = moved.target.op == "all_to_all" and not is_matmul(user.target)
-    return bool(moved.depends & BATCH) or is_recut
+    is_recut = resharded.target.op == "all_to_all" and not is_matmul(user.target)
+    return bool(resharded.depends & BATCH) or is_recut
 
 
 def _is_of_another(origin: Node, node: Node, other: Value, axis: str, found: Origins) -> bool:
     """Whether the other operand is cut by another argument; of a matmul, by one of the batch."""
-    moved = moved_from(other)
-    at = found.get((moved.operands[0] if moved is not None else other, axis))
+    resharded = reshard_of(other)
+    at = found.get((resharded.operands[0] if resharded is not None else other, axis))
     if at is None or at is origin or at.kind != "input":
         return False
     return bool(at.depends & BATCH) or not is_matmul(node.target)
 
 
-def moved_from(value: Value) -> Node | None:
+def reshard_of(value: Value) -> Node | None:
     """The reshard that an operand comes from, through views."""
     while value.node.kind == "op" and value.node.target in VIEWS:
         value = value.node.operands[0]
-    return value.node if value.node.kind == "move" else None
+    return value.node if value.node.kind == "reshard" else None
 
 
-def _moved_root(value: Value) -> Node:
-    moved = moved_from(value)
-    return moved.operands[0].node if moved is not None else value.node
+def _resharded_root(value: Value) -> Node:
+    resharded = reshard_of(value)
+    return resharded.operands[0].node if resharded is not None else value.node
 
 
 def _is_cut(value: Value, axis: str) -> bool:
-    moved = moved_from(value)
-    if moved is not None and moved.target.axis == axis:
-        return moved.target.src.kind == "S" or moved.target.dst.kind == "S"
+    resharded = reshard_of(value)
+    if resharded is not None and resharded.target.axis == axis:
+        return resharded.target.src.kind == "S" or resharded.target.dst.kind == "S"
     return axis in spec_of(value).axes
 
 
 def spec_of(value: Value) -> PartitionSpec:
     """A value's layout as a spec, as far as one can say it."""
-    if value.node.kind == "move":
-        move: Move = value.node.target
+    if value.node.kind == "reshard":
+        reshard: Reshard = value.node.target
         spec = spec_of(value.node.operands[0])
-        for axis in move.axes:
+        for axis in reshard.axes:
             spec = without_axis(spec, axis)
-        if move.dst.kind != "S":
+        if reshard.dst.kind != "S":
             return spec
         entries = [entry_cuts(entry) for entry in (*spec, *(None,) * (value.meta.ndim - len(spec)))]
-        entries[move.dst.dim] += move.axes
+        entries[reshard.dst.dim] += reshard.axes
         return _spec(entries)
     cuts: dict[str, list[str]] = {}
     for cut in value.node.cuts:

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -17,9 +18,10 @@ from ftp.ops.key_ring import Steps
 from ftp.ops.map_slices import slice_program_of
 from ftp.ops.rings import RINGS
 from ftp.ops.score_functions import PLACE
-from ftp.report.attention_memory import travelling
+from ftp.report.attention_memory import is_copied, rank_of, travelling
 from ftp.runtime.local_shapes import LocalShapes
 
+aten = torch.ops.aten
 _INDEX = 8  # bytes of an index
 _LISTED = 18  # of a block while those listed are found: an index, two numbers, two bools
 
@@ -45,11 +47,11 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     travels, held = 0, k.shape[2]  # keys that are computed with at a time
     if ring is not None:
         needs = ring.needs(given)
-        ranks = range(needs.ring.n)
-        steps = Steps(needs, next(r for r in ranks if needs.ring.length_of(r) == held))
+        steps = Steps(needs, rank_of(needs, ring.argument(given, "rows"), q.shape[2], held))
         held = needs.ring.width
-        travels = travelling(steps, k.shape, v.shape, (size, wide), ring.returns)
-        travels += math.prod((*q.shape[:3], v.shape[3])) * cast * is_forward
+        pair = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+        sizes = pair * size, pair * wide
+        travels = max(travelling(steps, sizes, ring.returns, is_copied(k, held)), default=0)
     batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
     queries, keys = min(attention.TILE, q.shape[2]), min(attention.TILE, held)
     sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
@@ -65,13 +67,21 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     scores, of_score = pairs * wide, _peak(score, sizes)
     hidden = _peak(mask, sizes)
     sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
+    of_values = columns * v.shape[3] * max(cast, repeated)
     if is_forward:
-        most = scores + max(copies, of_score, hidden, scores + sees)
-        return base + most + rows * v.shape[3] * (wide * 2 + cast)
-    sums = sum(math.prod(x.shape) for x in ((q,) if ring else (q, k, v))) * cast
-    of_rows = rows * (v.shape[3] + 2) * cast
-    most = 2 * scores + max(sees, hidden - scores) + (scores + of_score if score else 0)
-    return base + sums + of_rows + most + columns * v.shape[3] * max(cast, repeated)
+        made = rows * v.shape[3]
+        most = scores + max(copies, of_score, hidden, scores + sees, of_values + made * wide)
+        most += base + made * (0 if ring else cast) + rows * 3 * wide
+        summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
+    else:
+        most = max(scores + max(copies, hidden), 2 * scores + sees + of_values)
+        if score:  # what the function is given and returns is kept for its derivative
+            kept = 2 * scores + _kept(score, sizes)
+            most = max(scores + of_score, kept + hidden, kept + most)
+        most += base + rows * (v.shape[3] + 2) * cast + math.prod(q.shape[:3]) * wide
+        summed = sum(math.prod(x.shape) for x in ((q,) if ring else (q, k, v)))
+    # Sums of a wider dtype than the results are held from the begin, results from the end.
+    return max(summed * cast, summed * max(cast - size, 0) + most)
 
 
 def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
@@ -124,8 +134,39 @@ def _peak(key: str, sizes: dict[str, int]) -> int:
     for at, node in enumerate(nodes):
         if node.op == "call_function":
             held += _bytes(key, node.name, sizes)
-            most = max(most, held)
+            most = max(most, held + _cast(key, node, sizes))
         for x in node.all_input_nodes:
             if last[x] == at and x.op == "call_function":
                 held -= _bytes(key, x.name, sizes)
     return most
+
+
+def _cast(key: str, node: fx.Node, sizes: dict[str, int]) -> int:
+    """Copies of operands in the dtype in which a pointwise op computes."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return 0
+    tensors = [x for x in node.all_input_nodes if _depends(key)[x.name][0]]
+    dtypes = [x.meta["val"].dtype for x in tensors if x.meta["val"].dtype != torch.bool]
+    made = node.meta["val"].dtype
+    common = made if made.is_floating_point else functools.reduce(torch.promote_types, dtypes, made)
+    return sum(
+        _bytes(key, x.name, sizes) // x.meta["val"].dtype.itemsize * common.itemsize
+        for x in tensors
+        if x.meta["val"].dtype not in (common, torch.bool)
+    )
+
+
+def _kept(key: str, sizes: dict[str, int]) -> int:
+    """What of a function's values its derivative needs: those that depend on the scores, as far as
+    they are not operands of sums alone.
+    """
+    nodes = slice_program_of(key).gm.graph.nodes
+    linear = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)
+    return sum(
+        _bytes(key, node.name, sizes)
+        for node in nodes
+        if node.op == "call_function"
+        and set(_depends(key)[node.name][0]) == set(PLACE)
+        and node.target not in linear
+        and not any(user.op == "output" for user in node.users)
+    )

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
@@ -75,7 +76,7 @@ def _flops_of_slice(key: str) -> float:
     total = 0.0
     for node in slice_program_of(key).gm.graph.nodes:
         if node.op == "call_function" and _is_counted(node.target):
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), shape)  # type: ignore[misc]
+            args, kwargs = mapped_arguments(node, shape)
             found = node.meta["val"]
             results = [shape(node)] if isinstance(found, torch.Tensor) else shape(node)
             total += flops_of_call(node.target, args, kwargs, results)

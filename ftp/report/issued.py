@@ -1,4 +1,4 @@
-"""Issued collectives: the tensors that each moves, by the names of the plan's reshards."""
+"""Issued collectives: the tensors that each sends, by the names of the plan's reshards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +9,10 @@ from ftp.partitioning.collectives import Collective, Member
 from ftp.planning.graph import Node
 
 
-def moved_name(move: Node) -> str:
-    """The name of the value that a chain of reshards ends with."""
-    (value,) = move.operands
-    while value.node.kind == "move":
+def resharded_name(reshard: Node) -> str:
+    """The name of the value that a chain of reshards starts from."""
+    (value,) = reshard.operands
+    while value.node.kind == "reshard":
         (value,) = value.node.operands
     return repr(value)
 
@@ -33,7 +33,7 @@ def part_of(record: Collective, members: Sequence[Member]) -> Collective:
 
 
 def members_of(node: fx.Node) -> tuple[Member, ...]:
-    """What an issued collective moves, by the names of the plan's reshards."""
+    """What an issued collective sends, by the names of the plan's reshards."""
     record = node.meta["collective"]
     own = Member(node.meta.get("origin", ""), record.nbytes, record.cause)
     return record.members or (own,)

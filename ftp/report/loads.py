@@ -23,17 +23,20 @@ class Load:
 
     Attributes:
         source: the user's line; empty where it is a library's.
+        parameter: the input that the grouped matmul of these rows reads as its matrices, such as
+            ``params['layers.0.experts.up']``; empty where none does.
         rows: per rank, in mesh order, those that arrive there.
         experts: per rank those of each group of the grouped matmul that reads them, which are its
             experts; empty where none does.
         room: the rows that a rank has room for.
 
-    >>> load = Load("moe.py:8", ({"ep": 0}, {"ep": 1}), (6, 2), ((1, 5), (2, 0)), 8)
+    >>> load = Load("moe.py:8", "p['up']", ({"ep": 0}, {"ep": 1}), (6, 2), ((1, 5), (2, 0)), 8)
     >>> load.most
     1.5
     """
 
     source: str
+    parameter: str
     ranks: tuple[dict[str, int], ...]
     rows: tuple[int, ...]
     experts: tuple[tuple[int, ...], ...]
@@ -51,8 +54,9 @@ class Load:
 
     def __str__(self) -> str:
         at = f" at {self.source}" if self.source else ""
+        to = f" to {self.parameter}" if self.parameter else ""
         lines = [
-            f"rows sent{at}: {self.equal:.4g} a rank if equal, {max(self.rows)} at most"
+            f"rows sent{to}{at}: {self.equal:.4g} a rank if equal, {max(self.rows)} at most"
             f" ({self.most:.3g} x), room for {self.room}"
         ]
         for rank, rows, experts in zip(self.ranks, self.rows, self.experts, strict=True):
@@ -80,7 +84,7 @@ def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:
     for coordinate in coordinates:
         local = program.local(coordinate)
         sites = _sites(local.gm.graph)
-        watched = [x for counts, offs, _ in sites for x in (counts, *offs)]
+        watched = [x for counts, reader, _ in sites for x in (counts, *_ends(reader))]
         programs.append(LocalProgram(as_module(_watching(local.gm.graph, watched)), (), ()))
         shards = [
             shard_of(x, spec, mesh.axes, coordinate)
@@ -89,30 +93,32 @@ def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:
         given.append([*shards, *program.constants, *local.offsets_at(coordinate)])
     feeds = [iter(values) for values in simulate(programs, given, groups_of(mesh))]
     found = []
-    for _, offs, node in sites:
+    for _, reader, node in sites:
         counts = [next(feed) for feed in feeds]
-        ends = [next(feed) for feed in feeds] if offs else []
+        ends = [next(feed) for feed in feeds] if reader else []
         axis = node.meta.get("axis")  # none where a rank is alone
-        rows = tuple(
-            int(sent[:, coordinate[axis] if axis else 0].sum())
+        arrived = [
+            sent[:, coordinate[axis] if axis else 0].sum(0)
             for sent, coordinate in zip(counts, coordinates, strict=True)
-        )
+        ]
+        rows = tuple(int(a.sum()) for a in arrived)
         experts = tuple(tuple(e.diff(prepend=e.new_zeros(1)).tolist()) for e in ends)
         ranks, room = tuple(map(dict, coordinates)), int(node.args[2])  # type: ignore[arg-type]
         source = node.meta.get("source", "")
-        found.append(Load(source, ranks, rows, experts or ((),) * len(rows), room))
+        name = _parameter(reader, program) if reader else ""
+        found.append(Load(source, name, ranks, rows, experts or ((),) * len(rows), room))
     return Loads(found)
 
 
-def _sites(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node], fx.Node]]:
-    """The counts of each dispatch, the ends of groups of the first grouped matmul of its rows, and
-    its exchange. Rows go back, and gradients both ways, by the same counts.
+def _sites(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node | None, fx.Node]]:
+    """The counts of each dispatch, the first grouped matmul of its rows, and its exchange. Rows go
+    back, and gradients both ways, by the same counts.
     """
-    found: dict[fx.Node, tuple[fx.Node, list[fx.Node], fx.Node]] = {}
+    found: dict[fx.Node, tuple[fx.Node, fx.Node | None, fx.Node]] = {}
     for node in graph.nodes:
         if node.target in (ALL_TO_ALL_ROWS, FIRST_ROWS) and not node.args[3]:
-            counts = _source(node.args[1])
-            found.setdefault(counts, (counts, _ends(node), node))
+            counts: Any = node.args[1]
+            found.setdefault(_source(counts), (counts, _reader(node), node))
     return list(found.values())
 
 
@@ -122,15 +128,32 @@ def _source(node: Any) -> fx.Node:
     return node
 
 
-def _ends(exchange: fx.Node) -> list[fx.Node]:
+def _reader(exchange: fx.Node) -> fx.Node | None:
     comes_from = {exchange}
     for node in _after(exchange):
         if comes_from.isdisjoint(node.all_input_nodes):
             continue
         if node.target is GROUPED_MM and node.args[0] in comes_from:
-            return [node.args[2]]  # type: ignore[list-item]
+            return node
         comes_from.add(node)
-    return []
+    return None
+
+
+def _ends(reader: fx.Node | None) -> list[fx.Node]:
+    return [] if reader is None else [reader.args[2]]  # type: ignore[list-item]
+
+
+def _parameter(reader: fx.Node, program: Program) -> str:
+    """The first input that the matrices of a grouped matmul are computed from."""
+    inputs = [node for node in reader.graph.nodes if node.op == "placeholder"]
+    needed, stack = set(), [reader.args[1]]
+    while stack:
+        node: Any = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    names = program.plan.graph.inputs
+    return next((of.name for node, of in zip(inputs, names, strict=False) if node in needed), "")
 
 
 def _after(node: fx.Node):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -33,15 +34,17 @@ from ftp.report.alternatives import (
     neighbours,
 )
 from ftp.report.attention_memory import of_attention
-from ftp.report.causes import Origins, of_moves
+from ftp.report.busiest import on_busiest
+from ftp.report.causes import Origins, of_reshards
 from ftp.report.collectives import Collectives, broken_claims
+from ftp.report.equal_loads import with_equal_loads
 from ftp.report.flex_memory import of_flex
-from ftp.report.issued import members_of, moved_name, part_of
+from ftp.report.issued import members_of, part_of, resharded_name
 from ftp.report.lint import Finding
 from ftp.report.loads import Loads, loads_of, whole_tensors
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
-from ftp.report.startable import Bound, Startable
+from ftp.report.startable import CallableProgram, Startable
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
@@ -71,9 +74,10 @@ class Lowered(Startable):
         self,
         program: Program,
         again: Callable[..., "Lowered"] | None = None,
-        bound: Bound | None = None,
+        bound: CallableProgram | None = None,
     ):
-        self._program, self._again, self._bound = program, again, bound
+        self._program = self._returning = program
+        self._again, self._bound = again, bound
 
     @property
     def plan(self) -> Plan:
@@ -90,14 +94,14 @@ class Lowered(Startable):
         """One record per issued collective, in order, unfolded; printed as a table that folds
         repeats.
         """
-        moved = {n.name: moved_name(n) for n in self.plan.graph.nodes if n.kind == "move"}
+        names = {n.name: resharded_name(n) for n in self.plan.graph.nodes if n.kind == "reshard"}
         return Collectives(
             replace(
                 n.meta["collective"],
                 cause=self._why(n),
                 members=tuple(
                     Member(
-                        moved.get(m.name, m.name), m.nbytes, self._reasons.get(m.name) or m.cause
+                        names.get(m.name, m.name), m.nbytes, self._reasons.get(m.name) or m.cause
                     )
                     for m in members_of(n)
                 ),
@@ -116,8 +120,8 @@ class Lowered(Startable):
         issued = [n for n in self.graph.graph.nodes if "collective" in n.meta]
         for node, record in zip(issued, self.collectives, strict=True):
             of_layer: dict[str, list[Member]] = {}
-            for moved, member in zip(members_of(node), record.members, strict=True):
-                of_layer.setdefault(layers.get(moved.name, ""), []).append(member)
+            for issued_as, member in zip(members_of(node), record.members, strict=True):
+                of_layer.setdefault(layers.get(issued_as.name, ""), []).append(member)
             for name, members in of_layer.items():
                 found.setdefault(name, []).append(part_of(record, members))
         return {
@@ -144,23 +148,6 @@ class Lowered(Startable):
         graph = self.plan.graph
         return work_of(graph, self._program.mesh.axes, named_layers(graph))
 
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What the program takes as true of its values, each with the line that would otherwise
-        raise: a trace has no values. ``check_inputs=True`` of the step checks them at every call.
-        """
-        return tuple(dict.fromkeys(self._program.assumptions))
-
-    @property
-    def out_specs(self) -> Any:
-        """The result's tree with a spec for each leaf."""
-        specs = self._program.out_specs
-        leaves = [
-            PartitionSpec() if static else specs[leaf]
-            for leaf, static in zip(self._program.out_leaves, self._program.is_static, strict=True)
-        ]
-        return self._program.out_tree.unflatten(leaves)
-
     @cached_property
     @collection_paused()
     def memory(self) -> Memory:
@@ -185,21 +172,26 @@ class Lowered(Startable):
             own = on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
             return own + of_attention(node, shapes) + of_flex(node, shapes)
 
+        def measured(shapes: LocalShapes) -> Memory:
+            return measure(
+                graph,
+                shapes,
+                roles,
+                phase,
+                lambda node: "collective" in node.meta,
+                workspace,
+                sum(copies),
+                self._program.given_up,
+            )
+
         graph, shapes, copies = self._executed
-        return measure(
-            graph,
-            shapes,
-            roles,
-            phase,
-            lambda node: "collective" in node.meta,
-            workspace,
-            sum(copies),
-        )
+        most, equal = measured(shapes), with_equal_loads(graph, shapes)
+        return most if equal is shapes else most.with_expected(measured(equal))
 
     @collection_paused()
     def cost(self, hardware: GivenHardware = None) -> Cost:
-        """Estimated seconds of a step on each rank, a float with the time of every op and
-        collective.
+        """Estimated seconds of a step, a float with the time of every op and collective: of the
+        rank that computes most, among those that run this rank's graph.
 
         Args:
             hardware: as of ``ftp.shard``, such as ``"h100"``, or ``ftp.calibrate()`` for this
@@ -208,6 +200,10 @@ class Lowered(Startable):
         program = self._program
         rates = program.hardware if hardware is None else hardware_on(program.mesh, hardware)
         graph, shapes, _ = self._executed
+        alike = zip(self._coordinate.items(), self._program.alike(), strict=True)
+        same = [next(held for held in groups if i in held) for (_, i), groups in alike]
+        ranks = (dict(zip(self._coordinate, at, strict=True)) for at in product(*same))
+        shapes = on_busiest(graph, shapes, map(self._local.offsets_at, ranks))
         return estimate(graph, shapes, rates, self.plan.axes)
 
     @collection_paused()
@@ -216,8 +212,8 @@ class Lowered(Startable):
         values: rows per rank, and per expert. All ranks run in this process.
 
         ``.most`` of a load is the least capacity that the arguments need. What a program costs
-        with equal loads is ``cost()``, with the most unequal ``cost().worst``; its ``memory`` has
-        room for the stated capacity, or for all rows.
+        and holds with equal loads is ``cost()`` and ``memory.expected``, with the most unequal
+        ``cost().worst`` and ``memory``.
 
         Args:
             args: what the step takes, tensors whole.
@@ -458,7 +454,7 @@ class Lowered(Startable):
     def _reasons(self) -> dict[str, str]:
         graph = self.plan.graph
         specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
-        return of_moves(graph, self._origins, specs, self._output_names)
+        return of_reshards(graph, self._origins, specs, self._output_names)
 
     @cached_property
     def _output_names(self) -> list[str]:
@@ -487,13 +483,13 @@ class Lowered(Startable):
 
     def _collective_lines(self) -> list[str]:
         """Per issued collective its line in the printed program."""
-        moves = {
+        lines = {
             line.split(":")[0].removeprefix("  >> %"): line
             for line in self._lines
             if line.startswith("  >> %")
         }
         return [
-            moves.get(
+            lines.get(
                 node.meta.get("origin", ""),
                 f"  >> {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes, for {self._why(node)}",
             )

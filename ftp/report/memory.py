@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.ops.choose import Branch
+from ftp.ops.choose import BranchPath
 from ftp.passes.branch_order import branches, conds
 from ftp.runtime.local_shapes import LocalShapes
 
@@ -48,14 +48,22 @@ class Memory(int):
         totals: ``{kind: bytes}`` of all parameters, gradients and so on, at any time; exact.
         peak_op: the op at the peak, and its source line.
         timeline: a ``Moment`` per op.
+        expected: the memory where ranks exchange equally many rows, whose numbers are values; the
+            peak itself has the most that they may get, or that there is room for.
     """
 
     parts: Mapping[str, int]
     totals: Mapping[str, int]
     peak_op: str
     timeline: Sequence[Moment]
+    expected: "Memory"
 
-    def __new__(cls, timeline: Sequence[Moment], totals: Mapping[str, int]) -> "Memory":
+    def __new__(
+        cls,
+        timeline: Sequence[Moment],
+        totals: Mapping[str, int],
+        expected: "Memory | None" = None,
+    ) -> "Memory":
         peak = max(timeline, key=lambda m: m.live) if timeline else Moment("", "", 0, {})
         made = super().__new__(cls, peak.live)
         made.parts, made.totals, made.timeline = (
@@ -64,10 +72,17 @@ class Memory(int):
             tuple(timeline),
         )
         made.peak_op = f"{peak.op} at {peak.source}" if peak.source else peak.op
+        made.expected = made if expected is None else expected
         return made
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.timeline, self.totals
+        return self.timeline, self.totals, None if self.expected is self else self.expected
+
+    def with_expected(self, expected: "Memory") -> "Memory":
+        """The same memory, of a program whose ranks exchange as many rows as may arrive at most;
+        with equal loads it is ``expected``.
+        """
+        return Memory(self.timeline, self.totals, expected)
 
     @property
     def parameters(self) -> int:
@@ -117,9 +132,10 @@ class Memory(int):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: peak, peak_op, parts, totals."""
+        """For JSON: peak, expected, peak_op, parts, totals."""
         return {
             "peak": int(self),
+            "expected": int(self.expected),
             "peak_op": self.peak_op,
             "parts": dict(self.parts),
             "totals": dict(self.totals),
@@ -128,6 +144,8 @@ class Memory(int):
     def report(self) -> str:
         """The peak, its parts and a picture."""
         lines = [f"memory: {in_bytes(int(self))} at the peak, {self.peak_op}"]
+        if self.expected != self:
+            lines[0] += f"; {in_bytes(int(self.expected))} if ranks exchange equally many rows"
         lines += [
             f"  {in_bytes(n):>10}  {n / max(self, 1):6.1%}  {kind}"
             for kind, n in sorted(self.parts.items(), key=lambda p: -p[1])
@@ -163,12 +181,15 @@ def measure(
     collective: Callable[[fx.Node], bool],
     workspace: Callable[[fx.Node], int],
     copies: int,
+    given_up: Collection[int] = (),
 ) -> Memory:
     """The memory of a rank's program, freed as Python frees: a value after its last use, the
     caller's tensors at the end. Of a cond it is the larger branch's.
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.
+        given_up: positions of inputs that the caller does not keep: they are freed after their last
+            use.
         phase: how often forward and backward passes alternated before a node.
         collective: whether a node issues a collective.
         workspace: bytes that an op needs while it runs, beside its operands and results.
@@ -178,7 +199,12 @@ def measure(
     position = {node: at for at, node in enumerate(nodes)}
     end = len(nodes) - 1
     inputs = shapes.inputs
-    kept = {held.storage for node in inputs for held in shapes.values[node]}
+    kept = {
+        held.storage
+        for at, node in enumerate(inputs)
+        for held in shapes.values[node]
+        if at not in given_up or not node.users
+    }
     dies: dict[int, int] = {}
     size: dict[int, int] = {}
     readers: dict[int, set[int]] = {}
@@ -200,7 +226,7 @@ def measure(
     deaths: dict[int, list[int]] = {}
     for storage, at in dies.items():
         deaths.setdefault(at, []).append(storage)
-    held_in: dict[Branch, dict[str, int]] = {(): dict.fromkeys(KINDS, 0)}
+    held_in: dict[BranchPath, dict[str, int]] = {(): dict.fromkeys(KINDS, 0)}
     totals: dict[str, int] = {}
     of_maker = {storage: of_branch.get(maker, ()) for storage, maker in shapes.makers.items()}
     timeline = []
@@ -219,13 +245,13 @@ def measure(
             )
         for storage in deaths.get(at, ()):
             held_in[of_maker.get(storage, ())][kind[storage]] -= size[storage]
-    return Memory(
-        timeline, {k: n for k, n in totals.items() if k in KINDS[: KINDS.index("activations")]}
-    )
+    inputs_and_gradients = KINDS[: KINDS.index("activations")]
+    kept_totals = {k: n for k, n in totals.items() if k in inputs_and_gradients}
+    return Memory(timeline, kept_totals)
 
 
 def _hold_operands(
-    of_branch: Mapping[fx.Node, Branch],
+    of_branch: Mapping[fx.Node, BranchPath],
     shapes: LocalShapes,
     position: Mapping[fx.Node, int],
     dies: dict[int, int],
@@ -239,7 +265,7 @@ def _hold_operands(
                 dies[held.storage] = max(dies[held.storage], end)
 
 
-def _live(held_in: Mapping[Branch, Mapping[str, int]], at: Branch) -> dict[str, int]:
+def _live(held_in: Mapping[BranchPath, Mapping[str, int]], at: BranchPath) -> dict[str, int]:
     """What is live in a branch, by kind: nothing of other branches; after a cond the larger one."""
     decided = dict(at)
     sides: dict[tuple[int, bool] | None, dict[str, int]] = {None: dict.fromkeys(KINDS, 0)}

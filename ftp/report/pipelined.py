@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ftp.partitioning.collectives import Collective
-from ftp.pipeline.schedule import Action, Kind, Timed, bubble, held_microbatches, simulate
+from ftp.pipeline.schedule import Action, Kind, TimedAction, bubble, held_microbatches, simulate
 from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
 from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.stage_programs import StoredValue
+from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.spec import local_shape
 
 
@@ -28,8 +28,8 @@ class Timeline:
         planned, measured: actions in order of time.
     """
 
-    planned: Sequence[Timed]
-    measured: Sequence[Timed] = ()
+    planned: Sequence[TimedAction]
+    measured: Sequence[TimedAction] = ()
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: a row a rank.
@@ -107,7 +107,7 @@ class LoweredPipeline(Startable):
     """
 
     def __init__(self, program: PipelineProgram):
-        self._program = program
+        self._program = self._returning = program
         self.actions, self.on_their_way = program.actions, program.on_their_way
         made, known = program.made, {}
         for p in made.programs.values():
@@ -117,19 +117,6 @@ class LoweredPipeline(Startable):
             {kind: known[id(p)] for (kind, k), p in made.programs.items() if k == stage}
             for stage in range(count)
         ]
-
-    @property
-    def out_specs(self) -> Any:
-        """The result's tree with a spec for each leaf."""
-        specs = iter(self._program.out_specs)
-        return self._program.out_tree.unflatten(
-            [None if static else next(specs) for static in self._program.is_static]
-        )
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """Claims about values that the function takes as true, as of ``Lowered``."""
-        return tuple(dict.fromkeys(self._program.assumptions))
 
     # What is sent.
 
@@ -165,7 +152,7 @@ class LoweredPipeline(Startable):
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Bytes of what crosses pieces, by name."""
+        """Bytes of what crosses subgraphs, by name."""
         return {name: self._nbytes(held) for name, held in self._program.made.values.items()}
 
     def collectives_of(self, rank: int) -> Collectives:
@@ -239,8 +226,10 @@ class LoweredPipeline(Startable):
         ]
         base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
         totals: dict[tuple[int, str], int] = {}  # of gradients, by stage
+        coming: dict[tuple[int, str], int] = {}  # with those of the action
         summed: dict[tuple[int, int], int] = {}  # by parameter and stage; some have equal gradients
         held: dict[tuple[int, int], set[str]] = {}
+        sent: dict[Action, Sequence[str]] = {}  # and not read for certain
         peak = base
         own_actions = program.actions[rank]
         for at, (kind, stage, i) in enumerate(own_actions):
@@ -249,23 +238,44 @@ class LoweredPipeline(Startable):
                 held.setdefault(following[1:], set()).update(self._received(following, rank))
             here = held[stage, i]
             here.update(self._given(own_actions[at]))
-            piece, lowered = program.made.pieces.get((kind, stage)), self.stages[stage].get(kind)
+            for sender in program.known_read[own_actions[at]]:
+                sent.pop(sender, None)
+            subgraph, lowered = (
+                program.made.subgraphs.get((kind, stage)),
+                self.stages[stage].get(kind),
+            )
+            is_first = (kind, stage) in self._first and not any(
+                (stage, name) in totals
+                for name in subgraph.sums  # type: ignore[union-attr]
+            )
+            if is_first:
+                lowered = self._first[kind, stage]
             if kind in "BW":
                 for leaf, found in enumerate(stages.gradients):
                     if stage in found:
                         summed[leaf, stage] = self._nbytes(program.leaves[leaf])
-                        totals[stage, found[stage]] = summed[leaf, stage]
-            living = sum(self._sizes[n] for names in held.values() for n in names)
+                        coming[stage, found[stage]] = summed[leaf, stage]
+            if not is_first:
+                totals |= coming
+            there = {of: set(names) for of, names in held.items()}
+            for sender, names in sent.items():
+                there.setdefault(sender[1:], set()).update(names)
+            living = sum(self._sizes[n] for names in there.values() for n in names)
             living += base + sum(totals.values())
-            if piece is not None and lowered is not None:
-                living += sum(self._rows[leaf] for leaf in piece.batch)
-                peak = max(peak, living + lowered.memory - sum(lowered.input_bytes.values()))
-                here.update(piece.outputs[: len(piece.outputs) - len(piece.sums)])
+            if subgraph is not None and lowered is not None:
+                copied = (leaf for leaf in subgraph.batch if program.made.copied[leaf])
+                living += sum(self._rows[leaf] for leaf in copied)
+                peak = max(peak, living + lowered.memory - self._taken(lowered))
+                here.update(subgraph.outputs[: len(subgraph.outputs) - len(subgraph.sums)])
+            totals |= coming
+            if messages := self._sent(own_actions[at]):
+                sent[own_actions[at]] = messages
             later = {"F": "BIW", "I": "W"}.get(kind, "")
             kept = {
                 name
-                for k in later
-                for name in (stages.pieces[k, stage].values if (k, stage) in stages.pieces else ())  # type: ignore[index]
+                for (k, at), later_one in stages.subgraphs.items()
+                if k in later and at == stage
+                for name in later_one.values
             }
             kept |= set(stages.backward[stage]) if kind == "F" else set()
             here &= kept
@@ -278,7 +288,7 @@ class LoweredPipeline(Startable):
         )
         reduction = self._reductions.get(rank)
         if reduction is not None:
-            peak = max(peak, end + reduction.memory - sum(reduction.input_bytes.values()))
+            peak = max(peak, end + reduction.memory - self._taken(reduction))
         return max(peak, end + received)
 
     def _given(self, action: Action) -> Sequence[str]:
@@ -291,6 +301,14 @@ class LoweredPipeline(Startable):
             return stages.backward[stage + 1]
         return ()
 
+    def _sent(self, action: Action) -> Sequence[str]:
+        """What an action sends to another rank."""
+        kind, stage, _ = action
+        if kind == "W" or self._is_on_one_rank(stage, stage + 1 if kind == "F" else stage - 1):
+            return ()
+        stages = self._program.made.stages
+        return stages.forward[stage] if kind == "F" else stages.backward[stage]
+
     def _received(self, action: Action, rank: int) -> Sequence[str]:
         """Of `_given`, what comes from another rank."""
         source = action.stage + (-1 if action.kind == "F" else 1)
@@ -298,12 +316,22 @@ class LoweredPipeline(Startable):
 
     @cached_property
     def _rows(self) -> list[int]:
-        """Bytes of one microbatch of each batch tensor, copied for an action."""
+        """Bytes of one microbatch of each batch tensor."""
         axes, count = self._program.mesh.axes, self._program.pipeline.microbatches
         return [
             math.prod(local_shape(h.spec, h.shape, axes)) * h.dtype.itemsize // count
             for h in self._program.batch
         ]
+
+    @cached_property
+    def _first(self) -> dict[tuple[str, int], Lowered]:
+        """The programs of stages' first microbatches."""
+        return {key: Lowered(p) for key, p in self._program.made.first.items()}
+
+    @staticmethod
+    def _taken(lowered: Lowered) -> int:
+        """Bytes of what an action is given."""
+        return sum(lowered.input_bytes.values())
 
     # Time.
 
@@ -321,7 +349,7 @@ class LoweredPipeline(Startable):
     def _costs(self) -> dict[str, dict[int, float]]:
         return {}
 
-    def timed(self, hardware: GivenHardware = None) -> list[Timed]:
+    def timed(self, hardware: GivenHardware = None) -> list[TimedAction]:
         """When each action runs, by estimated times."""
         return simulate(self.actions, len(self.stages), lambda a: self.seconds(a, hardware))
 

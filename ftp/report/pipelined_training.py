@@ -2,7 +2,6 @@
 
 import math
 from functools import cached_property
-from typing import Any
 
 from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
@@ -22,21 +21,8 @@ class LoweredTraining(LoweredPipeline):
 
     def __init__(self, program: TrainingProgram):
         super().__init__(program.pipeline)
-        self.program = program
+        self.program = self._returning = program
         self.update = LoweredRounds(program.update)
-
-    @property
-    def out_specs(self) -> Any:
-        """The result's tree with a spec for each leaf."""
-        specs = iter(self.program.out_specs)
-        return self.program.out_tree.unflatten(
-            [None if static else next(specs) for static in self.program.is_static]
-        )
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """Claims about values that the function takes as true, as of ``Lowered``."""
-        return tuple(dict.fromkeys(self.program.assumptions))
 
     def collectives_of(self, rank: int) -> Collectives:
         """One record per collective and message that a rank of the pipeline's axis issues: those of

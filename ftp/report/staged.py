@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ftp.partitioning.collectives import Collective
 from ftp.report.collectives import Collectives
@@ -22,28 +21,15 @@ class LoweredRounds(Startable):
     """
 
     def __init__(self, program: StagedProgram):
-        self.program = program
+        self.program = self._returning = program
         known: dict[int, Lowered] = {}
         for p in program.programs.values():
             known.setdefault(id(p), Lowered(p))
-        count = len(program.rounds.pieces)
+        count = len(program.rounds.subgraphs)
         self.rounds: Sequence[Mapping[int, Lowered]] = [
             {rank: known[id(p)] for (r, rank), p in program.programs.items() if r == at}
             for at in range(count)
         ]
-
-    @property
-    def out_specs(self) -> Any:
-        """The result's tree with a spec for each leaf."""
-        specs = iter(self.program.out_specs)
-        return self.program.out_tree.unflatten(
-            [None if static else next(specs) for static in self.program.is_static]
-        )
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """Claims about values that the function takes as true, as of ``Lowered``."""
-        return tuple(dict.fromkeys(self.program.assumptions))
 
     def collectives_of(self, rank: int) -> Collectives:
         """One record per collective that a rank of the axis issues; a ``broadcast`` for each value

@@ -1,13 +1,16 @@
 """Programs that can be made ready to run ahead of time, or written to a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import optree
+
 from ftp.errors import ReportError
+from ftp.sharding.spec import PartitionSpec
 
 
-class Bound(Protocol):
+class CallableProgram(Protocol):
     """A program with what its calls look like."""
 
     def compile(self) -> Callable[..., Any]: ...
@@ -15,10 +18,44 @@ class Bound(Protocol):
     def save(self, path: str | Path) -> None: ...
 
 
+class ReturningProgram(Protocol):
+    """A program with what it returns, as ``Program`` describes it."""
+
+    out_tree: optree.PyTreeSpec
+    assumptions: tuple[str, ...]
+
+    @property
+    def out_specs(self) -> Sequence[PartitionSpec]: ...
+
+    @property
+    def out_leaves(self) -> Sequence[Any]: ...
+
+    @property
+    def is_static(self) -> Sequence[bool]: ...
+
+
 class Startable:
     """What ``step.lower(...)`` returns, as something to run."""
 
-    _bound: Bound | None = None
+    _returning: ReturningProgram
+    _bound: CallableProgram | None = None
+
+    @property
+    def out_specs(self) -> Any:
+        """The result's tree with a spec for each leaf."""
+        program = self._returning
+        leaves = [
+            PartitionSpec() if static else program.out_specs[leaf]
+            for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
+        ]
+        return program.out_tree.unflatten(leaves)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the program takes as true of its values, each with the line that would otherwise
+        raise: a trace has no values. ``check_inputs=True`` of the step checks them at every call.
+        """
+        return tuple(dict.fromkeys(self._returning.assumptions))
 
     def compile(self) -> Callable[..., Any]:
         """The program alone, ready to run: ``compiled(params, *batch)`` takes the arguments of one
@@ -63,7 +100,7 @@ class Startable:
         self._is_bound.save(path)
 
     @property
-    def _is_bound(self) -> Bound:
+    def _is_bound(self) -> CallableProgram:
         if self._bound is None:
             raise ReportError(
                 "A program of stages, or a part of one, is not compiled or saved by itself: call"

@@ -28,7 +28,7 @@ def program_lines(
 def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
     result = ", ".join(typed(Value(node, i)) for i in range(len(node.results)))
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
-    if node.kind == "move":
+    if node.kind == "reshard":
         if not issued:
             how = "local" if node.target.op in LOCAL else "with the next axis"
             return [

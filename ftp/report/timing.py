@@ -16,6 +16,7 @@ from ftp.partitioning.partition import WAIT
 from ftp.passes.branch_order import branches
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.planning.cost import Hardware, measured_seconds, on_curve
+from ftp.report.equal_loads import with_equal_loads
 from ftp.report.flops import PIPELINED, flops_of, is_attention, op_name
 from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedOp:
     """One op or collective.
 
     Attributes:
@@ -54,11 +55,12 @@ class Cost(float):
         mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
             counted by its own rate.
         worst: seconds of the step where every exchange whose part sizes are values moves as much
-            as it can; else the estimate itself, which takes equal parts.
+            as it can, and as many rows are computed; else the estimate itself, which takes equal
+            parts.
     """
 
-    ops: tuple[Timed, ...]
-    collectives: tuple[Timed, ...]
+    ops: tuple[TimedOp, ...]
+    collectives: tuple[TimedOp, ...]
     hardware: Hardware
     flops: float
     waiting: float
@@ -68,8 +70,8 @@ class Cost(float):
     def __new__(
         cls,
         seconds: float,
-        ops: Sequence[Timed],
-        collectives: Sequence[Timed],
+        ops: Sequence[TimedOp],
+        collectives: Sequence[TimedOp],
         hardware: Hardware,
         waiting: float,
         ideal: float,
@@ -178,13 +180,14 @@ def estimate(
     now = link_free = waiting = ideal = met = unequal = 0.0
     moved = 0
     done: dict[fx.Node, float] = {}
-    ops: list[Timed] = []
-    collectives: list[Timed] = []
+    ops: list[TimedOp] = []
+    collectives: list[TimedOp] = []
     if not hardware.hides_overhead:  # each input and output is checked
         checked = len(shapes.inputs) + len(graph.output_node().args[0])  # type: ignore[arg-type]
         now = hardware.overhead * checked
-        ops.append(Timed("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
+        ops.append(TimedOp("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
     left_out = _cheaper(graph, shapes, hardware, axes)
+    most_shapes, shapes = shapes, with_equal_loads(graph, shapes)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node in left_out:
             continue
@@ -202,7 +205,7 @@ def estimate(
             held_up = (1 - link.hidden) * seconds
             now, waiting = now + held_up, waiting + held_up
             collectives.append(
-                Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link")
+                TimedOp(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link")
             )
             if node.target in PIPELINED:  # the longer of matmul, transfer
                 timed = _op(node, shapes, hardware, now, 0)
@@ -216,6 +219,8 @@ def estimate(
             now = met = max(now, arrived)
         elif node.target is not operator.getitem and node in shapes.values:
             timed = _op(node, shapes, hardware, now, moved)
+            if any("arrived" in n.meta for n in (node, *node.all_input_nodes)):
+                unequal += _op(node, most_shapes, hardware, now, moved).seconds - timed.seconds
             moved = timed.nbytes if timed.flops else 0
             if timed.flops:
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
@@ -251,7 +256,7 @@ def _cheaper(
     return {node for node, branch in found.items() if any(is_cheaper(*step) for step in branch)}
 
 
-def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:
+def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> TimedOp:
     """Args: moved: bytes of the preceding op if it is a matmul, else 0."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
@@ -287,7 +292,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             issued += on_curve(hardware.cold, moved)
         total = seconds + issued
     limit = limit if 2 * seconds > total else "overhead"
-    return Timed(
+    return TimedOp(
         node.name,
         op_name(node.target),
         node.meta.get("source", ""),

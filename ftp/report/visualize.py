@@ -7,7 +7,7 @@ import torch
 
 from ftp.errors import InputError
 from ftp.report.html.page import page
-from ftp.report.html.tree import Leaf
+from ftp.report.html.tree import ShownLeaf
 from ftp.report.lowered import Lowered
 from ftp.report.names import dtype_name
 from ftp.report.shard_grid import as_text
@@ -69,7 +69,7 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
         return _placed(leaves, names)
     axes = resolve(mesh).axes
     found = [
-        Leaf(name, spec, tuple(leaf.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
+        ShownLeaf(name, spec, tuple(leaf.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
         for name, leaf, spec in zip(
             names, leaves, broadcast_specs(specs, what, "tensor"), strict=True
         )
@@ -91,12 +91,14 @@ def _placed(leaves: list[Any], names: list[str]) -> Picture:
             )
         axes = where.mesh.axes
         found.append(
-            Leaf(name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
+            ShownLeaf(
+                name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype)
+            )
         )
     return _picture(found, axes)
 
 
-def _picture(leaves: list[Leaf], axes: dict[str, int]) -> Picture:
+def _picture(leaves: list[ShownLeaf], axes: dict[str, int]) -> Picture:
     text = "\n".join(f"{leaf.name} {as_text(leaf.spec, leaf.shape, axes)}" for leaf in leaves)
     return Picture(text, page("tensors", axes, leaves))
 
@@ -107,7 +109,7 @@ def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = No
     program = lowered._program
     specs = [*program.in_specs, *[PartitionSpec()] * len(program.constants)]
     leaves = [
-        Leaf(
+        ShownLeaf(
             node.name,
             spec,
             node.results[0].shape,

@@ -7,10 +7,10 @@ from typing import Any
 
 from ftp.planning.graph import Graph, Node, Value
 from ftp.report.causes import Origins, describe
-from ftp.report.disagreement import moved_from
+from ftp.report.disagreement import reshard_of
 from ftp.report.flops import flops_of_call
 from ftp.report.lint import Finding
-from ftp.rules.rule import replaced
+from ftp.rules.call import replaced
 from ftp.sharding.spec import PartitionSpec
 
 REPEATED = 1.1  # times one device's work, above which it is a finding
@@ -150,12 +150,12 @@ def repeated_work(
 def _cause(node: Node, axis: str, found: Origins, specs: dict[Node, PartitionSpec]) -> str:
     """Why an axis does not cut a matmul."""
     for value in node.operands:
-        moved = moved_from(value)
-        if moved is None or moved.target.axis != axis or moved.target.src.kind != "S":
+        resharded = reshard_of(value)
+        if resharded is None or resharded.target.axis != axis or resharded.target.src.kind != "S":
             continue
-        home = moved.operands[0]
+        home = resharded.operands[0]
         by = f", cut by {describe(found[home, axis], specs)}," if (home, axis) in found else ""
-        return f"its input %{home.node.name}{by} is gathered over {axis!r} for {moved.cause}"
+        return f"its input %{home.node.name}{by} is gathered over {axis!r} for {resharded.cause}"
     return f"its inputs are whole over {axis!r}"
 
 

@@ -4,16 +4,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from ftp.ops import attention_varlen_ring
 from ftp.ops.attention import PART, PART_BACKWARD
-from ftp.ops.attention_ring import RING, RING_BACKWARD
+from ftp.ops.attention_ring import RING, RING_BACKWARD, sees_of
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
+from ftp.rules.call import Call, Meta
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
 from ftp.rules.overloads import aten
-from ftp.rules.registry import rule
-from ftp.rules.rule import Call, LocalHook, Meta, Rule
+from ftp.rules.registry import register, rule
+from ftp.rules.rule import LocalHook, Rule
 
 Q, K, V, LSE = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s")
 OUT = ("b", "h", "s", "v")
@@ -68,7 +70,9 @@ def flash_for_cpu(call: Call) -> Rule:
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if is_token else RING_FACTORS
-    return Rule(notation, (), _by_position(call, 0, 4), sizes_of_heads(call, 0), is_token, ring)
+    sees = sees_of(call.arg("is_causal"))
+    local = _by_position(call, 0, 4)
+    return Rule(notation, (), local, sizes_of_heads(call, 0), is_token, ring, sees)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -87,32 +91,37 @@ def flash_for_cpu_backward(call: Call) -> Rule:
         frozenset(whole),
         ((), over_queries, over_queries),
     )
-    rest = sizes_of_heads(call, 1), False, RING_FACTORS
+    rest = sizes_of_heads(call, 1), False, RING_FACTORS, sees_of(call.arg("is_causal"))
     return Rule(notation, ((0,),), _by_position(call, 1, 7), *rest)
 
 
-@rule(aten._scaled_dot_product_flash_attention.default)
-def flash(call: Call) -> Rule:
-    return _of_gpu(call, 4, (0, 1, 2))
+def of_gpu(op: Any, causal: int, tensors: tuple[int, ...], is_padded: bool = False) -> None:
+    """Register the rule of a GPU's kernel, see `_of_gpu`.
+
+    Args:
+        is_padded: whether the kernel may pad its log-sum-exps. Then, and with a bias, it is cut
+            over batch and heads alone.
+    """
+
+    def maker(call: Call) -> Rule:
+        at = int(len(tensors) > 3)
+        out, lse = call.operands[4:6] if at else call.results[:2]
+        if is_padded and (call.arg("attn_bias") is not None or lse.shape != out.shape[:3]):
+            return _by_heads(call, BACKWARD if at else FORWARD, at)
+        return _of_gpu(call, causal, tensors)
+
+    register((op,), maker)
 
 
-@rule(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(call: Call) -> Rule:
-    return _of_gpu(call, 11, (0, 1, 2, 3, 4, 5))
-
-
-@rule(aten._scaled_dot_product_efficient_attention.default)
-def efficient(call: Call) -> Rule:
-    if call.arg("attn_bias") is not None or call.results[1].shape != call.results[0].shape[:3]:
-        return _by_heads(call, FORWARD, 0)  # its log-sum-exps are padded
-    return _of_gpu(call, 6, (0, 1, 2))
-
-
-@rule(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(call: Call) -> Rule:
-    if call.arg("attn_bias") is not None or call.operands[5].shape != call.operands[4].shape[:3]:
-        return _by_heads(call, BACKWARD, 1)
-    return _of_gpu(call, 11, (0, 1, 2, 3, 5, 6))
+of_gpu(aten._scaled_dot_product_flash_attention.default, 4, (0, 1, 2))
+of_gpu(aten._scaled_dot_product_flash_attention_backward.default, 11, (0, 1, 2, 3, 4, 5))
+of_gpu(aten._scaled_dot_product_efficient_attention.default, 6, (0, 1, 2), is_padded=True)
+of_gpu(
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    11,
+    (0, 1, 2, 3, 5, 6),
+    is_padded=True,
+)
 
 
 def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
@@ -150,7 +159,8 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
         (*pending, *[()] * len(more[1])),
     )
     local = _by_position(call, at, causal, tensors)
-    return Rule(notation, ((0,),) if at else (), local, sizes_of_heads(call, at), False, ring)
+    rest = sizes_of_heads(call, at), False, ring, sees_of(bool(call.arg("is_causal")))
+    return Rule(notation, ((0,),) if at else (), local, *rest)
 
 
 def _by_position(
@@ -257,8 +267,9 @@ def varlen(call: Call) -> Rule:
             return op.emit(target, *op.args[:at], op.part("s"), ring, *op.args[at + 2 :], group)
         return op.replaced(at, op.part("s")) if op.is_cut("s") else op.default()
 
-    sizes = sizes_of_heads(call, 0 if is_forward else 1)
-    return Rule(notation, () if is_forward else ((0,),), local, sizes, False, RING_FACTORS)
+    sees = attention_varlen_ring.sees_of(*(call.arg(x) for x in ("left", "right", "is_self")))
+    rest = sizes_of_heads(call, 0 if is_forward else 1), False, RING_FACTORS, sees
+    return Rule(notation, () if is_forward else ((0,),), local, *rest)
 
 
 FORWARD = "b h s e, b h t e, b h t v -> b h s v"
@@ -308,11 +319,10 @@ def _by_heads(call: Call, text: str, query: int) -> Rule:
     return Rule(notation, ((0,),) if query else (), decompose=False)
 
 
-@rule(aten._scaled_dot_product_cudnn_attention.default)
-def cudnn(call: Call) -> Rule:
-    return _by_heads(call, FORWARD, 0)
+def by_heads(op: Any, text: str, query: int) -> None:
+    """Register the rule of a kernel that is cut over batch and heads alone, see `_by_heads`."""
+    register((op,), lambda call: _by_heads(call, text, query))
 
 
-@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
-def cudnn_backward(call: Call) -> Rule:
-    return _by_heads(call, BACKWARD, 1)
+by_heads(aten._scaled_dot_product_cudnn_attention.default, FORWARD, 0)
+by_heads(aten._scaled_dot_product_cudnn_attention_backward.default, BACKWARD, 1)

@@ -5,10 +5,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from ftp.errors import RuleError
+from ftp.rules.call import Call
 from ftp.rules.notation import BATCH, Dims, Notation
-from ftp.rules.registry import NEVER_ADDED, RULES
-from ftp.rules.rule import BoundRule, Call, Rule
+from ftp.rules.registry import RULES
+from ftp.rules.rule import BoundRule, Rule
+
+# Torch has no kernels that mask and add these: no value of such a dtype is a pending reduction.
+NEVER_ADDED = frozenset(
+    {
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        *(d for d in vars(torch).values() if str(d).startswith("torch.float8")),
+    }
+)
 
 
 def lookup(call: Call) -> BoundRule | None:
@@ -96,6 +109,7 @@ def bind(
         rule.local,
         rule.decompose,
         ring=rule.ring,
+        sees=rule.sees,
     )
 
 

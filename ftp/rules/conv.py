@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from ftp.rules.call import Call
 from ftp.rules.forms import batched
 from ftp.rules.local_forms import contributed_once, unless_empty, with_shape, zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 
 @rule(aten.convolution.default)

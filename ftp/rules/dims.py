@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.rule import LocalHook, Rule
 
 
 def numbered(ndim: int) -> Dims:

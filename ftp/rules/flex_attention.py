@@ -3,7 +3,7 @@
 from typing import Any
 
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
-from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
+from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD, sees_of
 from ftp.ops.score_functions import Letters, letters
 from ftp.rules.attention import (
     LSE,
@@ -18,10 +18,11 @@ from ftp.rules.attention import (
     ring_of,
     sizes_of_heads,
 )
+from ftp.rules.call import Call, Meta
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Meta, Rule
+from ftp.rules.rule import Rule
 
 _PLACES = {"b": "batch", "h": "heads", "s": "rows"}
 
@@ -57,7 +58,8 @@ def flex_attention(call: Call) -> Rule:
     whole = WHOLE | named_own | ({"r"} if "r" in heads["h"] else set())
     notation = Notation(tuple(operands), tuple(results), frozenset(whole), pending)
     linear = () if is_forward else ((0, 5),)
-    return Rule(notation, linear, _local, sizes_of_heads(call, at), False, RING_FACTORS)
+    sees = sees_of(*call.arg("block")[:2], call.arg("known"))
+    return Rule(notation, linear, _local, sizes_of_heads(call, at), False, RING_FACTORS, sees)
 
 
 def _own(name: str, ndim: int) -> Dims:

@@ -7,14 +7,15 @@ from typing import Any, Literal
 import torch
 from torch._ops import OpOverload
 
+from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, all_whole, broadcast_notation, core_dims, numbered, reduced
 from ftp.rules.notation import BATCH, Dims, Notation, parse
-from ftp.rules.registry import Linear, register
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.registry import LinearGroups, register
+from ftp.rules.rule import LocalHook, Rule
 
 
 def einsum(*ops: "OpOverload | str") -> None:
-    """Products: factors that no result has are summed over; linear in each operand.
+    """Rule of an einsum: factors that no result has are summed over; linear in each operand.
 
     Args:
         ops: op overloads, then the text.
@@ -44,7 +45,7 @@ def einsum(*ops: "OpOverload | str") -> None:
 
 def pointwise(
     *ops: OpOverload,
-    linear: Linear = (),
+    linear: LinearGroups = (),
     local: LocalHook | None = None,
     if_zero: str | None = None,
     if_floats: bool = False,
@@ -92,7 +93,7 @@ def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int
 def reduction(
     *ops: OpOverload,
     op: str | None = "sum",
-    linear: Linear = (),
+    linear: LinearGroups = (),
     local: LocalHook | None = None,
 ) -> None:
     """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
@@ -114,7 +115,7 @@ def reduction(
 
 def along_dim(
     *ops: "OpOverload | str",
-    linear: "Linear | Literal['all']" = (),
+    linear: "LinearGroups | Literal['all']" = (),
     local: LocalHook | None = None,
     dim: "str | Sequence[str] | int" = "dim",
     if_zero: str | None = None,
@@ -145,7 +146,7 @@ def along_dim(
     given = [dim] if isinstance(dim, str | int) else list(dim)
 
     def maker(call: Call) -> Rule:
-        groups: Linear = [range(len(call.operands))] if isinstance(linear, str) else linear
+        groups: LinearGroups = [range(len(call.operands))] if isinstance(linear, str) else linear
         if if_zero is not None and call.arg(if_zero) != 0:
             groups = ()
         placed = _placed(notation, call, [call.arg(d) if isinstance(d, str) else d for d in given])
@@ -215,7 +216,7 @@ def _repeated(written: tuple[Dims, ...], n: int) -> tuple[Dims, ...]:
 
 
 def along_dims(
-    *ops: OpOverload, dims: str = "dim", linear: Linear = (), local: LocalHook | None = None
+    *ops: OpOverload, dims: str = "dim", linear: LinearGroups = (), local: LocalHook | None = None
 ) -> None:
     """Ops that act along the dims that an argument lists, where tensors may differ in size; an
     empty list stands for all dims. The other dims correspond.
@@ -232,7 +233,7 @@ def along_dims(
 
 
 def batched(
-    *ops: OpOverload, core: int, linear: Linear = (), local: LocalHook | None = None
+    *ops: OpOverload, core: int, linear: LinearGroups = (), local: LocalHook | None = None
 ) -> None:
     """Ops on the last ``core`` dims of the first operand, as a NumPy gufunc: the dims before them
     are a batch that all tensors share; every tensor's core dims are whole and its own.
@@ -244,7 +245,7 @@ def batched(
     register(ops, lambda call: core_dims(call, call.operands[0].ndim - core, linear, local))
 
 
-def whole(*ops: OpOverload, linear: Linear = ()) -> None:
+def whole(*ops: OpOverload, linear: LinearGroups = ()) -> None:
     """Ops of which no dim may be cut.
 
     >>> whole(torch.ops.aten.bincount.default)
@@ -253,7 +254,7 @@ def whole(*ops: OpOverload, linear: Linear = ()) -> None:
 
 
 def like(
-    *ops: OpOverload, local: LocalHook, linear: Linear = (), if_zero: str | None = None
+    *ops: OpOverload, local: LocalHook, linear: LinearGroups = (), if_zero: str | None = None
 ) -> None:
     """Ops that take only the dtype and device of their operand. Dims of one size are taken for
     the same, so that the operand need not be gathered.

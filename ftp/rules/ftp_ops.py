@@ -7,20 +7,21 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 from torch._ops import OpOverload
-from torch.fx.node import map_arg
 
 from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.stack import STACK, UNSTACK
+from ftp.rules.call import Call
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import along_dim, pointwise
-from ftp.rules.local_op import Cut, LocalOp, Offset
+from ftp.rules.local_op import LocalCut, LocalOp, Offset
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.rule import LocalHook, Rule
 
 # Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one
 # layer's.
@@ -74,7 +75,7 @@ def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
             elif node.op == "output":
                 made.append([env[x] for x in node.args[0]])
             else:
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                args, kwargs = mapped_arguments(node, env.__getitem__)
                 target = aten.reshape.default if node.target is aten.view.default else node.target
                 env[node] = op.emit(target, *args, **kwargs)
     return tuple(op.emit(aten.stack.default, list(x)) for x in zip(*made, strict=True))
@@ -139,7 +140,7 @@ def _part(op: LocalOp) -> fx.Node:
 
 
 def _pieces(
-    op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset
+    op: LocalOp, cuts: Sequence[LocalCut], n: int, step: int, offset: Offset
 ) -> tuple[Pieces, Offset] | None:
     """The part that the cuts leave of a dim, and where it begins; None where it is no box of
     strides: cuts that do not fit each other.

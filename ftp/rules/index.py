@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ftp.dynamic_int import broadcast_shapes
+from ftp.rules.call import Call
 from ftp.rules.dims import all_whole, broadcast_notation, numbered
 from ftp.rules.forms import along_dim, whole
 from ftp.rules.local_forms import (
@@ -26,7 +27,7 @@ from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 
 def masked_lookup(op: LocalOp) -> fx.Node:

@@ -4,13 +4,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ftp.ops.static_shape import lstsq
+from ftp.rules.call import Call
 from ftp.rules.forms import along_dim, along_dims, batched
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 batched(
     aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default,
@@ -123,11 +124,11 @@ along_dim(aten.linalg_cross.default, "... [d], ... [d] -> ... [d]", linear=[(0,)
 
 
 def _by_size_of_whole(op: LocalOp) -> fx.Node:
-    """Large distances are products, whatever the size of a part."""
-    as_product = op.call.arg("compute_mode") or 0
-    if as_product == 0:
-        as_product = 1 if max(m.shape[-2] for m in op.call.operands) > 25 else 2
-    return op.replaced(3, as_product)
+    """Large distances are matmuls, whatever the size of a part."""
+    as_matmul = op.call.arg("compute_mode") or 0
+    if as_matmul == 0:
+        as_matmul = 1 if max(m.shape[-2] for m in op.call.operands) > 25 else 2
+    return op.replaced(3, as_matmul)
 
 
 # Distances; batches that broadcast are whole.

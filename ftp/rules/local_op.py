@@ -13,8 +13,9 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import map_arg
 
+from ftp.rules.call import Call
 from ftp.rules.overloads import aten
-from ftp.rules.rule import BoundRule, Call
+from ftp.rules.rule import BoundRule
 
 Index = fx.Node
 Offset = int | fx.Node
@@ -45,7 +46,7 @@ def as_module(graph: fx.Graph) -> fx.GraphModule:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LocalCut:
     """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from
     ``start`` on; ``start`` may be an input.
 
@@ -94,7 +95,7 @@ class LocalOp:
     kwargs: Mapping[str, Any]
     rule: BoundRule
     sizes: Mapping[str, int]
-    cuts: Mapping[str, Sequence[Cut]]
+    cuts: Mapping[str, Sequence[LocalCut]]
     device: torch.device
     group: Callable[[str], str] = str
 
@@ -180,7 +181,7 @@ class LocalOp:
                 )
         return index
 
-    def _in_pieces(self, cut: Cut, index: Index) -> tuple[Index, Index]:
+    def _in_pieces(self, cut: LocalCut, index: Index) -> tuple[Index, Index]:
         """Indices along a cut's middle as indices into what this rank holds, and which it holds."""
         found: list[tuple[Index, Index]] = []
         before = 0
@@ -200,7 +201,7 @@ class LocalOp:
             held = self.emit(aten.bitwise_or.Tensor, held, there)
         return at, held
 
-    def _from_pieces(self, cut: Cut, index: Index) -> Index:
+    def _from_pieces(self, cut: LocalCut, index: Index) -> Index:
         """The inverse of ``_in_pieces``."""
         if cut.second is None:
             return self.emit(aten.add.Scalar, index, cut.start)

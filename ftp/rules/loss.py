@@ -7,6 +7,7 @@ from torch._ops import OpOverload
 
 from ftp.dynamic_int import broadcast_shapes
 from ftp.ops.static_shape import ctc_loss, ctc_loss_backward
+from ftp.rules.call import Call
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
 from ftp.rules.local_forms import unless_empty
@@ -14,7 +15,7 @@ from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 
 def losses(*ops: OpOverload) -> None:

@@ -7,12 +7,14 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ftp.ops.grouped_mm import GROUPED_MM, GROUPED_MM_PART
+from ftp.rules.call import Call
 from ftp.rules.forms import einsum
+from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import parse
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.rule import LocalHook, Rule
 
 einsum(aten.bmm.default, "b m k, b k n -> b m n")
 einsum(aten.dot.default, "k, k -> ()")
@@ -21,7 +23,7 @@ einsum(aten.mv.default, "m k, k -> m")
 einsum(aten.vdot.default, "k, k -> ()")
 
 
-def added_matmul(op: OpOverload, text: str) -> None:
+def added_matmul(op: OpOverload, text: str, local: LocalHook | None = None) -> None:
     """A matmul to which ``self``, broadcast, is added. Every rank that holds a part of k would
     add it, so that k is whole; the decomposition cuts k.
 
@@ -36,13 +38,14 @@ def added_matmul(op: OpOverload, text: str) -> None:
         own = tuple(
             f if s == o else () for f, s, o in zip(result[skip:], shape, out[skip:], strict=True)
         )
-        return Rule(replace(n, operands=(own, *n.operands)), ((0, 1), (0, 2)))
+        return Rule(replace(n, operands=(own, *n.operands)), ((0, 1), (0, 2)), local)
 
     register([op], maker)
 
 
 added_matmul(aten.addmm.default, "m [k], [k] n -> m n")
-added_matmul(aten.addmv.default, "m [k], [k] -> m")
+# The kernel returns ``self``'s shape where the matrix has no rows.
+added_matmul(aten.addmv.default, "m [k], [k] -> m", unless_empty(inputs=False))
 added_matmul(aten.addr.default, "m, n -> m n")
 added_matmul(aten.baddbmm.default, "b m [k], b [k] n -> b m n")
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import fx
 
+from ftp.rules.call import Call
 from ftp.rules.forms import along_dim
 from ftp.rules.local_forms import contiguous, unless_empty, zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.rule import LocalHook, Rule
 
 along_dim(aten._softmax.default, "... [d] -> ... [d]")
 along_dim(aten._log_softmax.default, "... [d] -> ... [d]")
@@ -106,6 +107,31 @@ rule(
     linear=[(0,)],
     local=_group_norm_backward_of_part,
 )
+
+
+@rule(aten._weight_norm_interface.default)
+def weight_norm(call: Call) -> Rule:
+    """``v, g -> g * v / norm, norm``: what lies along ``dim`` is independent."""
+    full, kept = _along(call)
+    results = (full, kept)
+    whole = _names(full) - {"o"}
+    return Rule(Notation((full, kept), results, whole, ((), ())), (), unless_empty(contiguous(0)))
+
+
+@rule(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(call: Call) -> Rule:
+    full, kept = _along(call)
+    operands, whole = (full, full, kept, kept), _names(full) - {"o"}
+    local = unless_empty(contiguous(0, 1), inputs=False)
+    return Rule(Notation(operands, (full, kept), whole, ((), ())), ((0,),), local)
+
+
+def _along(call: Call) -> tuple[Dims, Dims]:
+    """The dims of a weight, and those of its norms, which are its size along ``dim`` alone."""
+    ndim = call.operands[0].ndim
+    dim = call.arg("dim") % ndim
+    full = tuple(("o",) if i == dim else (f"d{i}",) for i in range(ndim))
+    return full, tuple(d if i == dim else () for i, d in enumerate(full))
 
 
 def _space(ndim: int) -> Dims:

@@ -2,11 +2,12 @@
 
 from torch._ops import OpOverload
 
+from ftp.rules.call import Call
 from ftp.rules.forms import pointwise
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten, prims
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 
 def overloads(names: str, kinds: str = "default") -> list[OpOverload]:

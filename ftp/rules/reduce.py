@@ -6,13 +6,14 @@ import torch
 from torch import fx
 
 from ftp.ops.moments import moments, sums
+from ftp.rules.call import Call
 from ftp.rules.forms import reduction
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import Call, LocalHook, Rule
+from ftp.rules.rule import LocalHook, Rule
 
 reduction(aten.sum.default, aten.sum.dim_IntList, linear=[(0,)])
 reduction(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default)

@@ -1,82 +1,12 @@
 """The sharding rule of one call: how its tensors' dims share factors."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch._ops import OpOverload
-
-from ftp.errors import RuleError
+from ftp.ops.key_ring import Sees
+from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation
-
-
-@dataclass(frozen=True)
-class Meta:
-    """Global shape and dtype of a tensor in a call."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
-@dataclass(frozen=True)
-class Call:
-    """An op with its arguments, a ``Meta`` in place of each tensor, and the metas of its
-    results.
-    """
-
-    target: OpOverload
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[Meta, ...]
-
-    @property
-    def operands(self) -> tuple[Meta, ...]:
-        """Every tensor among the arguments, in order, list members too."""
-        return tuple(tensors((self.args, dict(self.kwargs)), Meta))
-
-    def arg(self, name: str) -> Any:
-        """The argument called ``name`` in the op's schema, its default where it is not given."""
-        for i, a in enumerate(self.target._schema.arguments):
-            if a.name == name:
-                if not a.kwarg_only and i < len(self.args):
-                    return self.args[i]
-                return self.kwargs.get(name, a.default_value)
-        raise RuleError(
-            f"{self.target} has no argument {name!r}: its schema is {self.target._schema}."
-        )
-
-
-def tensors(tree: Any, kind: type) -> Iterator[Any]:
-    """The members of nested arguments that are of ``kind``, in order."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for t in tree:
-            yield from tensors(t, kind)
-    elif isinstance(tree, dict):
-        for t in tree.values():
-            yield from tensors(t, kind)
-
-
-def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:
-    """Nested arguments with each member of ``kind`` replaced by what ``new`` makes of it;
-    containers come out plain.
-    """
-    if isinstance(tree, kind):
-        return new(tree)
-    if isinstance(tree, list):
-        return [replaced(t, kind, new) for t in tree]
-    if isinstance(tree, tuple):
-        return tuple(replaced(t, kind, new) for t in tree)
-    if isinstance(tree, dict):
-        return {k: replaced(t, kind, new) for k, t in tree.items()}
-    return tree
-
 
 LocalHook = Callable[[Any], Any]
 
@@ -95,6 +25,8 @@ class Rule:
             reach.
         ring: pairs of factors that one axis may cut together, the second of which is whole
             otherwise: the local form then passes its parts around the ranks of the axis.
+        sees: of attention, which keys some queries see at most, as far as the trace knows
+            (`ftp.ops.key_ring.Sees`). None: all.
         resized: factors that are whole dims whose size the op changes, and with it that of each
             rank's chunk. ``sizes`` has those of the result; an operand's chunks are of its own.
     """
@@ -105,6 +37,7 @@ class Rule:
     sizes: Mapping[str, int] = field(default_factory=dict)
     decompose: bool = True
     ring: tuple[tuple[str, str], ...] = ()
+    sees: Sees | None = None
     resized: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -130,6 +63,7 @@ class BoundRule:
     decompose: bool
     is_found: bool = False
     ring: tuple[tuple[str, str], ...] = ()
+    sees: Sees | None = field(default=None, compare=False, repr=False)
     call: Call | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:

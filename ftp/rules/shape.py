@@ -8,6 +8,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ftp.dynamic_int import gcd, slice_bounds
+from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
@@ -15,7 +16,7 @@ from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.rule import Rule
 
 
 @rule(

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
 
-from ftp import deferred_compiler
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.passes import outline_branches, with_values
+from ftp.passes import only_arrived, outline_branches, with_values
 from ftp.passes.buffer_reuse import in_place
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.onednn_matmuls import Choose
@@ -20,8 +20,9 @@ from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered, with_writes
-from ftp.runtime.shared_memory import directly
+from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
+from ftp.torch_internals import deferred_compiler
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -29,16 +30,37 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 @collection_paused()
 def eager(
-    graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], *, host: bool = True
+    graph: fx.Graph,
+    inputs: Sequence[Any],
+    donated: Sequence[int],
+    *,
+    host: bool = True,
+    empties: bool = False,
 ) -> Run:
     """Runs the nodes one after another and writes to donated inputs; ``inputs`` have the shapes and
     strides that it will be given. Of a cond the host runs one branch, or without it both run.
+
+    Args:
+        empties: it takes a list, and empties it: an input that nobody else holds is freed after its
+            last use.
     """
     inputs = _dense(inputs, donated)
     gm = with_values(as_module(ordered(graph)), inputs)
-    written = _direct(with_writes(gm.graph, donated))
-    forward = fx.GraphModule({}, outline_branches(written) if host else written).forward
-    return lambda given: forward(*_dense(given, donated))
+    fitted = only_arrived(gm.graph, exchanges_of_rows())
+    written = _direct(with_writes(fitted, donated))
+    written = outline_branches(written) if host else written
+    if not empties:
+        forward = fx.GraphModule({}, written).forward
+        return lambda given: forward(*_dense(given, donated))
+    written.set_codegen(_BoxedCodeGen())
+    emptying = fx.GraphModule({}, written).forward
+
+    def run(given: Any) -> Sequence[torch.Tensor]:
+        taken = _dense(given, donated)
+        given.clear()
+        return emptying(taken)
+
+    return run
 
 
 def _direct(graph: fx.Graph) -> fx.Graph:

@@ -1,7 +1,7 @@
 """Record a rank's step, its collectives included, as one CUDA graph, and replay it by one call.
 
-Recorded kernels read and write fixed addresses. An input that lies where it lay at the recording is
-used there; what comes from elsewhere at each call, as a batch does, is copied to memory of the
+Recorded kernels read and write fixed addresses. An input at the address of the recording is used
+there; what comes from elsewhere at each call, as a batch does, is copied to memory of the
 recording first. Donated inputs that the step updates in place come back in the same memory, and
 cost no copy; any other output is copied, for the next replay overwrites it.
 """
@@ -28,7 +28,7 @@ WARM_UP = 2
 PATIENCE = 8  # recordings after which a step warns that its state has a new address at each call
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]
-Place = tuple[int, tuple[int, ...]]  # address and strides
+AddressAndStrides = tuple[int, tuple[int, ...]]  # address and strides
 
 
 class Graphs(Protocol):
@@ -133,12 +133,12 @@ class _Recording:
         ]
 
 
-class Recorded:
+class RecordedRun:
     """A run that is recorded at its third call and replayed from then on; it takes tensors, always
     of one form, and numbers that stay.
 
     An input seen at two addresses is copied from then on. Donated inputs that come back in place
-    are recorded where they lie: should they lie elsewhere, as after a checkpoint is loaded, the run
+    are recorded at their addresses: should these change, as after a checkpoint is loaded, the run
     is recorded once more, and both recordings are kept.
 
     Args:
@@ -163,10 +163,10 @@ class Recorded:
             explain,
         )
         self._warmed = 0
-        self._places: list[Place | None] = []
+        self._places: list[AddressAndStrides | None] = []
         self._elsewhere: set[int] = set()
         self._in_place: tuple[int, ...] = ()
-        self._made: dict[tuple[Place | None, ...], _Recording] = {}
+        self._made: dict[tuple[AddressAndStrides | None, ...], _Recording] = {}
         self._count = 0
         _alive.add(self)
 
@@ -252,7 +252,7 @@ class Recorded:
         return out
 
 
-_alive: weakref.WeakSet[Recorded] = weakref.WeakSet()
+_alive: weakref.WeakSet[RecordedRun] = weakref.WeakSet()
 
 
 def forget_recordings() -> None:
@@ -273,7 +273,7 @@ def forget_recordings() -> None:
 endings.append(forget_recordings)
 
 
-def _place(x: Any) -> Place | None:
+def _place(x: Any) -> AddressAndStrides | None:
     return (x.data_ptr(), x.stride()) if isinstance(x, Tensor) else None
 
 

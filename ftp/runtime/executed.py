@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.partitioning.partition import LocalProgram
+from ftp.passes import only_arrived
 from ftp.runtime.local_shapes import LocalShapes, annotate, local_shapes
 from ftp.runtime.lowering import ordered, with_writes
 from ftp.runtime.program import Program
@@ -20,7 +22,8 @@ class Executed:
 
     Attributes:
         ordered: in the order in which it runs, without writes; ``shapes`` are those of its values.
-        graph: with results written to operands' memory.
+        graph: with the rows that arrive in place of the room for them, and results written to
+            operands' memory.
     """
 
     ordered: fx.Graph
@@ -39,7 +42,8 @@ def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int
         graph, local_inputs(program, coordinate), local.offsets_at(coordinate), device
     )
     annotate(shapes, device)
-    return Executed(graph, shapes, with_writes(graph, program.donated))
+    fitted = only_arrived(graph, (ALL_TO_ALL_ROWS,))
+    return Executed(graph, shapes, with_writes(fitted, program.donated))
 
 
 def local_inputs(

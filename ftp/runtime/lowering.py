@@ -7,9 +7,10 @@
 4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
    ``shared_memory``).
 5. ``ordered``: drop copies, put nodes in the order in which they run.
-6. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results to the memory
+6. ``only_arrived`` for eager runs: compute the rows of an exchange that arrive.
+7. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results to the memory
    of operands that are not needed any more.
-7. ``outline_branches``, where the host may choose: of a ``torch.cond`` one branch runs.
+8. ``outline_branches``, where the host may choose: of a ``torch.cond`` one branch runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from ftp.passes import (
     drop_copies,
     fuse_matmuls,
     gradient_reductions,
+    in_order_of,
     joints,
     mark,
     merge_axes,
@@ -40,6 +42,7 @@ from ftp.passes import (
     span_hosts,
     spans,
 )
+from ftp.passes.fuse_optimizer_updates import merge_updates_in
 from ftp.passes.inline_small_ops import small_updates
 from ftp.passes.onednn_matmuls import Choose, by_onednn, matmuls
 from ftp.planning.cost import DEFAULT, Hardware
@@ -53,8 +56,8 @@ class Decided:
 
     Attributes:
         graph: the plan's graph, its gathers in the order in which they are issued.
-        joints: by move, the matmuls that it is fused with.
-        narrowed: names of the moves that sum gradients in ``reduce_dtype``.
+        joints: by reshard, the matmuls that it is fused with.
+        narrowed: names of the reshards that sum gradients in ``reduce_dtype``.
         spans: pairs of sums over a fast and a slow link.
     """
 
@@ -69,7 +72,7 @@ class Decided:
     def changes_ranks(self) -> bool:
         """Whether a rank's graph is another than the plan's, partitioned."""
         return bool(
-            self.packs.groups or self.chunks.moves or self.joints or self.narrowed or self.spans
+            self.packs.groups or self.chunks.reshards or self.joints or self.narrowed or self.spans
         )
 
 
@@ -95,15 +98,16 @@ def decide(
         narrowed = gradient_reductions(graph) - inside if options.reduce_dtype else frozenset()
     alone = narrowed | inside
     chunked = chunks(graph, options.chunks)
-    kept = tuple(name for name in chunked.moves if name not in alone)
-    chunked = replace(chunked, moves=kept)
+    kept = tuple(name for name in chunked.reshards if name not in alone)
+    chunked = replace(chunked, reshards=kept)
     fused = joints(graph) if options.async_tp else {}
     fused = {name: joint for name, joint in fused.items() if name not in alone}
     packed = Packs((), {})
     if options.bucket:
         apart |= inside
-        packed = packs(graph, without=(*chunked.moves, *fused, *apart), apart=narrowed)
+        packed = packs(graph, without=(*chunked.reshards, *fused, *apart), apart=narrowed)
     prefetched = prefetch(graph, packed.groups, options.prefetch)
+    packed = in_order_of(prefetched, packed)
     return Decided(prefetched, packed, chunked, fused, narrowed, spanned)
 
 
@@ -131,7 +135,9 @@ def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
     Args:
         donated: positions of the inputs that may be written to.
     """
-    return mark(merge_updates(reuse_memory(graph, donated), donated))
+    written = reuse_memory(graph, donated)
+    merge_updates_in(written, donated)  # on the copy that `reuse_memory` made
+    return mark(written)
 
 
 def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.Graph:

@@ -80,7 +80,7 @@ def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
         rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
         raise MeshError(
             f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
-            " Leave it out; chunks=n hides the same moves behind matmuls with ordinary"
+            " Leave it out; chunks=n hides the same reshards behind matmuls with ordinary"
             " collectives."
         )
 

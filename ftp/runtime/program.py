@@ -27,10 +27,10 @@ from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
+from ftp.rules.call import Meta
 from ftp.rules.local_op import as_module
-from ftp.rules.rule import Meta
 from ftp.runtime.compile import Run, compiled, eager
-from ftp.runtime.cuda_graph import Recorded, graphs_of
+from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing
 from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.options import DEFAULT, Options
@@ -47,7 +47,7 @@ from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_pieces, local_shape
-from ftp.tensors.check_indices import Bound, index_bounds
+from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 
 
@@ -66,6 +66,9 @@ class Program:
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
             ``batch``.
         donated: positions of inputs whose memory a run may use for its outputs.
+        given_up: positions of inputs that the caller does not need after a run. Where there are
+            any, ``run`` takes a list and empties it, and an eager rank frees each of them after its
+            last use.
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``bucket``, ``prefetch``,
@@ -85,6 +88,7 @@ class Program:
     leaf_specs: tuple[PartitionSpec, ...] = ()
     roles: tuple[str, ...] = ()
     donated: tuple[int, ...] = ()
+    given_up: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
     hardware: Hardware = DEFAULT_HARDWARE
@@ -101,7 +105,7 @@ class Program:
 
     def _partitioner_of(self, decided: Decided) -> Partitioner:
         plan = replace(self.plan, graph=decided.graph)
-        chunked = dict.fromkeys(decided.chunks.moves, decided.chunks.count)
+        chunked = dict.fromkeys(decided.chunks.reshards, decided.chunks.count)
         return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked)
 
     @cached_property
@@ -153,7 +157,7 @@ class Program:
         return renewed(self.plan.graph, {inputs[at].name for at in self.donated})
 
     @cached_property
-    def index_bounds(self) -> dict[int, list[Bound]]:
+    def index_bounds(self) -> dict[int, list[IndexBound]]:
         """What inputs that index may hold."""
         return index_bounds(self.traced.graph)
 
@@ -228,6 +232,8 @@ class Program:
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
+            if self.given_up:
+                inputs.clear()  # type: ignore[attr-defined]
             if not prepared:
                 prepared.append(self._prepared(self.local(), given))
             return prepared[0](given)
@@ -300,10 +306,11 @@ class Program:
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
-        return Recorded(made, self.donated, names, graphs_of(device), describe_op)
+        return RecordedRun(made, self.donated, names, graphs_of(device), describe_op)
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        return eager(graph, given, self.donated, host=not self.options.cuda_graph)
+        host = not self.options.cuda_graph
+        return eager(graph, given, self.donated, host=host, empties=bool(self.given_up))
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""

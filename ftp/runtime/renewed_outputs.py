@@ -15,7 +15,7 @@ def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:
     for i, value in enumerate(graph.outputs):
         is_spread = False
         while value.node.operands and (
-            value.node.kind in ("constrain", "move") or value.node.target in VIEWS
+            value.node.kind in ("constrain", "reshard") or value.node.target in VIEWS
         ):
             is_spread |= value.node.target is torch.ops.aten.expand.default
             value = value.node.operands[0]

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.agreement import exchange, interrupts
-from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, checked_counts
+from ftp.ops.define import define, like
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, by_rank, checked_counts
 from ftp.ops.native import compiled
 from ftp.ops.rings import RINGS, RingOp
 from ftp.ops.sends import Send, run
@@ -96,21 +97,37 @@ class SharedGroup:
         )
 
     def all_to_all_rows(
-        self, x: torch.Tensor, counts: torch.Tensor, bound: int, back: bool, source: str
+        self,
+        x: torch.Tensor,
+        counts: torch.Tensor,
+        bound: int,
+        back: bool,
+        fits: bool,
+        source: str,
     ) -> torch.Tensor:
-        """An all-to-all of unequal parts, each padded to the largest of all ranks'."""
-        sizes = checked_counts(counts, x.shape[0], bound, back, source)
+        """An all-to-all of unequal parts, each with room for the largest of all ranks'."""
+        sizes = checked_counts(counts, x.shape[0], bound, back, source, fits)
         most, mine = max(map(max, sizes)), self.rank
-        out = x.new_zeros([bound, *x.shape[1:]])
-        rows = as_bytes(x.contiguous())
-        padded = rows.new_zeros([self.ranks * most, rows.shape[1]])
-        for to, part in enumerate(rows[: sum(sizes[mine])].split(sizes[mine])):
+        groups = counts[:, mine].tolist() if counts.ndim == 3 else [[s[mine]] for s in sizes]
+        rows = x[: sum(sizes[mine])]
+        rows = as_bytes((by_rank(rows, groups) if back and counts.ndim == 3 else rows).contiguous())
+        width = math.prod(x.shape[1:]) * x.dtype.itemsize  # also where the rank has no row to send
+        padded = rows.new_empty([self.ranks * most, width])
+        for to, part in enumerate(rows.view(len(rows), width).split(sizes[mine])):
             padded[to * most : to * most + len(part)] = part
         arrived = self.all_to_all(padded).unflatten(0, (self.ranks, most))
-        into, at = as_bytes(out), 0
-        for source_rank, sent in enumerate(sizes):
-            into[at : at + sent[mine]] = arrived[source_rank, : sent[mine]]
-            at += sent[mine]
+        count = sum(sent[mine] for sent in sizes)
+        out = x.new_empty([count if fits and not back else bound, *x.shape[1:]])
+        out[count:].zero_()
+        if not count:
+            return out
+        into = as_bytes(out)[:count]
+        parts = [part[: sent[mine]] for part, sent in zip(arrived, sizes, strict=True)]
+        if back or counts.ndim == 2:
+            torch.cat(parts, out=into)
+        else:
+            of = [part.split(row) for part, row in zip(parts, groups, strict=True)]
+            torch.cat([part for column in zip(*of, strict=True) for part in column], out=into)
         return out
 
     def shift(self, send: Send) -> torch.Tensor | None:
@@ -195,7 +212,7 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
         _say(mesh, f"its ranks are on the hosts {', '.join(sorted(set(hosts)))}")
         return {}
     handles: dict[str, int] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, MemoryHandle] = {}
     found: dict[str, SharedGroup] = {}
     try:
         try:
@@ -228,10 +245,12 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
     return found
 
 
-Place = tuple[int, int, str]  # a process, its descriptor of the memory, and the memory's name
+MemoryHandle = tuple[
+    int, int, str
+]  # a process, its descriptor of the memory, and the memory's name
 
 
-def _opened(place: Place) -> mmap.mmap:
+def _opened(place: MemoryHandle) -> mmap.mmap:
     pid, descriptor, name = place
     path = f"/proc/{pid}/fd/{descriptor}"
     if name not in (target := os.readlink(path)):  # a container numbers its processes by itself
@@ -294,6 +313,11 @@ def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
     return new
 
 
+def exchanges_of_rows() -> tuple[Any, ...]:
+    """The ops that exchange rows whose numbers are values."""
+    return ALL_TO_ALL_ROWS, _IN_MEMORY[ALL_TO_ALL_ROWS]
+
+
 def _is_known(node: fx.Node) -> bool:
     if node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
         return node.args[1] in _OPS and node.meta["collective"].dtype in _KINDS
@@ -308,12 +332,14 @@ def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
 
     A profiler that looks is shown the op.
     """
-    run, op = _RUN.get(node.target), node.target
+    op: Any = node.target
+    run = _RUN.get(op)
     if run is None:
         return None
 
     def issue(*args: Any) -> torch.Tensor:
-        return op(*args) if torch.autograd._profiler_enabled() else run(*args)  # type: ignore[operator]
+        is_profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        return op(*args) if is_profiled else run(*args)
 
     return issue
 
@@ -339,12 +365,9 @@ def _define(
 ) -> torch._ops.OpOverload:
     """An op with the arguments of a collective of torch's, done at once in shared memory."""
     plain = collective._schema.name.partition("::")[2].removesuffix("_tensor")
-    name = f"ftp::{plain.removesuffix('_into')}_in_memory"
-    schema = str(collective._schema)
-    torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, "CPU", run)
-    torch.library.register_fake(name, collective)
-    made = getattr(torch.ops.ftp, name.removeprefix("ftp::")).default
+    made = define(like(f"{plain.removesuffix('_into')}_in_memory", collective))
+    torch.library.impl(made._name, "CPU", run)
+    torch.library.register_fake(made, collective)
     _RUN[made] = run
     return made
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.partitioning.partition import LocalProgram
@@ -20,15 +21,15 @@ from ftp.passes.transport import pads_as_kernels_take
 
 c10d = torch.ops._c10d_functional
 
-Group = list[int]
+GroupMembers = list[int]
 Outputs = tuple[torch.Tensor, ...]
-Issued = tuple[fx.Node, tuple[Any, ...]]
+IssuedNode = tuple[fx.Node, tuple[Any, ...]]
 
 
 def simulate(
     programs: Sequence[LocalProgram],
     inputs: Sequence[Sequence[Any]],
-    groups: Mapping[str, Sequence[Group]],
+    groups: Mapping[str, Sequence[GroupMembers]],
 ) -> list[Outputs]:
     """Run every rank's program on its inputs (local tensors, then offsets).
 
@@ -44,7 +45,7 @@ def simulate(
     ]
     results: list[Any] = [None] * len(ranks)
     while True:
-        issued: list[Issued] = []
+        issued: list[IssuedNode] = []
         ended: list[Outputs] = []
         for rank, result in zip(ranks, results, strict=True):
             try:
@@ -58,7 +59,7 @@ def simulate(
         results = _run(issued, groups)
 
 
-def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outputs]:
+def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, Outputs]:
     """One rank's run: yields each collective's node and arguments, is sent its result."""
     nodes = list(graph.nodes)
     last_use = _last_uses(nodes)
@@ -80,7 +81,7 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outp
         elif node.op == "output":
             break
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+            args, kwargs = mapped_arguments(node, env.__getitem__)
             if node.target is c10d.wait_tensor.default:
                 env[node] = args[0]  # type: ignore[index]
             elif node.target in COLLECTIVES or node.target in BY_RANK:
@@ -93,7 +94,7 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outp
     return tuple(fx.node.map_arg(nodes[-1].args[0], env.__getitem__))  # type: ignore[arg-type]
 
 
-def _run(issued: Sequence[Issued], groups: Mapping[str, Sequence[Group]]) -> list[Any]:
+def _run(issued: Sequence[IssuedNode], groups: Mapping[str, Sequence[GroupMembers]]) -> list[Any]:
     results: list[Any] = [None] * len(issued)
     for group in groups[issued[0][0].meta["axis"]]:
         node, args = issued[group[0]]

@@ -128,8 +128,8 @@ class SizedProgram(Program):
         if coordinate is None:
             coordinate = self._own_coordinate
         found = self.ranks.at(coordinate, self.values)
-        numbers = tuple(map(Number, found.numbers(self.values)))
-        return LocalProgram(found.local.gm, numbers, found.local.collectives)  # type: ignore[arg-type]
+        numbers: Any = tuple(map(Number, found.numbers(self.values)))
+        return LocalProgram(found.local.gm, numbers, found.local.collectives)
 
     def alike(self) -> list[list[list[int]]]:
         """Each rank has a graph of its own."""

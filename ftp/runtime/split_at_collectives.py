@@ -12,8 +12,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.ops.choose import Branch
+from ftp.ops.choose import BranchPath
 from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.aliasing import WAIT, is_view, read_until
 from ftp.passes.onednn_matmuls import BY_ONEDNN
@@ -76,7 +77,7 @@ def split(
     position = {node: at for at, node in enumerate(nodes)}
     last = _last_reads(nodes, position)
     runs: list[list[fx.Node]] = [[]]
-    branch: Branch = ()
+    branch: BranchPath = ()
     for node in nodes:
         if node.meta.get("branch", ()) != branch:
             branch = node.meta.get("branch", ())
@@ -130,7 +131,8 @@ def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Nod
             and target is not operator.getitem
         )
         if is_sum and all(x in known for x in node.all_input_nodes):
-            known[node] = target(*map_arg(node.args, known.__getitem__))  # type: ignore[misc, arg-type]
+            values: Any = map_arg(node.args, known.__getitem__)
+            known[node] = target(*values)  # type: ignore[operator]
     return known
 
 
@@ -208,8 +210,9 @@ def _piece(
             subgraph.inputs.append(x)
             env[x] = subgraph.graph.placeholder(f"x{len(subgraph.inputs)}")
     for node in whole:
-        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
-        env[node] = subgraph.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = mapped_arguments(node, env.__getitem__)
+        target: Any = node.target
+        env[node] = subgraph.graph.call_function(target, args, kwargs)
     subgraph.graph.output(
         tuple(env[node] for node in (*subgraph.outputs, *(new for new, _ in writes)))
     )

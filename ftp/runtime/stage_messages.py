@@ -33,6 +33,9 @@ class Mailbox:
     def is_here(self, key: Key) -> bool:
         return key in self.sent
 
+    def release(self, key: Key) -> None:
+        pass
+
     def take(self, key: Key) -> list[torch.Tensor]:
         self.count += 1
         return self.sent.pop(key)
@@ -46,15 +49,20 @@ class Messages:
         self.tags = tags
         self.group = mesh.torch.get_group(axis)
         self.expected: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
-        self.sending: list[tuple[Any, torch.Tensor]] = []
+        self.sending: dict[Key, list[tuple[Any, torch.Tensor]]] = {}
 
     def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
-        self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
+        sending = self.sending[key] = []
         for i, value in enumerate(values):
             if value.numel():
                 data = as_bytes(value.contiguous())
                 work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
-                self.sending.append((work, data))
+                sending.append((work, data))
+
+    def release(self, key: Key) -> None:
+        """Free what was sent in a message that has been read."""
+        for work, _ in self.sending.pop(key, ()):
+            work.wait()
 
     def is_expected(self, key: Key) -> bool:
         return key in self.expected
@@ -78,5 +86,5 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""
-        for work, _ in self.sending:
-            work.wait()
+        for key in list(self.sending):
+            self.release(key)

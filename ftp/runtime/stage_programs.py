@@ -1,10 +1,10 @@
-"""The pieces of a pipeline's stages as planned programs: each over the mesh axes other than the
+"""The subgraphs of a pipeline's stages as planned programs: each over the mesh axes other than the
 pipeline's, with what crosses stages sharded as its producer leaves it.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,28 +13,17 @@ import torch
 from torch import fx
 
 from ftp.errors import MeshError
-from ftp.pipeline.pieces import StageGraph, Stages
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.stacked import Stacks
+from ftp.pipeline.subgraphs import StageGraph, Stages
 from ftp.pipeline.sums import check_sums, with_sums
 from ftp.planning.cost import Hardware
-from ftp.planning.prepare import Prepared, plan_prepared, prepare
+from ftp.planning.prepare import Prepared
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
+from ftp.runtime.subgraph_planner import StoredValue, SubgraphPlanner, outputs_of
 from ftp.sharding.mesh import Mesh, require_coordinate, resolve
-from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """A value that outlives the action that computed it: its spec over the other axes, its global
-    shape and its dtype.
-    """
-
-    spec: PartitionSpec
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -53,32 +42,43 @@ class Reduction:
 
 @dataclass(frozen=True)
 class StagePrograms:
-    """A program for each piece; equal pieces of several stages share one.
+    """A program for each subgraph; equal subgraphs of several stages share one.
 
     Attributes:
         mesh: the axes other than the pipeline's, for the ranks that share this rank's stage.
-        pieces: those of ``stages``, with the sums of gradients inside.
-        values: what crosses pieces, by name; a gradient's name, too, for the sum of it.
+        subgraphs: those of ``stages``, with the sums of gradients inside.
+        first: for a stage's first microbatch, of which gradients are the sums so far: programs of
+            the subgraphs without sums.
+        copied: per batch tensor whether its microbatches are copies.
+        values: what crosses subgraphs, by name; a gradient's name, too, for the sum of it.
         reductions: per rank of the pipeline's axis; a rank without any has none.
     """
 
     mesh: Mesh
     stages: Stages
-    pieces: Mapping[tuple[Kind, int], StageGraph]
+    subgraphs: Mapping[tuple[Kind, int], StageGraph]
     programs: Mapping[tuple[Kind, int], Program]
+    first: Mapping[tuple[Kind, int], Program]
+    copied: Sequence[bool]
     values: Mapping[str, StoredValue]
     reductions: Mapping[int, Reduction]
 
+    @cached_property
+    def kept(self) -> dict[tuple[str, int], set[str]]:
+        """Per kind and stage the values that the stage holds after such an action."""
+        return {(kind, k): self.stages.read_after(kind, k) for kind, k in self.subgraphs}
+
 
 @dataclass(kw_only=True)
-class ProgramOfPieces:
-    """A program of which ranks of one axis run different pieces; ``Step`` runs it as a ``Program``.
+class ProgramOfSubgraphs:
+    """A program of which ranks of one axis run different subgraphs; ``Step`` runs it as a
+    ``Program``.
 
     Attributes:
         mesh: all axes.
         axis: the one that holds the stages.
         out_specs, out_shapes: per output.
-        stacks: inputs and outputs that the axis cuts, of which the pieces know one part a rank.
+        stacks: inputs and outputs that the axis cuts, of which the subgraphs know one part a rank.
         tensor_leaves, leaf_specs, out_tree, out_leaves, is_static, assumptions: as of ``Program``.
     """
 
@@ -100,8 +100,8 @@ class ProgramOfPieces:
         return self.mesh.axes[self.axis]
 
     @property
-    def pieces(self) -> Mapping[Any, Program]:
-        """The pieces' programs."""
+    def subgraphs(self) -> Mapping[Any, Program]:
+        """The subgraphs' programs."""
         raise NotImplementedError
 
     @property
@@ -117,7 +117,7 @@ class ProgramOfPieces:
     @property
     def trial_rules(self) -> str:
         """The rules found for ops without a stated one, as text."""
-        found = {program.trial_rules for program in self.pieces.values()}
+        found = {program.trial_rules for program in self.subgraphs.values()}
         return "; ".join(sorted(found - {""}))
 
     def has_issued(self, error: BaseException) -> bool:
@@ -126,7 +126,7 @@ class ProgramOfPieces:
 
     def describe_failure(self, error: BaseException) -> str:
         """What raised ``error``."""
-        return "a piece, or a message between stages"
+        return "a subgraph, or a message between stages"
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """No input's memory is written to."""
@@ -182,8 +182,9 @@ def plan_stages(
     check: Callable[[Prepared], None],
     stage_of: Sequence[int | None],
     ranks: int,
+    copied: Sequence[bool],
 ) -> StagePrograms:
-    """Plan every piece, forward passes first: what a stage takes is sharded as it was left.
+    """Plan every subgraph, forward passes first: what a stage takes is sharded as it was left.
 
     Args:
         mesh: as `within_stage` gives it.
@@ -191,6 +192,7 @@ def plan_stages(
         params, batch: their specs, without stages.
         stage_of: per parameter its stage; None of one that is on every rank.
         ranks: along the pipeline's axis.
+        copied: per batch tensor whether its microbatches are copies.
         hardware: that plans are made for.
         check: raises for constraints that do not fit the mesh.
     """
@@ -205,31 +207,54 @@ def plan_stages(
         for name in found.values()
     }
     asked |= {name: sums.pending(name, PartitionSpec()) for _, name in stages.results}
-    numbers = sorted({k for _, k in stages.pieces})
+    numbers = sorted({k for _, k in stages.subgraphs})
     order: list[tuple[Any, int]] = [("F", k) for k in numbers]
     order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
-    planner = PiecePlanner(mesh, names, params, batch, constants, asked, options, hardware, check)
-    pieces: dict[tuple[Kind, int], StageGraph] = {}
-    for key, piece in stages.pieces.items():
+    planner = SubgraphPlanner(
+        mesh, names, params, batch, constants, asked, options, hardware, check
+    )
+    subgraphs: dict[tuple[Kind, int], StageGraph] = {}
+    for key, subgraph in stages.subgraphs.items():
         kind, k = key
         gradients = {found[k] for found in stages.gradients if k in found} if kind in "BW" else ()
-        read = {*stages.backward[k], *(v for p in stages.pieces.values() for v in p.values)}
-        pieces[key] = with_sums(piece, gradients, read)
-        check_sums(piece, pieces[key])
-        for name in pieces[key].sums:
-            planner.start_sum(name, piece)
-    programs = {key: planner.plan(pieces[key]) for key in order if key in pieces}
-    reductions = {
-        rank: Reduction(results, leaves, planner.plan(piece))
-        for rank in range(ranks)
-        for results, leaves, piece in [sums.piece(rank, ranks, stage_of, planner.asked)]
-        if piece.outputs
+        read = {*stages.backward[k], *(v for p in stages.subgraphs.values() for v in p.values)}
+        subgraphs[key] = with_sums(subgraph, gradients, read)
+        check_sums(subgraph, subgraphs[key])
+        for name in subgraphs[key].sums:
+            planner.start_sum(name, subgraph)
+    given_up = {
+        key: _given_up(subgraph, stages, copied) for key, subgraph in stages.subgraphs.items()
     }
-    return StagePrograms(mesh, stages, pieces, programs, planner.values, reductions)
+    programs = {
+        key: planner.plan(subgraphs[key], given_up[key]) for key in order if key in subgraphs
+    }
+    first = {
+        key: planner.plan_first(stages.subgraphs[key], subgraph, programs[key], given_up[key])
+        for key, subgraph in subgraphs.items()
+        if subgraph.sums and not set(subgraph.sums).intersection(subgraph.outputs)
+    }
+    reductions = {
+        rank: Reduction(results, leaves, planner.plan(subgraph))
+        for rank in range(ranks)
+        for results, leaves, subgraph in [sums.subgraph(rank, ranks, stage_of, planner.asked)]
+        if subgraph.outputs
+    }
+    values = planner.values
+    return StagePrograms(mesh, stages, subgraphs, programs, first, copied, values, reductions)
+
+
+def _given_up(subgraph: StageGraph, stages: Stages, copied: Sequence[bool]) -> tuple[int, ...]:
+    """The inputs that nobody reads after an action."""
+    params, batch = len(subgraph.params), len(subgraph.batch)
+    kept = stages.read_after(subgraph.kind, subgraph.stage)  # type: ignore[arg-type]
+    return (
+        *(params + k for k, leaf in enumerate(subgraph.batch) if copied[leaf]),
+        *(params + batch + k for k, name in enumerate(subgraph.values) if name not in kept),
+    )
 
 
 class _Sums:
-    """The sums over the batch that are pending on the data axes when a piece ends.
+    """The sums over the batch that are pending on the data axes when a subgraph ends.
 
     Args:
         params: specs of the parameters, without stages.
@@ -239,8 +264,8 @@ class _Sums:
         self.stages, self.params, self.data_axes = stages, params, data_axes
         self.vals = {
             name: node.meta["val"]
-            for piece in stages.pieces.values()
-            for name, node in zip(piece.outputs, _outputs(piece.gm), strict=True)
+            for subgraph in stages.subgraphs.values()
+            for name, node in zip(subgraph.outputs, outputs_of(subgraph.gm), strict=True)
         }
 
     def pending(self, name: str, spec: PartitionSpec) -> PartitionSpec:
@@ -252,7 +277,7 @@ class _Sums:
             else PartitionSpec(*spec.entries, unreduced=axes)
         )
 
-    def piece(
+    def subgraph(
         self,
         rank: int,
         ranks: int,
@@ -260,7 +285,7 @@ class _Sums:
         asked: dict[str, PartitionSpec],
     ) -> tuple[tuple[int, ...], tuple[int, ...], StageGraph]:
         """The results and parameters of which a rank's sums are not in their specs yet, and the
-        piece that brings them there.
+        subgraph that brings them there.
         """
         results = [
             (i, name, PartitionSpec())
@@ -289,137 +314,3 @@ class _Sums:
             tuple(at for at, _, _ in leaves),
             StageGraph("R", rank, gm, (), (), values, (), tuple(reduced)),
         )
-
-
-def _outputs(gm: fx.GraphModule) -> Sequence[Any]:
-    return gm.graph.output_node().args[0]  # type: ignore[return-value]
-
-
-@dataclass
-class PiecePlanner:
-    """Plans pieces in an order in which each comes after those whose values it reads.
-
-    Attributes:
-        mesh: as `within_stage` gives it.
-        names, params, batch: of `plan_stages`.
-        asked: specs of values that are decided, by name.
-        check: raises for constraints that do not fit the mesh.
-        values: what the pieces so far give, by name.
-    """
-
-    mesh: Mesh
-    names: tuple[Sequence[str], Sequence[str]]
-    params: Sequence[PartitionSpec]
-    batch: Sequence[PartitionSpec]
-    constants: Sequence[torch.Tensor]
-    asked: dict[str, PartitionSpec]
-    options: Options
-    hardware: Hardware
-    check: Callable[[Prepared], None]
-    values: dict[str, StoredValue] = field(default_factory=dict)
-    _known: dict[str, Program] = field(default_factory=dict)
-
-    def start_sum(self, name: str, piece: StageGraph) -> None:
-        """Decide how the sum of a gradient over microbatches is sharded: as the gradient is."""
-        val = _outputs(piece.gm)[piece.outputs.index(name)].meta["val"]
-        held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
-        self.values[name] = self.values[f"{name}, summed"] = held
-        self.asked[f"{name}, summed"] = held.spec
-
-    def plan(self, piece: StageGraph) -> Program:
-        """The program of a piece; the one of an equal piece, if there was one."""
-        given = [
-            *(self.params[i] for i in piece.params),
-            *(self.batch[i] for i in piece.batch),
-            *(self.values[name].spec for name in piece.values),
-        ]
-        asked = [self.asked.get(name) for name in piece.outputs]
-        text = _describe(piece, given, asked)
-        if text not in self._known:
-            self._known[text] = _planned(
-                piece,
-                self.mesh,
-                self.names,
-                given,
-                asked,
-                self.constants,
-                self.options,
-                self.hardware,
-                self.check,
-            )
-        program = self._known[text]
-        for name, spec, shape, node in zip(
-            piece.outputs, program.out_specs, program.out_shapes, _outputs(piece.gm), strict=True
-        ):
-            self.values[name] = StoredValue(spec, shape, node.meta["val"].dtype)
-        return program
-
-
-def _planned(
-    piece: StageGraph,
-    mesh: Mesh,
-    names: tuple[Sequence[str], Sequence[str]],
-    given: Sequence[PartitionSpec],
-    asked: Sequence[PartitionSpec | None],
-    constants: Sequence[torch.Tensor],
-    options: Options,
-    hardware: Hardware,
-    check: Callable[[Prepared], None],
-) -> Program:
-    called = [names[0][i] for i in piece.params] + [names[1][i] for i in piece.batch]
-    called += piece.values
-    is_state = [True] * len(piece.params) + [False] * (len(piece.batch) + len(piece.values))
-    prepared = prepare(piece.gm, called, is_state, strict=options.strict)
-    check(prepared)
-    plan = plan_prepared(
-        prepared,
-        mesh.axes,
-        given,
-        asked,
-        data_axes=options.data_axes,
-        reshard_after_forward=options.reshard_after_forward,
-        strict=options.strict,
-        hardware=hardware,
-    )
-    roles = ["parameters"] * len(piece.params) + ["batch"] * len(piece.batch)
-    roles += ["activations"] * (len(piece.values) - len(piece.sums))
-    roles += ["gradients"] * len(piece.sums)
-    outputs = len(piece.outputs)
-    return Program(
-        mesh=mesh,
-        traced=piece.gm,
-        plan=plan,
-        tensor_leaves=tuple(range(len(given))),
-        in_specs=tuple(given),
-        constants=tuple(constants[i] for i in piece.constants),
-        out_tree=flatten((0,) * outputs)[1],
-        out_leaves=tuple(range(outputs)),
-        is_static=(False,) * outputs,
-        leaf_specs=tuple(given),
-        roles=tuple(roles),
-        donated=tuple(range(len(given) - len(piece.sums), len(given))),
-        options=options,
-        hardware=hardware,
-    )
-
-
-def _describe(
-    piece: StageGraph, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
-) -> str:
-    """A piece as text without names, equal for those that one program serves."""
-    number: dict[fx.Node, str] = {}
-    lines = [piece.kind, str(given), str(asked), str(piece.constants)]
-    lines += [str(len(piece.params)), str(len(piece.sums))]
-    for node in piece.gm.graph.nodes:
-        number[node] = f"%{len(number)}"
-        val = node.meta.get("val")
-        kind = [
-            f"{tuple(v.shape)} {v.dtype}"
-            for v in (val if isinstance(val, list | tuple) else [val])
-            if isinstance(v, torch.Tensor)
-        ]
-        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)  # type: ignore[arg-type]
-        target = "" if node.op == "placeholder" else str(node.target)
-        region = node.meta.get("region")
-        lines.append(f"{node.op} {target} {arguments} {kind} {region}")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A program whose arguments belong to stages, run in rounds: pieces, then an exchange."""
+"""A program whose arguments belong to stages, run in rounds: subgraphs, then an exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import ProgramOfPieces, StoredValue, as_bytes
+from ftp.runtime.stage_programs import ProgramOfSubgraphs, as_bytes
+from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import local_shape
 
@@ -18,7 +19,7 @@ Values = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True)
-class StagedProgram(ProgramOfPieces):
+class StagedProgram(ProgramOfSubgraphs):
     """The program of ranks that hold different stages, for one set of abstract inputs.
 
     Attributes:
@@ -38,13 +39,13 @@ class StagedProgram(ProgramOfPieces):
     due: Sequence[int]
 
     @property
-    def pieces(self) -> Mapping[Any, Program]:
+    def subgraphs(self) -> Mapping[Any, Program]:
         return self.programs
 
     @cached_property
     def description(self) -> str:
-        pieces = [f"{key}: {p.fingerprint}" for key, p in sorted(self.programs.items())]
-        return "\n".join([*pieces, text_of(self.rounds), f"{self.due} {self.out_specs}"])
+        subgraphs = [f"{key}: {p.fingerprint}" for key, p in sorted(self.programs.items())]
+        return "\n".join([*subgraphs, text_of(self.rounds), f"{self.due} {self.out_specs}"])
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> Values:
         device = mesh_device(self.mesh)
@@ -52,12 +53,12 @@ class StagedProgram(ProgramOfPieces):
         return dict(zip(self.inputs, [*inputs, *constants], strict=True))
 
     def _act(self, at: int, rank: int, given: Values, held: Values) -> None:
-        piece = self.rounds.pieces[at].get(rank)
-        if piece is None:
+        subgraph = self.rounds.subgraphs[at].get(rank)
+        if subgraph is None:
             return
-        tensors = [given[self.inputs[i]] for i in piece.params]
-        tensors += [held[name] for name in piece.values]
-        held.update(zip(piece.outputs, self.programs[at, rank].run(tensors), strict=True))
+        tensors = [given[self.inputs[i]] for i in subgraph.params]
+        tensors += [held[name] for name in subgraph.values]
+        held.update(zip(subgraph.outputs, self.programs[at, rank].run(tensors), strict=True))
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinate = require_coordinate(self.mesh)

@@ -10,12 +10,13 @@ import torch
 from ftp.pipeline.train_step import TrainStep
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import ProgramOfPieces, StoredValue
+from ftp.runtime.stage_programs import ProgramOfSubgraphs
 from ftp.runtime.staged_program import StagedProgram
+from ftp.runtime.subgraph_planner import StoredValue
 
 
 @dataclass(kw_only=True)
-class TrainingProgram(ProgramOfPieces):
+class TrainingProgram(ProgramOfSubgraphs):
     """The program of a pipeline's ranks for a whole train step.
 
     Attributes:
@@ -31,8 +32,8 @@ class TrainingProgram(ProgramOfPieces):
     inputs: Sequence[StoredValue]
 
     @property
-    def pieces(self) -> Mapping[Any, Program]:
-        return {**self.pipeline.pieces, **self.update.pieces}
+    def subgraphs(self) -> Mapping[Any, Program]:
+        return {**self.pipeline.subgraphs, **self.update.subgraphs}
 
     @cached_property
     def description(self) -> str:

@@ -1,230 +1,18 @@
-"""A traced loss whose parameters' layouts are open, and the axes' networks solved over it
-(`search`).
-
-Constraints are open too: the trace has marks where numbered modules (``layers.3``) return, which
-fix nothing until a dim is cut there.
+"""The layouts that a search leaves open: how a mesh axis may cut the parameters of each pattern,
+and what it reaches from there.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torch import Tensor, fx
-
-from ftp.functional.module_constraints import outputs_through
-from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_str
-from ftp.paused_gc import collection_paused
 from ftp.planning.axis_order import spec_layout
-from ftp.planning.cost import Hardware, collective_seconds, op_seconds
-from ftp.planning.cost_network import solve
 from ftp.planning.from_fx import constraints, decompose
-from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, unchanged
-from ftp.planning.insert_moves import apply
-from ftp.planning.layers.repeats import Folded, Ties, fold
-from ftp.planning.planner import planned_latency
-from ftp.planning.prepare import prepare
-from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
+from ftp.planning.graph import Node, Value, unchanged
 from ftp.planning.reachable_cuts import Reach, factor_of, layout_of, reach
 from ftp.rules.op_kinds import VIEWS, is_matmul
+from ftp.searching.opened import Opened
 from ftp.sharding.layout import Layout, R, is_even, nominal, shard
-from ftp.sharding.mesh import Mesh, use_mesh
-from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
-from ftp.sharding.spec import PartitionSpec, Units, Zigzag
-from ftp.tracing.gradient import grad_and_value
-from ftp.tracing.trace import Traced, trace
-
-MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
-
-Choice = Mapping[str, Mapping[str, Layout | None]]
-"""Per axis and pattern of parameters the layout, None for whole."""
-
-Along = Mapping[str, int]
-"""Per axis the dim that it cuts of what the marked modules return."""
-
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds that a byte held is priced with: of parameters whole, of gradients by ``share``, of
-    what backward passes need by the rest.
-
-    A rank's peak is at least its parameters and gradients, which it has at the end, and at least
-    its parameters and what it keeps for the backward pass, and so at least any mean of both.
-    """
-
-    seconds: float
-    share: float = 1.0
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A traced loss and its gradient; ``mirrors`` are the outputs sharded as a parameter is,
-    ``packs`` per axis and pattern the cuts of tensors packed along a dim, as those of q, k and v.
-    """
-
-    graph: Graph
-    params: list[Node]
-    patterns: dict[Node, str]
-    batch: dict[Node, PartitionSpec]
-    mirrors: dict[int, Node]
-    folded: Folded | None
-    packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
-
-    def constrained(self, along: Along) -> "Opened":
-        """The same with its marks as constraints, where there is something ``along``."""
-        if not along:
-            return self
-        graph, copies = self.graph.copied()
-        for node in graph.nodes:
-            if node.kind == "constrain" and _marked(pin_from_str(node.target)):
-                node.target = pin_to_str(_pin(along, node.results[0].shape))
-        return self.after((graph, copies))
-
-    def after(self, rewrite: Rewrite) -> "Opened":
-        """The program after a pass."""
-        graph, copies = rewrite
-        return Opened(
-            graph,
-            [copies[n] for n in self.params],
-            {copies[n]: p for n, p in self.patterns.items()},
-            {copies[n]: s for n, s in self.batch.items()},
-            {i: copies[n] for i, n in self.mirrors.items()},
-            self.folded and self.folded.on(copies),
-            self.packs,
-        )
-
-    def marks(self) -> dict[str, tuple[int, ...]]:
-        """Per pattern of marked modules the shape of what they return."""
-        nodes = [node for node in self.graph.nodes if node.kind == "constrain"]
-        return {
-            pattern: n.results[0].shape
-            for n in nodes
-            if (pattern := _marked(pin_from_str(n.target)))
-        }
-
-    def members(self, pattern: str) -> list[Node]:
-        return [node for node in self.params if self.patterns[node] == pattern]
-
-
-def is_mark(pin: Pin) -> bool:
-    return _marked(pin) is not None
-
-
-def _marked(pin: Pin) -> str | None:
-    return pin.axes[0].removeprefix(MARK) if pin.axes and pin.axes[0].startswith(MARK) else None
-
-
-def _pin(along: Along, shape: Sequence[int]) -> Pin:
-    return Pin(spec_along(along).at_rank(len(shape)), tuple(along))
-
-
-def spec_along(along: Along) -> PartitionSpec:
-    """
-    >>> spec_along({"tp": 1})
-    P(None, 'tp')
-    """
-    return PartitionSpec(
-        *[
-            tuple(a for a, d in along.items() if d == dim) or None
-            for dim in range(max(along.values()) + 1)
-        ]
-    )
-
-
-def is_markable(out: Tensor) -> bool:
-    return out.ndim >= 3 and out.is_floating_point()
-
-
-@contextmanager
-def marking() -> Iterator[None]:
-    """Within the block, mark outputs of a functionalized model's numbered modules: those that are
-    batches of sequences.
-    """
-
-    def mark(path: str, out: Tensor) -> Tensor:
-        return (
-            constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
-            if is_markable(out)
-            else out
-        )
-
-    with outputs_through(mark):
-        yield
-
-
-def with_marks(traced: Traced, along: Along) -> Traced:
-    """The trace with its marks as constraints, or without them where there is nothing ``along``."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in traced.gm.graph.nodes:
-        marked = node.target is CONSTRAIN and is_mark(pin_from_str(node.args[1]))
-        if marked and not along:
-            env[node] = env[node.args[0]]
-            continue
-        env[node] = graph.node_copy(node, env.__getitem__)
-        if marked:
-            env[node].args = (env[node.args[0]], pin_to_str(_pin(along, node.meta["val"].shape)))
-    return replace(traced, gm=fx.GraphModule(traced.gm, graph))
-
-
-def pattern_of(path: Sequence[Any]) -> str:
-    """A parameter's path with ``*`` in place of numbers."""
-    return ".".join(
-        "*" if part.isdigit() else part for element in path for part in str(element).split(".")
-    )
-
-
-def traced_loss(loss_fn: Any, params: Any, batch: Any, mesh: Mesh) -> Traced:
-    """The marked trace of the loss and its gradient."""
-    leaves, tree = flatten((params, *batch))
-    names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
-    with use_mesh(mesh), marking():
-        return trace(grad_and_value(loss_fn), leaves, tree, mesh.device_type, names=names)
-
-
-def opened(
-    traced: Traced,
-    params: Any,
-    batch: Any,
-    batch_specs: Sequence[PartitionSpec],
-    is_folded: bool = True,
-) -> Opened:
-    leaves, _ = flatten((params, *batch))
-    names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
-    paths = leaf_paths(params)
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    prepared = prepare(traced.gm, [names[i] for i in tensors], [i < len(paths) for i in tensors])
-    graph, inputs = prepared.graph, dict(zip(tensors, prepared.arguments, strict=True))
-    of_params = [inputs[i] for i in range(len(paths))]
-    mirrors = dict(zip(traced.out_leaves[1:], of_params, strict=True))
-    specs = {
-        inputs[i]: spec
-        for i, spec in zip(range(len(paths), len(leaves)), batch_specs, strict=True)
-        if i in inputs
-    }
-    patterns = {node: pattern_of(path) for node, path in zip(of_params, paths, strict=True)}
-    net = Opened(graph, of_params, patterns, specs, mirrors, None)
-    returned = {out: patterns[node] for out, node in mirrors.items()}
-    folded = fold(
-        graph,
-        lambda node: (specs.get(node), patterns.get(node)),
-        [returned.get(i) for i in range(len(graph.outputs))],
-    )
-    if folded is None or not is_folded:
-        return net
-    few = {node: copy for copy, node in folded.origin.items() if node in specs or node in patterns}
-    alike = {patterns[node]: copy for node, copy in few.items() if node in patterns}
-    return Opened(
-        folded.graph,
-        [few[n] for n in of_params if n in few],
-        {few[n]: p for n, p in patterns.items() if n in few},
-        {few[n]: s for n, s in specs.items()},
-        # The gradient of a parameter may count to the layer beside it: any parameter sharded
-        # alike will do.
-        {at: alike[patterns[mirrors[i]]] for at, i in enumerate(folded.kept) if i in mirrors},
-        folded,
-    )
 
 
 def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]) -> Opened:
@@ -233,7 +21,7 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
         blocked: dict[Node, None] = {}
         for at, axis in enumerate(axes):
             if axes[axis] > 1:
-                found, from_batch, _, _ = _reaches(
+                found, from_batch, _, _ = reaches(
                     net, axis, list(axes)[:at], axes, axis in data_axes, {}
                 )
                 reached = from_batch if axis in data_axes else found
@@ -338,7 +126,7 @@ def _is_scale(net: Opened, node: Node) -> bool:
     )
 
 
-def _reaches(
+def reaches(
     net: Opened,
     axis: str,
     folded: Sequence[str],
@@ -415,7 +203,7 @@ def _packs(
     found: dict[tuple[str, str], list[Layout]] = {}
     for axis, n in axes.items():
         if n > 1 and axis not in data_axes:
-            reached = _reaches(net, axis, (), axes, False, {})[0].layouts
+            reached = reaches(net, axis, (), axes, False, {})[0].layouts
             for pattern in dict.fromkeys(net.patterns.values()):
                 member = net.members(pattern)[0]
                 layouts = [c for c in reached.get(Value(member), ()) if is_packed(c, member, n)]
@@ -429,178 +217,3 @@ def is_packed(layout: Layout, node: Node, n: int) -> bool:
     if not all(isinstance(x, int) for x in (size, layout.outer, layout.inner)) or layout.outer == 1:
         return False
     return size % (n * layout.outer * layout.inner) == 0  # type: ignore[operator]
-
-
-@dataclass
-class Solved:
-    """The solved networks: specs by pattern and by axis, the plan of each axis, and the program
-    with its reshards.
-    """
-
-    patterns: dict[str, PartitionSpec]
-    choice: dict[str, dict[str, Layout | None]]
-    axes: dict[str, AxisPlan]
-    latencies: dict[str, float]
-    net: Opened
-
-
-def solve_axes(
-    net: Opened,
-    axes: Mapping[str, int],
-    order: Sequence[str],
-    data_axes: Sequence[str],
-    hardware: Hardware,
-    price: Price,
-    forced: Choice | None = None,
-    is_bare: bool = False,
-) -> Solved:
-    """Per pattern its spec, and what each axis' network found.
-
-    Args:
-        order: the axes to fold, one after the other.
-        forced: per axis the layouts of patterns that are not open there.
-
-    Raises:
-        NotAlike: repeated layers that an axis left unlike. Infeasible: what is forced is met by no
-            program.
-    """
-    entries: dict[str, list[tuple[str | Units, ...]]] = {
-        net.patterns[n]: [()] * n.results[0].ndim for n in net.params
-    }
-    choice: dict[str, dict[str, Layout | None]] = {}
-    found: dict[str, AxisPlan] = {}
-    latencies: dict[str, float] = {}
-    with collection_paused():
-        for at, axis in enumerate(order):
-            problem = axis_problem(
-                net, axis, order[:at], axes, data_axes, hardware, price, forced, is_bare
-            )
-            latencies[axis] = problem.hardware.link.latency
-            chosen = found[axis] = solve(problem)
-            of = {node: chosen.strategies[node].results[0] for node in net.params}
-            choice[axis] = {}
-            for pattern, node in {net.patterns[node]: node for node in net.params}.items():
-                layout = of[node]
-                choice[axis][pattern] = layout if layout.kind == "S" else None
-                if layout.kind == "S":
-                    entries[pattern][layout.dim] += (entry_of(axis, layout),)
-            outputs = [
-                of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(problem.outputs))
-            ]
-            net = net.after(apply(net.graph, chosen, outputs))
-    return Solved(
-        {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
-        choice,
-        found,
-        latencies,
-        net,
-    )
-
-
-def axis_problem(
-    net: Opened,
-    axis: str,
-    folded: Sequence[str],
-    axes: Mapping[str, int],
-    data_axes: Sequence[str],
-    hardware: Hardware,
-    price: Price,
-    forced: Choice | None = None,
-    is_bare: bool = False,
-) -> Problem:
-    """The network of one axis with layouts left open, after the axes that are ``folded``."""
-    n, is_data = axes[axis], axis in data_axes
-    given, from_batch, pinned, cuts = _reaches(
-        net, axis, folded, axes, is_data, (forced or {}).get(axis, {})
-    )
-    first: dict[str, Node] = {}
-    groups = {
-        node: first.setdefault(net.patterns[node], node)
-        for node in net.params
-        if node not in pinned
-    }
-    outputs: list[Layout | None] = [R] * len(net.graph.outputs)
-    for i, node in net.mirrors.items():
-        outputs[i] = pinned.get(node)
-    ties = ties_of(net)
-    link = hardware.link_of((axis,))
-    latency = planned_latency(net.graph, replace(hardware, link=link), ties)
-    priced = replace(hardware, link=replace(link, latency=latency))
-    of_state = price.seconds * (1 + price.share)
-    held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
-    kept = {
-        value: price.seconds * (1 - price.share) * nbytes
-        for value, nbytes in kept_bytes(net.graph).items()
-    }
-    mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
-    opens = Open(groups, mirrors, held, kept, cuts, is_bare)
-    return Problem(
-        net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens
-    )
-
-
-def entry_of(axis: str, layout: Layout) -> str | Units:
-    if layout.zigzag:
-        return Zigzag(axis)
-    return (
-        axis
-        if layout.outer == layout.inner == 1
-        else Units(axis, nominal(layout.inner), nominal(layout.outer))
-    )
-
-
-def ties_of(net: Opened) -> Ties | None:
-    ties = net.folded.ties(net.graph) if net.folded else None
-    if net.folded and ties is None:
-        raise NotAlike
-    return ties
-
-
-def nbytes_of(value: Value) -> int:
-    """On a rank."""
-    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
-
-
-def kept_bytes(graph: Graph) -> dict[Value, int]:
-    """Bytes of batch data that forward passes keep for backward passes, by the value that owns the
-    memory.
-    """
-    roots: dict[Value, Value] = {}
-    found: dict[Value, int] = {}
-    for node in graph.nodes:
-        for value in node.operands:
-            root = roots.get(value, value)
-            maker = root.node
-            if (
-                node.phase > maker.phase
-                and maker.phase % 2 == 0
-                and maker.kind in ("op", "move")
-                and maker.depends & BATCH
-            ):
-                found[root] = nbytes_of(root)
-        if node.operands and (node.target in VIEWS or node.kind == "constrain"):
-            root = roots.get(node.operands[0], node.operands[0])
-            roots.update({Value(node, i): root for i in range(len(node.results))})
-    return found
-
-
-def planned_seconds(solved: Solved, hardware: Hardware) -> float:
-    """Seconds of all ops and moves of a program, one after the other, repeated layers counted as
-    often as there are.
-    """
-    ties = ties_of(solved.net)
-    total = 0.0
-    for node in solved.net.graph.nodes:
-        if node.kind == "op":
-            sizes = {f: nominal(s) for f, s in node.sizes.items()}
-            seconds = op_seconds(node.target, node.rule, sizes, node.results, hardware)
-        elif node.kind == "move":
-            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
-            link = replace(
-                hardware.link_of((node.target.axis,)), latency=solved.latencies[node.target.axis]
-            )
-            seconds = collective_seconds(node.target.op, nbytes, node.target.n, link)
-        else:
-            continue
-        total += seconds * (ties.weight(node) if ties else 1)
-    return total

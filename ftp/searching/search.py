@@ -17,16 +17,12 @@ from ftp.ops.constrain import constrain
 from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.report.lowered import Lowered
-from ftp.searching.lagrangian import Candidate, Searching
-from ftp.searching.open_layouts import (
-    Along,
-    Opened,
-    is_mark,
-    is_markable,
-    planned_seconds,
-    spec_along,
-    with_marks,
-)
+from ftp.searching.axis_networks import planned_seconds
+from ftp.searching.candidates import Candidate, Searching
+from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
+from ftp.searching.explore import explore, fit, improved
+from ftp.searching.marks import Along, is_mark, is_markable, spec_along, with_marks
+from ftp.searching.opened import Opened
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -108,15 +104,15 @@ def search(
         hardware_on(m, hardware),
         memory,
     )
-    task.explore()
+    explore(task)
     for _ in range(LOWERED):
         candidates = task.fitting() or task.spared()
         if not candidates and task.refused:
-            task.fit()
+            fit(task)
             candidates = task.fitting()
         if not candidates:
             break
-        best = task.improved(candidates[0])
+        best = improved(task, candidates[0])
         if (found := _lowered(task, best)) is not None:
             return found
     least = min(c.estimate.nbytes for c in task.tried.values())
@@ -181,9 +177,9 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
             plain = Lowered(program._program.with_options(bucket=False))
             task.spare = best if int(plain.memory) <= task.memory else None
         return None
-    choice = task.choice_of(best.patterns)
+    choice = choice_of(task, best.patterns)
     solved = best.solved or task.solve(best.along, best.order, best.price, choice)
-    price = task.paid(best, planned_seconds(solved, task.hardware))
+    price = paid(task, best, planned_seconds(solved, task.hardware))
     if price != best.price:
         solved = task.solve(best.along, best.order, price, choice)
     best = replace(best, price=price)
@@ -204,9 +200,9 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         price=best.price.seconds,
         rivals=_rivals(task),
         planned=planned_seconds(solved, task.hardware),
-        _gaps=partial(task.gaps, best, solved),
-        _bound=partial(task.bound, best.price),
-        _alternatives=partial(task.alternatives, best, solved),
+        _gaps=partial(gaps, task, best, solved),
+        _bound=partial(bound, task, best.price),
+        _alternatives=partial(alternatives, task, best, solved),
     )
 
 
@@ -245,6 +241,6 @@ def _rivals(task: Searching) -> dict[str, Rival]:
     ):
         seconds, nbytes = one.estimate.seconds, one.estimate.nbytes
         found.setdefault(
-            task.kind_of(one), Rival(seconds, nbytes, task.fits(one), dict(one.patterns))
+            common_name(task, one), Rival(seconds, nbytes, task.fits(one), dict(one.patterns))
         )
     return found

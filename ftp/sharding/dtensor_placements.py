@@ -11,7 +11,7 @@ import torch
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import Interval, P, Units, chunk, local_pieces
+from ftp.sharding.spec import Interval, P, Units, chunk, local_pieces, pieces_within
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 
@@ -178,7 +178,8 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
                 )
             )
     for _, entry in sorted(candidates, key=lambda c: c[0]):
-        if any(unit.pack != 1 and size % int(unit.pack) for unit in entry):  # type: ignore[arg-type]
+        unit_packs: list[Any] = [unit.pack for unit in entry]
+        if any(pack != 1 and size % int(pack) for pack in unit_packs):
             continue
         entry = tuple(unit.axis if unit.is_plain else unit for unit in entry)
         spec = P(entry)
@@ -211,19 +212,9 @@ def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]
         for part in range(factor):
             outer, long = chunk(length, factor, part)
             start, short = chunk(long, n, index)
-            found += _within(held, outer + start, outer + start + short)
+            found += pieces_within(held, outer + start, outer + start + short)
         held = found
     return held
-
-
-def _within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    found, before = [], 0
-    for a, b in held:
-        low, high = max(start, before), min(stop, before + b - a)
-        if low < high:
-            found.append((a + low - before, a + high - before))
-        before += b - a
-    return found
 
 
 def _joined(pieces: Sequence[Interval]) -> list[Interval]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ftp.context import set_within
 from ftp.errors import MeshError
 from ftp.sharding.launcher import known_hosts
 from ftp.sharding.process_group import (
@@ -233,11 +234,8 @@ _standing_in: ContextVar[DeviceMesh | None] = ContextVar("ftp.sharding.stand_in"
 @contextmanager
 def standing_in(mesh: DeviceMesh) -> Iterator[None]:
     """Within the block, meshes without processes stand for ``mesh``."""
-    token = _standing_in.set(mesh)
-    try:
+    with set_within(_standing_in, mesh):
         yield
-    finally:
-        _standing_in.reset(token)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
@@ -257,11 +255,8 @@ def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
     ...     resolve(None).axes
     {'tp': 2}
     """
-    token = _current.set(resolve(mesh))
-    try:
+    with set_within(_current, resolve(mesh)):
         yield mesh
-    finally:
-        _current.reset(token)
 
 
 def current_mesh() -> Mesh | None:

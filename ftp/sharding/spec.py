@@ -371,7 +371,7 @@ def local_pieces(
             held = [
                 p
                 for piece in cut_pieces(length, axes[cut.axis], coordinate[cut.axis], cut)
-                for p in _within(held, *piece)
+                for p in pieces_within(held, *piece) or [(held[0][0], held[0][0])]
             ]
         found.append(held)
     return found
@@ -400,15 +400,17 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Interval]:
     return [p for p in found if p[0] < p[1]] or found[:1]
 
 
-def _within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """The pieces of the global dim at (start, stop) of the concatenation of ``held``."""
+def pieces_within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+    """The pieces of the global dim at (start, stop) of the concatenation of ``held``; none of them
+    is empty.
+    """
     found, before = [], 0
     for a, b in held:
         low, high = max(start, before), min(stop, before + b - a)
         if low < high:
             found.append((a + low - before, a + high - before))
         before += b - a
-    return found or [(held[0][0], held[0][0])]
+    return found
 
 
 def cut_length(size: int, n: int, index: int, cut: Units) -> int:

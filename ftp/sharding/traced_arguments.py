@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftp.context import set_within
 from ftp.sharding.spec import P
 
 _specs: ContextVar[dict[int, P]] = ContextVar("specs of traced arguments", default={})  # noqa: B039
@@ -15,13 +16,9 @@ _specs: ContextVar[dict[int, P]] = ContextVar("specs of traced arguments", defau
 @contextmanager
 def arguments_with(leaves: Sequence[Any], specs: Sequence[P]) -> Iterator[None]:
     """While it lasts, ``spec_of_argument`` knows the leaves' specs."""
-    token = _specs.set(
-        {id(x): spec for x, spec in zip(leaves, specs, strict=True) if isinstance(x, Tensor)}
-    )
-    try:
+    known = {id(x): spec for x, spec in zip(leaves, specs, strict=True) if isinstance(x, Tensor)}
+    with set_within(_specs, known):
         yield
-    finally:
-        _specs.reset(token)
 
 
 def spec_of_argument(x: Tensor) -> P | None:

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Bound:
+class IndexBound:
     """What the elements of an input may be where one op reads them as indices.
 
     Attributes:
@@ -77,7 +77,7 @@ _REARRANGED = {
 _RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
-def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
+def index_bounds(graph: fx.Graph) -> dict[int, list[IndexBound]]:
     """Bounds of the inputs that index a dim, by the inputs' places.
 
     Elements are followed through ops that select or rearrange them. Indices that are computed (by
@@ -122,7 +122,7 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
                         note(index, -size, size, None, line)
     return {
         place: [
-            Bound(*bound, reaches=None if reaches.all() else reaches)
+            IndexBound(*bound, reaches=None if reaches.all() else reaches)
             for bound, reaches in bounds.items()
         ]
         for place, bounds in found.items()
@@ -133,7 +133,7 @@ def check_indices(
     leaves: Sequence[Tensor],
     specs: Sequence[PartitionSpec],
     names: Sequence[str],
-    bounds: Mapping[int, Sequence[Bound]],
+    bounds: Mapping[int, Sequence[IndexBound]],
     mesh: Mesh,
     record: Calls,
     when: str = "",

@@ -16,6 +16,7 @@ from ftp.errors import InputError, PlacementError, SpecError, join_failures
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.sparse_matrix import with_entries, with_tensors
 from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, local_pieces
 from ftp.tensors.global_shapes import global_shape as global_shape  # where others look for it
 from ftp.tensors.placement import placed, placement_of
@@ -71,7 +72,7 @@ def device_put(
     is_compared = check_inputs and src is None
     is_collective = m.kind == "process" and (is_compared or src is not None)
     with raise_on_all_ranks(m) if is_collective else nullcontext():
-        given = sharded_tree(tree, m, specs, holds="full", takes_sums=True)
+        given = sharded_tree(with_entries(tree), m, specs, holds="full", takes_sums=True)
         _check_sources(given)
         if src is not None:
             ranks = m.ranks if m.kind == "process" else range(m.size())
@@ -111,7 +112,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         shards = agree_on_shapes(shards, "device_get")
     is_collective = m.kind == "process" and any(shards.specs)
     with _running("device_get", shards) if is_collective else nullcontext():
-        return shards.unflatten(_get(leaf, m) for leaf in shards.leaves)
+        return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
 
 
 def _is_unknown(leaf: Leaf) -> bool:

@@ -42,7 +42,7 @@ class Donated:
     by: str
 
 
-class _Ref(weakref.ref):
+class _TensorRef(weakref.ref):
     """A weak reference that knows the id its tensor had."""
 
     __slots__ = ("key",)
@@ -52,10 +52,10 @@ class _Ref(weakref.ref):
 Fact = Placement | Donated
 
 # By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price.
-_known: dict[int, tuple[_Ref, Fact, int | None]] = {}
+_known: dict[int, tuple[_TensorRef, Fact, int | None]] = {}
 
 
-def _forget(ref: _Ref) -> None:
+def _forget(ref: _TensorRef) -> None:
     if (entry := _known.get(ref.key)) is not None and entry[0] is ref:
         del _known[ref.key]
 
@@ -115,7 +115,7 @@ def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch
     if (entry := _known.get(key)) is not None and entry[0]() is tensor:
         _known[key] = (entry[0], fact, entry[2])
         return tensor
-    ref = _Ref(tensor, _forget)
+    ref = _TensorRef(tensor, _forget)
     ref.key = key
     _known[key] = (ref, fact, call)
     return tensor

@@ -13,7 +13,7 @@ from ftp.errors import InputError, MeshError, MismatchError
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import placed
 from ftp.tensors.sharded_tree import ShardedTree, check_fit, sharded_tree, with_agreed_shapes
-from ftp.tensors.transfer import ALIGNMENT, Moving, move
+from ftp.tensors.transfer import ALIGNMENT, ReshardedTensor, reshard_shards
 
 
 def relocate(
@@ -51,11 +51,11 @@ def _sent(
     """The leaves on the new mesh, once all ranks agree on what they send."""
     pairs = zip(sources.leaves, targets.leaves, strict=True)
     tensors = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.shape is not None]
-    moving = [Moving(a.known_shape, a.value.dtype, a.spec, b.spec) for _, a, b in tensors]
+    given = [ReshardedTensor(a.known_shape, a.value.dtype, a.spec, b.spec) for _, a, b in tensors]
     shards = [a.value.detach() if is_here else None for _, a, _ in tensors]
     out = sources.values
-    moved = move(moving, shards, sources.mesh, targets.mesh, max_bytes)
-    for (i, leaf, target), shard in zip(tensors, moved, strict=True):
+    resharded = reshard_shards(given, shards, sources.mesh, targets.mesh, max_bytes)
+    for (i, leaf, target), shard in zip(tensors, resharded, strict=True):
         shape = leaf.known_shape
         if shard is None:
             out[i] = torch.empty(shape, dtype=leaf.value.dtype, device="meta")

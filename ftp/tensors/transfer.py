@@ -20,7 +20,7 @@ DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time where no bound is giv
 
 
 @dataclass(frozen=True)
-class Moving:
+class ReshardedTensor:
     """A tensor to reshard: its global shape and dtype, its spec now and then."""
 
     shape: Shape
@@ -85,12 +85,12 @@ def routes(
 
 
 def rounds(
-    pieces: Sequence[Transfer], moving: Sequence[Moving], max_bytes: int
+    pieces: Sequence[Transfer], tensors: Sequence[ReshardedTensor], max_bytes: int
 ) -> list[list[Transfer]]:
     """The pieces, cut and grouped so that no rank sends and receives more than ``max_bytes`` in a
     round; equal on every rank.
 
-    >>> w = Moving((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
+    >>> w = ReshardedTensor((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
     >>> [[p.box.start for p in r] for r in rounds([Transfer(0, Box((0,), (8,)), 0, 1)], [w], 16)]
     [[(0,)], [(4,)]]
     """
@@ -104,7 +104,7 @@ def rounds(
     room: list[dict[int, int]] = []
     first: dict[int, int] = defaultdict(int)  # of each rank the first round that may have room
     for piece in pieces:
-        m = moving[piece.tensor]
+        m = tensors[piece.tensor]
         for box in piece.box.split(max(1, limit // m.dtype.itemsize)):
             nbytes, at = m.nbytes(box), max(first[piece.source], first[piece.target])
             while (
@@ -125,8 +125,8 @@ def rounds(
     return found
 
 
-def move(
-    moving: Sequence[Moving],
+def reshard_shards(
+    tensors: Sequence[ReshardedTensor],
     shards: Sequence[Tensor | None],
     old: Mesh,
     new: Mesh,
@@ -134,7 +134,7 @@ def move(
     to: torch.device | None = None,
 ) -> list[Tensor | None]:
     """This rank's shards on the new mesh; None on a rank outside it. All ranks of either mesh call
-    it, with equal ``moving``.
+    it, with equal ``tensors``.
 
     Args:
         shards: this rank's shards on the old mesh.
@@ -146,9 +146,9 @@ def move(
     world = tuple(sorted({*old.ranks, *new.ranks})) or (0,)
     device = mesh_device(new)
     here, there = position(old, rank), position(new, rank)
-    arrived: list[Tensor | None] = [None] * len(moving)
+    arrived: list[Tensor | None] = [None] * len(tensors)
     pieces = []
-    for i, m in enumerate(moving):
+    for i, m in enumerate(tensors):
         if there is not None:
             coordinate = new.coordinates()[there] if new.kind == "process" else None
             shape = (
@@ -162,15 +162,15 @@ def move(
                 _view(arrived[i], parts_on(new, m.new, m.shape)[there or 0], box).copy_(
                     _view(shards[i], parts_on(old, m.old, m.shape)[here or 0], box)
                 )
-    for turn in rounds(pieces, moving, DEFAULT_BYTES if max_bytes is None else max_bytes):
+    for turn in rounds(pieces, tensors, DEFAULT_BYTES if max_bytes is None else max_bytes):
         if mine := [p for p in turn if rank in (p.source, p.target)]:
-            _exchange(mine, moving, shards, arrived, old, new, rank, device)
+            _exchange(mine, tensors, shards, arrived, old, new, rank, device)
     return arrived
 
 
 def _exchange(
     pieces: Sequence[Transfer],
-    moving: Sequence[Moving],
+    tensors: Sequence[ReshardedTensor],
     shards: Sequence[Tensor | None],
     arrived: Sequence[Tensor | None],
     old: Mesh,
@@ -181,13 +181,13 @@ def _exchange(
     """One round: a message for each pair of ranks, freed when this returns."""
     sizes: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
-        sizes[p.source, p.target] += moving[p.tensor].nbytes(p.box)
+        sizes[p.source, p.target] += tensors[p.tensor].nbytes(p.box)
     messages = {
         pair: torch.empty(size, dtype=torch.uint8, device=device) for pair, size in sizes.items()
     }
-    for p, slot in _slots(pieces, moving, messages):
+    for p, slot in _slots(pieces, tensors, messages):
         if p.source == rank:
-            m = moving[p.tensor]
+            m = tensors[p.tensor]
             slot.copy_(
                 _view(
                     shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box
@@ -201,21 +201,23 @@ def _exchange(
     ]
     for work in dist.batch_isend_irecv(calls):
         work.wait()
-    for p, slot in _slots(pieces, moving, messages):
+    for p, slot in _slots(pieces, tensors, messages):
         if p.target == rank:
-            m = moving[p.tensor]
+            m = tensors[p.tensor]
             _view(
                 arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box
             ).copy_(slot)
 
 
 def _slots(
-    pieces: Sequence[Transfer], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]
+    pieces: Sequence[Transfer],
+    tensors: Sequence[ReshardedTensor],
+    messages: dict[tuple[int, int], Tensor],
 ) -> Iterator[tuple[Transfer, Tensor]]:
     """Each piece with a view of its bytes in the messages, in its shape and dtype."""
     begin: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
-        m, pair = moving[p.tensor], (p.source, p.target)
+        m, pair = tensors[p.tensor], (p.source, p.target)
         raw = messages[pair][begin[pair] : begin[pair] + p.box.numel * m.dtype.itemsize]
         begin[pair] += m.nbytes(p.box)
         yield p, raw.view(m.dtype).view(p.box.size)

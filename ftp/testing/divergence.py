@@ -14,7 +14,7 @@ from torch import fx
 
 from ftp.api.certify import certificate_of
 from ftp.api.step import Step
-from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
+from ftp.certification.certificate import Certificate, MeshIndex, Operation, Ref
 from ftp.certification.checker import Checker
 from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
 from ftp.certification.unsound import Unsound
@@ -114,7 +114,7 @@ def compare(
     read: dict[tuple[str, int], RankValues] = {}  # by op and operand
     made: dict[str, RankValues] = {}  # by value
     returned: dict[int, RankValues] = {}  # by output
-    watched: dict[Coordinate, list[tuple[fx.Node, ElementMap, RankValues]]] = {}
+    watched: dict[MeshIndex, list[tuple[fx.Node, ElementMap, RankValues]]] = {}
     for cell in checker.cells.all:
         nodes: list[tuple[fx.Node, ElementMap, RankValues]] = []
         for name in checker.graphs.local_ops[cell.graph]:
@@ -208,7 +208,7 @@ def compare(
 
 
 RankValues = dict[
-    Coordinate, list[tuple[ElementMap, torch.Tensor]]
+    MeshIndex, list[tuple[ElementMap, torch.Tensor]]
 ]  # what each rank holds of a value
 OF_DTYPE, OF_DEVICE = (
     8.0,

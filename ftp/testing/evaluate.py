@@ -8,7 +8,7 @@ import torch
 
 from ftp.certification.certificate import Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.rules.rule import replaced
+from ftp.rules.call import replaced
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

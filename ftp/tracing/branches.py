@@ -20,11 +20,12 @@ from torch.utils import _pytree as pytree
 
 from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures
+from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
-from ftp.ops.choose import CHOOSE, Branch, branch, common, number_of, read_in
+from ftp.ops.choose import CHOOSE, BranchPath, branch, common, number_of, read_in
 from ftp.source import at_line
-from ftp.tracing.captured_tensors import Captured, Swapped, is_batched, nodes_so_far, plain
+from ftp.tracing.captured_tensors import CapturedFinder, Swapped, is_batched, nodes_so_far, plain
 from ftp.tracing.explain_errors import at_line as _at
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.known_values import KnownValues
@@ -69,7 +70,7 @@ class Conds:
         captured: dict[fx.Node, Tensor] = {}
         found = []
         for side, fn in zip(SIDES, fns, strict=True):
-            with again(), _branch(-1, side), Captured(before, captured) as mode:
+            with again(), _branch(-1, side), CapturedFinder(before, captured) as mode:
                 result = fn([plain(x) for x in operands])
             leaves_of, tree_of = pytree.tree_flatten(result)
             mode.check(leaves_of)
@@ -182,16 +183,15 @@ class _Cond(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(branches: _Branches, predicate: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        branches: _Branches, predicate: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         return branches.conds.choose(predicate, branches.fns, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.branches, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
-        ctx.has_gradient = [_is_differentiable(x) for x in output]
-        ctx.mark_non_differentiable(*(x for x in output if not _is_differentiable(x)))
+        save_inputs(ctx, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
@@ -199,14 +199,12 @@ class _Cond(torch.autograd.Function):
         given = [unwrap_if_dead(g) for g, has in zip(grads, ctx.has_gradient, strict=True) if has]
         n = len(tensors)
         at = [
-            i
-            for i, x in enumerate(tensors)
-            if _is_differentiable(x) and ctx.needs_input_grad[i + 2]
+            i for i, x in enumerate(tensors) if is_differentiable(x) and ctx.needs_input_grad[i + 2]
         ]
 
         def pulled(fn: Some) -> Some:
             def pull(*values: Tensor) -> tuple[Tensor, ...]:
-                return _pull(_of_some(fn, values[:n], at), [values[i] for i in at], values[n:])
+                return _pull(of_some(fn, values[:n], at), [values[i] for i in at], values[n:])
 
             return pull
 
@@ -220,12 +218,12 @@ class _Cond(torch.autograd.Function):
     def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
         predicate, *tensors = map(unwrap_if_dead, ctx.saved_tensors)
         n = len(tensors)
-        at = [i for i, t in enumerate(tangents) if t is not None and _is_differentiable(tensors[i])]
+        at = [i for i, t in enumerate(tangents) if t is not None and is_differentiable(tensors[i])]
 
         def pushed(fn: Some) -> Some:
             def push(*values: Tensor) -> tuple[Tensor, ...]:
                 primals = tuple(values[i] for i in at)
-                jvp: Any = torch.func.jvp(_of_some(fn, values[:n], at), primals, values[n:])
+                jvp: Any = torch.func.jvp(of_some(fn, values[:n], at), primals, values[n:])
                 return jvp[1]
 
             return push
@@ -234,22 +232,6 @@ class _Cond(torch.autograd.Function):
         found: Any = _Cond.apply(ctx.branches.of(pushed), predicate, *tensors, *given)
         made = iter(found)
         return tuple(next(made) if has else None for has in ctx.has_gradient)
-
-
-def _is_differentiable(x: Tensor) -> bool:
-    return x.dtype.is_floating_point or x.dtype.is_complex
-
-
-def _of_some(fn: Some, tensors: Sequence[Tensor], at: Sequence[int]) -> Some:
-    """A branch as a function of the tensors ``at``, to its differentiable results."""
-
-    def some(*given: Tensor) -> tuple[Tensor, ...]:
-        filled = list(tensors)
-        for i, tensor in zip(at, given, strict=True):
-            filled[i] = tensor
-        return tuple(x for x in fn(*filled) if _is_differentiable(x))
-
-    return some
 
 
 def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -272,7 +254,7 @@ def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[T
 
 def check_writes(graph: fx.Graph) -> None:
     """Refuse branches that change what was made outside of them."""
-    made: dict[int, Branch] = {}
+    made: dict[int, BranchPath] = {}
     for node in graph.nodes:
         for storage in storages(node):
             made.setdefault(storage, node.meta.get("branch", ()))
@@ -297,7 +279,7 @@ def unmark_cut(graph: fx.Graph) -> None:
     chosen = {number_of(node.target, node.args) for node in graph.nodes}
     cut = {number for node in marked for number, _ in node.meta["branch"]} - chosen
     for node in marked:
-        own: Branch = node.meta["branch"]
+        own: BranchPath = node.meta["branch"]
         for user in node.users:
             there = user.meta.get("branch", ())
             operands = list(enumerate(user.args)) if user.target is CHOOSE else [(0, node)]

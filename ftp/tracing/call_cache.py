@@ -16,8 +16,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
-from torch.fx.node import map_arg
 from torch.fx.proxy import Proxy
+
+from ftp.ops.mapped_arguments import mapped_arguments
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownCall:
     """The nodes of a call, and its result with places for tensors; in place, the first input
     stands for the last node from then on.
     """
@@ -93,7 +94,7 @@ class Recall:
 
     def __init__(self, mode: FakeTensorMode):
         self._mode = mode
-        self._known: dict[Any, _Known | None] = {}
+        self._known: dict[Any, _KnownCall | None] = {}
         self._fresh: dict[torch.device, dict[str, Any]] = {}  # the attributes of a new fake tensor
         unsafe = mode._allow_unsafe_data_ptr_access
         self._guard = (
@@ -244,7 +245,9 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
     return kind in _PLAIN
 
 
-def _known(call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _Known | None:
+def _known(
+    call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any
+) -> _KnownCall | None:
     """What was recorded for a call, in terms of its inputs; None where that is not all there is
     to it.
     """
@@ -275,7 +278,7 @@ def _known(call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any)
             v is None or type(v) is FakeTensor for v in val
         ):
             return None
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), places.__getitem__)  # type: ignore[misc]
+        args, kwargs = mapped_arguments(node, places.__getitem__)
         called: Any = (
             node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
         )
@@ -290,7 +293,11 @@ def _known(call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any)
             and first.constant is None
             and first.proxy.node is nodes[0]
         )
-        return _Known(tuple(records), None, True) if is_all and records[0].val is not None else None
+        return (
+            _KnownCall(tuple(records), None, True)
+            if is_all and records[0].val is not None
+            else None
+        )
     made = {}
     for leaf in _leaves(result):
         if (
@@ -315,7 +322,7 @@ def _known(call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any)
                 parts and count != max(parts) + 1
             ):
                 return None
-    return _Known(tuple(records), _marked(result, made), False)
+    return _KnownCall(tuple(records), _marked(result, made), False)
 
 
 def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:

@@ -99,7 +99,7 @@ class _Replacing(TorchFunctionMode):
         return {k: self._swapped(v) for k, v in x.items()} if type(x) is dict else x
 
 
-class Captured(_Replacing):
+class CapturedFinder(_Replacing):
     """Finds the tensors that a branch captures. They are detached, so that what has a gradient all
     the same is seen to come by another way.
     """

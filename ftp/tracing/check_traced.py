@@ -25,9 +25,9 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
             failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(
-                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones. Pass its"
-                " indices and values, and add rows up: y.index_add(0, rows, values[:, None] *"
-                " x[columns]). A matrix that the function captures may be sparse."
+                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones, and"
+                " sparse matrices in COO or CSR with one number an entry. Pass its indices and"
+                " values, and add rows up: y.index_add(0, rows, values[:, None] * x[columns])."
             )
     if failures:
         raise InputError(join_failures(failures))

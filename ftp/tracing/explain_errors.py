@@ -2,7 +2,6 @@
 terms.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from ftp.errors import FtpError, TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.source import describe_line, raised_line
+from ftp.torch_internals.error_texts import Meaning, meaning_of, operator_of
 
 aten = torch.ops.aten
 
@@ -29,12 +29,6 @@ NO_VALUES = (
     "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or"
     " pass the value as a static argument"
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
-)
-
-
-_OF_FUNCTIONS = re.compile(
-    r"no rule registered for HigherOrderOperator (\w+)|(FlexAttention) does not support"
-    r" backward|TransformType\.Grad"
 )
 
 
@@ -81,15 +75,11 @@ def explain(error: Exception) -> FtpError | None:
     """What is wrong in the function, where torch's error says so in its own terms; None for an
     ordinary mistake in it.
     """
-    line, text = raised_line(error), str(error)
+    line, meaning = raised_line(error), meaning_of(error)
     at = f" at {line}" if line else ""
-    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or (
-        type(error) is RuntimeError
-        and re.search(
-            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data"
-            r" pointer|data is not allocated yet",
-            text,
-        )
+    if (
+        isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
+        or meaning is Meaning.NEEDS_VALUE
     ):
         return TraceError(
             "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
@@ -106,67 +96,63 @@ def explain(error: Exception) -> FtpError | None:
             f"{error.func} has no kernel for shapes alone{at}. Give it one with"
             " torch.library.register_fake."
         )
-    if found := _OF_FUNCTIONS.search(text):
-        name = found[1] or ("flex_attention" if found[2] else "A higher-order operator")
+    if meaning is Meaning.TAKES_FUNCTIONS:
+        name = operator_of(error) or "A higher-order operator"
         return TraceError(
             f"{name} takes functions, into which a trace does not see{at}."
             " Call the function itself; what flex_attention does to scores can be attn_mask of"
             " F.scaled_dot_product_attention."
         )
-    if "Mixing fake modes" in text or "different fake mode" in text:
+    if meaning is Meaning.OF_OTHER_TRACE:
         return TraceError(f"The function uses{at} {LEAKED}")
-    if "would mutate a captured Tensor" in text or re.search(
-        r"leaf Variable .* in-place operation", text
-    ):
+    if meaning in (Meaning.MUTATES_CAPTURED, Meaning.MUTATES_LEAF):
         return TraceError(
             f"The function changes an input or a captured tensor in place{at}. {COPY}"
         )
-    if "does not require grad" in text:
+    if meaning is Meaning.NOT_REQUIRING_GRAD:
         return GradientRefused(
             f"The function asks autograd for a gradient{at}, of inputs that do not require one."
             " Use torch.func.grad."
         )
-    if "backward() called inside a functorch transform" in text:
+    if meaning is Meaning.CALLS_BACKWARD:
         return TraceError(
             f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it;"
             " inside a function use torch.func.grad."
         )
-    if "call Tensor.requires_grad_()" in text:
+    if meaning is Meaning.CALLS_REQUIRES_GRAD:
         return GradientRefused(
             f"The function calls requires_grad_(){at}. Gradients are those of the first argument's"
             " leaves: ftp.shard takes them; inside a"
             " function use torch.func.grad, whose argnums say of what."
         )
-    if "setup_context" in text and (function := _function_behind(error)):
+    if meaning is Meaning.FORWARD_TAKES_CTX and (function := _function_behind(error)):
         return GradientRefused(
             f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is"
             " traced needs the form in two parts:"
             "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
             " what backward needs."
         )
-    if "incompatible with .grad()" in text:
+    if meaning is Meaning.REENTRANT_CHECKPOINT:
         return GradientRefused(
             f"The function uses torch.utils.checkpoint with use_reentrant=True{at}, which gives"
             " gradients of all leaves together alone. Pass use_reentrant=False."
         )
-    if "saved tensor hooks" in text:
+    if meaning is Meaning.SAVED_TENSOR_HOOKS:
         return GradientRefused(
             f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
             " cannot be traced."
             " Recompute a block with ftp.remat(block)(*args), or call it as it is."
         )
-    if "expected device meta but got" in text:
+    if meaning is Meaning.META_IN_FORWARD_MODE:
         return TraceError(
             "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
             f" torch.vmap, as of torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
             " torch.func.jacrev(torch.func.jacrev(f))."
         )
-    if isinstance(error, RuntimeError) and re.search(
-        r"\bdtypes?\b|scalar type|same datatype", text
-    ):
+    if meaning is Meaning.DTYPES:
         advice = _of_experts(error) or " Convert them with .to(dtype)."
         return TraceError(
-            f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}.{advice}"
+            f"torch refuses operands of these dtypes{at}: {str(error).rstrip('.')}.{advice}"
         )
     if line:
         error.add_note(f"Raised while ftp traced the function, at {line}")

@@ -151,7 +151,9 @@ class _Flex(torch.autograd.Function):
         ctx.save_for_forward(q, k, v, *tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, of_weights: Tensor | None, _: Any
+    ) -> Any:
         q, k, v, out, logsumexp, *tensors = ctx.saved_tensors
         if grad is None and of_weights is None:
             return (None,) * (4 + len(tensors))
@@ -191,7 +193,9 @@ class _FlexGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(grad, of_weights, q, k, v, out, logsumexp, kept, *tensors):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        grad, of_weights, q, k, v, out, logsumexp, kept, *tensors
+    ):
         wide = sum_dtype(q.dtype)
         delta = (grad.to(wide) * out.to(wide)).sum(-1)
         delta = delta if of_weights is None else delta - of_weights

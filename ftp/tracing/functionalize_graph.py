@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, join_failures
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.tracing.explain_errors import LEAKED, at_line
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.restride import without_strides
+from ftp.tracing.silu_gradient import fuse_silu_gradients
 
 aten = torch.ops.aten
 
@@ -29,7 +31,8 @@ def writes(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes to."""
     written: list[fx.Node] = []
     for i, name in _written_arguments(node.target) if node.op == "call_function" else ():
-        map_arg(node.args[i] if i < len(node.args) else node.kwargs.get(name), written.append)  # type: ignore[arg-type]
+        given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        map_arg(given, written.append)  # type: ignore[arg-type]
     return written
 
 
@@ -94,10 +97,10 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
             return False
         operands = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
         metas = [(n.meta["val"].shape, n.meta["val"].dtype) for n in operands]
-        call = (target, str(map_arg((node.args, node.kwargs), operands.__getitem__)), str(metas))  # type: ignore[arg-type]
+        call = (target, str(mapped_arguments(node, operands.__getitem__)), str(metas))
         if call not in dtypes:
             with mode:
-                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
+                args, kwargs = mapped_arguments(node, lambda n: n.meta["val"])
                 dtypes[call] = target(*args, **kwargs).dtype
         # The value written to keeps its dtype; a new one may be promoted.
         if dtypes[call] != node.meta["val"].dtype:
@@ -189,9 +192,10 @@ def _is_seed(node: fx.Node) -> bool:
     """Whether a scalar is filled like one that nothing else reads: the seed of a backward pass from
     a loss that is not returned, which so need not be computed.
     """
-    return (
-        node.target in _FILLED_LIKE and not node.meta["val"].ndim and len(node.args[0].users) == 1  # type: ignore[union-attr]
-    )
+    if node.target not in _FILLED_LIKE or node.meta["val"].ndim:
+        return False
+    like: Any = node.args[0]
+    return len(like.users) == 1
 
 
 _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
@@ -258,6 +262,7 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         given = node.kwargs.get("device")
         if given is not None and torch.device(given).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
+    fuse_silu_gradients(graph)
     _drop_unused(graph)
 
 
@@ -265,8 +270,8 @@ def _replace_by_number(node: fx.Node) -> None:
     value = node.meta["val"]
     for user in list(node.users):
         if user.op == "call_function":
-            args = (user.args, dict(user.kwargs))
-            user.args, user.kwargs = map_arg(args, lambda n: value if n is node else n)  # type: ignore[assignment]
+            given = mapped_arguments(user, lambda n: value if n is node else n)
+            user.args, user.kwargs = given
     if not node.users:
         node.graph.erase_node(node)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.context import set_within
 from ftp.errors import InputError, join_failures
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.tracing.explain_errors import defined_at
@@ -19,7 +20,7 @@ WAYS = ("func", "grad", "backward")  # each takes gradients of functions that th
 
 
 @dataclass
-class Gradient:
+class GradientWay:
     """How ``grad_and_value`` takes gradients in a trace: by torch.func, by torch.autograd.grad, or
     by backward().
 
@@ -31,17 +32,13 @@ class Gradient:
     is_taken: bool = False
 
 
-_gradient: ContextVar[Gradient | None] = ContextVar("ftp.tracing.gradient", default=None)
+_gradient: ContextVar[GradientWay | None] = ContextVar("ftp.tracing.gradient", default=None)
 
 
 @contextmanager
-def taking(by: str) -> Iterator[Gradient]:
-    taken = Gradient(by)
-    token = _gradient.set(taken)
-    try:
+def taking(by: str) -> Iterator[GradientWay]:
+    with set_within(_gradient, GradientWay(by)) as taken:
         yield taken
-    finally:
-        _gradient.reset(token)
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:

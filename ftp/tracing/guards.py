@@ -11,7 +11,7 @@ import linecache
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-Position = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns
+SourcePosition = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
     return None
 
 
-def _position(code: CodeType, instruction: int) -> Position | None:
+def _position(code: CodeType, instruction: int) -> SourcePosition | None:
     """Where the expression stands whose value is asked for. A jump asks for that of the
     instruction before it, and has itself the place of its statement.
     """
-    found: Position | None = None
+    found: SourcePosition | None = None
     for each in dis.get_instructions(code):
         is_jump = "JUMP" in each.opname or each.opname == "TO_BOOL"
         if not is_jump and each.positions is not None:
@@ -116,7 +116,7 @@ def _warns(statement: ast.stmt) -> bool:
     return name in ("warn", "warning", "warning_once", "warn_once")
 
 
-def _spans(node: ast.expr, position: Position) -> bool:
+def _spans(node: ast.expr, position: SourcePosition) -> bool:
     line, end_line, column, end_column = position
     return (node.lineno, node.col_offset) <= (line, column) and (end_line, end_column) <= (
         node.end_lineno,
@@ -124,11 +124,11 @@ def _spans(node: ast.expr, position: Position) -> bool:
     )
 
 
-def _span(node: ast.expr | ast.stmt) -> Position:
+def _span(node: ast.expr | ast.stmt) -> SourcePosition:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def _asked(statement: ast.If | ast.Assert, position: Position, value: bool) -> str | None:
+def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool) -> str | None:
     """What is asked for at ``position`` where a statement's test is to be ``value``: "true" or
     "false", or the "number" that a comparison reads; None where more than this makes it so.
     """
@@ -140,7 +140,7 @@ def _asked(statement: ast.If | ast.Assert, position: Position, value: bool) -> s
     return "true" if is_sure else None
 
 
-def _asked_in(node: ast.expr, position: Position, value: bool) -> str | None:
+def _asked_in(node: ast.expr, position: SourcePosition, value: bool) -> str | None:
     if _span(node) == position and not isinstance(node, ast.BoolOp):
         is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         return "true" if value != is_not else "false"  # ``not`` asks for its operand

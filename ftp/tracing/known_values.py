@@ -16,9 +16,9 @@ from torch._C._functorch import (
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.op_facts import op_facts
 
@@ -58,17 +58,17 @@ class KnownValues:
             return bool(self._computed(held.proxy.node, tracer.root))
 
     def _is_constant(self, node: fx.Node) -> bool:
-        behind: dict[fx.Node, None] = {}
+        producers: dict[fx.Node, None] = {}
         stack = [node]
         while stack:
-            if (at := stack.pop()) in behind:
+            if (at := stack.pop()) in producers:
                 continue
             if not _is_computable(at):
                 return False
-            behind[at] = None
+            producers[at] = None
             if at not in self._of:
                 stack += at.all_input_nodes
-        return not _are_written(behind, node.graph)
+        return not _are_written(producers, node.graph)
 
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
@@ -84,7 +84,7 @@ class KnownValues:
             if at.op == "get_attr":
                 self._of[at] = getattr(root, str(at.target))
                 continue
-            args, kwargs = map_arg((at.args, at.kwargs), self._of.__getitem__)  # type: ignore[misc]
+            args, kwargs = mapped_arguments(at, self._of.__getitem__)
             kwargs = dict(kwargs)
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("cpu")

@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
-from ftp import deferred_compiler
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
-from ftp.ops.choose import Branch, current_branch
+from ftp.ops.choose import BranchPath, current_branch
 from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
+from ftp.torch_internals import deferred_compiler
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, at_line, explain
 from ftp.tracing.op_facts import (
@@ -100,7 +100,8 @@ class Recorder(TorchDispatchMode):
             shape = [self.symbolic.symint(s) for s in shape]
         with _disable_current_modes(), self.mode:
             if strides is None:
-                return torch.empty(tuple(shape), dtype=dtype, device=self.device)  # type: ignore[return-value]
+                made: Any = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+                return made
             return torch.empty_strided(
                 tuple(shape), tuple(strides), dtype=dtype, device=self.device
             )  # type: ignore[return-value]
@@ -261,7 +262,7 @@ class Recorder(TorchDispatchMode):
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]
 
-    def _turn(self) -> tuple[int, Any, Branch]:
+    def _turn(self) -> tuple[int, Any, BranchPath]:
         """The pass that is going on, even numbers forward and odd ones backward, the recomputation,
         and the branch.
         """
@@ -276,23 +277,23 @@ class Recorder(TorchDispatchMode):
             return self.replayed.get("source", "")
         if self._told is not None:
             return self._told()
-        behind = torch._C._current_autograd_node()
+        forward = torch._C._current_autograd_node()
         frame = sys._getframe(2)
         while frame is not None and frame is not self._boundary:
             code = frame.f_code
             if is_users(code):
                 line = self._describe(code.co_filename, frame.f_lineno)
-                if behind is None:
+                if forward is None:
                     now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
                     for number in range(self._numbered, now):
                         self._lines[number] = line
                     self._numbered = max(self._numbered, now)
                 return line
-            if behind is not None and code.co_name == "_engine_run_backward":
-                line = self._lines.get(behind._sequence_nr())  # type: ignore[attr-defined]
+            if forward is not None and code.co_name == "_engine_run_backward":
+                line = self._lines.get(forward._sequence_nr())  # type: ignore[attr-defined]
                 if line is not None:
                     return line
-                behind = None
+                forward = None
             frame = frame.f_back
         return ""
 

@@ -29,12 +29,13 @@ def without_strides(graph: fx.Graph) -> None:
 
 
 def _as_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    of, *rest = node.args
+    arguments: Any = node.args
+    of, *rest = arguments
     source = rest.pop(0) if node.target is aten.as_strided_scatter.default else None
     size, stride, *offset = rest
-    x = of.meta["val"]  # type: ignore[union-attr]
-    held, seen = memory_order(x.shape, x.stride()), memory_order(size, stride)  # type: ignore[arg-type]
-    if held is None or seen is None or math.prod(size) != x.numel():  # type: ignore[arg-type]
+    x = of.meta["val"]
+    held, seen = memory_order(x.shape, x.stride()), memory_order(size, stride)
+    if held is None or seen is None or math.prod(size) != x.numel():
         return None
     if offset and offset[0] not in (None, x.storage_offset()):
         return None

@@ -6,6 +6,8 @@ one that it selects, so that nothing which is computed of them can be worse than
 a selected row. Functions that take each row by itself give a selection again. A sum, a mean or a
 loss counts the selected rows only, and a write back leaves the others as they were: there the
 selection ends. Every other function is refused.
+
+Above 450 lines: the functions that take selected rows are one table, each with its condition.
 """
 
 import math
@@ -22,7 +24,7 @@ from ftp.source import user_line
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class Selections:
     """Selections by one mask.
 
     Attributes:
@@ -41,7 +43,7 @@ class Group:
 class Selected:
     """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``."""
 
-    def __init__(self, rows: Tensor, group: Group):
+    def __init__(self, rows: Tensor, group: Selections):
         self.rows, self.group = rows, group
 
     def refused_as(self, name: str) -> str:
@@ -63,7 +65,7 @@ class Selected:
         if name in ("dtype", "device", "ndim", "is_cuda", "layout", "requires_grad"):
             return getattr(self.rows, name)
         if name == "shape":
-            return _Shape(self.rows.shape)
+            return _ShapeOfSelection(self.rows.shape)
         method = getattr(Tensor, name, None)
         if method is None or name.startswith("__"):
             raise AttributeError(name)
@@ -75,7 +77,11 @@ class Selected:
         return self.rows.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        return _Shape(self.rows.shape) if dim is None else _Shape(self.rows.shape)[dim]
+        return (
+            _ShapeOfSelection(self.rows.shape)
+            if dim is None
+            else _ShapeOfSelection(self.rows.shape)[dim]
+        )
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
@@ -90,7 +96,7 @@ class Selected:
         raise _refused("bool()")
 
 
-class _Shape:
+class _ShapeOfSelection:
     """The shape of a selection: all sizes but the first."""
 
     def __init__(self, sizes: Sequence[int]):
@@ -129,26 +135,26 @@ for _sign, _name in {
 Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def group_of(mask: Tensor) -> Group:
+def group_of(mask: Tensor) -> Selections:
     valid = mask.reshape(-1)
-    return Group(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
+    return Selections(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
 
 
-def select(x: Tensor, group: Group) -> Selected:
+def select(x: Tensor, group: Selections) -> Selected:
     """``x[mask]``; the mask has ``x``'s first dims."""
     flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
     safe = _unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group)
     return Selected(torch.where(_beside(group.valid, flat), flat, safe), group)
 
 
-def _unless_none(rows: Tensor, group: Group) -> Tensor:
+def _unless_none(rows: Tensor, group: Selections) -> Tensor:
     """The rows, where the mask selects any; else numbers at which most functions are smooth."""
     floats = rows.dtype.is_floating_point or rows.dtype.is_complex
     spare = torch.full((), 0.5 if floats else 0, dtype=rows.dtype, device=rows.device)
     return torch.where(group.first[1], rows, spare)
 
 
-def places(group: Group) -> tuple[Selected, ...]:
+def places(group: Selections) -> tuple[Selected, ...]:
     """``torch.where(mask)``: the indices of each dim."""
     own = torch.arange(group.valid.numel(), device=group.valid.device)
     numbers = torch.where(group.valid, own, group.first[0])
@@ -159,7 +165,7 @@ def places(group: Group) -> tuple[Selected, ...]:
     return tuple(found)
 
 
-def write(x: Tensor, group: Group, value: Selected) -> Tensor:
+def write(x: Tensor, group: Selections, value: Selected) -> Tensor:
     """``x`` after ``x[mask] = value``."""
     flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
     rows = value.rows.to(x.dtype)
@@ -242,7 +248,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return _wrapped(out, group, name)
 
 
-def _wrapped(out: Any, group: Group, name: str) -> Selected:
+def _wrapped(out: Any, group: Selections, name: str) -> Selected:
     if not isinstance(out, Tensor) or not out.ndim or out.shape[0] != group.valid.numel():
         raise _refused(name)
     return Selected(out, group)
@@ -284,13 +290,17 @@ def _over_rows(ndim: int, dim: Any) -> bool:
     return any(d % ndim == 0 for d in dims)
 
 
-def _sum(group: Group, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any) -> Any:
+def _sum(
+    group: Selections, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any
+) -> Any:
     if set(rest) - {"dtype"} or (dim is not None and not _over_rows(x.rows.ndim, dim)):
         return None
     return torch.sum(_zeroed(x), *(() if dim is None else (dim, keepdim)), **rest)
 
 
-def _mean(group: Group, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any) -> Any:
+def _mean(
+    group: Selections, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any
+) -> Any:
     total = _sum(group, x, dim, keepdim, **rest)
     if total is None:
         return None
@@ -302,7 +312,7 @@ def _mean(group: Group, x: Selected, dim: Any = None, keepdim: bool = False, **r
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """A loss of pairs of elements, reduced over the selected rows."""
 
-    def of(group: Group, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def of(group: Selections, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         reduction = kwargs.get("reduction", "mean")
         if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
             return None
@@ -321,7 +331,7 @@ def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
 def _cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
     """A loss of classes: rows that are not selected have the class that it ignores."""
 
-    def of(group: Group, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def of(group: Selections, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
             return None
         if target.rows.dtype.is_floating_point or kwargs.get("reduction", "mean") == "none":
@@ -334,7 +344,9 @@ def _cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
-def _index_add(group: Group, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Any:
+def _index_add(
+    group: Selections, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1
+) -> Any:
     if isinstance(x, Selected) or not isinstance(index, Selected) or dim % x.ndim:
         return None
     if not isinstance(source, Selected):
@@ -342,7 +354,7 @@ def _index_add(group: Group, x: Any, dim: int, index: Any, source: Any, *, alpha
     return torch.index_add(x, dim, index.rows, _zeroed(source).to(x.dtype), alpha=alpha)
 
 
-def _index_add_(group: Group, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _index_add_(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
     new = _index_add(group, x, *args, **kwargs)
     return None if new is None else x.copy_(new)
 

@@ -255,7 +255,8 @@ class Symbolic:
         """
         self.env.line = line  # type: ignore[method-assign]
         # Some ops take symbolic ints in their Python form only.
-        with _config.patch(backed_size_oblivious=True), enable_python_dispatcher():  # type: ignore[attr-defined]
+        oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        with oblivious, enable_python_dispatcher():
             yield
 
 

@@ -8,7 +8,7 @@ fake tensor of its own.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 
-from ftp import deferred_compiler
 from ftp.errors import TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
@@ -25,6 +24,7 @@ from ftp.ops.microbatch_means import means_of_trace
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten
 from ftp.source import describe_line, user_line
+from ftp.torch_internals import deferred_compiler
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
@@ -78,10 +78,11 @@ class Traced:
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
 
-    @property
+    @cached_property
     def out_shapes(self) -> list[tuple[int, ...]]:
         """Of each output its global shape."""
-        shapes = [tuple(node.meta["val"].shape) for node in self.gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        returned: Any = self.gm.graph.output_node().args[0]
+        shapes = [tuple(node.meta["val"].shape) for node in returned]
         if self.symbolic is None:
             return shapes
         return [tuple(map(self.symbolic.dynamic, shape)) for shape in shapes]

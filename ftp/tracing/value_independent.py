@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ftp.axis import is_inside
 from ftp.ops.assume import assume, is_listening
+from ftp.sharding.sparse_matrix import of_values
+from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
@@ -27,6 +31,10 @@ class unchecked(TorchFunctionMode):
     refuses for its values is not refused.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._addresses = Addresses()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if Selected in types:
             return apply(func, args, kwargs or {})
@@ -36,6 +44,8 @@ class unchecked(TorchFunctionMode):
                 return found
         if func in MATMULS and (found := matmul(args)) is not None:
             return found
+        if func is Tensor.data_ptr:
+            return self._addresses.of(args[0])
         if func in _ASKING and (guarded := _guarded(args[0])) is not None:
             return guarded
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
@@ -202,7 +212,7 @@ def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = F
             input + torch.where(kept, values, 0) if accumulate else torch.where(kept, values, input)
         )
         return put.to(input.dtype)
-    if not (values.requires_grad or torch._C._functorch.is_gradtrackingtensor(values)):  # type: ignore[attr-defined]
+    if not (values.requires_grad or is_gradtrackingtensor(values)):
         return torch.index_put(input, indices, values, accumulate)
     places = torch.nonzero_static(mask, size=values.shape[before - 1]).unbind(1)
     return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
@@ -336,6 +346,13 @@ def _stft(
     return made if return_complex is not False else torch.view_as_real(made)
 
 
+def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
+    """By its entries, where a trace computes them."""
+    is_traced = any(isinstance(x, Tensor) and is_fake(x) for x in (*args, *kwargs.values()))
+    found = of_values(*args, **kwargs) if is_traced else None
+    return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
+
+
 def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
 
@@ -348,6 +365,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
     F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.sparse_coo_tensor: _sparse_coo_tensor,
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

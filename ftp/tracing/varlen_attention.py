@@ -103,7 +103,9 @@ class _Varlen(torch.autograd.Function):
         ctx.save_for_forward(*inputs[:5])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: Tensor | None, of_weights: Tensor | None
+    ) -> Any:
         q, k, v, *ends, out, logsumexp = ctx.saved_tensors
         if of_weights is not None:
             run: Any = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731

@@ -246,6 +246,25 @@ def test_what_the_mask_rules_out_is_not_computed():
     assert flops(lowered) == [of_pair * triangle, of_pair * (square + triangle)]
 
 
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_work_in_zigzag_is_even(n: int):
+    """Each rank computes 2n - 1 squares of a chunk and two triangles, and not a pair more; in plain
+    chunks the last rank computes (2n - 1) / n times the mean."""
+    mesh, chunk = ftp.AbstractMesh((n,), ("cp",)), 40
+    q = torch.empty(1, 1, 2 * n * chunk, 8, device="meta")
+    even = (2 * n - 1) * chunk**2 + chunk * (chunk + 1)
+    for hardware in (SLOW, NO_RING):
+        lowered = ftp.lower(
+            with_gradients, mesh, ZIGZAG, q, q, q, q, out_specs=(ZIGZAG,) * 4, hardware=hardware
+        )
+        of_pair = 14 * 8  # two matmuls forward, five backward
+        assert flops(lowered) == [of_pair * even] * n
+    plain = P(None, None, "cp")
+    found = flops(ftp.lower(with_gradients, mesh, plain, q, q, q, q, out_specs=(plain,) * 4))
+    assert sum(found) == n * of_pair * even
+    assert max(found) > 1.05 * of_pair * even
+
+
 def test_the_page():
     page = Path(__file__).resolve().parents[2] / "docs/attention.md"
     assert doctest.testfile(str(page), module_relative=False).failed == 0

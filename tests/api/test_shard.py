@@ -24,7 +24,7 @@ from models import (
     sequence_parallel,
     specs,
 )
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from rounding import room
 
 import ftp

@@ -30,7 +30,8 @@ from ftp import P
 from ftp.__main__ import main
 from ftp.api.certify import certificate_of, certify
 from ftp.certification.axis_collectives import Contribution, gather_axis
-from ftp.certification.certificate import Certificate, Ranks, load_certificate
+from ftp.certification.certificate import Certificate, Ranks
+from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
 from ftp.certification.element_map import DimPart, MeshAxis, element_map, reshape, zeros_like
@@ -357,10 +358,14 @@ def prompt(graph: fx.Graph) -> fx.Graph:
 
 def delayed(graph: fx.Graph) -> fx.Graph:
     """The graph as badly as ranks may run it: a collective reads what it sends when it is waited
-    for, and gives nothing before.
+    for, and gives nothing before. Collectives run in the order in which they are issued, so that it
+    reads no later than those issued after it: ranks may wait in different orders.
     """
     new = prompt(graph)
-    for node in issued(new):
+    order = {node: i for i, node in enumerate(new.nodes)}
+    next_one = None  # the collective that is issued after, and where it is now
+    at = len(order)
+    for node in reversed(issued(new)):
         waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
         if len(waits) < len(node.users):
             with new.inserting_after(node):
@@ -369,9 +374,45 @@ def delayed(graph: fx.Graph) -> fx.Graph:
                 nothing,
                 delete_user_cb=lambda u, waits=waits, nothing=nothing: u not in (*waits, nothing),
             )
+            next_one, at = node, order[node]
         elif waits and node.target is not c10d.all_reduce.default:  # which works on a copy
-            waits[0].prepend(node)
+            first = min(waits, key=order.__getitem__)
+            if next_one is None or order[first] < at:
+                next_one, at = first, order[first]
+            next_one.prepend(node)
+            next_one = node
+        else:
+            next_one, at = node, order[node]
     return new
+
+
+def test_ranks_that_wait_in_different_orders_are_no_change():
+    def rank_graph(waits: Sequence[int], is_overwritten: bool = False) -> fx.Graph:
+        graph = fx.Graph()
+        x, y = graph.placeholder("x"), graph.placeholder("y")
+        sent = []
+        for operand in (x, y):
+            node = graph.call_function(c10d.all_gather_into_tensor.default, (operand, 2, "tp"))
+            node.meta["axis"] = "tp"
+            sent.append(node)
+        if is_overwritten:
+            graph.call_function(aten.mul_.Tensor, (x, 3))
+        found: dict[int, fx.Node] = {}
+        for i in waits:
+            found[i] = graph.call_function(c10d.wait_tensor.default, (sent[i],))
+        graph.output((found[0], found[1]))
+        return graph
+
+    def results(*graphs: fx.Graph):
+        modules = [fx.GraphModule({}, delayed(graph)) for graph in graphs]
+        programs = [LocalProgram(m, (), ()) for m in modules]
+        locals_ = [[torch.tensor([r + 1.0]), torch.tensor([r + 3.0])] for r in range(2)]
+        return simulate(programs, locals_, {"tp": [(0, 1)]})
+
+    for outputs in results(rank_graph((0, 1)), rank_graph((1, 0))):
+        assert [o.tolist() for o in outputs] == [[1, 2], [3, 4]]
+    for outputs in results(rank_graph((0, 1)), rank_graph((1, 0), is_overwritten=True)):
+        assert [o.tolist() for o in outputs] == [[1, 6], [3, 4]]
 
 
 def run(
@@ -819,9 +860,9 @@ def test_arguments_with_the_names_of_values():
         )
 
     want = lower("x").plan.graph.nodes
-    # A constant, a move, per-rank code, and ops at the start and the end.
+    # A constant, a reshard, per-rank code, and ops at the start and the end.
     names = {node.kind: node.name for node in want if node.name.isidentifier()}
-    assert names["local"].startswith("local") and "all_reduce" in names["move"]
+    assert names["local"].startswith("local") and "all_reduce" in names["reshard"]
     for name in {*names.values(), "constant_0", "local", "t"}:
         lowered = lower(name)
         certificate = certify(lowered)

@@ -24,7 +24,7 @@ from ftp.sharding.spec import local_pieces
 from ftp.tensors.boxes import parts_on
 from ftp.tensors.device_put import put, take
 from ftp.tensors.placement import placement, remember
-from ftp.tensors.transfer import ALIGNMENT, Moving, Transfer, rounds, routes
+from ftp.tensors.transfer import ALIGNMENT, ReshardedTensor, Transfer, rounds, routes
 from tests.checkpoint.test_checkpoint import drawn, same  # type: ignore[import-not-found]
 
 
@@ -157,11 +157,11 @@ def test_rounds_bring_everything_in_bounded_messages(case, dtype, max_bytes):
         sides.append((mesh, pieces))
     (a, held), (b, due) = sides
     world = tuple(range(max(a.size(), b.size())))
-    moving = Moving(shape, dtype, before, after)
+    tensor = ReshardedTensor(shape, dtype, before, after)
     ways = routes(a, b, before, after, shape, world)
     arrived = [torch.zeros_like(take(full, p)) for p in due]
     sent = [[Transfer(0, box, s, t) for box, s, t in ways if s == t]]
-    sent += rounds([Transfer(0, box, s, t) for box, s, t in ways if s != t], [moving], max_bytes)
+    sent += rounds([Transfer(0, box, s, t) for box, s, t in ways if s != t], [tensor], max_bytes)
     for at, turn in enumerate(sent):
         load = dict.fromkeys(world, 0)
         for p in turn:
@@ -172,8 +172,8 @@ def test_rounds_bring_everything_in_bounded_messages(case, dtype, max_bytes):
                 x for x in parts_on(b, after, shape)[p.target] if x.box.meet(p.box) == p.box
             )
             arrived[p.target][part.slices(p.box)] = known[p.box.slices((0,) * len(shape))]
-            load[p.source] += moving.nbytes(p.box)
-            load[p.target] += moving.nbytes(p.box)
+            load[p.source] += tensor.nbytes(p.box)
+            load[p.target] += tensor.nbytes(p.box)
         assert at == 0 or max(load.values()) <= max_bytes
-        assert all(moving.nbytes(p.box) % ALIGNMENT == 0 for p in turn)
+        assert all(tensor.nbytes(p.box) % ALIGNMENT == 0 for p in turn)
     assert all(same(x, take(full, p)) for x, p in zip(arrived, due, strict=True))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ftp
 from ftp import P
-from ftp.checkpoint.manifest import Chunk, SavedTensor
+from ftp.checkpoint.manifest import SavedTensor, StoredChunk
 from ftp.checkpoint.safetensors_io import STORED
 from ftp.sharding.pytree import flatten, leaf_paths
 from ftp.tensors.boxes import Box, whole
@@ -249,7 +249,7 @@ def test_a_tensor_is_whole_where_every_element_is_there_once(data):
         "float32",
         shape,
         "P()",
-        tuple(Chunk(f"{i}.safetensors", box, "") for i, box in enumerate(boxes)),
+        tuple(StoredChunk(f"{i}.safetensors", box, "") for i, box in enumerate(boxes)),
     )
     assert (saved.problem("w") is None) == (is_within and bool((count == 1).all()))
 

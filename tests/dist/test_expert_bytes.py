@@ -101,8 +101,7 @@ def test_gloo_moves_rows_and_counts_and_no_weight():
         assert rank.exit == 0, rank.error or rank.stderr[-2000:]
         moved, said = rank.value
         sent = [nbytes for name, nbytes in moved if name == "gloo:all_to_all"]
-        counts = EXPERTS * 8
-        assert sorted(sent) == [counts, *[rows] * 4]
+        assert sent == [rows] * 4
         assert [wire for _, _, wire, is_rows in said if is_rows] == [rows // 2] * 4
         assert sum(wire for *_, wire, is_rows in said if is_rows) == 2 * (
             2 * TOKENS // 2 * K * DIM * 8 // 2

@@ -235,7 +235,7 @@ def test_how_long_a_dead_owner_is_waited_for(tmp_path, monkeypatch, who):
         now = time.time()
         os.utime(lock, (now, now - 0.4))
         assert hold(tmp_path, 0.8, wait=True)
-        assert 0.2 < time.time() - now < 3
+        assert 0.2 < time.time() - now < 10
     assert [path.name for path in tmp_path.iterdir()] == [".lock-00000008"]
     release()
     assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from launch import launch
 from parallel_plans import CASES  # type: ignore[import-not-found]
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module

@@ -344,7 +344,11 @@ def _other_program():
     mesh = _mesh()
     rank = dist.get_rank()
     loss = (lambda p, x: _loss(p, x)) if rank == 0 else (lambda p, x: _loss(p, x) * 2)
-    ftp.shard(loss, mesh, {"w": P()})({"w": torch.ones(4, 3)}, torch.ones(2, 4))
+    with pytest.raises(ftp.errors.MismatchError) as raised:
+        ftp.shard(loss, mesh, {"w": P()})({"w": torch.ones(4, 3)}, torch.ones(2, 4))
+    # Where the programs first differ, not their fingerprints.
+    assert raised.value.facet == "program" and "mul" in str(raised.value)
+    raise raised.value
 
 
 def _other_static():

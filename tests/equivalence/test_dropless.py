@@ -65,7 +65,8 @@ def by_hand(mutant: str = "") -> Any:
 def prove(program: Any) -> None:
     mesh = ftp.AbstractMesh((RANKS,), ("ep",))
     given = (SPECS, P("ep")), P("ep"), PARAMS, X
-    ftp.equivalent(reference, program, mesh, *given, grad=True)
+    (said,) = ftp.equivalent(reference, program, mesh, *given, grad=True).assumptions
+    assert "as by a router" in said and "12 orders were drawn" in said  # routings are sampled
 
 
 @pytest.mark.parametrize("program", [by_ftp, by_hand()], ids=["ftp", "by hand"])

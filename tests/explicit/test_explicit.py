@@ -151,6 +151,35 @@ def test_specs_ask_for_what_an_output_needs_and_no_more():
     assert (line.place, line.nbytes) == ("in place of", 4 * 4 * 6)
 
 
+def test_the_sum_of_an_unreduced_input_is_asked_for_where_ops_are_linear_in_it():
+    x, sum_ = torch.empty(4, 6), P(unreduced=("tp",))
+
+    def make(source: Source, **options) -> ftp.Lowered:
+        return ftp.spmd(source.load().fn, TP, sum_, P(), **options).lower(x)
+
+    check_lines(make, Source("def fn(x):\n    h = x * 2\n    return h.relu()\n"))
+
+    def sends(fn, *specs):
+        found = ftp.spmd(fn, TP, specs, P(), explicit=True).lower(*[x for _ in specs])
+        return [c.op for c in found.collectives]
+
+    assert sends(lambda x: x.t() * 2, sum_) == ["all_reduce"]
+    assert sends(lambda x, y: x * y, sum_, P()) == ["all_reduce"]
+    assert sends(lambda x, y: x - y, sum_, sum_) == ["all_reduce"]
+    for fn in (
+        lambda x, y: x.relu() * y,
+        lambda x, y: x * x * y,
+        lambda x, y: y / x,
+        lambda x, y: x + y,
+    ):
+        with pytest.raises(ExplicitError) as e:
+            sends(fn, sum_, P())
+        assert any("ftp.constrain(x, P(None, None))" in m.line for m in e.value.missing)
+    with pytest.raises(ExplicitError) as e:  # the sum of products is not the product of sums
+        sends(lambda x, y: (x * 2) * (y * 2), sum_, sum_)
+    assert sum(m.nbytes for m in e.value.missing) == 2 * 4 * x.numel()
+
+
 def test_an_operand_that_is_cut_anew_is_named():
     def fn(s, x, y):
         total = x + y

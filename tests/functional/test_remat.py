@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import nn
 from torch.nn import functional as F
 
@@ -141,7 +141,6 @@ def test_products_are_repeated_once_where_nothing_is_kept():
     assert products("nothing") == products(None) + 3 * LAYERS
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize(
     "transform", [torch.func.grad, torch.func.hessian, torch.func.jacrev, torch.func.jacfwd]
 )
@@ -167,7 +166,6 @@ def test_nested_and_other_leaves():
     torch.testing.assert_close(ftp.remat(lambda x: x)(x), x)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, torch.func.jacfwd])
 def test_a_block_of_blocks(transform: Any):
     """The inner block takes a value that the outer one makes."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import LlamaBlock, LlamaConfig
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp

@@ -306,9 +306,10 @@ def sequence_scaling(is_mended):
 
     def program(w, x):
         w = w.detach().requires_grad_()
-        loss = (x @ w).square().mean()  # BUG
+        loss = (x @ w).square().mean()
         grad = torch.autograd.grad(loss, w)[0]
-        dist.all_reduce(grad, op=dist.ReduceOp.AVG if is_mended else dist.ReduceOp.SUM)
+        op = dist.ReduceOp.AVG if is_mended else dist.ReduceOp.SUM
+        dist.all_reduce(grad, op=op)  # BUG
         return grad
 
     return program
@@ -518,6 +519,36 @@ def norm_weight_over_two_axes(is_mended):
     return program
 
 
+class ScatterTokens(torch.autograd.Function):
+    """This rank's tokens; the gradient is that of all tokens."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = [torch.empty_like(grad) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
+        return torch.cat(parts, 1), None
+
+
+def combined_embeddings(images, text):
+    return torch.cat([images, text], 1)
+
+
+def scatter_over_another_grid(is_mended):
+    """A model with groups of its own scatters its tokens over those of the global layout."""
+
+    def program(images, text):
+        combined = combined_embeddings(images, text)
+        group = GRID.get_group("tp" if is_mended else "dp")
+        return ScatterTokens.apply(combined, group)  # BUG
+
+    return program
+
+
 def clipped(sinks, weight):
     norm = (sinks.square().sum() + weight.square().sum()).sqrt()
     return sinks / norm, weight / norm
@@ -659,6 +690,15 @@ BUGS = [
         P("tp"),
         P(unreduced=("tp",)),
         (randn(4), torch.tensor([1, 1, 1, 0])),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (7)",
+        combined_embeddings,
+        scatter_over_another_grid,
+        P("dp"),
+        P("dp", "tp"),
+        (randn(2, 2, 3), randn(2, 4, 3)),
+        mesh=GRID,
     ),
     Bug(
         "NVIDIA/Megatron-LM#7452 (8)",

@@ -81,7 +81,7 @@ def test_a_few_mutants(name: str):
 def test_more_mutants():
     _, bad = sweep(NAMES, range(20_000, 20_130))
     assert not [b for b in bad if b.startswith("wrong")]
-    # Of what only a comparison with zero reads, the sign alone counts: the proof knows no order.
+    # Numbers that are at most zero, as their maximum was subtracted, are so without a proof.
     assert len(bad) <= 3, bad
 
 
@@ -90,7 +90,7 @@ def test_the_record():
     record = json.loads(RECORD.read_text())
     assert record["mutants"] >= 1000
     assert record["proven, and told from the reference"] == 0
-    assert len(record["undecided"]) < 10
+    assert len(record["undecided"]) <= 2
     changes = {line.split(":")[0] for line in record["by change"]}
     assert changes == {change.__name__ for change in CHANGES}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
@@ -54,9 +54,6 @@ def free(x):
     return x.sin().cos().sum()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script"
-)  # torch's own, when it first loads forward-mode rules
 @pytest.mark.parametrize(
     "transform",
     [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch.optim import lr_scheduler
 
 import ftp

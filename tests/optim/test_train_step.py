@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 
 import ftp
 from ftp import P

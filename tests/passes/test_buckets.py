@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import LlamaConfig, build, lm_loss
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,6 +89,27 @@ def test_memory_grows_by_no_more_than_a_bucket(specs: P):
     assert int(found.memory) <= int(plain.memory) + largest
 
 
+@pytest.mark.parametrize("n", [2, 4])
+def test_zero3_gathers_by_layer_and_holds_less_than_data_parallelism(n: int):
+    cfg = LlamaConfig(vocab=512, dim=128, layers=4, heads=4, hidden=256)
+    fn, params = ftp.functionalize(build(cfg, device="meta"))
+    batch = tuple(torch.empty(8, 16, dtype=torch.int64, device="meta") for _ in range(2))
+    mesh = ftp.AbstractMesh((n,), ("dp",))
+    found, plain = (
+        ftp.shard(lm_loss(fn), mesh, specs, batch_specs=P("dp"), bucket=is_packed).lower(
+            params, batch
+        )
+        for specs, is_packed in ((P("dp"), True), (P(), False))
+    )
+    assert int(found.memory) < int(plain.memory)
+    of_layer = [
+        {name.split("layers.")[-1].split(".")[0] for m in c.members if "layers" in (name := m.name)}
+        for c in found.collectives
+        if c.op == "all_gather"
+    ]
+    assert Counter(layer for found in of_layer for layer in found) == dict.fromkeys("0123", 2)
+
+
 def test_axes_are_merged_where_their_links_are_as_fast():
     w, x = {"w": torch.empty(256, 512)}, torch.empty(16, 256)
     mesh = ftp.AbstractMesh((4, 2), ("dp", "cp"))
@@ -122,3 +144,22 @@ def test_losses_of_microbatches_are_one_reduction(n: int):
     )
     assert len(step.lower(p, x).collectives) == 1
     torch.testing.assert_close(step(p, x), torch.func.grad_and_value(loss)(p, x))
+
+
+def test_a_pack_ends_before_a_gather_that_needs_a_member_and_was_moved_ahead():
+    """What depends on parameters alone is moved ahead of a sum over the batch; a rank with an empty
+    shard may not see that it depends on the pack.
+    """
+
+    def fn(params: Any, x: torch.Tensor) -> Any:
+        w, u, v = params
+        inverse = torch.linalg.inv(w.T @ w + torch.eye(4))
+        return (x @ u).softmax(-1).sum(), v.T @ (v @ inverse)
+
+    params, x = tuple(torch.ones(4, 4) for _ in range(3)), torch.ones(2, 4)
+    specs = (P("tp"), P(None, "tp"))
+    step = ftp.spmd(fn, ftp.AbstractMesh((3,), ("tp",)), specs, (P(), P("tp")))
+    lowered = step.lower(params, x)
+    issued = [c.op for c in lowered.collectives]
+    assert issued == ["all_reduce", "reduce_scatter", "all_reduce"]
+    assert all(len(c.members) <= 1 for c in lowered.collectives)

@@ -1,4 +1,4 @@
-"""Matmuls that are one op with the move beside them: simulated, and by torch's plain forms on
+"""Matmuls that are one op with the reshard beside them: simulated, and by torch's plain forms on
 gloo; the kernels are test_cuda.py's.
 """
 
@@ -64,7 +64,7 @@ def test_what_does_not_divide_is_left_as_it_is():
     assert gather_matmuls not in targets and matmul_scatter not in targets
 
 
-def test_moves_of_parameters_are_left_as_they_are():
+def test_reshards_of_parameters_are_left_as_they_are():
     mesh = ftp.AbstractMesh((2,), ("dp",), device_type="cuda")
     step = ftp.shard(
         lambda p, x: (x @ p["w"]).sum(), mesh, P("dp"), batch_specs=P("dp"), async_tp=True
@@ -108,7 +108,7 @@ def test_processes_without_gpus_are_refused():
     assert rank.value == (
         "async_tp=True, but the mesh (tp 1) on cpu has no GPUs with symmetric memory."
         " Leave it out; chunks=n hides the same"
-        " moves behind matmuls with ordinary collectives."
+        " reshards behind matmuls with ordinary collectives."
     ), rank.error
 
 
@@ -124,7 +124,7 @@ def _refused() -> str:
 def test_chunks_as_well_are_refused():
     with pytest.raises(
         ftp.errors.InputError,
-        match=r"async_tp=True and chunks=2 both take the moves beside matmuls\. Leave one out\.",
+        match=r"async_tp=True and chunks=2 both take the reshards beside matmuls\. Leave one out\.",
     ):
         ftp.shard(
             lambda p, x: x.sum(), ftp.AbstractMesh((2,), ("tp",)), P(), async_tp=True, chunks=2

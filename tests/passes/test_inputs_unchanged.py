@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from dropless import FORMS, drawn
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,6 +107,16 @@ def over_slow_links() -> ftp.Lowered:
     ).lower(given, torch.ones(8, 4))
 
 
+def sending_tokens() -> ftp.Lowered:
+    """Experts whose tokens travel, and the gradient of their activation."""
+    params, x = drawn(4, 4, None, 0)
+    layer = ftp.plans.send_tokens(lambda p, x: FORMS["torchtitan_form"](p, x, 2), "ep")
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    mesh = ftp.simulated_mesh(2, "ep")
+    step = ftp.shard(lambda p, x: layer(p, x).square().sum(), mesh, specs, batch_specs=P("ep"))
+    return step.lower(params, x)
+
+
 def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPatch):
     called: Counter[str] = Counter()
     listed = passes()
@@ -133,6 +144,7 @@ def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPa
         train_step(async_tp=True, bucket=False),
         choosing(),
         over_slow_links(),
+        sending_tokens(),
     ]
     for lowered in programs:
         local = lowered._program.local()

@@ -258,7 +258,7 @@ MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_moves_over_several_axes_are_one(name: str):
+def test_reshards_over_several_axes_are_one(name: str):
     axes, tp, batch_spec, counts = MERGED[name]
     cfg = LlamaConfig(vocab=64, layers=1)
     fn, params = ftp.functionalize(
@@ -347,7 +347,7 @@ def test_packs_keep_to_their_sizes(limit: int):
     sizes = {
         n.name: math.prod(n.results[0].shape) * n.results[0].dtype.itemsize
         for n in graph.nodes
-        if n.kind == "move"
+        if n.kind == "reshard"
     }
     of_one, together = (
         packs(graph, pack_bytes=limit).groups,
@@ -474,7 +474,7 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
 
 
 @pytest.mark.parametrize(("ranks", "bucket"), [(2, True), (3, False)])
-def test_products_beside_moves_are_chunked(ranks: int, bucket: bool):
+def test_matmuls_beside_reshards_are_chunked(ranks: int, bucket: bool):
     cfg = LlamaConfig(vocab=67, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel())
     of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 4, 8)

@@ -32,7 +32,6 @@ def test_nothing_moves_and_gradients_are_exact(rows, n):
     assert [c.op for c in step.lower(x).collectives] == ["all_reduce"]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_transforms():
     x, t = torch.randn(2, 5, 3, dtype=torch.float64)
     grown = torch.nn.functional.pad(x, (0, 0, 0, 1))

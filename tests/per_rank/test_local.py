@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 
 import ftp
 from ftp import P
@@ -636,9 +636,6 @@ def test_nesting_and_tensors_of_the_surrounding_function():
             step(torch.ones(4))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script"
-)  # torch's own, when it first loads forward-mode rules
 def test_forward_mode_is_refused():
     double = ftp.local(lambda x: 2 * x, ftp.simulated_mesh(2, "tp"), P("tp"), P("tp"))
     with pytest.raises(ftp.errors.TraceError, match=r"forward mode"):

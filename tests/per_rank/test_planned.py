@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 
 import ftp
 from ftp import P

@@ -1,5 +1,6 @@
 """The peak memory of a stage's rank is what the CPU's allocator measures."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,18 +9,25 @@ from torch.profiler import ProfilerActivity, profile
 
 import ftp
 from ftp import P
-from ftp.runtime.pipeline_program import PipelineProgram, _Worker
+from ftp.runtime.pipeline_program import PipelineProgram
+from ftp.runtime.pipeline_worker import Worker
 from tests.support.models import LlamaConfig, build, lm_batch, lm_loss
 
 
 class Buffers:
-    """Messages of a rank that is alone: it receives what it was about to receive, unwritten."""
+    """Messages of a rank that is alone: it receives what it was about to receive, unwritten, and
+    holds what it sends until that has been read for certain.
+    """
 
     def __init__(self):
         self.received: dict[Any, list[torch.Tensor]] = {}
+        self.sent: dict[Any, list[torch.Tensor]] = {}
 
     def send(self, key, values, rank):
-        pass
+        self.sent[key] = values
+
+    def release(self, key):
+        del self.sent[key]
 
     def is_expected(self, key):
         return key in self.received
@@ -35,7 +43,7 @@ class Buffers:
 
 
 def run(program: PipelineProgram, rank: int, inputs: list[torch.Tensor]) -> Any:
-    worker: Any = _Worker(program, rank, inputs, Buffers(), lambda held: held.shape)  # type: ignore[arg-type]
+    worker: Any = Worker(program, rank, inputs, Buffers(), lambda held: held.shape)  # type: ignore[arg-type]
     assert not list(worker.run())
     return worker.outputs([torch.zeros(()) for _ in program.made.stages.results])
 
@@ -47,8 +55,15 @@ def measured(program: PipelineProgram, rank: int) -> tuple[int, int]:
         if holder is not None and holder % program.ranks != rank:
             inputs[leaf] = torch.zeros(0)
     run(program, rank, inputs)
+    return most_allocated(lambda: run(program, rank, inputs)), sum(
+        x.numel() * x.itemsize for x in inputs
+    )
+
+
+def most_allocated(run: Callable[[], Any]) -> int:
+    """Bytes that the allocator handed out at most during a call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        outputs = run(program, rank, inputs)
+        outputs = run()
     del outputs
     events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
     live = peak = 0
@@ -56,7 +71,7 @@ def measured(program: PipelineProgram, rank: int) -> tuple[int, int]:
         if event.name() == "[memory]":
             live += event.nbytes()  # type: ignore[attr-defined]
             peak = max(peak, live)
-    return peak, sum(x.numel() * x.itemsize for x in inputs)
+    return peak
 
 
 def lowered(schedule: str, microbatches: int) -> Any:
@@ -96,3 +111,47 @@ def test_one_f_one_b_holds_as_many_microbatches_as_stages():
         if stage == 0
     )
     assert of["1f1b", 4] <= of["gpipe", 2] + gradients + NUMBERS
+
+
+class Block(torch.nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(dim)
+        self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_first_stage_holds_no_more_than_autograd(schedule):
+    """Activations are freed as a backward pass reads them, and the first microbatch's gradients are
+    the sums: beside autograd's memory there is one message more, of the next action.
+    """
+    count, rows, length, dim = 4, 2, 8, 32
+    layers = torch.nn.ModuleDict({f"{i}": Block(dim) for i in range(4)})
+    stage = torch.nn.Sequential(layers["0"], layers["1"])
+
+    def loss_fn(params, x):
+        for i in range(4):
+            x = torch.func.functional_call(layers[str(i)], params[i], (x,))
+        return x.square().mean()
+
+    params = [dict(layers[str(i)].named_parameters()) for i in range(4)]
+    mesh, pipe = ftp.simulated_mesh((2,), ("pp",)), ftp.Pipeline("pp", count, schedule)
+    step = ftp.shard(loss_fn, mesh, pipe.place(params, P(), mesh), pipeline=pipe)
+    lowered: Any = step.lower(params, torch.randn(count * rows, length, dim))
+    xs = [torch.randn(rows, length, dim) for _ in range(count)]
+    message = xs[0].numel() * xs[0].itemsize
+
+    def by_autograd():
+        held = {}
+        for kind, _, i in lowered.actions[0]:
+            if kind == "F":
+                held[i] = stage(xs[i])
+            else:
+                held.pop(i).backward(torch.zeros_like(xs[i]))
+
+    stage.zero_grad()
+    theirs = most_allocated(by_autograd)
+    assert measured(lowered._program, 0)[0] <= theirs + message + NUMBERS

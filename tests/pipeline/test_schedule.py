@@ -34,6 +34,28 @@ def of(name: str, ranks: int, microbatches: int, chunks: int):
     return SCHEDULES[name](ranks, microbatches, chunks), microbatches, chunks
 
 
+@given(DRAWN, st.randoms(use_true_random=False))
+@settings(max_examples=40)
+def test_a_message_that_is_known_to_be_read_has_been(drawn, random):
+    """At any speed of the ranks its reader started before; in the end it is known of a forward
+    pass' messages at least, whose gradients came back.
+    """
+    name, ranks, count, chunks = drawn
+    actions, count, chunks = of(name, ranks, count, chunks)
+    stages = ranks * chunks
+    seconds = {action: random.uniform(0.1, 9.0) for own in actions for action in own}
+    start = {t.action: t.start for t in simulate(actions, stages, seconds.__getitem__)}
+    reader = {m.sender: m.reader for m in buffers.messages(actions, stages)}
+    known = buffers.known_read(actions, stages)
+    found = [sender for senders in known.values() for sender in senders]
+    assert len(set(found)) == len(found)
+    assert {sender for sender in reader if sender.kind == "F"} <= set(found) <= reader.keys()
+    for action, senders in known.items():
+        for sender in senders:
+            assert sender.stage % ranks == action.stage % ranks
+            assert start[reader[sender]] <= start[action]
+
+
 @given(DRAWN)
 @settings(max_examples=60)
 def test_all_work_is_done_once_and_ends(drawn):

@@ -1,5 +1,7 @@
 """Stacks of layers that ``ftp.scan`` runs, cut over the ranks of a pipeline."""
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx
 
 import ftp
 from ftp import P
-from ftp.errors import SpecError
+from ftp.errors import CertificateError, SpecError
+from ftp.pipeline import check_stacks
 from tests.pipeline.test_train_steps import adamw, check_steps, train_step
 
 WIDTH, VOCABULARY = 6, 9
@@ -97,6 +101,92 @@ def test_training_stacks():
     # A rank holds its layers alone: 3 of 5 and the embedding, or 2 of 5 and the head.
     first, last = lowered.memory_by_rank
     assert first > last
+
+
+def mutants(graph: fx.Graph) -> Iterator[str]:
+    """Change one operand, one layer's number, or the order of two results; undo it after each."""
+    before: list[fx.Node] = []
+    for node in graph.nodes:
+        args = node.args
+        if node.op == "output":
+            for i in range(len(before) and len(args[0]) - 1):
+                own = list(args[0])
+                own[i], own[i + 1] = own[i + 1], own[i]
+                node.args = (tuple(own),)
+                yield f"results {i} and {i + 1}"
+        elif node.target is operator.getitem:
+            count = len(args[0].meta["val"])
+            node.args = (args[0], (args[1] + 1) % count)
+            yield f"{node} takes another layer"
+        for operand in node.all_input_nodes if node.op == "call_function" else ():
+            for other in [n for n in before if alike(n, operand)][-1:]:
+                node.args = args
+                node.replace_input_with(operand, other)
+                yield f"{node} reads {other} for {operand}"
+        node.args = args
+        before.append(node)
+
+
+def alike(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    if isinstance(x, list | tuple) or isinstance(y, list | tuple):
+        return a is not b and isinstance(x, list) and isinstance(y, list) and len(x) == len(y)
+    return a is not b and x.shape == y.shape and x.dtype == y.dtype
+
+
+def test_a_wrong_layer_is_not_certified(monkeypatch):
+    """Of graphs with one changed operand the check refuses all that compute other numbers: of a
+    microbatch's gradient, and of AdamW's update with clipping.
+    """
+    seen: list[Any] = []
+    for module in ("pipelined_step", "staged_step"):
+        monkeypatch.setattr(
+            f"ftp.api.{module}.check_parts_of_stacks", lambda *args: seen.append(args)
+        )
+    params, opt, pipe = params_of(4), adamw(), ftp.Pipeline("pp", 2)
+    mesh = ftp.AbstractMesh((2,), ("pp",))
+    specs = pipe.place(params, specs_of(None), mesh)
+    step = ftp.spmd(
+        train_step(loss, opt, None), mesh, (specs, opt.specs(params, specs), P(), P()),
+        pipeline=pipe,
+    )  # fmt: skip
+    step.lower(params, opt.init(params), *batch_of(4))
+    assert len(seen) == 2
+    for graphs in seen:
+        check_mutants(*graphs)
+
+
+def check_mutants(traced: fx.Graph, graph: fx.Graph, *sizes: Any) -> None:
+    check_stacks.check_parts_of_stacks(traced, graph, *sizes)
+    run = fx.Interpreter(graph.owning_module, garbage_collect_values=False, graph=graph).run
+    inputs = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            val = node.meta["val"]
+            if val.is_floating_point():
+                inputs.append(torch.rand(val.shape, dtype=val.dtype) + 0.1)
+            else:
+                inputs.append(torch.randint(1, VOCABULARY, val.shape, dtype=val.dtype))
+    due, wrong, missed = run(*inputs), 0, []
+    assert all(x.isfinite().all() for x in due)
+    for mutant in mutants(graph):
+        try:
+            found = run(*inputs)
+        except (RuntimeError, IndexError):
+            continue  # its shapes do not fit
+        is_same = [a.shape for a in found] == [b.shape for b in due] and all(
+            torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, due, strict=True)
+        )
+        if is_same:
+            continue
+        wrong += 1
+        try:
+            check_stacks.check_parts_of_stacks(traced, graph, *sizes)
+            missed.append(mutant)
+        except CertificateError:
+            pass
+    assert wrong > 100 and not missed
+    check_stacks.check_parts_of_stacks(traced, graph, *sizes)
 
 
 def test_errors():

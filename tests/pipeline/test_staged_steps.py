@@ -101,14 +101,14 @@ def test_a_broken_round_is_not_certified(monkeypatch):
     update.lower(params, params, opt.init(params))
     traced, made, due, ranks = seen[0]
     rounds.check_rounds(traced, made, due, ranks)
-    broken = [Rounds(made.pieces, (), made.results)]
+    broken = [Rounds(made.subgraphs, (), made.results)]
     broken += [
-        Rounds(made.pieces, tuple(s[1:] for s in made.shared), made.results),
-        Rounds(made.pieces, made.shared, (made.results[1], made.results[0], *made.results[2:])),
+        Rounds(made.subgraphs, tuple(s[1:] for s in made.shared), made.results),
+        Rounds(made.subgraphs, made.shared, (made.results[1], made.results[0], *made.results[2:])),
     ]
     broken += [
         Rounds(
-            tuple({k: p for k, p in own.items() if k != rank} for own in made.pieces),
+            tuple({k: p for k, p in own.items() if k != rank} for own in made.subgraphs),
             made.shared,
             made.results,
         )
@@ -117,6 +117,20 @@ def test_a_broken_round_is_not_certified(monkeypatch):
     for mutant in broken:
         with pytest.raises((CertificateError, ValueError)):
             rounds.check_rounds(traced, mutant, due, ranks)
+
+
+def test_specs_of_results():
+    """As of every other program: a result twice has its spec twice, and a static one ``P()``."""
+    mesh, pipe = ftp.AbstractMesh((2,), ("pp",)), ftp.Pipeline("pp", microbatches=2)
+    params = {"layers": [torch.empty(4, 4, device="meta") for _ in range(2)]}
+    specs = pipe.place(params, P(), mesh)
+
+    def doubled(params):
+        total = sum(x.sum() for x in params["layers"])
+        return total, {"layers": [2 * x for x in params["layers"]]}, total, 3
+
+    lowered = ftp.spmd(doubled, mesh, (specs,)).lower(params)
+    assert lowered.out_specs == (P(), specs, P(), P())
 
 
 def test_errors():

@@ -18,7 +18,8 @@ from ftp import P
 from ftp.api.options import check_pipeline
 from ftp.errors import CertificateError, InputError, MeshError, ScheduleError, SpecError
 from ftp.pipeline import check
-from ftp.pipeline.pieces import Stages
+from ftp.pipeline.subgraphs import Stages
+from ftp.runtime.compile import compiled
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import resolve
 from tests.support.staged_models import Model, plan_of
@@ -168,6 +169,26 @@ def test_a_users_own_schedule_of_chunks():
     assert [sorted(stage) for stage in lowered.stages] == [["B", "F"], ["F", "I", "W"]] * 2
 
 
+def test_compiled_actions_equal_one_device(monkeypatch):
+    """The actions of two ranks are compiled, with the sums of gradients and without."""
+    model, pipe = Model(2, tied=True, scaled=True), ftp.Pipeline("pp", 2, "zero_bubble")
+    mesh, params = ftp.simulated_mesh((2,), ("pp",)), model.params()
+    made = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return compiled(*args, **kwargs)
+
+    monkeypatch.setattr("ftp.runtime.program.compiled", noted)
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(model.loss, mesh, specs, pipeline=pipe, compile=True)
+    due = model.on_one_device(2, 4)
+    for _ in range(2):
+        torch.testing.assert_close(step(params, *model.batch(4)), due, rtol=1e-12, atol=1e-12)
+    # Forward, I and W of two stages.
+    assert len(made) >= 6
+
+
 def test_aux_is_averaged_and_replicated():
     model, pipe = Model(2), ftp.Pipeline("pp", 2)
     mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
@@ -189,7 +210,7 @@ def test_aux_is_averaged_and_replicated():
 
 
 def test_a_broken_step_is_not_certified(monkeypatch):
-    """Each message and each value of the pieces, left out or exchanged, is missed by the check."""
+    """The check misses each message and each value of a subgraph, left out or exchanged."""
     model, mesh, pipe = Model(3, tied=True), ftp.AbstractMesh((3,), ("pp",)), ftp.Pipeline("pp", 2)
     params = model.params()
     seen: list[Any] = []
@@ -213,12 +234,12 @@ def test_a_broken_step_is_not_certified(monkeypatch):
             less = {j: v for j, v in found.items() if j != k}
             for other in (less, {**found, k: stages.results[0][1]}):
                 change(gradients=(*stages.gradients[:leaf], other, *stages.gradients[leaf + 1 :]))
-    for key, piece in stages.pieces.items():
-        change(pieces={k: p for k, p in stages.pieces.items() if k != key})
-        twin = copy.deepcopy(piece.gm)
+    for key, subgraph in stages.subgraphs.items():
+        change(subgraphs={k: p for k, p in stages.subgraphs.items() if k != key})
+        twin = copy.deepcopy(subgraph.gm)
         node = next(x for x in twin.graph.nodes if x.op == "call_function" and x.all_input_nodes)
         node.args = (*node.args, 7)
-        change(pieces={**stages.pieces, key: replace(piece, gm=twin)})
+        change(subgraphs={**stages.subgraphs, key: replace(subgraph, gm=twin)})
     for rank, own in enumerate(actions):
         for at in range(len(own)):
             changed = [*own[:at], *own[at + 1 :]]

@@ -1,6 +1,8 @@
 """A whole train step over a pipeline equals one device's step with ``optim.accumulate``."""
 
+import copy
 import re
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -11,7 +13,10 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.errors import InputError, TraceError
+from ftp.api import pipelined_step, pipelined_train_step
+from ftp.errors import CertificateError, InputError, TraceError
+from ftp.pipeline.train_step import cut_at_means
+from ftp.pipeline.value_stages import with_constant_seeds
 from tests.pipeline.test_steps import zero_with_tp
 from tests.support.staged_models import Model, plan_of
 
@@ -234,3 +239,61 @@ def test_errors():
     for make in (ftp.shard, ftp.spmd):
         with pytest.raises(InputError, match="all microbatches of a step would draw"):
             make(grad, mesh, specs, pipeline=PIPE, rng=True)
+
+
+def filled_with_two(gm):
+    made = with_constant_seeds(gm)
+    for node in made.graph.nodes:
+        if node.target is torch.ops.aten.full.default and node.args == ([], 1):
+            node.args = ([], 2)
+    return made
+
+
+def with_means(parts):
+    return replace(parts, means=parts.means[::-1])
+
+
+def with_leaves(parts):
+    return replace(parts, leaves=parts.leaves[::-1])
+
+
+def with_update(parts):
+    graph = copy.deepcopy(parts.update.graph)
+    node = next(n for n in graph.nodes if n.target is torch.ops.aten.mul.Tensor)
+    node.args = (node.args[0], node.args[0])
+    return replace(parts, update=torch.fx.GraphModule({}, graph))
+
+
+def with_microbatch(parts):
+    graph = copy.deepcopy(parts.microbatch.graph)
+    node = next(n for n in graph.nodes if n.target is torch.ops.aten.mm.default)
+    node.args = node.args[::-1]
+    return replace(parts, microbatch=torch.fx.GraphModule({}, graph))
+
+
+@pytest.mark.parametrize(
+    "mutant", [filled_with_two, with_means, with_leaves, with_update, with_microbatch]
+)
+def test_a_wrong_rewrite_of_the_traced_step_is_refused(mutant, monkeypatch):
+    """The seeds of gradients, and the cut between the microbatches and what follows."""
+    if mutant is filled_with_two:
+        monkeypatch.setattr(pipelined_step, "with_constant_seeds", mutant)
+    else:
+        monkeypatch.setattr(
+            pipelined_train_step, "cut_at_means", lambda *args: mutant(cut_at_means(*args))
+        )
+    params = {"layers": [{"w": torch.randn(4, 4)} for _ in range(2)]}
+
+    def loss(params, x):
+        for layer in params["layers"]:
+            x = x @ layer["w"]
+        return x.square().mean()
+
+    def update(params, x):
+        grads, loss_ = torch.func.grad_and_value(loss)(params, x)
+        return optree.tree_map(lambda p, g: p - 0.1 * g, params, grads), loss_
+
+    mesh = ftp.simulated_mesh((2,), ("pp",))
+    step: Any = ftp.spmd(update, mesh, (PIPE.place(params, P(), mesh), P()), pipeline=PIPE)
+    with pytest.raises(CertificateError):
+        step.lower(params, torch.randn(4, 4))

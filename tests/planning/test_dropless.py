@@ -95,3 +95,29 @@ def test_grouped_mm_of_any_dtype_and_strides(dtype):
     # The terms of the sum cancel, so that its rounding is judged by their magnitudes.
     summed = max(eps, torch.finfo(torch.float32).eps)
     assert abs(float(value) - float(expected)) <= 2 * summed * float(plain(w.abs(), x.abs()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("plan", ["ep", "ep × tp"])
+def test_float32_is_torchs_own_grouped_mm(form, plan):
+    """To 1e-5 of each tensor's norm, gradients included."""
+    shape, axes, specs, batch = PLANS[plan]
+    params, x = drawn(7, 12, None, 3)
+    params, x = {name: value.float() for name, value in params.items()}, x.float()
+    # torch's kernel takes strides of whole 16 bytes.
+    params["up"] = torch.cat([params["up"], params["up"].sin()], 2)
+    params["down"] = torch.cat([params["down"], params["down"].cos()], 1)
+
+    def loss(p, x):
+        out = FORMS[form](p, x, 2)
+        return (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(), out
+
+    specs = {"router": P(), "favour": P(), **specs}
+    step = ftp.shard(loss, ftp.simulated_mesh(shape, axes), specs, batch_specs=batch, has_aux=True)
+    (_, out), grads = step(params, x)
+    own = {name: value.clone().requires_grad_() for name, value in params.items()}
+    value, expected = loss(own, x)
+    value.backward()
+    pairs = [(out, expected), *((grads[n], own[n].grad) for n in ("router", "up", "down"))]
+    for made, due in pairs:
+        assert torch.linalg.norm(made - due) <= 1e-5 * torch.linalg.norm(due)

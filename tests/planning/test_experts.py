@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -88,7 +88,7 @@ def test_tokens_travel(mesh: tuple[int, ...], axes: tuple[str, ...], groups: int
     assert moved["all_to_all"] == 8  # there and back, forward and backward, in each layer
 
 
-def test_weights_of_experts_never_move():
+def test_weights_of_experts_are_never_resharded():
     params, *batch = drawn(8, 8, dim=64, hidden=256)
     step = ftp.shard(loss, ftp.AbstractMesh((8,), ("dp",)), specs(None), batch_specs=P("dp"))
     weight = params["first"]["up"].numel()

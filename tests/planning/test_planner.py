@@ -36,7 +36,7 @@ class IntegerProgram:
     up to. What is forbidden has no variable.
     """
 
-    def __init__(self, net: network._Network):
+    def __init__(self, net: network._CostNetwork):
         self.net, self.costs, self.rows, self.n = net, [], [], 0
         self.integral: list[int] = []
         self.x = {
@@ -162,7 +162,7 @@ def check_optimal(monkeypatch, build) -> int:
 
     def both(problem):
         try:
-            oracle = IntegerProgram(network._Network(problem, math.inf)).solve()
+            oracle = IntegerProgram(network._CostNetwork(problem, math.inf)).solve()
         except AssertionError:
             oracle = None
         plan = solve(problem)

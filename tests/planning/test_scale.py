@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from models import LlamaConfig, MLPConfig, build, cuts, lm_batch, specs
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 
 import ftp
 from ftp import P

@@ -10,7 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import nn
 from torch.nn import functional as F
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import titan  # type: ignore[import-not-found]
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (

@@ -7,12 +7,13 @@ import pytest
 from public_language import LANGUAGE
 from public_programs import reference, specs_of
 from public_science import SCIENCE
+from public_structure import STRUCTURE
 from public_vision import VISION
 
 import ftp
 from ftp import P
 
-PROGRAMS = LANGUAGE | VISION | SCIENCE
+PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),

@@ -410,9 +410,6 @@ def test_under_vmap_and_sharded():
     assert not step.lower(many, x).collectives
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script"
-)  # torch's own, when it first loads forward-mode rules
 def test_under_grad_jvp_and_make_fx():
     x = torch.randn(4, 3, dtype=torch.float64)
     mask = random.dropout(KEY, torch.ones_like(x), 0.3)
@@ -448,7 +445,6 @@ def test_compiled_with_the_ops_taken_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads inductor
 def test_compiled_by_inductor():
     """The ops taken apart, and whole in a rank's graph whose offset is an input."""
     x = torch.randn(40, 8)

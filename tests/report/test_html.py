@@ -12,7 +12,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import nn
 
 import ftp

@@ -22,14 +22,14 @@ from ftp.sharding.pytree import flatten
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(names: list[str]) -> list[dict]:
+def run(arguments: list[str], script: str = "memory_run.py") -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
     environment |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")]),
     }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/memory_run.py"), *names],
+        [sys.executable, str(ROOT / "tests/support" / script), *arguments],
         env=environment,
         capture_output=True,
         text=True,
@@ -62,6 +62,25 @@ def test_the_peak_is_what_the_allocator_measures(names: list[str]):
         assert row["predicted"] == pytest.approx(
             row["measured"], rel=0.1 if row["name"].startswith("cnn") else 0
         ), row
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("length", "ranks"),
+    [
+        (4096, 2),
+        pytest.param(8192, 4, marks=pytest.mark.slow),
+        pytest.param(16384, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_attention_is_what_the_allocator_measures(length: int, ranks: int):
+    found = run([str(length), str(ranks)], "attention_memory_run.py")
+    assert len(found) == 8
+    for row in found:
+        is_ring = row["name"].endswith("ring")
+        assert ("ring" in row["ops"]) == is_ring != ("all_gather" in row["ops"]), row
+        # Buffers of the kernels differ a little from one CPU to the next.
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.03), row
 
 
 @pytest.mark.parametrize("name", ["llama tp", "llama zero × tp", "mlp tp uneven"])

@@ -109,3 +109,22 @@ def test_a_calibrated_machine_has_what_an_estimate_asks_for():
     assert 0 < machine.attention <= 1 and 0 < machine.convolution <= 1
     cost = program().cost(machine)
     assert 0 < cost.computing <= float(cost)
+
+
+def test_attention_takes_what_the_busiest_rank_takes():
+    """In plain chunks of a causal mask the last rank sees most; in zigzag all see as much."""
+    ranks, length = 4, 4096
+    q = torch.empty(1, 2, length, 64, device="meta")
+
+    def attend(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def flops(entry):
+        cut = P(None, None, entry)
+        mesh = ftp.AbstractMesh((ranks,), ("cp",), device_type="cpu")
+        return ftp.lower(attend, mesh, cut, q, q, q, out_specs=cut).cost(CPU).flops
+
+    held = length // ranks
+    last = held * (length - held) + held * (held + 1) // 2
+    assert flops("cp") == 4 * 64 * 2 * last
+    assert flops(ftp.zigzag("cp")) == 4 * 64 * 2 * (length * (length + 1) // 2 // ranks)

@@ -15,12 +15,12 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning
+from ftp.rules.call import Call
 from ftp.rules.proof import discover as discovery
 from ftp.rules.proof.discover import discover, signature
-from ftp.rules.proof.findings import Finding, cache_file, load, save
+from ftp.rules.proof.findings import TrialFinding, cache_file, load, save
 from ftp.rules.proof.prove import call_of
 from ftp.rules.proof.sandbox import Ended, apart
-from ftp.rules.rule import Call
 
 aten = torch.ops.aten
 
@@ -207,7 +207,7 @@ def test_strict_names_what_was_found():
 def test_switched_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FTP_DISCOVERY", "0")
     monkeypatch.setattr(discovery, "apart", lambda *_: pytest.fail("nothing is to be tried"))
-    assert discover(call(aten.mm.default, floats(2, 3), floats(3, 4))) == Finding(
+    assert discover(call(aten.mm.default, floats(2, 3), floats(3, 4))) == TrialFinding(
         reason="FTP_DISCOVERY is 0"
     )
 
@@ -257,7 +257,7 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_what_is_cached_is_proven_before_it_is_used(op, args, planted, linear, right):
     """The code behind an op may have changed under its name, or the file."""
     made = call(op, *args)
-    save(signature(made), Finding(planted, linear, cases=15))
+    save(signature(made), TrialFinding(planted, linear, cases=15))
     found = discover(made)
     assert (found.rule, found.linear) == (right, ())
     assert load(signature(made)) == found
@@ -265,7 +265,7 @@ def test_what_is_cached_is_proven_before_it_is_used(op, args, planted, linear, r
 
 def test_a_finding_that_others_can_write_is_passed_over():
     made = call(aten._softmax.default, floats(16, 32), 1, False)
-    save(signature(made), Finding(reason="planted"))
+    save(signature(made), TrialFinding(reason="planted"))
     cache_file(signature(made)).chmod(0o666)
     with pytest.warns(
         UserWarning,

@@ -32,10 +32,11 @@ from ftp.ops.philox import random_bits
 from ftp.ops.stack import UNSTACK
 from ftp.ops.static_shape import ctc_loss
 from ftp.rules.bind import lookup
+from ftp.rules.call import Call, Meta, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.registry import RULES, make, rule
-from ftp.rules.rule import BoundRule, Call, Meta, Rule, tensors
+from ftp.rules.rule import BoundRule, Rule
 from ftp.testing import check_rule
 from ftp.tracing.functionalize_graph import _dim_arguments, from_the_front
 
@@ -293,6 +294,8 @@ def test_decomposition_equals_the_op(op: OpOverload, dtype: torch.dtype):
         pytest.skip("no kernel on this device")
     for args, kwargs in samples(op):
         args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        if op is aten._weight_norm_interface_backward.default and dtype is torch.bfloat16:
+            args = (*args[:3], args[3].float(), args[4])  # the forward's result is wider
         expected, made = op(*args, **kwargs), DECOMPOSITIONS[op](*args, **kwargs)
         close = 1e-7 if dtype is torch.float64 else 3e-2
         torch.testing.assert_close(

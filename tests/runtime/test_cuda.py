@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftp
 from ftp import P
 from ftp.ops import philox
-from ftp.runtime.cuda_graph import WARM_UP, Recorded, graphs_of
+from ftp.runtime.cuda_graph import WARM_UP, RecordedRun, graphs_of
 from ftp.sharding.mesh import mesh_device, resolve
 
 DEVICE = "cuda"
@@ -242,7 +242,7 @@ def _one_rank() -> None:
         summed = c10d.all_reduce(given[0] + 1, "sum", mesh.group_name("tp"))
         return [c10d.wait_tensor(summed)]
 
-    recorded = Recorded(run, [], ["x"], graphs_of(mesh_device(mesh)), str)
+    recorded = RecordedRun(run, [], ["x"], graphs_of(mesh_device(mesh)), str)
     x = torch.ones(1000, device=DEVICE)
     for i in range(WARM_UP + 3):
         torch.testing.assert_close(recorded([x * i])[0], x * i + 1)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.runtime.cuda_graph import PATIENCE, WARM_UP, CudaGraphs, Recorded
+from ftp.runtime.cuda_graph import PATIENCE, WARM_UP, CudaGraphs, RecordedRun
 
 ONE = ftp.simulated_mesh((1,), ("tp",))
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -143,8 +143,8 @@ def _two_ranks() -> list[int]:
 # What lies where.
 
 
-def recorded(graphs: Tape, run: Any, donated: Sequence[int] = ()) -> Recorded:
-    return Recorded(run, donated, ["a", "b"], graphs, lambda error: "")
+def recorded(graphs: Tape, run: Any, donated: Sequence[int] = ()) -> RecordedRun:
+    return RecordedRun(run, donated, ["a", "b"], graphs, lambda error: "")
 
 
 def add_in_place(given: Sequence[Any]) -> list[Tensor]:
@@ -312,7 +312,7 @@ def test_recordings_end_before_their_process_group(driver: Driver, monkeypatch: 
     """NCCL waits for them for ever."""
     graphs = CudaGraphs(torch.device("cuda", 0))
     monkeypatch.setattr(graphs, "aside", lambda run, given: run(given))
-    run = Recorded(lambda given: [given[0] * 2], [], ["x"], graphs, lambda error: "")
+    run = RecordedRun(lambda given: [given[0] * 2], [], ["x"], graphs, lambda error: "")
     x = torch.ones(2)
     for _ in range(WARM_UP + 1):
         run([x])

@@ -44,6 +44,22 @@ def test_even_work(drawn: tuple[Tensor, int, int]):
     assert max(found) <= 1.05 * sum(found) / n
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_computed_blocks_are_even(seed: int):
+    """Of random documents each rank computes as many pairs of a block of queries and one of keys,
+    within 5 %, also where a document begins within a block."""
+    draw = torch.Generator().manual_seed(seed)
+    n, block = 2 + seed % 4, 128
+    count = 192 * n
+    cuts = torch.randint(1, count * block, (1 + seed % 12,), generator=draw).sort().values
+    ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([count * block])])
+    at = torch.arange(count)
+    begins = ends[torch.bucketize(at * block, ends, right=True) - 1]  # of a block's first query
+    computed = at - begins // block + 1
+    found = [int(computed[part].sum()) for part in ftp.balance(ends, n, block=block).chunk(n)]
+    assert max(found) <= 1.05 * sum(found) / n
+
+
 @settings(max_examples=15)
 @given(packed(), st.sampled_from(["documents", "window", "prefix"]), st.booleans())
 def test_any_mask(drawn: tuple[Tensor, int, int], kind: str, is_larger: bool):
@@ -78,7 +94,15 @@ def test_a_rank_without_blocks():
     assert work(order, sees(torch.tensor([0, 12])), 5, 2) == [26, 26, 26]
 
 
-def test_a_step_on_permuted_tokens():
+@pytest.mark.parametrize(
+    ("given_ends", "cuts"),
+    [
+        ([0, 21, 25, 40], [(2, "cp"), (3, ftp.units("cp", 4))]),
+        ([0, 5, 16], [(4, "cp")]),  # a block on each rank
+        ([0, 5, 8], [(4, "cp")]),  # fewer blocks than ranks
+    ],
+)
+def test_a_step_on_permuted_tokens(given_ends: list[int], cuts: list):
     """The loss and gradients of one device on tokens that are not permuted."""
     block, vocabulary = 4, 11
     torch.manual_seed(0)
@@ -100,11 +124,13 @@ def test_a_step_on_permuted_tokens():
             (out @ params["head"]).flatten(0, 1), labels.flatten()
         )
 
-    batch = torch.randint(0, vocabulary, (2, 2, 40))
-    ends, plain = torch.tensor([0, 21, 25, 40]), torch.arange(10)
+    length = given_ends[-1]
+    batch = torch.randint(0, vocabulary, (2, 2, length))
+    ends, plain = torch.tensor(given_ends), torch.arange(length // block)
     one_device = ftp.shard(loss_fn, ftp.simulated_mesh((1,), ("cp",)), P(), batch_specs=P())
     right = one_device(params, *batch, plain, ends)
-    for n, spec in ((2, P(None, "cp")), (3, P(None, ftp.units("cp", block)))):
+    for n, entry in cuts:
+        spec = P(None, entry)
         order = ftp.balance(ends, n, block=block)
         tokens, labels = batch.unflatten(2, (-1, block))[:, :, order].flatten(2)
         specs = (spec, spec, P(), P())

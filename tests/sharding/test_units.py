@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch.nn import functional as F
 
 import ftp

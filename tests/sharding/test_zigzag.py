@@ -162,7 +162,7 @@ def test_a_saved_certificate_keeps_zigzags(tmp_path: Any):
     mesh = ftp.simulated_mesh((3,), ("a",))
     lowered = ftp.lower(lambda x: x.cumsum(0), mesh, P(Z), torch.ones(7), out_specs=P(Z))
     ftp.certify(lowered).save(tmp_path / "proof")
-    from ftp.certification.certificate import load_certificate
+    from ftp.certification.certificate_file import load_certificate
 
     assert check(load_certificate(tmp_path / "proof")).outputs[0][1] == ((("a", 1, "zigzag"),),)
 

@@ -146,6 +146,8 @@ def _train(
 def measured(lowered: ftp.Lowered) -> int:
     """Bytes that the CPU's allocator has handed out at most during a run, beside the inputs."""
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in lowered._local_inputs]
+    constants = [x.clone() for x in lowered._program.constants]
+    inputs[len(inputs) - len(constants) :] = constants
     given = [*inputs, *lowered._local_offsets]
     graph = with_product_groups(lowered.graph.graph, lowered._program.mesh)
     run = eager(graph, given, lowered._program.donated)

@@ -250,6 +250,16 @@ def _rms_norm_backward() -> list[Sample]:
     ]
 
 
+def _weight_norm(backward: bool) -> list[Sample]:
+    out = []
+    for shape, dim in (((4, 3, 5), 0), ((4, 3, 5), 2), ((3, 5), 0), ((5,), 0)):
+        v = normal(*shape)
+        g = normal(*(size if i == dim else 1 for i, size in enumerate(shape)))
+        _, norms = aten._weight_norm_interface(v, g, dim)
+        out.append(s(normal(*shape), v, g, norms, dim) if backward else s(v, g, dim))
+    return out
+
+
 def _group_norm_backward() -> list[Sample]:
     out = []
     for a, groups in ((normal(3, 6, 2, 2), 3), (normal(2, 4, 5), 2)):
@@ -922,6 +932,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(normal(2, 4, 5), None, None, 2, 4, 5, 2, 1e-5),
     ],
     "native_group_norm_backward.default": _group_norm_backward,
+    "_weight_norm_interface.default": lambda: _weight_norm(False),
+    "_weight_norm_interface_backward.default": lambda: _weight_norm(True),
     "nll_loss_forward.default": lambda: _nll(False, False),
     "nll_loss_backward.default": lambda: _nll(True, False),
     "nll_loss2d_forward.default": lambda: _nll(False, True),

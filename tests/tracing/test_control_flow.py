@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftp
 from ftp import P
 from ftp.api.certify import certify
-from ftp.certification.certificate import load_certificate
+from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check as check_certificate
 from ftp.errors import CertificateError, FtpError, TraceError
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 from torch import Tensor
 from torch.nn import functional as F
 

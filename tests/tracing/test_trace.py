@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import ftp
 from ftp.errors import InputError, TraceError
 from ftp.ops.constrain import constrain
-from ftp.rules.rule import Meta
+from ftp.rules.call import Meta
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
 from ftp.source import raised_line

@@ -16,10 +16,6 @@ import ftp
 from ftp import P
 from ftp.errors import TraceError
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script"
-)  # torch's own, when it first loads forward-mode rules
-
 Params = dict[str, Tensor]
 
 

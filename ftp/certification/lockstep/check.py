@@ -26,7 +26,7 @@ from ftp.certification.lockstep.program import (
 from ftp.certification.lockstep.run import run_ranks
 from ftp.certification.residues.domain import Residues
 from ftp.certification.residues.field import Field
-from ftp.certification.residues.value import Blind, Degenerate, Value, same
+from ftp.certification.residues.value import Blind, Degenerate, Planes, same
 from ftp.certification.residues.words import words
 from ftp.errors import CertificateError
 
@@ -49,7 +49,7 @@ _ORDERED = words(
 
 
 @dataclass(frozen=True)
-class Difference:
+class WrongOutput:
     """An output that a rank has wrong.
 
     Attributes:
@@ -94,13 +94,13 @@ def check_recorded(certificate: Certificate) -> Certificate:
     return certificate
 
 
-def describe(certificate: Certificate, found: Difference) -> str:
+def describe(certificate: Certificate, found: WrongOutput) -> str:
     recorded = certificate.recorded
     assert recorded is not None
     return f"{recorded.names[found.output]} on rank {found.rank} {found.why}"
 
 
-def difference(certificate: Certificate) -> Difference | None:
+def difference(certificate: Certificate) -> WrongOutput | None:
     """The first output that differs from the reference's on some draw; None if none does.
 
     Raises:
@@ -155,7 +155,7 @@ def compare(
     watch: Any = None,
     watch_reference: Any = None,
     is_same: Any = None,
-) -> Difference | None:
+) -> WrongOutput | None:
     """Run both programs on the same inputs; the first difference."""
     unreduced = certificate.unreduced
     values = run_reference(
@@ -181,7 +181,7 @@ def compare(
             expected = shard(domain, values[ref], spec, certificate.axes, where)
             held = local[rank]
             if tuple(held.shape) != tuple(expected.shape):
-                return Difference(
+                return WrongOutput(
                     at,
                     rank,
                     f"has shape {tuple(held.shape)}; its spec gives the rank"
@@ -191,16 +191,16 @@ def compare(
                 held = total(domain, local, unreduced.outputs[at], certificate, rank)
             equal = (is_same or is_equal)(domain, held, expected)
             if not equal:
-                return Difference(at, rank, "is not what the reference computes.")
+                return WrongOutput(at, rank, "is not what the reference computes.")
     return None
 
 
 def is_equal(domain: Residues, a: Any, b: Any) -> bool:
     """Whether two values are the same, element for element."""
-    if not isinstance(a, Value) or not isinstance(b, Value):
+    if not isinstance(a, Planes) or not isinstance(b, Planes):
         return (
-            not isinstance(a, Value)
-            and not isinstance(b, Value)
+            not isinstance(a, Planes)
+            and not isinstance(b, Planes)
             and a.dtype == b.dtype
             and bool((a == b).all())
         )
@@ -208,6 +208,24 @@ def is_equal(domain: Residues, a: Any, b: Any) -> bool:
 
 
 # What the programs need of a field.
+
+
+def sampled(certificate: Certificate) -> list[str]:
+    """What the proof draws and does not cover."""
+    assert certificate.recorded is not None
+    found = []
+    if depth_of(certificate).is_ordered:
+        found.append(
+            "where numbers are compared, sorted or chosen among, as by a router, results are equal"
+            f" for every order: {ORDERED_DRAWS} orders were drawn, and proven for all numbers in"
+            " that order"
+        )
+    if certificate.recorded.integers:
+        found.append(
+            "results are equal for every value of integer inputs: those given were proven, and"
+            " some drawn in their range"
+        )
+    return found
 
 
 def depth_of(certificate: Certificate) -> Depth:

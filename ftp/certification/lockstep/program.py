@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref, Spec
+from ftp.certification.certificate import Certificate, MeshIndex, Operation, Ref, Spec
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.expected_parts import ExpectedParts
-from ftp.rules.rule import replaced
+from ftp.rules.call import replaced
 
 
 def run_reference(
@@ -36,7 +36,7 @@ def run_reference(
     return values
 
 
-def coordinates(certificate: Certificate) -> list[Coordinate]:
+def coordinates(certificate: Certificate) -> list[MeshIndex]:
     return list(product(*map(range, certificate.axes.values())))
 
 

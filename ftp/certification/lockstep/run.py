@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.certification.lockstep.exchanges import SENDS, Issued, Mismatch, delivered
 from ftp.errors import CertificateError
 from ftp.ops.exchange import ARRIVED, EXCHANGE
+from ftp.ops.mapped_arguments import mapped_arguments
 
 
 class RunError(CertificateError):
@@ -25,7 +25,7 @@ class RunError(CertificateError):
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingExchange:
     """An exchange under way on one rank."""
 
     node: fx.Node
@@ -54,9 +54,9 @@ class Rank:
     nodes: list[fx.Node]
     inputs: Sequence[Any]
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    calls: dict[int, _Call] = field(default_factory=dict)
+    calls: dict[int, _PendingExchange] = field(default_factory=dict)
     counts: dict[Any, int] = field(default_factory=dict)
-    busy: dict[int, _Call] = field(default_factory=dict)
+    busy: dict[int, _PendingExchange] = field(default_factory=dict)
     at: int = 0
     given: int = 0
     outputs: list[Any] | None = None
@@ -88,7 +88,7 @@ def run_ranks(
     ranks = [
         Rank(i, list(g.nodes), xs) for i, (g, xs) in enumerate(zip(graphs, inputs, strict=True))
     ]
-    table: dict[Any, dict[int, _Call]] = {}
+    table: dict[Any, dict[int, _PendingExchange]] = {}
     while any(r.outputs is None for r in ranks):
         progress = [_go_on(domain, r, table, watch) for r in ranks]
         if not any(progress):
@@ -96,7 +96,9 @@ def run_ranks(
     return [r.outputs for r in ranks]  # type: ignore[misc]
 
 
-def _go_on(domain: Any, rank: Rank, table: dict[Any, dict[int, _Call]], watch: Any) -> bool:
+def _go_on(
+    domain: Any, rank: Rank, table: dict[Any, dict[int, _PendingExchange]], watch: Any
+) -> bool:
     """Run a rank until it waits; whether it did anything."""
     start = rank.at
     was_running = rank.outputs is None
@@ -115,7 +117,11 @@ def _go_on(domain: Any, rank: Rank, table: dict[Any, dict[int, _Call]], watch: A
 
 
 def _step(
-    domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _Call]], watch: Any
+    domain: Any,
+    rank: Rank,
+    node: fx.Node,
+    table: dict[Any, dict[int, _PendingExchange]],
+    watch: Any,
 ) -> None:
     values = rank.values
     if node.op == "placeholder":
@@ -123,7 +129,8 @@ def _step(
         rank.given += 1
     elif node.op == "output":
         _require_quiet(domain, rank, node)
-        rank.outputs = [values[n] if isinstance(n, fx.Node) else n for n in node.args[0]]  # type: ignore[union-attr]
+        returned: Any = node.args[0]
+        rank.outputs = [values[n] if isinstance(n, fx.Node) else n for n in returned]
         return
     elif node.target is operator.getitem:
         parent: Any = node.args[0]
@@ -133,7 +140,7 @@ def _step(
         return
     else:
         _require_quiet(domain, rank, node)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
+        args, kwargs = mapped_arguments(node, lambda n: values[n])
         found = domain.call(node.target, args, kwargs, dtypes_of(node))
         values[node] = found if is_view(node) else domain.laid_out(found, node.meta.get("strides"))
     if watch is not None and node.op == "call_function":
@@ -144,7 +151,9 @@ def dtypes_of(node: fx.Node) -> list[torch.dtype]:
     return [getattr(torch, name) for name in node.meta.get("dtypes", ())]
 
 
-def _issue(domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _Call]]) -> None:
+def _issue(
+    domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _PendingExchange]]
+) -> None:
     arguments: Any = node.args
     kind, sent, into, ranks, group, option, sizes, number = arguments
     _require_quiet(domain, rank, node)
@@ -166,7 +175,7 @@ def _issue(domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _C
     counted = (group_key, kind) if kind in SENDS else group_key
     at = rank.counts.get(counted, 0)
     rank.counts[counted] = at + 1
-    call = _Call(node, issued, (group_key, at), into)
+    call = _PendingExchange(node, issued, (group_key, at), into)
     table.setdefault(call.key, {})[who] = call  # type: ignore[index]
     rank.calls[number] = call  # type: ignore[index]
     rank.values[node] = call
@@ -174,7 +183,9 @@ def _issue(domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _C
         rank.busy[domain.storage(x)] = call
 
 
-def _arrive(domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _Call]]) -> bool:
+def _arrive(
+    domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _PendingExchange]]
+) -> bool:
     """Wait for an exchange; False while a peer has not issued its part."""
     call = rank.calls[node.args[0]]  # type: ignore[index]
     if call.is_done:
@@ -230,7 +241,7 @@ def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
     for operand in node.all_input_nodes:
         value = rank.values.get(operand)
         for x in value if isinstance(value, list | tuple) else [value]:
-            if x is None or isinstance(x, _Call | int | float | bool):
+            if x is None or isinstance(x, _PendingExchange | int | float | bool):
                 continue
             call = rank.busy.get(domain.storage(x))
             if call is None:

@@ -21,7 +21,7 @@ from ftp.certification.residues.field import (
 from ftp.certification.residues.value import (
     Blind,
     Degenerate,
-    Value,
+    Planes,
     Window,
     infinities,
     levels,
@@ -31,7 +31,7 @@ from ftp.certification.residues.value import (
 )
 
 
-def add(f: Field, a: Value, b: Value) -> Value:
+def add(f: Field, a: Planes, b: Planes) -> Planes:
     window = a.window & b.window
     both = [(x + y) % p for x, y, p in zip(levels(f, a), levels(f, b), f.primes, strict=True)]
     sign = [x ^ y for x, y in zip(signs(f, a), signs(f, b), strict=True)]
@@ -44,7 +44,7 @@ def add(f: Field, a: Value, b: Value) -> Value:
     return made(f, both, window, a.dtype, sign, infinite)
 
 
-def negate(f: Field, a: Value) -> Value:
+def negate(f: Field, a: Planes) -> Planes:
     found = [-x % p for x, p in zip(levels(f, a), f.primes, strict=True)]
     infinite = infinities(f, a)
     return made(
@@ -52,7 +52,7 @@ def negate(f: Field, a: Value) -> Value:
     )
 
 
-def multiply(f: Field, a: Value, b: Value) -> Value:
+def multiply(f: Field, a: Planes, b: Planes) -> Planes:
     window = a.window & b.window
     ra, rb = levels(f, a), levels(f, b)
     found = [x * y % p for x, y, p in zip(ra, rb, f.primes, strict=True)]
@@ -68,7 +68,7 @@ def multiply(f: Field, a: Value, b: Value) -> Value:
     return made(f, found, window, a.dtype, sign, infinite)
 
 
-def _infinite_product(f: Field, a: Value, b: Value) -> Tensor:
+def _infinite_product(f: Field, a: Planes, b: Planes) -> Tensor:
     """Infinity times one or minus one; the sign of other numbers is not known."""
     found = torch.zeros(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64)
     for x, y in ((a, b), (b, a)):
@@ -81,7 +81,7 @@ def _infinite_product(f: Field, a: Value, b: Value) -> Tensor:
     return torch.sign(found)
 
 
-def reciprocal(f: Field, a: Value) -> Value:
+def reciprocal(f: Field, a: Planes) -> Planes:
     infinite = infinities(f, a)
     finite = torch.ones_like(a.planes[0]) if infinite is None else (infinite == 0)
     for level in range(a.window.low, a.window.high + 1):
@@ -91,7 +91,7 @@ def reciprocal(f: Field, a: Value) -> Value:
     return made(f, found, a.window & a.window, a.dtype)
 
 
-def scaled(f: Field, a: Value, numerator: int, denominator: int = 1) -> Value:
+def scaled(f: Field, a: Planes, numerator: int, denominator: int = 1) -> Planes:
     """``a`` times a fraction."""
     found = [
         x * (numerator * pow(denominator, p - 2, p) % p) % p
@@ -108,7 +108,7 @@ def scaled(f: Field, a: Value, numerator: int, denominator: int = 1) -> Value:
     )
 
 
-def summed(f: Field, op: Callable[[Tensor], Tensor], a: Value) -> Value:
+def summed(f: Field, op: Callable[[Tensor], Tensor], a: Planes) -> Planes:
     """A sum of elements: ``op`` adds integers."""
     found = [op(x) % p for x, p in zip(levels(f, a), f.primes, strict=True)]
     sign = [op(s) % 2 for s in signs(f, a)]
@@ -123,26 +123,26 @@ def summed(f: Field, op: Callable[[Tensor], Tensor], a: Value) -> Value:
     )
 
 
-def matmul_of_values(f: Field, a: Value, b: Value) -> Value:
+def matmul_of_values(f: Field, a: Planes, b: Planes) -> Planes:
     if f.has_infinities and (a.planes[-1].any() or b.planes[-1].any()):
         raise Blind("a product with an infinity")
     found = [matmul(x, y, p) for x, y, p in zip(levels(f, a), levels(f, b), f.primes, strict=True)]
     return made(f, found, a.window & b.window, a.dtype)
 
 
-def integer_power(f: Field, a: Value, exponent: int) -> Value:
+def integer_power(f: Field, a: Planes, exponent: int) -> Planes:
     if exponent < 0:
         return integer_power(f, reciprocal(f, a), -exponent)
     found = [modpow(x, exponent, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
     return made(f, found, a.window & a.window, a.dtype, signs(f, a) if exponent == 1 else None)
 
 
-def root(f: Field, a: Value) -> Value:
+def root(f: Field, a: Planes) -> Planes:
     found = [square_root(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
     return made(f, found, a.window & a.window, a.dtype)
 
 
-def exponential(f: Field, a: Value) -> Value:
+def exponential(f: Field, a: Planes) -> Planes:
     """``exp`` maps sums to products; under too many of them it is a function without algebra."""
     if a.window.low + 1 >= f.levels:
         return function(f, "exp", a)
@@ -161,7 +161,7 @@ def exponential(f: Field, a: Value) -> Value:
     return made(f, found, window, a.dtype, infinite=infinite)
 
 
-def natural_logarithm(f: Field, a: Value) -> Value:
+def natural_logarithm(f: Field, a: Planes) -> Planes:
     """The inverse of ``exp``."""
     low, high = max(a.window.low - 1, 0), a.window.high - 1
     if high < low:
@@ -177,7 +177,7 @@ def natural_logarithm(f: Field, a: Value) -> Value:
     return made(f, found, Window(low, high), a.dtype, sign, infinite)
 
 
-def function(f: Field, name: str, *operands: Value) -> Value:
+def function(f: Field, name: str, *operands: Planes) -> Planes:
     """An elementwise function without algebra: equal operands give equal results."""
     window = operands[0].window
     for x in operands[1:]:
@@ -195,7 +195,7 @@ def function(f: Field, name: str, *operands: Value) -> Value:
     return made(f, found, window & window, operands[0].dtype)
 
 
-def opaque(f: Field, name: str, operands: Sequence[Value], shape: Sequence[int]) -> Value:
+def opaque(f: Field, name: str, operands: Sequence[Planes], shape: Sequence[int]) -> Planes:
     """A result of which nothing is known but that equal operands give an equal one."""
     window = operands[0].window
     for x in operands[1:]:
@@ -217,32 +217,32 @@ def _seed(f: Field, name: str) -> int:
     return zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15 + f.seed * 0x5851F42D4C957F2D
 
 
-# Order: random, the same for equal numbers, and unrelated to the arithmetic.
+# Order: random, the same for equal numbers; of the arithmetic it knows signs at most.
 
 
-def chosen(f: Field, first: Tensor, a: Value, b: Value) -> Value:
+def chosen(f: Field, first: Tensor, a: Planes, b: Planes) -> Planes:
     """``a`` where ``first``, else ``b``."""
     planes = [torch.where(first, x, y) for x, y in zip(a.planes, b.planes, strict=True)]
-    return Value(planes, a.window & b.window, a.dtype)
+    return Planes(planes, a.window & b.window, a.dtype)
 
 
-def larger(f: Field, a: Value, b: Value) -> Value:
+def larger(f: Field, a: Planes, b: Planes) -> Planes:
     return chosen(f, order(f, a) >= order(f, b), a, b)
 
 
-def smaller(f: Field, a: Value, b: Value) -> Value:
+def smaller(f: Field, a: Planes, b: Planes) -> Planes:
     return chosen(f, order(f, a) <= order(f, b), a, b)
 
 
-def extreme(f: Field, a: Value, dim: int, keepdim: bool, largest: bool) -> tuple[Value, Tensor]:
+def extreme(f: Field, a: Planes, dim: int, keepdim: bool, largest: bool) -> tuple[Planes, Tensor]:
     """The largest or smallest along a dim, and where it is."""
     key = order(f, a)
     at = (key.argmax if largest else key.argmin)(dim, keepdim=True)
     planes = [p.gather(dim, at) for p in a.planes]
     if not keepdim:
         planes, at = [p.squeeze(dim) for p in planes], at.squeeze(dim)
-    return Value(planes, a.window & a.window, a.dtype), at
+    return Planes(planes, a.window & a.window, a.dtype), at
 
 
-def planewise(a: Value, op: Callable[..., Any], window: Window | None = None) -> Value:
-    return Value([op(p) for p in a.planes], window or a.window & a.window, a.dtype)
+def planewise(a: Planes, op: Callable[..., Any], window: Window | None = None) -> Planes:
+    return Planes([op(p) for p in a.planes], window or a.window & a.window, a.dtype)

@@ -11,7 +11,15 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 from ftp.certification.residues import arithmetic as ar
 from ftp.certification.residues.field import Field
 from ftp.certification.residues.ops import FUNCTIONS, MOVEMENTS, ResidueCall, _rounded
-from ftp.certification.residues.value import Blind, Value, drawn, embed, move, separate, write
+from ftp.certification.residues.value import (
+    Blind,
+    Planes,
+    drawn,
+    embed,
+    move,
+    separate,
+    write,
+)
 from ftp.certification.residues.words import words
 from ftp.ops.exchange import LITERAL
 
@@ -45,7 +53,7 @@ class Residues:
             return self._uninitialised(target, args, kwargs, dtype)
         if name.endswith("_") and not name.startswith("__") and target._schema.is_mutable:
             return self._in_place(target, name, args, kwargs, dtype)
-        holds_values = tree_any(lambda x: isinstance(x, Value), (args, kwargs))
+        holds_values = tree_any(lambda x: isinstance(x, Planes), (args, kwargs))
         if not holds_values and not dtype.is_floating_point:
             return _plain(target, args, kwargs)
         if not holds_values and (name in FACTORIES or target is LITERAL):
@@ -79,7 +87,7 @@ class Residues:
             lifted = tree_map(
                 lambda x: call.lift(x) if isinstance(x, Tensor) and not _is_index(x) else x, lifted
             )
-        values = [x for x in tree_leaves(lifted) if isinstance(x, Value)]
+        values = [x for x in tree_leaves(lifted) if isinstance(x, Planes)]
         window = values[0].window
         if not shares:
             for x in values:
@@ -88,13 +96,13 @@ class Residues:
         is_single = True
         for i in range(self.field.planes):
             plane_args, plane_kwargs = tree_map(
-                lambda x, i=i: x.planes[i] if isinstance(x, Value) else x, lifted
+                lambda x, i=i: x.planes[i] if isinstance(x, Planes) else x, lifted
             )
             plane_kwargs = {k: v for k, v in plane_kwargs.items() if k not in _IGNORED}
             made = target(*plane_args, **plane_kwargs)
             is_single = isinstance(made, Tensor)
             found.append([made] if isinstance(made, Tensor) else list(made))
-        results = [Value(list(planes), window, dtype) for planes in zip(*found, strict=True)]
+        results = [Planes(list(planes), window, dtype) for planes in zip(*found, strict=True)]
         return results[0] if is_single else results
 
     def _in_place(
@@ -106,8 +114,8 @@ class Residues:
         dtype: torch.dtype,
     ) -> Any:
         x = args[0]
-        if not isinstance(x, Value):
-            if tree_any(lambda v: isinstance(v, Value), (args, kwargs)):
+        if not isinstance(x, Planes):
+            if tree_any(lambda v: isinstance(v, Planes), (args, kwargs)):
                 raise Blind(f"{target}, which rounds numbers to integers")
             return _plain(target, args, kwargs)
         base = name.removesuffix("_")
@@ -120,14 +128,16 @@ class Residues:
         else:
             packet = getattr(torch.ops.aten, base)
             new = self._moved(getattr(packet, target._overloadname), args, kwargs, x.dtype)
-        write(x, Value([p.expand(x.shape) for p in new.planes], new.window, x.dtype))
+        write(x, Planes([p.expand(x.shape) for p in new.planes], new.window, x.dtype))
         return x
 
     def _uninitialised(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
-    ) -> Value:
+    ) -> Planes:
         """Memory that nobody has written holds anything: numbers that nothing else holds."""
-        plain = tree_map(lambda x: x.planes[0] if isinstance(x, Value) else x, (args, dict(kwargs)))
+        plain = tree_map(
+            lambda x: x.planes[0] if isinstance(x, Planes) else x, (args, dict(kwargs))
+        )
         like: Tensor = target(*plain[0], **{**plain[1], "dtype": torch.int64})
         self._draws += 1
         return self.draw(like.shape, -self._draws, dtype)
@@ -144,18 +154,18 @@ class Residues:
             target.tags
         ):
             raise Blind(str(target))
-        operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Value)]
+        operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Planes)]
         if not operands:
             raise Blind(str(target))
         plain = [
             x.tolist() if isinstance(x, Tensor) else x
             for x in tree_leaves((args, dict(kwargs)))
-            if not isinstance(x, Value)
+            if not isinstance(x, Planes)
         ]
         meta = tree_map(
             lambda x: (
                 torch.empty(x.shape, dtype=x.dtype, device="meta")
-                if isinstance(x, Value)
+                if isinstance(x, Planes)
                 else x.to("meta")
                 if isinstance(x, Tensor)
                 else x
@@ -174,34 +184,34 @@ class Residues:
         """Fresh results with the strides of the tensors that they stand for, so that every view
         of those is one of these.
         """
-        if isinstance(x, Value):
+        if isinstance(x, Planes):
             return _strided(x, strides[0]) if strides else x
         if isinstance(x, list | tuple) and strides:
             return [
-                _strided(v, s) if isinstance(v, Value) else v
+                _strided(v, s) if isinstance(v, Planes) else v
                 for v, s in zip(x, strides, strict=True)
             ]
         return x
 
     # What collectives and specs are made of.
 
-    def draw(self, shape: Sequence[int], key: int, dtype: torch.dtype) -> Value:
+    def draw(self, shape: Sequence[int], key: int, dtype: torch.dtype) -> Planes:
         return drawn(self.field, shape, hash((self.field.seed, key)) & ((1 << 62) - 1), dtype)
 
     def add(self, a: Any, b: Any) -> Any:
-        return ar.add(self.field, a, b) if isinstance(a, Value) else a + b
+        return ar.add(self.field, a, b) if isinstance(a, Planes) else a + b
 
     def subtract(self, a: Any, b: Any) -> Any:
-        return self.add(a, ar.negate(self.field, b)) if isinstance(b, Value) else a - b
+        return self.add(a, ar.negate(self.field, b)) if isinstance(b, Planes) else a - b
 
     def multiply(self, a: Any, b: Any) -> Any:
-        return ar.multiply(self.field, a, b) if isinstance(a, Value) else a * b
+        return ar.multiply(self.field, a, b) if isinstance(a, Planes) else a * b
 
     def larger(self, a: Any, b: Any) -> Any:
-        return ar.larger(self.field, a, b) if isinstance(a, Value) else torch.maximum(a, b)
+        return ar.larger(self.field, a, b) if isinstance(a, Planes) else torch.maximum(a, b)
 
     def smaller(self, a: Any, b: Any) -> Any:
-        return ar.smaller(self.field, a, b) if isinstance(a, Value) else torch.minimum(a, b)
+        return ar.smaller(self.field, a, b) if isinstance(a, Planes) else torch.minimum(a, b)
 
     def scaled(self, a: Any, by: Fraction) -> Any:
         return ar.scaled(self.field, a, by.numerator, by.denominator)
@@ -213,17 +223,17 @@ class Residues:
         return move(self.field, fn, xs)
 
     def separate(self, x: Any) -> Any:
-        return separate(x) if isinstance(x, Value) else x.clone()
+        return separate(x) if isinstance(x, Planes) else x.clone()
 
     def write(self, x: Any, new: Any) -> None:
-        if isinstance(x, Value):
+        if isinstance(x, Planes):
             new = _rounded(ResidueCall(self.field, None, x.dtype), new, x.dtype)
-            write(x, Value([p.reshape(x.shape) for p in new.planes], new.window, x.dtype))
+            write(x, Planes([p.reshape(x.shape) for p in new.planes], new.window, x.dtype))
         else:
             x.copy_(new.reshape(x.shape))
 
     def storage(self, x: Any) -> int:
-        return (x.planes[0] if isinstance(x, Value) else x).untyped_storage()._cdata
+        return (x.planes[0] if isinstance(x, Planes) else x).untyped_storage()._cdata
 
     def dtype(self, x: Any) -> torch.dtype:
         return x.dtype
@@ -234,11 +244,11 @@ _IGNORED = frozenset(
 )
 
 
-def _strided(x: Value, stride: Sequence[int]) -> Value:
+def _strided(x: Planes, stride: Sequence[int]) -> Planes:
     if all(p.stride() == tuple(stride) for p in x.planes):
         return x
     planes = [torch.empty_strided(p.shape, tuple(stride), dtype=p.dtype).copy_(p) for p in x.planes]
-    return Value(planes, x.window, x.dtype)
+    return Planes(planes, x.window, x.dtype)
 
 
 def _is_index(x: Tensor) -> bool:

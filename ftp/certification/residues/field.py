@@ -4,6 +4,10 @@ Level ``k`` computes modulo the prime ``p[k]``, and ``p[k + 1] = 2 p[k] + 1``. S
 group of order ``p[k]`` modulo ``p[k + 1]``, and ``x -> 4 ** x`` from level ``k`` to level
 ``k + 1`` turns sums into products, as ``exp`` does; its inverse, up to sign, is ``log``.
 
+A formula without exponentials is evaluated at one level, modulo a prime drawn from many. All are -1
+modulo 4, so that of ``x`` and ``-x`` just one is a square: the positive one. So signs multiply as
+they do for real numbers.
+
 Source: the tower of two primes is Mirage's (Wu et al., OSDI 2025, section 5); chains of such primes
 are Cunningham's.
 """
@@ -19,6 +23,8 @@ from torch import Tensor
 # A Cunningham chain. Its primes are -1 modulo 8, 3 and 5, so that 2, 3 and 5 have square roots.
 CHAIN = (2245319, 4490639, 8981279, 17962559, 35925119, 71850239)
 BASE = 4
+_SQUARES = (2, 3, 5, 7, 11, 13)  # positive modulo the primes of a single level, and their products
+_CHOICE = 64
 _LOW = 13  # bits of the lower half of a residue
 _SIGN = 1 << 30
 
@@ -45,13 +51,22 @@ class Field:
     def of_depth(cls, exps: int, logs: int, has_infinities: bool, seed: int) -> "Field":
         """A field in which ``exps`` exponentials nest, and ``logs`` logarithms."""
         levels = min(exps + logs + 1, len(CHAIN))
-        primes = CHAIN[:levels] if levels > 1 else CHAIN[-1:]
+        primes = CHAIN[:levels]
+        if levels == 1:
+            primes = (signed_primes()[seed % _CHOICE],)
         order = min(exps, max(levels - 1 - logs, 0))
         return cls(primes, seed, order, logs > 0, has_infinities)
 
     @property
     def levels(self) -> int:
         return len(self.primes)
+
+    @property
+    def has_signs(self) -> bool:
+        """Whether numbers have the signs of ``sign``. A chain's primes are few: a constant that is
+        no square modulo one would count as negative in every draw.
+        """
+        return self.levels == 1
 
     @property
     def planes(self) -> int:
@@ -67,6 +82,33 @@ def modpow(x: Tensor, exponent: int, p: int) -> Tensor:
         x = x * x % p
         exponent >>= 1
     return found
+
+
+@functools.cache
+def signed_primes() -> tuple[int, ...]:
+    """The largest primes that are -1 modulo 8 and have the small primes among their squares.
+
+    >>> p = signed_primes()[-1]
+    >>> p % 8, [pow(small, (p - 1) // 2, p) for small in (2, 3, 5, 7, 11, 13)]
+    (7, [1, 1, 1, 1, 1, 1])
+    """
+    found: list[int] = []
+    p = CHAIN[-1]  # itself -1 modulo 8
+    while len(found) < _CHOICE:
+        p -= 8
+        if all(pow(small, (p - 1) // 2, p) == 1 for small in _SQUARES) and _is_prime(p):
+            found.append(p)
+    return tuple(found)
+
+
+def _is_prime(p: int) -> bool:
+    return all(p % d for d in range(3, math.isqrt(p) + 1, 2))
+
+
+def sign(x: Tensor, p: int) -> Tensor:
+    """1, 0 or -1, of a product the product: whether ``x`` is a square modulo ``p``."""
+    found = modpow(x, (p - 1) // 2, p)
+    return torch.where(found == p - 1, -1, found)
 
 
 def inverse(x: Tensor, p: int) -> Tensor:

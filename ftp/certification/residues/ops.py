@@ -18,7 +18,7 @@ from ftp.certification.residues import arithmetic as ar
 from ftp.certification.residues.field import Field
 from ftp.certification.residues.value import (
     Blind,
-    Value,
+    Planes,
     embed,
     made,
     move,
@@ -38,9 +38,9 @@ class ResidueCall:
     target: Any
     dtype: torch.dtype
 
-    def lift(self, x: Any) -> Value:
+    def lift(self, x: Any) -> Planes:
         """A value, of numbers or integers where they are known."""
-        if isinstance(x, Value):
+        if isinstance(x, Planes):
             return x
         if isinstance(x, bool | int | float):
             x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
@@ -62,34 +62,34 @@ def op(*names: str):
 
 
 @op("add")
-def _add(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _add(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Planes:
     b = c.lift(b)
     return ar.add(c.field, c.lift(a), b if alpha == 1 else _times(c, b, alpha))
 
 
 @op("sub", "subtract")
-def _sub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _sub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Planes:
     return _add(c, a, ar.negate(c.field, c.lift(b)), alpha)
 
 
 @op("rsub")
-def _rsub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _rsub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Planes:
     return _sub(c, b, a, alpha)
 
 
 @op("mul", "multiply")
-def _mul(c: ResidueCall, a: Any, b: Any) -> Value:
+def _mul(c: ResidueCall, a: Any, b: Any) -> Planes:
     return _times(c, c.lift(a), b)
 
 
-def _times(c: ResidueCall, a: Value, b: Any) -> Value:
+def _times(c: ResidueCall, a: Planes, b: Any) -> Planes:
     if isinstance(b, bool | int):
         return ar.scaled(c.field, a, int(b)) if b != -1 else ar.negate(c.field, a)
     return ar.multiply(c.field, a, c.lift(b))
 
 
 @op("div", "true_divide", "divide")
-def _div(c: ResidueCall, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
+def _div(c: ResidueCall, a: Any, b: Any, rounding_mode: str | None = None) -> Planes:
     if rounding_mode is not None:
         raise Blind(f"{c.target}, which rounds")
     if isinstance(b, int) and b:
@@ -98,38 +98,38 @@ def _div(c: ResidueCall, a: Any, b: Any, rounding_mode: str | None = None) -> Va
 
 
 @op("reciprocal")
-def _reciprocal(c: ResidueCall, a: Value) -> Value:
+def _reciprocal(c: ResidueCall, a: Planes) -> Planes:
     return ar.reciprocal(c.field, a)
 
 
 @op("neg")
-def _neg(c: ResidueCall, a: Value) -> Value:
+def _neg(c: ResidueCall, a: Planes) -> Planes:
     return ar.negate(c.field, a)
 
 
 @op("addcmul")
-def _addcmul(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
+def _addcmul(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Planes:
     return _add(c, x, _mul(c, _mul(c, a, b), value))
 
 
 @op("addcdiv")
-def _addcdiv(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
+def _addcdiv(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Planes:
     return _add(c, x, _mul(c, _div(c, a, b), value))
 
 
 @op("lerp")
-def _lerp(c: ResidueCall, a: Any, b: Any, weight: Any) -> Value:
+def _lerp(c: ResidueCall, a: Any, b: Any, weight: Any) -> Planes:
     return _add(c, a, _mul(c, _sub(c, b, a), weight))
 
 
 @op("square")
-def _square(c: ResidueCall, a: Value) -> Value:
+def _square(c: ResidueCall, a: Planes) -> Planes:
     return ar.multiply(c.field, a, a)
 
 
 @op("pow")
-def _pow(c: ResidueCall, a: Any, exponent: Any) -> Value:
-    if isinstance(exponent, int | float) and isinstance(a, Value):
+def _pow(c: ResidueCall, a: Any, exponent: Any) -> Planes:
+    if isinstance(exponent, int | float) and isinstance(a, Planes):
         if exponent == int(exponent):
             return ar.integer_power(c.field, a, int(exponent))
         if 2 * exponent == int(2 * exponent):
@@ -139,17 +139,17 @@ def _pow(c: ResidueCall, a: Any, exponent: Any) -> Value:
 
 
 @op("sqrt")
-def _sqrt(c: ResidueCall, a: Value) -> Value:
+def _sqrt(c: ResidueCall, a: Planes) -> Planes:
     return ar.root(c.field, a)
 
 
 @op("rsqrt")
-def _rsqrt(c: ResidueCall, a: Value) -> Value:
+def _rsqrt(c: ResidueCall, a: Planes) -> Planes:
     return ar.reciprocal(c.field, ar.root(c.field, a))
 
 
 @op("mm", "bmm", "mv", "dot", "matmul")
-def _product(c: ResidueCall, a: Value, b: Value) -> Value:
+def _product(c: ResidueCall, a: Planes, b: Planes) -> Planes:
     a, b = c.lift(a), c.lift(b)
     left = _reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
     right = _reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
@@ -162,19 +162,21 @@ def _product(c: ResidueCall, a: Value, b: Value) -> Value:
     return _reshaped(c, found, shape)
 
 
-def _reshaped(c: ResidueCall, a: Value, shape: Sequence[int]) -> Value:
+def _reshaped(c: ResidueCall, a: Planes, shape: Sequence[int]) -> Planes:
     return move(c.field, lambda x: x.reshape(tuple(shape)), [a])
 
 
 @op("addmm", "baddbmm", "addmv")
-def _addmm(c: ResidueCall, bias: Any, a: Value, b: Value, beta: Any = 1, alpha: Any = 1) -> Value:
+def _addmm(
+    c: ResidueCall, bias: Any, a: Planes, b: Planes, beta: Any = 1, alpha: Any = 1
+) -> Planes:
     return _add(c, _mul(c, bias, beta), _mul(c, _product(c, a, b), alpha))
 
 
 # Sums.
 
 
-def _dims(x: Value, dim: Any) -> list[int]:
+def _dims(x: Planes, dim: Any) -> list[int]:
     if dim is None or dim == []:
         return list(range(len(x.shape)))
     return [d % len(x.shape) if x.shape else 0 for d in ([dim] if isinstance(dim, int) else dim)]
@@ -183,7 +185,7 @@ def _dims(x: Value, dim: Any) -> list[int]:
 @op("sum")
 def _sum(
     c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Value:
+) -> Planes:
     x = c.lift(x)
     if not x.shape:
         return separate(x)
@@ -193,21 +195,21 @@ def _sum(
 @op("mean")
 def _mean(
     c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Value:
+) -> Planes:
     x = c.lift(x)
     count = math.prod(x.shape[d] for d in _dims(x, dim)) if x.shape else 1
     return ar.scaled(c.field, _sum(c, x, dim, keepdim), 1, count)
 
 
 @op("cumsum")
-def _cumsum(c: ResidueCall, x: Value, dim: int, dtype: Any = None) -> Value:
+def _cumsum(c: ResidueCall, x: Planes, dim: int, dtype: Any = None) -> Planes:
     return ar.summed(c.field, lambda p: p.cumsum(dim), c.lift(x))
 
 
 @op("var_mean")
 def _var_mean(
-    c: ResidueCall, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False
-) -> tuple[Value, Value]:
+    c: ResidueCall, x: Planes, dim: Any = None, correction: Any = 1, keepdim: bool = False
+) -> tuple[Planes, Planes]:
     count = math.prod(x.shape[d] for d in _dims(x, dim))
     mean = _mean(c, x, dim, True)
     centred = _sub(c, x, mean)
@@ -219,13 +221,13 @@ def _var_mean(
 
 @op("var")
 def _var(
-    c: ResidueCall, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False
-) -> Value:
+    c: ResidueCall, x: Planes, dim: Any = None, correction: Any = 1, keepdim: bool = False
+) -> Planes:
     return _var_mean(c, x, dim, correction, keepdim)[0]
 
 
 @op("native_layer_norm")
-def _layer_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm(c: ResidueCall, x: Planes, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     dims = list(range(len(x.shape) - len(shape), len(x.shape)))
     var, mean = _var_mean(c, x, dims, 0, True)
     scale = _rsqrt(c, _add(c, var, eps))
@@ -235,7 +237,7 @@ def _layer_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, bias: Any, ep
 
 
 @op("_fused_rms_norm")
-def _rms_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, eps: Any) -> Any:
+def _rms_norm(c: ResidueCall, x: Planes, shape: Any, weight: Any, eps: Any) -> Any:
     dims = list(range(len(x.shape) - len(shape), len(x.shape)))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = _rsqrt(c, _add(c, _mean(c, _square(c, x), dims, True), eps))
@@ -246,14 +248,14 @@ def _rms_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, eps: Any) -> An
 @op("index_add")
 def _index_add(
     c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1
-) -> Value:
+) -> Planes:
     x, source = c.lift(x), _mul(c, source, alpha)
     both = zip(x.planes, source.planes, strict=True)
     return _modular(c, x, source, [p.index_add(dim, index, s) for p, s in both])
 
 
 @op("scatter_add")
-def _scatter_add(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any) -> Value:
+def _scatter_add(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any) -> Planes:
     x, source = c.lift(x), c.lift(source)
     both = zip(x.planes, source.planes, strict=True)
     return _modular(c, x, source, [p.scatter_add(dim, index, s) for p, s in both])
@@ -262,14 +264,14 @@ def _scatter_add(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any) -
 @op("index_put", "_unsafe_index_put", "_index_put_impl")
 def _index_put(
     c: ResidueCall, x: Any, indices: Any, values: Any, accumulate: bool = False
-) -> Value:
+) -> Planes:
     x, values = c.lift(x), c.lift(values)
     both = zip(x.planes, values.planes, strict=True)
     found = [p.index_put(tuple(indices), v, accumulate) for p, v in both]
     return _modular(c, x, values, found)
 
 
-def _modular(c: ResidueCall, a: Value, b: Value, planes: Sequence[Tensor]) -> Value:
+def _modular(c: ResidueCall, a: Planes, b: Planes, planes: Sequence[Tensor]) -> Planes:
     """Sums of planes as the planes of a sum."""
     f = c.field
     residues = [x % p for x, p in zip(planes, f.primes, strict=False)]
@@ -280,8 +282,8 @@ def _modular(c: ResidueCall, a: Value, b: Value, planes: Sequence[Tensor]) -> Va
 
 @op("embedding_dense_backward")
 def _embedding_backward(
-    c: ResidueCall, grad: Value, index: Tensor, rows: int, padding: int, scale: bool
-) -> Value:
+    c: ResidueCall, grad: Planes, index: Tensor, rows: int, padding: int, scale: bool
+) -> Planes:
     if scale:
         raise Blind(f"{c.target} with scale_grad_by_freq")
     width = grad.shape[-1]
@@ -295,8 +297,8 @@ def _embedding_backward(
 
 @op("prod")
 def _prod(
-    c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Value:
+    c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Planes:
     if dim is None:
         x, dim = _reshaped(c, x, (-1,)), 0
     parts = [move(c.field, lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
@@ -310,80 +312,80 @@ def _prod(
 
 
 @op("exp")
-def _exp(c: ResidueCall, x: Any) -> Value:
+def _exp(c: ResidueCall, x: Any) -> Planes:
     return ar.exponential(c.field, c.lift(x))
 
 
 @op("expm1")
-def _expm1(c: ResidueCall, x: Any) -> Value:
+def _expm1(c: ResidueCall, x: Any) -> Planes:
     return _sub(c, _exp(c, x), 1)
 
 
 @op("log")
-def _log(c: ResidueCall, x: Any) -> Value:
+def _log(c: ResidueCall, x: Any) -> Planes:
     return ar.natural_logarithm(c.field, c.lift(x))
 
 
 @op("log1p")
-def _log1p(c: ResidueCall, x: Any) -> Value:
+def _log1p(c: ResidueCall, x: Any) -> Planes:
     return _log(c, _add(c, x, 1))
 
 
 @op("sigmoid")
-def _sigmoid(c: ResidueCall, x: Value) -> Value:
+def _sigmoid(c: ResidueCall, x: Planes) -> Planes:
     return ar.reciprocal(c.field, _add(c, _exp(c, _neg(c, x)), 1))
 
 
 @op("silu")
-def _silu(c: ResidueCall, x: Value) -> Value:
+def _silu(c: ResidueCall, x: Planes) -> Planes:
     return _mul(c, x, _sigmoid(c, x))
 
 
 @op("tanh")
-def _tanh(c: ResidueCall, x: Value) -> Value:
+def _tanh(c: ResidueCall, x: Planes) -> Planes:
     twice = _exp(c, _mul(c, x, 2))
     return _div(c, _sub(c, twice, 1), _add(c, twice, 1))
 
 
 @op("logsumexp")
-def _logsumexp(c: ResidueCall, x: Value, dim: Any, keepdim: bool = False) -> Value:
+def _logsumexp(c: ResidueCall, x: Planes, dim: Any, keepdim: bool = False) -> Planes:
     return _log(c, _sum(c, _exp(c, x), dim, keepdim))
 
 
 @op("_softmax", "_safe_softmax")
-def _softmax(c: ResidueCall, x: Value, dim: int, *_: Any, **__: Any) -> Value:
+def _softmax(c: ResidueCall, x: Planes, dim: int, *_: Any, **__: Any) -> Planes:
     terms = _exp(c, x)
     return _div(c, terms, _sum(c, terms, dim, True))
 
 
 @op("_log_softmax")
-def _log_softmax(c: ResidueCall, x: Value, dim: int, *_: Any) -> Value:
+def _log_softmax(c: ResidueCall, x: Planes, dim: int, *_: Any) -> Planes:
     return _sub(c, x, _logsumexp(c, x, dim, True))
 
 
 @op("_softmax_backward_data")
-def _softmax_backward(c: ResidueCall, grad: Value, out: Value, dim: int, *_: Any) -> Value:
+def _softmax_backward(c: ResidueCall, grad: Planes, out: Planes, dim: int, *_: Any) -> Planes:
     weighted = _mul(c, grad, out)
     return _sub(c, weighted, _mul(c, out, _sum(c, weighted, dim, True)))
 
 
 @op("_log_softmax_backward_data")
-def _log_softmax_backward(c: ResidueCall, grad: Value, out: Value, dim: int, *_: Any) -> Value:
+def _log_softmax_backward(c: ResidueCall, grad: Planes, out: Planes, dim: int, *_: Any) -> Planes:
     return _sub(c, grad, _mul(c, _exp(c, out), _sum(c, grad, dim, True)))
 
 
 @op("sigmoid_backward")
-def _sigmoid_backward(c: ResidueCall, grad: Value, out: Value) -> Value:
+def _sigmoid_backward(c: ResidueCall, grad: Planes, out: Planes) -> Planes:
     return _mul(c, grad, _mul(c, out, _rsub(c, out, 1)))
 
 
 @op("tanh_backward")
-def _tanh_backward(c: ResidueCall, grad: Value, out: Value) -> Value:
+def _tanh_backward(c: ResidueCall, grad: Planes, out: Planes) -> Planes:
     return _mul(c, grad, _rsub(c, _square(c, out), 1))
 
 
 @op("silu_backward")
-def _silu_backward(c: ResidueCall, grad: Value, x: Value) -> Value:
+def _silu_backward(c: ResidueCall, grad: Planes, x: Planes) -> Planes:
     gate = _sigmoid(c, x)
     slope = _add(c, _mul(c, x, _rsub(c, gate, 1)), 1)
     return _mul(c, grad, _mul(c, gate, slope))
@@ -394,14 +396,14 @@ def _elementwise(*names: str) -> None:
     for name in names:
         FUNCTIONS[name] = lambda c, *xs, name=name, **kw: ar.function(
             c.field,
-            f"{name} {[x for x in xs if not isinstance(x, Value | Tensor)]} {sorted(kw.items())}",
-            *torch_broadcast(*(c.lift(x) for x in xs if isinstance(x, Value | Tensor))),
+            f"{name} {[x for x in xs if not isinstance(x, Planes | Tensor)]} {sorted(kw.items())}",
+            *torch_broadcast(*(c.lift(x) for x in xs if isinstance(x, Planes | Tensor))),
         )
 
 
-def torch_broadcast(*xs: Value) -> list[Value]:
+def torch_broadcast(*xs: Planes) -> list[Planes]:
     shape = torch.broadcast_shapes(*(x.shape for x in xs))
-    return [Value([p.expand(shape) for p in x.planes], x.window, x.dtype) for x in xs]
+    return [Planes([p.expand(shape) for p in x.planes], x.window, x.dtype) for x in xs]
 
 
 _elementwise("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "celu", "cos")
@@ -428,55 +430,55 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 @op("maximum", "fmax")
-def _maximum(c: ResidueCall, a: Any, b: Any) -> Value:
+def _maximum(c: ResidueCall, a: Any, b: Any) -> Planes:
     return ar.larger(c.field, c.lift(a), c.lift(b))
 
 
 @op("minimum", "fmin")
-def _minimum(c: ResidueCall, a: Any, b: Any) -> Value:
+def _minimum(c: ResidueCall, a: Any, b: Any) -> Planes:
     return ar.smaller(c.field, c.lift(a), c.lift(b))
 
 
 @op("clamp", "clip")
-def _clamp(c: ResidueCall, x: Any, min: Any = None, max: Any = None) -> Value:
+def _clamp(c: ResidueCall, x: Any, min: Any = None, max: Any = None) -> Planes:
     x = c.lift(x)
     x = x if min is None else _maximum(c, x, min)
     return x if max is None else _minimum(c, x, max)
 
 
 @op("clamp_min")
-def _clamp_min(c: ResidueCall, x: Any, min: Any) -> Value:
+def _clamp_min(c: ResidueCall, x: Any, min: Any) -> Planes:
     return _maximum(c, x, min)
 
 
 @op("clamp_max")
-def _clamp_max(c: ResidueCall, x: Any, max: Any) -> Value:
+def _clamp_max(c: ResidueCall, x: Any, max: Any) -> Planes:
     return _minimum(c, x, max)
 
 
 @op("relu")
-def _relu(c: ResidueCall, x: Value) -> Value:
+def _relu(c: ResidueCall, x: Planes) -> Planes:
     return _maximum(c, x, 0)
 
 
 @op("threshold_backward")
-def _threshold_backward(c: ResidueCall, grad: Value, x: Value, threshold: Any) -> Value:
+def _threshold_backward(c: ResidueCall, grad: Planes, x: Planes, threshold: Any) -> Planes:
     return ar.chosen(c.field, FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
 
 
 @op("abs")
-def _abs(c: ResidueCall, x: Value) -> Value:
+def _abs(c: ResidueCall, x: Planes) -> Planes:
     return ar.chosen(c.field, FUNCTIONS["lt"](c, x, 0), _neg(c, x), x)
 
 
 @op("sign", "sgn")
-def _sign(c: ResidueCall, x: Value) -> Value:
+def _sign(c: ResidueCall, x: Planes) -> Planes:
     below, above = FUNCTIONS["lt"](c, x, 0), FUNCTIONS["gt"](c, x, 0)
     return c.lift(above.to(torch.int64) - below.to(torch.int64))
 
 
 @op("amax", "amin")
-def _amax(c: ResidueCall, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
+def _amax(c: ResidueCall, x: Planes, dim: Any = (), keepdim: bool = False) -> Planes:
     largest = c.target._schema.name.endswith("max")
     dims = sorted(_dims(x, list(dim) if not isinstance(dim, int) else dim), reverse=True)
     for d in dims:
@@ -485,7 +487,7 @@ def _amax(c: ResidueCall, x: Value, dim: Any = (), keepdim: bool = False) -> Val
 
 
 @op("max", "min")
-def _max(c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
+def _max(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Any:
     largest = c.target._schema.name.endswith("max")
     if isinstance(dim, int):
         return ar.extreme(c.field, x, dim, keepdim, largest)
@@ -495,51 +497,63 @@ def _max(c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False) -> An
 
 
 @op("argmax", "argmin")
-def _argmax(c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False) -> Tensor:
+def _argmax(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Tensor:
     found = getattr(torch, c.target._schema.name.split("::")[1])
     return found(order(c.field, x), dim=dim, keepdim=keepdim)
 
 
 @op("sort")
 def _sort(
-    c: ResidueCall, x: Value, dim: int = -1, descending: bool = False, *, stable: bool = True
+    c: ResidueCall,
+    x: Planes,
+    dim: int = -1,
+    descending: bool = False,
+    *,
+    stable: bool = True,
 ) -> Any:
     at = order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
     return move(c.field, lambda p: p.gather(dim, at), [x]), at
 
 
 @op("argsort")
-def _argsort(c: ResidueCall, x: Value, dim: int = -1, descending: bool = False, **_: Any) -> Tensor:
+def _argsort(
+    c: ResidueCall, x: Planes, dim: int = -1, descending: bool = False, **_: Any
+) -> Tensor:
     return order(c.field, x).argsort(dim=dim, descending=descending, stable=True)
 
 
 @op("topk")
 def _topk(
-    c: ResidueCall, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    c: ResidueCall,
+    x: Planes,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
 ) -> Any:
     at = order(c.field, x).topk(k, dim, largest, sorted).indices
     return move(c.field, lambda p: p.gather(dim, at), [x]), at
 
 
 @op("isnan")
-def _isnan(c: ResidueCall, x: Value) -> Tensor:
+def _isnan(c: ResidueCall, x: Planes) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.bool)
 
 
 @op("isinf")
-def _isinf(c: ResidueCall, x: Value) -> Tensor:
+def _isinf(c: ResidueCall, x: Planes) -> Tensor:
     if not c.field.has_infinities:
         return torch.zeros(x.shape, dtype=torch.bool)
     return x.planes[-1] != 0
 
 
 @op("isfinite")
-def _isfinite(c: ResidueCall, x: Value) -> Tensor:
+def _isfinite(c: ResidueCall, x: Planes) -> Tensor:
     return ~_isinf(c, x)
 
 
 @op("logical_not")
-def _logical_not(c: ResidueCall, x: Value) -> Tensor:
+def _logical_not(c: ResidueCall, x: Planes) -> Tensor:
     return FUNCTIONS["eq"](c, x, 0)
 
 
@@ -547,63 +561,63 @@ def _logical_not(c: ResidueCall, x: Value) -> Tensor:
 
 
 @op("where")
-def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Value:
+def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Planes:
     return ar.chosen(c.field, condition, c.lift(a), c.lift(b))
 
 
 @op("masked_fill")
-def _masked_fill(c: ResidueCall, x: Value, mask: Tensor, value: Any) -> Value:
+def _masked_fill(c: ResidueCall, x: Planes, mask: Tensor, value: Any) -> Planes:
     return ar.chosen(c.field, mask, c.lift(value), x)
 
 
 @op("constant_pad_nd")
-def _pad(c: ResidueCall, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
+def _pad(c: ResidueCall, x: Planes, pad: Sequence[int], value: Any = 0) -> Planes:
     fill = c.lift(value)
     planes = [
         aten.constant_pad_nd(p, pad, int(v)) for p, v in zip(x.planes, fill.planes, strict=True)
     ]
-    return Value(planes, x.window & x.window, x.dtype)
+    return Planes(planes, x.window & x.window, x.dtype)
 
 
 @op("scatter")
-def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Value:
+def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Planes:
     if kwargs:
         raise Blind(f"{c.target} with {kwargs}")
     x, source = c.lift(x), c.lift(source)
     if not source.shape:
-        source = Value([p.expand(index.shape) for p in source.planes], source.window, x.dtype)
+        source = Planes([p.expand(index.shape) for p in source.planes], source.window, x.dtype)
     return move(c.field, lambda p, s: p.scatter(dim, index, s), [x, source])
 
 
 @op("fill", "full_like")
-def _fill(c: ResidueCall, x: Value, value: Any, **_: Any) -> Value:
+def _fill(c: ResidueCall, x: Planes, value: Any, **_: Any) -> Planes:
     found = c.lift(value)
-    return Value([p.expand(x.shape).clone() for p in found.planes], found.window, c.dtype)
+    return Planes([p.expand(x.shape).clone() for p in found.planes], found.window, c.dtype)
 
 
 @op("zeros_like", "zero")
-def _zeros_like(c: ResidueCall, x: Value, **_: Any) -> Value:
+def _zeros_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
     return _fill(c, x, 0)
 
 
 @op("ones_like")
-def _ones_like(c: ResidueCall, x: Value, **_: Any) -> Value:
+def _ones_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
     return _fill(c, x, 1)
 
 
 @op("new_zeros", "new_ones", "new_full")
-def _new(c: ResidueCall, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Value:
+def _new(c: ResidueCall, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Planes:
     if value is None:
         value = int(c.target._schema.name.endswith("ones"))
     found = c.lift(value)
-    return Value([p.expand(tuple(size)).clone() for p in found.planes], found.window, c.dtype)
+    return Planes([p.expand(tuple(size)).clone() for p in found.planes], found.window, c.dtype)
 
 
 @op("copy")
-def _copy(c: ResidueCall, x: Value, source: Any, *_: Any) -> Value:
+def _copy(c: ResidueCall, x: Planes, source: Any, *_: Any) -> Planes:
     source = c.lift(source)
     source = _rounded(c, source, x.dtype)
-    return Value([p.expand(x.shape).clone() for p in source.planes], source.window, x.dtype)
+    return Planes([p.expand(x.shape).clone() for p in source.planes], source.window, x.dtype)
 
 
 @op("_to_copy", "to", "convert_element_type")
@@ -615,15 +629,15 @@ def _to_copy(c: ResidueCall, x: Any, *_: Any, **__: Any) -> Any:
     return _rounded(c, separate(c.lift(x)), c.dtype)
 
 
-def _rounded(c: ResidueCall, x: Value, dtype: torch.dtype) -> Value:
+def _rounded(c: ResidueCall, x: Planes, dtype: torch.dtype) -> Planes:
     """A conversion to a dtype of fewer digits or a smaller range is a function without algebra."""
     if x.dtype == dtype or not x.dtype.is_floating_point:
-        return Value(x.planes, x.window, dtype)
+        return Planes(x.planes, x.window, dtype)
     a, b = torch.finfo(x.dtype), torch.finfo(dtype)
     if b.eps <= a.eps and b.max >= a.max:
-        return Value(x.planes, x.window, dtype)
+        return Planes(x.planes, x.window, dtype)
     found = ar.function(c.field, f"round to {dtype}", x)
-    return Value(found.planes, found.window, dtype)
+    return Planes(found.planes, found.window, dtype)
 
 
 MOVEMENTS = words(

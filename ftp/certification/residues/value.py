@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.certification.residues.field import Field, hashed, residue
+from ftp.certification.residues.field import Field, hashed, residue, sign
 
 
 class Blind(Exception):
@@ -41,7 +41,7 @@ class Window:
 
 
 @dataclass(eq=False)
-class Value:
+class Planes:
     """A tensor of numbers.
 
     Attributes:
@@ -62,15 +62,15 @@ def whole(field: Field) -> Window:
     return Window(0, field.levels - 1)
 
 
-def levels(field: Field, x: Value) -> list[Tensor]:
+def levels(field: Field, x: Planes) -> list[Tensor]:
     return x.planes[: field.levels]
 
 
-def signs(field: Field, x: Value) -> list[Tensor]:
+def signs(field: Field, x: Planes) -> list[Tensor]:
     return x.planes[field.levels : 2 * field.levels] if field.has_logs else []
 
 
-def infinities(field: Field, x: Value) -> Tensor | None:
+def infinities(field: Field, x: Planes) -> Tensor | None:
     return x.planes[-1] if field.has_infinities else None
 
 
@@ -81,7 +81,7 @@ def made(
     dtype: torch.dtype,
     signs: Sequence[Tensor] | None = None,
     infinite: Tensor | None = None,
-) -> Value:
+) -> Planes:
     """A value of its planes; absent ones are zero. An infinite element has the residue zero."""
     planes = list(residues)
     if field.has_logs:
@@ -93,10 +93,10 @@ def made(
             finite = infinite == 0
             planes = [p * finite for p in planes]
         planes.append(infinite)
-    return Value(planes, window, dtype)
+    return Planes(planes, window, dtype)
 
 
-def embed(field: Field, x: Tensor, dtype: torch.dtype) -> Value:
+def embed(field: Field, x: Tensor, dtype: torch.dtype) -> Planes:
     """Known numbers: integers, booleans, or the fractions that floats stand for."""
     if not x.is_floating_point():
         x = x.to(torch.int64)
@@ -118,7 +118,7 @@ def embed(field: Field, x: Tensor, dtype: torch.dtype) -> Value:
     return made(field, planes, whole(field), dtype, infinite=infinite[where].reshape(x.shape))
 
 
-def drawn(field: Field, shape: Sequence[int], seed: int, dtype: torch.dtype) -> Value:
+def drawn(field: Field, shape: Sequence[int], seed: int, dtype: torch.dtype) -> Planes:
     """Numbers drawn at random."""
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     planes = [
@@ -129,39 +129,52 @@ def drawn(field: Field, shape: Sequence[int], seed: int, dtype: torch.dtype) -> 
 
 
 def move(
-    field: Field, op: Callable[..., Any], xs: Sequence[Value], dtype: torch.dtype | None = None
-) -> Value:
+    field: Field,
+    op: Callable[..., Any],
+    xs: Sequence[Planes],
+    dtype: torch.dtype | None = None,
+) -> Planes:
     """Data movement: ``op`` on each plane of the values; a new tensor or a view."""
     window = xs[0].window
     for x in xs[1:]:
         window = window & x.window
     planes = [op(*planes) for planes in zip(*(x.planes for x in xs), strict=True)]
-    return Value(planes, window, dtype or xs[0].dtype)
+    return Planes(planes, window, dtype or xs[0].dtype)
 
 
-def separate(x: Value) -> Value:
+def separate(x: Planes) -> Planes:
     """``x`` in memory of its own."""
     planes = [p.clone(memory_format=torch.contiguous_format) for p in x.planes]
-    return Value(planes, x.window & x.window, x.dtype)
+    return Planes(planes, x.window & x.window, x.dtype)
 
 
-def write(x: Value, new: Value) -> None:
+def write(x: Planes, new: Planes) -> None:
     """Write ``new`` over ``x``."""
     for plane, values in zip(x.planes, new.planes, strict=True):
         plane.copy_(values)
     x.window.narrow(new.window)
 
 
-def order(field: Field, x: Value) -> Tensor:
-    """Integers in a random order of the numbers; equal numbers have equal ones."""
+def order(field: Field, x: Planes) -> Tensor:
+    """Integers in a random order of the numbers; equal numbers have equal ones.
+
+    At a single level the order is one of numbers with signs: negative ones are below zero, positive
+    ones above, and ``-x`` lies where ``x`` does on the other side.
+    """
     if field.order_level not in x.window:
         raise Blind("a comparison of numbers under too many exponentials")
-    key = hashed(x.planes[field.order_level], field.seed * 2 + 1)
+    residues = x.planes[field.order_level]
+    if field.has_signs:
+        p = field.primes[0]
+        size = hashed(torch.minimum(residues, p - residues), field.seed * 2 + 1)
+        key = sign(residues, p) * (size + 1)
+    else:
+        key = hashed(residues, field.seed * 2 + 1)
     infinite = infinities(field, x)
     return key if infinite is None else torch.where(infinite == 0, key, infinite * (1 << 62))
 
 
-def same(field: Field, a: Value, b: Value) -> Tensor:
+def same(field: Field, a: Planes, b: Planes) -> Tensor:
     """Per element, whether two values of one shape are equal at every level that both know."""
     window = a.window & b.window
     if window.low > window.high:

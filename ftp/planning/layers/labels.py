@@ -163,7 +163,7 @@ def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tu
 
 def _computed(node: Node) -> Node:
     """The node that computed this value, before reshards and constraints."""
-    while node.kind in ("move", "constrain"):
+    while node.kind in ("reshard", "constrain"):
         node = node.operands[0].node
     return node
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 Unary = Sequence[np.ndarray] | Mapping[int, np.ndarray]
-Tables = Mapping[int, Mapping[int, np.ndarray]]
-Messages = Mapping[tuple[int, int], np.ndarray]
+PairTables = Mapping[int, Mapping[int, np.ndarray]]
+EdgeMessages = Mapping[tuple[int, int], np.ndarray]
 
 
 class Sweeps:
@@ -33,7 +33,7 @@ class Sweeps:
       after the pass before.
     """
 
-    def __init__(self, unary: Unary, tables: Tables, order: Sequence[int], warm: Messages):
+    def __init__(self, unary: Unary, tables: PairTables, order: Sequence[int], warm: EdgeMessages):
         self.order, self._tables = list(order), tables
         self._place = {v: n for n, v in enumerate(order)}
         shape = len(self.order), max(len(unary[v]) for v in order)
@@ -163,7 +163,7 @@ class _Visit:
 
 
 def feasible(
-    unary: Unary, tables: Tables, order: Sequence[int], messages: Messages
+    unary: Unary, tables: PairTables, order: Sequence[int], messages: EdgeMessages
 ) -> dict[int, int] | int:
     """Find an assignment of finite cost, as positions; where there is none, return a variable that
     has no value left.
@@ -214,7 +214,7 @@ def _restrict(
     mask: int,
     domain: dict[int, int],
     masks: Mapping[tuple[int, int], list[int]],
-    tables: Tables,
+    tables: PairTables,
     trail: list[tuple[int, int]],
 ) -> int | None:
     """Restrict variable v to the values of the mask, and the others to what is consistent with it.

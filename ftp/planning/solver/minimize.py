@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ftp.planning.solver.bounds import Sweeps, Tables, Unary, feasible
+from ftp.planning.solver.bounds import PairTables, Sweeps, Unary, feasible
 from ftp.planning.solver.order import Order, best_order, elimination_order, table_size
 from ftp.planning.solver.reduce import Infeasible, Network
 
@@ -145,7 +145,7 @@ _Factor = tuple[
 
 
 def _eliminate(
-    order: list[int], unary: Unary, tables: Tables, limit: float = math.inf
+    order: list[int], unary: Unary, tables: PairTables, limit: float = math.inf
 ) -> tuple[float, dict[int, int], int]:
     """Minimize over the variables of the order: the minimum, the minimizing positions among their
     values, and the entries of the largest table.

@@ -22,10 +22,10 @@ class Order:
     work: int
 
 
-Neighbours = dict[int, set[int]]
+Adjacent = dict[int, set[int]]
 
 
-def fill_in(near: Neighbours, size: Mapping[int, int], v: int) -> tuple[float, ...]:
+def fill_in(near: Adjacent, size: Mapping[int, int], v: int) -> tuple[float, ...]:
     ns = sorted(near[v])
     if len(ns) > 24:  # too wide to count, and to eliminate
         return (math.inf, len(ns))
@@ -33,7 +33,7 @@ def fill_in(near: Neighbours, size: Mapping[int, int], v: int) -> tuple[float, .
     return (fill, *table_size(near, size, v))
 
 
-def table_size(near: Neighbours, size: Mapping[int, int], v: int) -> tuple[float, ...]:
+def table_size(near: Adjacent, size: Mapping[int, int], v: int) -> tuple[float, ...]:
     return (
         math.prod(size[u] for u in near[v]) * size[v] if len(near[v]) <= 64 else math.inf,
         len(near[v]),

@@ -64,7 +64,10 @@ def timeline(memory: Memory) -> str:
         f" class='n'>{memory.parts.get(kind, 0) / top:.1%}</td></tr>"
         for kind in sorted(shown, key=lambda kind: -memory.parts.get(kind, 0))
     )
-    peak = f"<p>Peak {in_bytes(int(memory))} a rank, at <code>{escape(memory.peak_op)}</code></p>"
+    peak = f"<p>Peak {in_bytes(int(memory))} a rank, at <code>{escape(memory.peak_op)}</code>"
+    if memory.expected != memory:
+        peak += f"; {in_bytes(int(memory.expected))} if ranks exchange equally many rows"
+    peak += "</p>"
     return (
         f"{peak}{svg}<table><tr><th>at the peak</th><th>bytes</th><th>share</th></tr>{rows}</table>"
     )

@@ -6,7 +6,7 @@ from html import escape
 
 from ftp.report.collectives import Collectives
 from ftp.report.html.memory_timeline import timeline
-from ftp.report.html.tree import Leaf, outline
+from ftp.report.html.tree import ShownLeaf, outline
 from ftp.report.lint import Finding
 from ftp.report.memory import Memory, in_bytes
 from ftp.report.timing import Cost, in_seconds
@@ -32,7 +32,7 @@ summary{cursor:pointer}details{margin:.15rem 0 .15rem 1rem}td details{margin:0}
 def page(
     title: str,
     axes: Mapping[str, int],
-    leaves: Sequence[Leaf],
+    leaves: Sequence[ShownLeaf],
     collectives: Collectives | None = None,
     memory: Memory | None = None,
     cost: Cost | None = None,

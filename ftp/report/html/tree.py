@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from ftp.report.memory import in_bytes
 from ftp.report.shard_grid import as_html
@@ -15,7 +16,7 @@ _KEYS = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ShownLeaf:
     """A tensor of the arguments: its name in messages, spec, global shape and bytes of an
     element.
     """
@@ -34,7 +35,7 @@ class Leaf:
     def typed(self) -> str:
         """Dtype, global shape and the axes that cut each dim.
 
-        >>> Leaf("x", PartitionSpec(None, "tp"), (4, 6), 4, "f32").typed
+        >>> ShownLeaf("x", PartitionSpec(None, "tp"), (4, 6), 4, "f32").typed
         'f32[4, 6@tp]'
         """
         cuts = [
@@ -51,7 +52,7 @@ class Branch:
     stands for.
     """
 
-    leaves: dict[str, Leaf] = field(default_factory=dict)
+    leaves: dict[str, ShownLeaf] = field(default_factory=dict)
     branches: dict[str, "Branch"] = field(default_factory=dict)
     alike: list[str] = field(default_factory=list)
 
@@ -62,14 +63,15 @@ class Branch:
 
     def totals(self, axes: Mapping[str, int]) -> tuple[int, int, int]:
         """Tensors, bytes of a rank and bytes in all."""
-        found = [
+        found: list[Any] = [
             (1, leaf.nbytes(axes), math.prod(leaf.shape) * leaf.itemsize)
             for leaf in self.leaves.values()
         ]
         for branch in self.branches.values():
             times = max(1, len(branch.alike))
-            found.append(tuple(times * n for n in branch.totals(axes)))  # pyright: ignore[reportArgumentType]
-        return tuple(map(sum, zip(*found, strict=True))) if found else (0, 0, 0)  # pyright: ignore[reportReturnType]
+            found.append(tuple(times * n for n in branch.totals(axes)))
+        count, of_rank, in_all = map(sum, zip(*found, strict=True)) if found else (0, 0, 0)
+        return count, of_rank, in_all
 
 
 def path(name: str) -> tuple[str, ...]:
@@ -85,7 +87,7 @@ def path(name: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def outline(leaves: Sequence[Leaf], axes: Mapping[str, int]) -> str:
+def outline(leaves: Sequence[ShownLeaf], axes: Mapping[str, int]) -> str:
     """Nested collapsible lists; every argument starts open."""
     root = Branch()
     for leaf in leaves:
@@ -137,7 +139,7 @@ def _label(part: str, branch: Branch) -> str:
     return _numbers([int(n) for n in branch.alike]) if len(branch.alike) > 1 else part
 
 
-def _table(leaves: Mapping[str, Leaf], axes: Mapping[str, int]) -> str:
+def _table(leaves: Mapping[str, ShownLeaf], axes: Mapping[str, int]) -> str:
     few = math.prod(axes.values()) <= MOST_RANKS
     rows = []
     for name, leaf in leaves.items():

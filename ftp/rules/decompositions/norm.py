@@ -302,3 +302,25 @@ def batch_norm_backward(
     if output_mask[2]:
         dbias = total.flatten().to(kept)
     return dx, dweight, dbias
+
+
+@decomposition(aten._weight_norm_interface.default)
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
+    norms = _along(widened(v).square(), dim).sqrt()
+    kept = torch.float32 if g.dtype == torch.bfloat16 else g.dtype
+    return (v * (g / norms)).to(v.dtype), norms.to(kept)
+
+
+@decomposition(aten._weight_norm_interface_backward.default)
+def weight_norm_backward(
+    dw: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
+) -> tuple[Tensor, Tensor]:
+    products = _along(widened(dw) * v, dim)
+    dv = g / norms * (dw - v * (products / norms.square()))
+    return dv.to(v.dtype), (products / norms).to(g.dtype)
+
+
+def _along(x: Tensor, dim: int) -> Tensor:
+    """The sums of what lies along ``dim``; of a vector it is one element each."""
+    dims = [i for i in range(x.ndim) if i != dim % x.ndim]
+    return x.sum(dims, True) if dims else x

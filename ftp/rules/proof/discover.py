@@ -20,12 +20,13 @@ from torch._ops import OpOverload
 
 from ftp.errors import RuleError
 from ftp.rules.bind import bind
+from ftp.rules.call import Call, Meta, tensors
 from ftp.rules.notation import Notation, parse
-from ftp.rules.proof.findings import FORMAT, Finding, finding_of, load, save
+from ftp.rules.proof.findings import FORMAT, TrialFinding, finding_of, load, save
 from ftp.rules.proof.prove import Case, prove, results_of
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import SoundPlacement, holding, resized, size_arguments
-from ftp.rules.rule import Call, Meta, Rule, tensors
+from ftp.rules.rule import Rule
 
 CPU_SECONDS = 10  # per form of a call
 SECONDS = 45.0
@@ -47,11 +48,11 @@ TAGS = (
 )
 
 
-_known: dict[str, Finding] = {}
+_known: dict[str, TrialFinding] = {}
 _timeouts = 0
 
 
-def discover(call: Call) -> Finding:
+def discover(call: Call) -> TrialFinding:
     """What trials find for a call: from memory, from the cache on disk, or by running the op in a
     child process for a few seconds.
 
@@ -60,19 +61,19 @@ def discover(call: Call) -> Finding:
     folder than the user's cache.
     """
     if os.environ.get("FTP_DISCOVERY", "1") == "0":
-        return Finding(reason="FTP_DISCOVERY is 0")
+        return TrialFinding(reason="FTP_DISCOVERY is 0")
     if reason := _unfit(call):
-        return Finding(reason=reason)
+        return TrialFinding(reason=reason)
     finding = _found(call, signature(call))
     if finding.stated is not None:
         try:
             bind(finding.stated, [m.shape for m in call.operands], [m.shape for m in call.results])
         except RuleError:
-            return Finding(reason="what holds on small calls does not fit this one")
+            return TrialFinding(reason="what holds on small calls does not fit this one")
     return finding
 
 
-def _found(call: Call, key: str) -> Finding:
+def _found(call: Call, key: str) -> TrialFinding:
     global _timeouts
     if key in _known:
         return _known[key]
@@ -81,12 +82,12 @@ def _found(call: Call, key: str) -> Finding:
         _known[key] = cached
         return cached
     if _timeouts >= TIMEOUTS:
-        return Finding(reason=f"trials of {TIMEOUTS} other ops ran too long")
+        return TrialFinding(reason=f"trials of {TIMEOUTS} other ops ran too long")
     work = partial(_search, call) if cached is None else partial(_proven_again, call, cached)
     answer = apart(work, CPU_SECONDS, SECONDS)
     if isinstance(answer, Ended):
         _timeouts += answer.timed_out
-        finding = Finding(reason=f"the trial ended early: {answer.how}")
+        finding = TrialFinding(reason=f"the trial ended early: {answer.how}")
     else:
         finding = finding_of(answer)
     if finding != cached and not (isinstance(answer, Ended) and answer.timed_out):
@@ -160,7 +161,7 @@ def _search(call: Call) -> dict[str, Any]:
     cases = _trials(call)
     if not cases:
         return asdict(
-            Finding(
+            TrialFinding(
                 reason="no small call of it could be made that gives the same twice, new tensors,"
                 " and not only zeros"
             )
@@ -181,12 +182,12 @@ def _search(call: Call) -> dict[str, Any]:
     while chosen or linear:
         notation = _notation(call, chosen)
         if _holds(cases, notation, linear) and _holds(few, notation, linear, pairs=True):
-            return asdict(Finding(str(notation), linear, len(cases)))
+            return asdict(TrialFinding(str(notation), linear, len(cases)))
         chosen, linear = (chosen[:-1], linear) if chosen else (chosen, ())
-    return asdict(Finding(reason="no placement holds on all generated calls"))
+    return asdict(TrialFinding(reason="no placement holds on all generated calls"))
 
 
-def _proven_again(call: Call, cached: Finding) -> dict[str, Any]:
+def _proven_again(call: Call, cached: TrialFinding) -> dict[str, Any]:
     """What is cached, where it holds; else what is found now.
 
     Torch's own ops change with its version only and are tried on few calls; the code behind another

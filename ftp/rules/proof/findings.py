@@ -22,7 +22,7 @@ FORMAT = 2  # of the files, and of what counts as proven: a new one forgets the 
 
 
 @dataclass(frozen=True)
-class Finding:
+class TrialFinding:
     """What trials say of one form of call.
 
     Attributes:
@@ -51,7 +51,7 @@ def cache_file(key: str) -> Path:
     return cache_folder("discovery") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
-def load(key: str) -> Finding | None:
+def load(key: str) -> TrialFinding | None:
     """What the cache says, or None; a file that is another user's or cannot be read is passed
     over with a warning.
     """
@@ -73,7 +73,7 @@ def load(key: str) -> Finding | None:
         return None
 
 
-def save(key: str, finding: Finding) -> None:
+def save(key: str, finding: TrialFinding) -> None:
     """Written aside and renamed, so that ranks that share a folder never read half a file."""
     path = cache_file(key)
     with suppress(OSError):  # a folder that cannot be written costs the next run a few seconds
@@ -85,7 +85,7 @@ def save(key: str, finding: Finding) -> None:
             os.unlink(f.name)
 
 
-def cached_findings() -> dict[str, Finding]:
+def cached_findings() -> dict[str, TrialFinding]:
     """By op, a rule that this machine's cache holds for this version of torch."""
     found = {}
     for path in sorted(cache_folder("discovery").glob("*.json")):
@@ -98,8 +98,8 @@ def cached_findings() -> dict[str, Finding]:
     return found
 
 
-def finding_of(record: dict[str, Any]) -> Finding:
-    return Finding(
+def finding_of(record: dict[str, Any]) -> TrialFinding:
+    return TrialFinding(
         str(record["rule"]),
         tuple(tuple(map(int, g)) for g in record["linear"]),
         int(record["cases"]),

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.node import map_arg
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.rules.bind import bind, lookup
-from ftp.rules.local_op import Cut, LocalOp, localize
+from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.rules.local_op import LocalCut, LocalOp, localize
 from ftp.rules.notation import Dims
-from ftp.rules.rule import BoundRule, Call, Meta, Rule, replaced, tensors
+from ftp.rules.rule import BoundRule, Rule
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results whose values mean nothing
@@ -90,7 +91,7 @@ def prove(case: "Case", ranks: Sequence[int], pairs: bool, generator: torch.Gene
 
 
 @dataclass(frozen=True)
-class _FactorCut:
+class _TrialCut:
     """Factor ``f`` as ``[outer, size, inner]`` cut in ``n``."""
 
     factor: str
@@ -183,7 +184,7 @@ def call_of(
     )
 
 
-def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
+def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_TrialCut, ...]]:
     rule = case.rule
     present = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
     free = sorted(present - rule.whole)
@@ -193,10 +194,10 @@ def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple
     if pairs:
         for a, b in itertools.combinations_with_replacement(free, 2):
             n, m = ranks[0], ranks[-1]
-            first = _FactorCut(a, 1, rule.sizes[a], 1, n)
-            second = _FactorCut(b, 1, rule.sizes[b] if a != b else -1, 1, m)
+            first = _TrialCut(a, 1, rule.sizes[a], 1, n)
+            second = _TrialCut(b, 1, rule.sizes[b] if a != b else -1, 1, m)
             yield first, second
-            outer = _FactorCut(a, 2, rule.sizes[a] // 2, 1, n)
+            outer = _TrialCut(a, 2, rule.sizes[a] // 2, 1, n)
             if rule.sizes[a] and rule.sizes[a] % 2 == 0:
                 yield outer, second
 
@@ -210,22 +211,22 @@ def _leaves_one_empty(size: int) -> int:
     return next(n for n in itertools.count(2) if not chunk(size, n, n - 1)[1])
 
 
-def _cuts(factor: str, size: int, n: int) -> Iterator[_FactorCut]:
-    yield _FactorCut(factor, 1, size, 1, n)
+def _cuts(factor: str, size: int, n: int) -> Iterator[_TrialCut]:
+    yield _TrialCut(factor, 1, size, 1, n)
     for outer, inner in ((2, 1), (1, 2), (2, 2)):
         if size > outer * inner and size % (outer * inner) == 0:
-            yield _FactorCut(factor, outer, size // (outer * inner), inner, n)
+            yield _TrialCut(factor, outer, size // (outer * inner), inner, n)
 
 
 @dataclass
-class _Rank:
+class _RankFactors:
     """One rank's part of the factors: what of each it holds, and how that came about."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
-    cuts: dict[str, list[Cut]] = field(default_factory=dict)
+    cuts: dict[str, list[LocalCut]] = field(default_factory=dict)
     levels: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def cut(self, cut: _FactorCut, at: int, start: Any, whole: int) -> None:
+    def cut(self, cut: _TrialCut, at: int, start: Any, whole: int) -> None:
         held = self.held.get(cut.factor, torch.arange(whole))
         outer, inner = (cut.outer, cut.inner) if cut.size >= 0 else (1, 1)
         size = len(held) // (outer * inner)
@@ -233,7 +234,9 @@ class _Rank:
         self.held[cut.factor] = held.reshape(outer, size, inner)[:, begin : begin + length].reshape(
             -1
         )
-        self.cuts.setdefault(cut.factor, []).append(Cut(outer, size, inner, start(begin), length))
+        self.cuts.setdefault(cut.factor, []).append(
+            LocalCut(outer, size, inner, start(begin), length)
+        )
         self.levels.append((outer, length, inner))
 
 
@@ -251,7 +254,7 @@ def chunk(size: int, n: int, at: int) -> tuple[int, int]:
 
 def _prove(
     case: Case,
-    strategy: Sequence[_FactorCut],
+    strategy: Sequence[_TrialCut],
     pending: tuple[tuple[int, ...], int, torch.Generator] | None,
 ) -> None:
     operands = list(tensors((case.args, case.kwargs), Tensor))
@@ -287,7 +290,7 @@ def _prove(
 
 
 def _sharded(
-    case: Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]
+    case: Case, strategy: Sequence[_TrialCut], operands: Sequence[Tensor]
 ) -> tuple[Any, ...]:
     """The op done by all ranks."""
     coordinates = itertools.product(*(range(cut.n) for cut in strategy))
@@ -296,10 +299,10 @@ def _sharded(
 
 def _run(
     case: Case,
-    strategy: Sequence[_FactorCut],
+    strategy: Sequence[_TrialCut],
     coordinate: tuple[int, ...],
     operands: Sequence[Tensor],
-) -> tuple[_Rank, tuple[Any, ...]]:
+) -> tuple[_RankFactors, tuple[Any, ...]]:
     """The op's local form on one rank's shards."""
     rule, graph, env = case.rule, fx.Graph(), {}
 
@@ -308,7 +311,7 @@ def _run(
         env[node] = value
         return node
 
-    rank = _Rank()
+    rank = _RankFactors()
     for cut, at in zip(strategy, coordinate, strict=True):
         rank.cut(cut, at, given, rule.sizes[cut.factor])
     sizes = {f: len(rank.held[f]) if f in rank.held else s for f, s in rule.sizes.items()}
@@ -327,7 +330,7 @@ def _run(
     made = localize(op)
     for node in graph.nodes:
         if node.op == "call_function":
-            a, k = map_arg((node.args, node.kwargs), env.__getitem__)
+            a, k = mapped_arguments(node, env.__getitem__)
             env[node] = (case.kernel if node.target is case.op else node.target)(*a, **k)
             if str(node.target).startswith(UNDEFINED):
                 env[node].zero_()
@@ -357,8 +360,8 @@ def _shard(x: Tensor, dims: Dims, sizes: Mapping[str, int], held: Mapping[str, T
 
 def _join(
     rule: BoundRule,
-    strategy: Sequence[_FactorCut],
-    ranks: dict[tuple[int, ...], tuple[_Rank, tuple[Any, ...]]],
+    strategy: Sequence[_TrialCut],
+    ranks: dict[tuple[int, ...], tuple[_RankFactors, tuple[Any, ...]]],
 ) -> tuple[Any, ...]:
     """All ranks' results as one, the last axis first."""
     joined = {c: values for c, (_, values) in ranks.items()}
@@ -383,7 +386,9 @@ def _join(
     return joined[()]
 
 
-def _sizes_within(rule: BoundRule, strategy: Sequence[_FactorCut], rank: _Rank) -> dict[str, int]:
+def _sizes_within(
+    rule: BoundRule, strategy: Sequence[_TrialCut], rank: _RankFactors
+) -> dict[str, int]:
     sizes = dict(rule.sizes)
     for cut, (outer, length, inner) in zip(strategy, rank.levels, strict=False):
         sizes[cut.factor] = outer * length * inner

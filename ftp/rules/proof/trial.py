@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ftp.rules.call import Meta, replaced, tensors
 from ftp.rules.proof.prove import chunk
-from ftp.rules.rule import BoundRule, Meta, replaced, tensors
+from ftp.rules.rule import BoundRule
 
 Fill = Callable[[tuple[int, ...], Any], Tensor]
 _TENSORS = (Tensor, Meta)

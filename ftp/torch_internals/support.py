@@ -52,13 +52,14 @@ NEEDED = {
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._prims_common": "is_non_overlapping_and_dense_or_false",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
-    " FakeTensor FakeTensorMode UnsupportedOperatorException",
+    " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
     " _fused_matmul_reduce_scatter_fallback",
     "torch.distributed.tensor.placement_types": "_StridedShard",
+    "torch.fx.graph": "_BoxedCodeGen",
     "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
     "torch.optim._muon": "_zeropower_via_newtonschulz",

@@ -1,4 +1,4 @@
-"""A step of a pipeline in pieces: what a stage computes in one action, and what crosses stages."""
+"""A pipeline's step as subgraphs: what a stage computes in one action, and what crosses stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,10 +36,10 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class Stages:
-    """A step in pieces.
+    """A step as subgraphs, one per stage and kind of action.
 
     Attributes:
-        pieces: per kind and stage; a stage without work of a kind has none.
+        subgraphs: per kind and stage; a stage without work of a kind has none.
         forward: per stage, what it sends to the next one after its forward pass.
         backward: per stage, what it sends to the one before, after "B" or "I".
         results: per result other than gradients the stage and the name of its value.
@@ -48,10 +48,28 @@ class Stages:
         passed: values that skip stages, ``(name, from, to)``.
     """
 
-    pieces: Mapping[tuple[Kind, int], StageGraph]
+    subgraphs: Mapping[tuple[Kind, int], StageGraph]
     forward: tuple[tuple[str, ...], ...]
     backward: tuple[tuple[str, ...], ...]
     results: tuple[tuple[int, str], ...]
     gradients: tuple[Mapping[int, str], ...]
     borrowed: tuple[tuple[int, ...], ...]
     passed: tuple[tuple[str, int, int], ...]
+
+    def read_after(self, kind: Kind, stage: int) -> set[str]:
+        """The values that a stage holds after an action: what it sends, what its later actions
+        read.
+        """
+        later = {"F": "BIW", "I": "W"}.get(kind, "")
+        subgraphs = [
+            subgraph for (k, at), subgraph in self.subgraphs.items() if k in later and at == stage
+        ]
+        names = {name for subgraph in subgraphs for name in subgraph.values}
+        if kind == "F":
+            names.update(self.forward[stage], self.backward[stage])
+            names.update(name for at, name in self.results if at == stage)
+        else:
+            names.update(self.backward[stage])
+        if kind in "BW":
+            names.update(found[stage] for found in self.gradients if stage in found)
+        return names

@@ -1,8 +1,10 @@
-"""Nothing is moved that need not be: exact collectives of programs that once moved more."""
+"""Nothing is resharded that need not be: exact collectives of programs that once sent more."""
+
+import math
 
 import pytest
 import torch
-from plan_moves import unbucketed
+from plan_reshards import unbucketed
 
 import ftp
 from ftp import P
@@ -224,5 +226,40 @@ def test_batch_norm_under_zero3_moves_weights_and_statistics_alone():
     assert lowered.plan.kept_rules == {"dp": True}
     members = [m for c in lowered.collectives for m in c.members]
     assert members and all(m.nbytes <= params["c"].nbytes for m in members)
+    grads, value = torch.func.grad_and_value(loss)(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_few_examples_of_wide_layers_stay_under_zero3(n):
+    """Gathered as sums of padded shards, they would take less time than the weights do."""
+
+    def loss(p, x):
+        for up, b, down, c in zip(p["up"], p["b"], p["down"], p["c"], strict=True):
+            x = x + torch.relu(x @ up + b) @ down + c
+        return (x @ p["head"]).square().mean()
+
+    torch.manual_seed(0)
+
+    def weights(*shape):
+        return torch.randn(shape, dtype=torch.float64) / 16
+
+    params = {
+        "up": [weights(128, 512) for _ in range(3)],
+        "b": [weights(512) for _ in range(3)],
+        "down": [weights(512, 128) for _ in range(3)],
+        "c": [weights(128) for _ in range(3)],
+        "head": weights(128, 5),
+    }
+    shapes = [w.shape for name in ("up", "b", "down", "c") for w in params[name]]
+    shapes.append(params["head"].shape)
+    x = torch.randn(4, 128, dtype=torch.float64)
+    step = ftp.shard(loss, ftp.simulated_mesh((n,), ("dp",)), P("dp"), batch_specs=P("dp"))
+    found = unbucketed(step.lower(params, x)).collectives
+    moved = {op: [c.global_shape for c in found if c.op == op] for op in {c.op for c in found}}
+    sizes = sorted(shape.numel() for shape in shapes)
+    assert sorted(map(math.prod, moved.pop("reduce_scatter"))) == sizes
+    assert set(map(math.prod, moved.pop("all_gather"))) == set(sizes)
+    assert moved == {"all_reduce": [()]}  # the loss
     grads, value = torch.func.grad_and_value(loss)(params, x)
     torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-11, atol=1e-11)

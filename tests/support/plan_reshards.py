@@ -1,4 +1,4 @@
-"""A program's plan without buckets, for tests that count what the planner moves."""
+"""A program's plan without buckets, for tests that count what the planner reshards."""
 
 import ftp
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ftp.planning.graph import BATCH, FactorCut, Graph, Move, Node, Rewrite, Value
+from ftp.planning.graph import BATCH, FactorCut, Graph, Node, Reshard, Rewrite, Value
 from ftp.planning.graph_passes import live
 from ftp.planning.prices import is_at_rest
 from ftp.planning.problem import AxisPlan
@@ -134,17 +134,17 @@ class _Emitter:
             need.kind != "R" and home.kind == "P" and home.op != "sum"
         ):
             source, at = self.obtain(value, R, user), R
-        moved = self._move(value, source, at, need, user)
-        self.made[value, need] = moved
-        return moved
+        resharded = self._reshard(value, source, at, need, user)
+        self.made[value, need] = resharded
+        return resharded
 
-    def _move(
+    def _reshard(
         self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None
     ) -> Value:
-        move = Move(
+        reshard = Reshard(
             self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value]
         )
-        rule, sizes = move_rule(move)
+        rule, sizes = reshard_rule(reshard)
         cause = (
             "an output"
             if user is None
@@ -152,11 +152,11 @@ class _Emitter:
             if user.source
             else user.name
         )
-        name = f"{value!r}_{move.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
+        name = f"{value!r}_{reshard.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
         node = Node(
             name,
-            "move",
-            move,
+            "reshard",
+            reshard,
             (source,),
             {},
             (value.meta,),
@@ -173,7 +173,7 @@ class _Emitter:
         return Value(node)
 
 
-def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
+def reshard_rule(reshard: Reshard) -> tuple[BoundRule, dict[str, Size]]:
     """The rule of a reshard, for the axes folded after it: which factors they may cut.
 
     In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further;
@@ -181,17 +181,17 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
     """
     sizes: dict[str, Size] = {}
     whole: set[str] = set()
-    operand: list[Dim] = [(f"~{d}",) for d in range(len(move.shape))]
+    operand: list[Dim] = [(f"~{d}",) for d in range(len(reshard.shape))]
     result = list(operand)
-    sizes.update({f"~{d}": s for d, s in enumerate(move.shape)})
-    same = move.src.kind == move.dst.kind == "S" and move.src.dim == move.dst.dim
-    for layout, here, there in ((move.src, operand, result), (move.dst, result, operand)):
+    sizes.update({f"~{d}": s for d, s in enumerate(reshard.shape)})
+    same = reshard.src.kind == reshard.dst.kind == "S" and reshard.src.dim == reshard.dst.dim
+    for layout, here, there in ((reshard.src, operand, result), (reshard.dst, result, operand)):
         if layout.kind != "S":
             continue
         d = layout.dim
-        extent = cut_extent(move.shape[d], layout)
+        extent = cut_extent(reshard.shape[d], layout)
         assert extent is not None
-        local = cut_size(extent, move.axis, move.n, layout.zigzag)
+        local = cut_size(extent, reshard.axis, reshard.n, layout.zigzag)
         if same:
             side = "x" if here is operand else "y"
             here[d] = (f"{side}o", f"{side}g", f"{side}i")
@@ -208,8 +208,8 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
             o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")
             sizes.update({o: layout.outer, g: local, i: layout.inner})
             here[d] = (o, g, i)
-            if is_even(extent, move.n) and not layout.zigzag:
-                sizes[m] = move.n
+            if is_even(extent, reshard.n) and not layout.zigzag:
+                sizes[m] = reshard.n
                 whole.add(m)
                 there[d] = (o, m, g, i)
             else:
@@ -217,7 +217,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
                 whole |= {g, h}
                 there[d] = (o, h, i)
         sizes.pop(f"~{d}", None)
-    linear = () if move.src.kind == "P" and move.src.op != "sum" else ((0,),)
+    linear = () if reshard.src.kind == "P" and reshard.src.op != "sum" else ((0,),)
     nominal_sizes = {f: nominal(s) for f, s in sizes.items()}
     return BoundRule(
         (tuple(operand),),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 PROGRAM = """
 import sys, torch, ftp
-from ftp import P, deferred_compiler
+from ftp import P
+from ftp.torch_internals import deferred_compiler
 
 def is_loaded():
     return "torch._dynamo.convert_frame" in sys.modules
@@ -56,7 +57,7 @@ def test_the_compiler_is_loaded_at_its_first_use():
         [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert found.stdout.splitlines() == [
         "True _Deferred True",

@@ -1,0 +1,36 @@
+"""What autograd functions of blocks and branches share: which values have gradients, and what is
+saved for them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+def is_differentiable(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def save_inputs(ctx: Any, tensors: Sequence[Tensor], output: Sequence[Tensor]) -> None:
+    """Save an autograd function's tensors, and note in ``ctx.has_gradient`` which results have a
+    gradient.
+    """
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.has_gradient = [is_differentiable(x) for x in output]
+    ctx.mark_non_differentiable(*(x for x in output if not is_differentiable(x)))
+
+
+def of_some(
+    fn: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor], at: Sequence[int]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """``fn`` as a function of the tensors ``at``, to its differentiable results."""
+
+    def some(*given: Tensor) -> tuple[Tensor, ...]:
+        filled = list(tensors)
+        for i, tensor in zip(at, given, strict=True):
+            filled[i] = tensor
+        return tuple(x for x in fn(*filled) if is_differentiable(x))
+
+    return some

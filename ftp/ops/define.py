@@ -1,0 +1,28 @@
+"""Define an op of torch in the namespace ``ftp``."""
+
+import torch
+from torch._ops import OpOverload
+
+
+def like(name: str, op: OpOverload) -> str:
+    """The schema of an op called ``name`` with the arguments and results of another.
+
+    >>> like("plus", torch.ops.aten.add.Tensor)
+    'plus(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor'
+    """
+    schema = str(op._schema)
+    return name + schema[schema.index("(") :]
+
+
+def define(schema: str) -> OpOverload:
+    """Define the op of a schema in the namespace ``ftp`` and return its overload.
+
+    Args:
+        schema: as torch writes it, such as ``"moments(Tensor x, int[] dims) -> (Tensor, Tensor)"``;
+            a name may have an overload, ``"fused_adam.tensor_lr(...) -> ..."``.
+    """
+    full = schema[: schema.index("(")]
+    tags = (torch.Tag.pt2_compliant_tag,)
+    torch.library.define(f"ftp::{full}", schema.removeprefix(full), tags=tags)
+    name, _, overload = full.partition(".")
+    return getattr(getattr(torch.ops.ftp, name), overload or "default")

@@ -1,0 +1,202 @@
+"""Compute rows that arrived, not the room for them: a rank has room for the most rows that routing
+may send it, and mostly gets fewer.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ftp.errors import RuleError
+from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.passes.copy_elimination import copied
+from ftp.rules.bind import lookup
+from ftp.rules.call import Call, Meta, replaced, tensors
+
+aten = torch.ops.aten
+_SIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
+
+
+_SHAPED = (aten.contiguous.default, aten.reshape.default, aten.view.default)
+RowCounts = tuple[fx.Node, tuple[int, ...]]  # what they are reshaped from, and their shape
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A value one of whose dims has the rows that arrive by the counts ``of``."""
+
+    of: RowCounts
+    dim: int
+
+
+def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
+    """The graph whose exchanges of rows by groups return as many rows as arrive. Nothing else tells
+    the difference: all that reads these rows acts on each row alone, is a grouped matmul, or sends
+    them back. An exchange whose rows are read otherwise has room for all of them.
+
+    The graph is one of `with_values`; sizes of values that it notes are then the largest possible.
+    ``meta["arrived"]`` of a value that holds such rows is their dim, and their share of its size
+    with equal loads.
+
+    Args:
+        exchanges: the targets of such exchanges.
+    """
+    rows, unfit, sizes = _read(graph, exchanges)
+    fits = {held.of for node, held in rows.items() if node.target in exchanges} - unfit
+    if not fits:
+        return graph
+    new, env = copied(graph)
+    shares = {_counts(node): _share(node) for node in rows if node.target in exchanges}
+    for node, made in env.items():
+        if node in rows and rows[node].of in fits:
+            made.meta["arrived"] = rows[node].dim, shares[rows[node].of]
+        if node.target in exchanges and _counts(node) in fits:
+            made.args = (*made.args[:4], True, *made.args[5:])
+        elif node in sizes and rows[node].of in fits:
+            made.args = (made.args[0], sizes[node], *made.args[2:])
+    return new
+
+
+def _read(
+    graph: fx.Graph, exchanges: Collection[Any]
+) -> tuple[dict[fx.Node, _Rows], set[RowCounts], dict[fx.Node, list[Any]]]:
+    """The values that hold arrived rows; the counts whose rows something else reads; and the sizes
+    of calls that state the number of rows.
+    """
+    rows: dict[fx.Node, _Rows] = {}
+    unfit: set[RowCounts] = set()
+    sizes: dict[fx.Node, list[Any]] = {}
+    for node in graph.nodes:
+        held = {x: rows[x] for x in node.all_input_nodes if x in rows}
+        is_exchange = node.target in exchanges
+        if is_exchange and not node.args[3] and _is_by_group(node):
+            unfit |= {one.of for one in held.values()}
+            rows[node] = _Rows(_counts(node), 0)
+        elif held:
+            of = next(iter(held.values())).of
+            if any(one.of != of for one in held.values()):
+                unfit |= {one.of for one in held.values()}
+            elif is_exchange:
+                goes_back = node.args[3] and _counts(node) == of
+                if not goes_back or list(held.items()) != [(node.args[0], _Rows(of, 0))]:
+                    unfit.add(of)
+            elif node.target is GROUPED_MM:
+                dim = _of_grouped(node, held)
+                if dim is None:
+                    unfit.add(of)
+                elif dim >= 0:
+                    rows[node] = _Rows(of, dim)
+            elif (dim := _of_each(node, held)) is None:
+                unfit.add(of)
+            else:
+                if node.target in _SIZED:
+                    stated = list(node.args[1])
+                    stated[dim] = -1
+                    sizes[node] = stated
+                rows[node] = _Rows(of, dim)
+    return rows, unfit, sizes
+
+
+def _share(exchange: fx.Node) -> Fraction:
+    """With equal loads as many rows arrive as a rank sends."""
+    x, _, bound, *_ = exchange.args
+    assert isinstance(x, fx.Node) and isinstance(bound, int)
+    return Fraction(min(_shape(x)[0], bound), max(bound, 1))
+
+
+def _is_by_group(exchange: fx.Node) -> bool:
+    return len(_counts(exchange)[1]) == 3
+
+
+def _counts(exchange: fx.Node) -> RowCounts:
+    """Of the way there and back, of a program and its gradient the same."""
+    node: Any = exchange.args[1]
+    shape = _shape(node)
+    while node.target in _SHAPED:
+        node = node.args[0]
+    return node, shape
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def _of_grouped(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
+    """The dim of rows of a grouped matmul's result; -1 where it sums over them, None where it reads
+    them as anything but its groups' rows.
+    """
+    a, b, *rest = node.args
+    of_a, of_b = (held[x].dim if x in held else None for x in (a, b))  # type: ignore[index]
+    if any(x in held for x in rest):
+        return None
+    shapes = a.meta["val"].ndim, b.meta["val"].ndim  # type: ignore[union-attr]
+    known = {(2, 3, 0, None): 0, (3, 2, None, 1): 1, (2, 2, 1, 0): -1}
+    return known.get((*shapes, of_a, of_b))
+
+
+def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
+    """The dim of rows of the result of an op that acts on each row alone; None for another op."""
+    value = node.meta.get("val")
+    if node.target is aten.contiguous.default:
+        return held[node.all_input_nodes[0]].dim
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, FakeTensor):
+        return None
+    operands = list(tensors((node.args, dict(node.kwargs)), fx.Node))
+    if not all(isinstance(x.meta.get("val"), FakeTensor) for x in operands):
+        return None
+    call = Call(
+        node.target,
+        replaced(node.args, fx.Node, _meta),
+        replaced(dict(node.kwargs), fx.Node, _meta),
+        (_meta(node),),
+    )
+    try:
+        rule = lookup(call)
+    except RuleError:
+        return None
+    if rule is None or (rule.local is not None and node.target not in _SIZED):
+        return None
+    factors = {
+        dims[held[x].dim] for x, dims in zip(operands, rule.operands, strict=True) if x in held
+    }
+    if len(factors) != 1 or len(factor := factors.pop()) != 1:
+        return None
+    (name,) = factor
+    (result,) = rule.results
+    elsewhere = [
+        dim
+        for x, dims in zip(operands, rule.operands, strict=True)
+        for d, dim in enumerate(dims)
+        if x not in held or d != held[x].dim
+    ]
+    if name in rule.whole or name in rule.pending[0] or any(name in dim for dim in elsewhere):
+        return None
+    dims = [d for d, dim in enumerate(result) if name in dim]
+    if len(dims) != 1 or result[dims[0]] != factor:
+        return None
+    return dims[0] if _states_no_size(node, dims[0]) else None
+
+
+def _states_no_size(node: fx.Node, dim: int) -> bool:
+    """Whether a call is the same for any number of rows, or says it where -1 can stand for it."""
+    size = _shape(node)[dim]
+    if node.target not in _SIZED:
+        stated = [*node.args, *node.kwargs.values()]
+        return all(size not in _numbers(x) for x in stated)
+    others: Sequence[Any] = [s for d, s in enumerate(node.args[1]) if d != dim]  # type: ignore[arg-type]
+    return all(isinstance(s, int) and s > 0 for s in others)
+
+
+def _numbers(stated: Any) -> list[int]:
+    if isinstance(stated, list | tuple):
+        return [n for x in stated for n in _numbers(x)]
+    return [stated] if isinstance(stated, int) else []
+
+
+def _meta(node: fx.Node) -> Meta:
+    value = node.meta["val"]
+    return Meta(tuple(map(int, value.shape)), value.dtype)

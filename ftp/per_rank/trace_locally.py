@@ -1,0 +1,107 @@
+"""Trace one rank's code on local shapes, apart from the surrounding trace and transforms."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftp.axis import Inside, entered
+from ftp.errors import TraceError
+from ftp.sharding.pytree import flatten
+from ftp.source import at_line
+from ftp.tracing.explain_errors import SURROUNDING
+from ftp.tracing.trace import Traced, trace
+
+
+def run_inside(
+    fn: Callable[..., Any],
+    tree: optree.PyTreeSpec,
+    axes: Mapping[str, int],
+    leaves: Sequence[Any],
+    index: Sequence[Tensor],
+) -> Any:
+    with entered(Inside(axes, dict(zip(axes, index, strict=True)))):
+        return fn(*tree.unflatten(leaves))
+
+
+def traced_locally(
+    fn: Callable[..., Any],
+    axes: Mapping[str, int],
+    leaves: Sequence[Any],
+    device_type: str,
+    names: Sequence[str],
+) -> Traced:
+    """Trace one rank's code apart from the surrounding trace, to look at what it does."""
+    leaves, tree = flatten(tuple(leaves))
+    parts = [meta(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    return trace_apart(
+        lambda given, index: run_inside(fn, tree, axes, given, index),
+        (parts, index_of(axes)),
+        device_type,
+        names,
+    )
+
+
+def trace_apart(
+    fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[str]
+) -> Traced:
+    leaves, tree = flatten(args)
+    names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
+    # Hide the surrounding trace and transforms: they see global tensors, this trace local ones.
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
+        return trace(fn, leaves, tree, device_type, names=names)
+
+
+@contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    """Take off hooks of saved tensors, as of torch.utils.checkpoint."""
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[attr-defined]
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
+
+
+def check_captured(fn: Callable[..., Any]) -> None:
+    """Refuse captured tensors that a surrounding torch.func transform differentiates or maps: they
+    must be arguments.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("", fn)]
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+            raise TraceError(
+                f"{at_line()}The function given to ftp.local uses {name}, {SURROUNDING}"
+            )
+        if isinstance(value, partial):
+            waiting += [(name, v) for v in (value.func, *value.args, *value.keywords.values())]
+        elif isinstance(value, FunctionType):
+            waiting += list(inspect.getclosurevars(value).nonlocals.items())
+            waiting += [(name, v) for v in value.__defaults__ or ()]
+        elif isinstance(value, dict | list | tuple):
+            waiting += [(name, v) for v in flatten(value)[0]]
+
+
+def index_of(axes: Mapping[str, int]) -> list[Tensor]:
+    return [meta((), torch.int64) for _ in axes]
+
+
+def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,0 +1,54 @@
+"""The rank that has most to compute, among those that run one program: attention in plain chunks
+under a causal mask gives the last rank most.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.report.flops import flops_of
+from ftp.runtime.local_shapes import LocalShapes
+
+
+def on_busiest(
+    graph: fx.Graph, shapes: LocalShapes, offsets: Iterable[Sequence[int]]
+) -> LocalShapes:
+    """The shapes with the numbers of the rank that computes most.
+
+    Args:
+        offsets: of each rank, what the graph takes after its tensors.
+    """
+    numbers = shapes.numbers
+    ops = [
+        node
+        for node in graph.nodes
+        if node in shapes.values
+        and any(x in numbers for x in node.all_input_nodes)
+        and flops_of(node, shapes)
+    ]
+    if not ops:
+        return shapes
+    given = [node for node in numbers if node.op == "placeholder"]
+    needed: set[fx.Node] = set()
+    waiting = [x for node in ops for x in node.all_input_nodes if x in numbers]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    at = [i for i, node in enumerate(given) if node in needed]
+    ranks = {tuple(of_rank[i] for i in at): of_rank for of_rank in offsets}
+    each = [replace(shapes, numbers=_numbers(shapes, of_rank)) for of_rank in ranks.values()]
+    return max(each, key=lambda held: sum(flops_of(node, held) for node in ops), default=shapes)
+
+
+def _numbers(shapes: LocalShapes, offsets: Sequence[int]) -> dict[fx.Node, int]:
+    rest, found = iter(offsets), {}
+    for node in shapes.numbers:
+        if node.op == "placeholder":
+            found[node] = next(rest)
+        else:
+            found[node] = node.target(*map_arg(node.args, found.__getitem__))  # type: ignore[operator]
+    return found

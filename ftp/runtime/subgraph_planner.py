@@ -1,0 +1,199 @@
+"""Plan the subgraphs of a pipeline: what one takes is sharded as its producer leaves it, and equal
+ones share a program.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.pipeline.subgraphs import StageGraph
+from ftp.planning.cost import Hardware
+from ftp.planning.prepare import Prepared, plan_prepared, prepare
+from ftp.runtime.first_microbatch import without_sums
+from ftp.runtime.options import Options
+from ftp.runtime.program import Program
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A value that outlives the action that computed it: its spec over the other axes, its global
+    shape and its dtype.
+    """
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class SubgraphPlanner:
+    """Plans subgraphs in an order in which each comes after those whose values it reads.
+
+    Attributes:
+        mesh: as `within_stage` gives it.
+        names, params, batch: of `plan_stages`.
+        asked: specs of values that are decided, by name.
+        check: raises for constraints that do not fit the mesh.
+        values: what the subgraphs so far give, by name.
+    """
+
+    mesh: Mesh
+    names: tuple[Sequence[str], Sequence[str]]
+    params: Sequence[PartitionSpec]
+    batch: Sequence[PartitionSpec]
+    constants: Sequence[torch.Tensor]
+    asked: dict[str, PartitionSpec]
+    options: Options
+    hardware: Hardware
+    check: Callable[[Prepared], None]
+    values: dict[str, StoredValue] = field(default_factory=dict)
+    _known: dict[str, Program] = field(default_factory=dict)
+    _first: dict[tuple[int, tuple[bool, ...]], Program] = field(default_factory=dict)
+
+    def start_sum(self, name: str, subgraph: StageGraph) -> None:
+        """Decide how the sum of a gradient over microbatches is sharded: as the gradient is."""
+        val = outputs_of(subgraph.gm)[subgraph.outputs.index(name)].meta["val"]
+        held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
+        self.values[name] = self.values[f"{name}, summed"] = held
+        self.asked[f"{name}, summed"] = held.spec
+
+    def plan(self, subgraph: StageGraph, given_up: tuple[int, ...] = ()) -> Program:
+        """The program of a subgraph; the one of an equal subgraph, if there was one.
+
+        Args:
+            given_up: inputs that nobody reads after it, beside the sums.
+        """
+        given = [
+            *(self.params[i] for i in subgraph.params),
+            *(self.batch[i] for i in subgraph.batch),
+            *(self.values[name].spec for name in subgraph.values),
+        ]
+        asked = [self.asked.get(name) for name in subgraph.outputs]
+        given_up = (*given_up, *range(len(given) - len(subgraph.sums), len(given)))
+        text = f"{_describe(subgraph, given, asked)}\n{given_up}"
+        if text not in self._known:
+            self._known[text] = _planned(
+                subgraph,
+                self.mesh,
+                self.names,
+                given,
+                asked,
+                self.constants,
+                self.options,
+                self.hardware,
+                self.check,
+                given_up,
+            )
+        program = self._known[text]
+        for name, spec, shape, node in zip(
+            subgraph.outputs,
+            program.out_specs,
+            program.out_shapes,
+            outputs_of(subgraph.gm),
+            strict=True,
+        ):
+            self.values[name] = StoredValue(spec, shape, node.meta["val"].dtype)
+        return program
+
+    def plan_first(
+        self,
+        subgraph: StageGraph,
+        summed: StageGraph,
+        program: Program,
+        given_up: tuple[int, ...],
+    ) -> Program:
+        """The program of a subgraph for a stage's first microbatch.
+
+        Args:
+            summed, program: the subgraph and its program for the other microbatches.
+        """
+        key = id(program), tuple(name in summed.sums for name in subgraph.outputs)
+        if key not in self._first:
+            found = without_sums(program, subgraph, summed, given_up)
+            self._first[key] = found or self.plan(subgraph, given_up)
+        return self._first[key]
+
+
+def _planned(
+    subgraph: StageGraph,
+    mesh: Mesh,
+    names: tuple[Sequence[str], Sequence[str]],
+    given: Sequence[PartitionSpec],
+    asked: Sequence[PartitionSpec | None],
+    constants: Sequence[torch.Tensor],
+    options: Options,
+    hardware: Hardware,
+    check: Callable[[Prepared], None],
+    given_up: tuple[int, ...],
+) -> Program:
+    called = [names[0][i] for i in subgraph.params] + [names[1][i] for i in subgraph.batch]
+    called += subgraph.values
+    is_state = [True] * len(subgraph.params) + [False] * (
+        len(subgraph.batch) + len(subgraph.values)
+    )
+    prepared = prepare(subgraph.gm, called, is_state, strict=options.strict)
+    check(prepared)
+    plan = plan_prepared(
+        prepared,
+        mesh.axes,
+        given,
+        asked,
+        data_axes=options.data_axes,
+        reshard_after_forward=options.reshard_after_forward,
+        strict=options.strict,
+        hardware=hardware,
+    )
+    roles = ["parameters"] * len(subgraph.params) + ["batch"] * len(subgraph.batch)
+    roles += ["activations"] * (len(subgraph.values) - len(subgraph.sums))
+    roles += ["gradients"] * len(subgraph.sums)
+    outputs = len(subgraph.outputs)
+    return Program(
+        mesh=mesh,
+        traced=subgraph.gm,
+        plan=plan,
+        tensor_leaves=tuple(range(len(given))),
+        in_specs=tuple(given),
+        constants=tuple(constants[i] for i in subgraph.constants),
+        out_tree=flatten((0,) * outputs)[1],
+        out_leaves=tuple(range(outputs)),
+        is_static=(False,) * outputs,
+        leaf_specs=tuple(given),
+        roles=tuple(roles),
+        donated=tuple(range(len(given) - len(subgraph.sums), len(given))),
+        given_up=given_up,
+        options=options,
+        hardware=hardware,
+    )
+
+
+def _describe(
+    subgraph: StageGraph, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
+) -> str:
+    """A subgraph as text without names, equal for those that one program serves."""
+    number: dict[fx.Node, str] = {}
+    lines = [subgraph.kind, str(given), str(asked), str(subgraph.constants)]
+    lines += [str(len(subgraph.params)), str(len(subgraph.sums))]
+    for node in subgraph.gm.graph.nodes:
+        number[node] = f"%{len(number)}"
+        val = node.meta.get("val")
+        kind = [
+            f"{tuple(v.shape)} {v.dtype}"
+            for v in (val if isinstance(val, list | tuple) else [val])
+            if isinstance(v, torch.Tensor)
+        ]
+        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)  # type: ignore[arg-type]
+        target = "" if node.op == "placeholder" else str(node.target)
+        region = node.meta.get("region")
+        lines.append(f"{node.op} {target} {arguments} {kind} {region}")
+    return "\n".join(lines)
+
+
+def outputs_of(gm: fx.GraphModule) -> Sequence[Any]:
+    """The nodes that a graph returns."""
+    return gm.graph.output_node().args[0]  # type: ignore[return-value]

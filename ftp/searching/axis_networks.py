@@ -1,0 +1,210 @@
+"""The cost networks of a search, one for each mesh axis: built over open layouts, and solved."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ftp.paused_gc import collection_paused
+from ftp.planning.cost import Hardware, collective_seconds, op_seconds
+from ftp.planning.cost_network import solve
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.insert_reshards import apply
+from ftp.planning.layers.repeats import Ties
+from ftp.planning.planner import planned_latency
+from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
+from ftp.rules.op_kinds import VIEWS
+from ftp.searching.open_layouts import reaches
+from ftp.searching.opened import Opened
+from ftp.sharding.layout import Layout, R, nominal
+from ftp.sharding.spec import PartitionSpec, Units, Zigzag
+
+Choice = Mapping[str, Mapping[str, Layout | None]]
+"""Per axis and pattern of parameters the layout, None for whole."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds that a byte held is priced with: of parameters whole, of gradients by ``share``, of
+    what backward passes need by the rest.
+
+    A rank's peak is at least its parameters and gradients, which it has at the end, and at least
+    its parameters and what it keeps for the backward pass, and so at least any mean of both.
+    """
+
+    seconds: float
+    share: float = 1.0
+
+
+@dataclass
+class Solved:
+    """The solved networks: specs by pattern and by axis, the plan of each axis, and the program
+    with its reshards.
+    """
+
+    patterns: dict[str, PartitionSpec]
+    choice: dict[str, dict[str, Layout | None]]
+    axes: dict[str, AxisPlan]
+    latencies: dict[str, float]
+    net: Opened
+
+
+def solve_axes(
+    net: Opened,
+    axes: Mapping[str, int],
+    order: Sequence[str],
+    data_axes: Sequence[str],
+    hardware: Hardware,
+    price: Price,
+    forced: Choice | None = None,
+    is_bare: bool = False,
+) -> Solved:
+    """Per pattern its spec, and what each axis' network found.
+
+    Args:
+        order: the axes to fold, one after the other.
+        forced: per axis the layouts of patterns that are not open there.
+
+    Raises:
+        NotAlike: repeated layers that an axis left unlike. Infeasible: what is forced is met by no
+            program.
+    """
+    entries: dict[str, list[tuple[str | Units, ...]]] = {
+        net.patterns[n]: [()] * n.results[0].ndim for n in net.params
+    }
+    choice: dict[str, dict[str, Layout | None]] = {}
+    found: dict[str, AxisPlan] = {}
+    latencies: dict[str, float] = {}
+    with collection_paused():
+        for at, axis in enumerate(order):
+            problem = axis_problem(
+                net, axis, order[:at], axes, data_axes, hardware, price, forced, is_bare
+            )
+            latencies[axis] = problem.hardware.link.latency
+            chosen = found[axis] = solve(problem)
+            of = {node: chosen.strategies[node].results[0] for node in net.params}
+            choice[axis] = {}
+            for pattern, node in {net.patterns[node]: node for node in net.params}.items():
+                layout = of[node]
+                choice[axis][pattern] = layout if layout.kind == "S" else None
+                if layout.kind == "S":
+                    entries[pattern][layout.dim] += (entry_of(axis, layout),)
+            outputs = [
+                of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(problem.outputs))
+            ]
+            net = net.after(apply(net.graph, chosen, outputs))
+    return Solved(
+        {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
+        choice,
+        found,
+        latencies,
+        net,
+    )
+
+
+def axis_problem(
+    net: Opened,
+    axis: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    data_axes: Sequence[str],
+    hardware: Hardware,
+    price: Price,
+    forced: Choice | None = None,
+    is_bare: bool = False,
+) -> Problem:
+    """The network of one axis with layouts left open, after the axes that are ``folded``."""
+    n, is_data = axes[axis], axis in data_axes
+    given, from_batch, pinned, cuts = reaches(
+        net, axis, folded, axes, is_data, (forced or {}).get(axis, {})
+    )
+    first: dict[str, Node] = {}
+    groups = {
+        node: first.setdefault(net.patterns[node], node)
+        for node in net.params
+        if node not in pinned
+    }
+    outputs: list[Layout | None] = [R] * len(net.graph.outputs)
+    for i, node in net.mirrors.items():
+        outputs[i] = pinned.get(node)
+    ties = ties_of(net)
+    link = hardware.link_of((axis,))
+    latency = planned_latency(net.graph, replace(hardware, link=link), ties)
+    priced = replace(hardware, link=replace(link, latency=latency))
+    of_state = price.seconds * (1 + price.share)
+    held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
+    kept = {
+        value: price.seconds * (1 - price.share) * nbytes
+        for value, nbytes in kept_bytes(net.graph).items()
+    }
+    mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
+    opens = Open(groups, mirrors, held, kept, cuts, is_bare)
+    return Problem(
+        net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens, axes
+    )
+
+
+def entry_of(axis: str, layout: Layout) -> str | Units:
+    if layout.zigzag:
+        return Zigzag(axis)
+    return (
+        axis
+        if layout.outer == layout.inner == 1
+        else Units(axis, nominal(layout.inner), nominal(layout.outer))
+    )
+
+
+def ties_of(net: Opened) -> Ties | None:
+    ties = net.folded.ties(net.graph) if net.folded else None
+    if net.folded and ties is None:
+        raise NotAlike
+    return ties
+
+
+def nbytes_of(value: Value) -> int:
+    """On a rank."""
+    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+
+
+def kept_bytes(graph: Graph) -> dict[Value, int]:
+    """Bytes of batch data that forward passes keep for backward passes, by the value that owns the
+    memory.
+    """
+    roots: dict[Value, Value] = {}
+    found: dict[Value, int] = {}
+    for node in graph.nodes:
+        for value in node.operands:
+            root = roots.get(value, value)
+            maker = root.node
+            if (
+                node.phase > maker.phase
+                and maker.phase % 2 == 0
+                and maker.kind in ("op", "reshard")
+                and maker.depends & BATCH
+            ):
+                found[root] = nbytes_of(root)
+        if node.operands and (node.target in VIEWS or node.kind == "constrain"):
+            root = roots.get(node.operands[0], node.operands[0])
+            roots.update({Value(node, i): root for i in range(len(node.results))})
+    return found
+
+
+def planned_seconds(solved: Solved, hardware: Hardware) -> float:
+    """Seconds of all ops and reshards of a program, one after the other, repeated layers counted as
+    often as there are.
+    """
+    ties = ties_of(solved.net)
+    total = 0.0
+    for node in solved.net.graph.nodes:
+        if node.kind == "op":
+            sizes = {f: nominal(s) for f, s in node.sizes.items()}
+            seconds = op_seconds(node.target, node.rule, sizes, node.results, hardware)
+        elif node.kind == "reshard":
+            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
+            link = replace(
+                hardware.link_of((node.target.axis,)), latency=solved.latencies[node.target.axis]
+            )
+            seconds = collective_seconds(node.target.op, nbytes, node.target.n, link)
+        else:
+            continue
+        total += seconds * (ties.weight(node) if ties else 1)
+    return total

@@ -1,0 +1,234 @@
+"""The state of a search: candidate plans, each with its seconds and bytes.
+
+The networks find them at a price of memory and in an order of the axes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ftp.planning.cost import Hardware
+from ftp.planning.from_fx import constraints, decompose
+from ftp.planning.graph import Node
+from ftp.planning.layers.repeats import Folded
+from ftp.planning.plan import FixedLayouts
+from ftp.planning.planner import plan_few
+from ftp.planning.problem import NotAlike
+from ftp.report.lowered import Lowered
+from ftp.runtime.program import Program
+from ftp.searching.axis_networks import Choice, Price, Solved, solve_axes
+from ftp.searching.extrapolate import Estimate, estimate
+from ftp.searching.marks import Along
+from ftp.searching.open_layouts import on_primitives
+from ftp.searching.opened import Opened, opened, traced_loss
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import Traced
+
+Patterns = dict[str, PartitionSpec]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    patterns: Patterns
+    along: Along
+    order: tuple[str, ...]
+    price: Price
+    solved: Solved | None
+    estimate: Estimate
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return tuple(self.patterns.items()), tuple(self.along.items())
+
+
+@dataclass
+class Searching:
+    """The state of a search: candidates by plan."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+    batch_specs: Any
+    given: Sequence[PartitionSpec]
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    hardware: Hardware
+    memory: int | None
+    tried: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
+    refused: set[tuple[Any, ...]] = field(default_factory=set)
+    excess: int = 0  # bytes by which a program took more than its estimate: buckets of all layers
+    is_folded: bool = True
+    free: list[Candidate] = field(default_factory=list)  # found at no price of memory
+    bucket: bool = True  # as in ``shard``
+    spare: Candidate | None = None  # refused for what buckets hold; it fits without them
+
+    @cached_property
+    def traced(self) -> Traced:
+        return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
+
+    @property
+    def net(self) -> Opened:
+        if (known := self._nets.get(self.is_folded)) is None:
+            known = self._nets[self.is_folded] = opened(
+                self.traced, self.params, self.batch, self.given, self.is_folded
+            )
+        return known
+
+    @cached_property
+    def _nets(self) -> dict[bool, Opened]:
+        return {}
+
+    @cached_property
+    def _solved(self) -> dict[tuple[Any, ...], Solved]:
+        return {}
+
+    @cached_property
+    def _programs(self) -> dict[tuple[Any, ...], tuple[Program, Folded | None]]:
+        return {}
+
+    @cached_property
+    def _primitives(self) -> dict[tuple[Any, ...], Opened]:
+        return {}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes that cut some parameter."""
+        return {axis: n for axis, n in self.mesh.axes.items() if n > 1}
+
+    def solve(
+        self,
+        along: Along,
+        order: Sequence[str],
+        price: Price,
+        forced: Choice | None = None,
+        hardware: Hardware | None = None,
+        is_bare: bool = False,
+    ) -> Solved:
+        args = self.axes, order, self.data_axes, hardware or self.hardware, price, forced, is_bare
+        try:
+            return solve_axes(self.primitives(along), *args)
+        except NotAlike:  # layers that an axis left unlike are searched one by one
+            if not self.is_folded:
+                raise
+            self.is_folded = False
+            return solve_axes(self.primitives(along), *args)
+
+    def primitives(self, along: Along) -> Opened:
+        key = (self.is_folded, *along.items())
+        if key not in self._primitives:
+            base = self.primitives({}) if along else self.net
+            self._primitives[key] = on_primitives(
+                base.constrained(along), self.axes, self.data_axes
+            )
+        return self._primitives[key]
+
+    def candidate(
+        self, along: Along, order: tuple[str, ...], price: Price, forced: Choice | None = None
+    ) -> Candidate:
+        fixed = tuple((axis, tuple(of.items())) for axis, of in (forced or {}).items())
+        key = tuple(along.items()), order, price, fixed
+        if (solved := self._solved.get(key)) is None:
+            solved = self._solved[key] = self.solve(along, order, price, forced)
+        found = self.estimate_of(solved.patterns, along)
+        return self.noted(Candidate(solved.patterns, along, order, price, solved, found))
+
+    def noted(self, candidate: Candidate) -> Candidate:
+        self.tried.setdefault(candidate.key, candidate)
+        return candidate
+
+    def with_patterns(self, candidate: Candidate, patterns: Patterns) -> Candidate:
+        """The candidate with other specs, which no network chose."""
+        found = self.estimate_of(patterns, candidate.along)
+        return self.noted(replace(candidate, patterns=patterns, solved=None, estimate=found))
+
+    def fits(self, candidate: Candidate) -> bool:
+        return self.memory is None or candidate.estimate.nbytes + self.excess <= self.memory
+
+    def refuse(self, candidate: Candidate, nbytes: int) -> None:
+        """Note that a candidate that was to fit takes ``nbytes`` when it is lowered in full."""
+        self.refused.add(candidate.key)
+        self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
+
+    def spared(self) -> list[Candidate]:
+        """The candidate that fits without buckets, if there is one; then the search is without."""
+        if self.spare is None or not self.bucket:
+            return []
+        self.leave_buckets()
+        return [self.tried[self.spare.key]]
+
+    def fitting(self) -> list[Candidate]:
+        """The candidates that fit, fastest first."""
+        found = [c for key, c in self.tried.items() if key not in self.refused and self.fits(c)]
+        return sorted(found, key=lambda c: c.estimate.seconds)
+
+    def leave_buckets(self) -> None:
+        """Go on without buckets: they hold copies, for which a limit may leave no room."""
+        self.bucket, self.excess = False, 0
+        self.refused.clear()
+        if self.net.folded is not None:  # estimates of repeated layers are without as it is
+            return
+        known = list(self.tried.values())
+        self.tried.clear()
+        for one in known:
+            self.noted(replace(one, estimate=self._measured(one.patterns, one.along)))
+        self.free = [self.tried[one.key] for one in self.free]
+
+    def estimate_of(self, patterns: Patterns, along: Along) -> Estimate:
+        known = self.tried.get((tuple(patterns.items()), tuple(along.items())))
+        return known.estimate if known else self._measured(patterns, along)
+
+    def _measured(self, patterns: Patterns, along: Along) -> Estimate:
+        key = (tuple(patterns.items()), tuple(along.items()))
+        while (known := self._programs.get((self.is_folded, *key))) is None:
+            made = self._program(patterns, along)
+            if made is None:
+                assert self.is_folded
+                self.is_folded = False
+            else:
+                self._programs[self.is_folded, *key] = made
+        program, folded = known
+        # What a bucket of several layers adds is not so much a layer.
+        program = program.with_options(bucket=self.bucket and folded is None)
+        return estimate(Lowered(program), folded, self.hardware)
+
+    def _program(self, patterns: Patterns, along: Along) -> tuple[Program, Folded | None] | None:
+        """The planned program without its repeated layers, and which they are; None where they
+        come out different.
+        """
+        net = self.net.constrained(along)
+        inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
+        outputs = [
+            inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec()
+            for i in range(len(net.graph.outputs))
+        ]
+        specs = FixedLayouts(inputs, constraints(net.graph), outputs)
+        found = plan_few(
+            net.graph,
+            self.mesh.axes,
+            specs,
+            folded=net.folded,
+            batch_inputs=list(net.batch),
+            data_axes=self.data_axes,
+            hardware=self.hardware,
+            decompose=decompose,
+        )
+        if found is None:
+            return None
+        planned = dict(zip(net.graph.inputs, found.graph.inputs, strict=True))
+        program = Program(
+            mesh=self.mesh,
+            traced=self.traced.gm,
+            plan=found,
+            tensor_leaves=tuple(range(len(found.graph.inputs))),
+            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in planned),
+            out_tree=self.traced.out_tree,
+            roles=tuple(_role(net, node) for node in planned),
+            hardware=self.hardware,
+        )
+        return program, net.folded and net.folded.on(planned)
+
+
+def _role(net: Opened, node: Node) -> str:
+    return "parameters" if node in net.patterns else "batch" if node in net.batch else "constants"

@@ -1,0 +1,256 @@
+"""Which plans a search tries: well-known ones, cheaper ones at prices of memory, small changes."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from ftp.planning.graph import Value
+from ftp.planning.solver.reduce import Infeasible
+from ftp.searching.axis_networks import Price, entry_of, nbytes_of
+from ftp.searching.candidates import Candidate, Searching
+from ftp.searching.open_layouts import open_layouts, shared_heads
+from ftp.searching.opened import Opened
+from ftp.sharding.layout import Layout
+from ftp.sharding.spec import PartitionSpec, Units
+
+TRIES = 3000  # nodes of the programs that are planned to refine a plan
+STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
+# Times a program's seconds a byte: to hold less is worth more than what moves for it. Much more,
+# and the differences in time drown in the rounding of the sum.
+DEAREST = 1e4
+MOST_AXES = 3  # searched in every order
+
+
+def explore(task: Searching) -> None:
+    """Try what there is at no price of memory and, where that does not fit, with
+    constraints, and at prices.
+    """
+    name_plans(task)
+    least = min(
+        (task.candidate({}, order, Price(0.0)) for order in orders(task)),
+        key=lambda c: c.estimate.seconds,
+    )
+    cut_heads(task, least)
+    task.free = [least]
+    fit(task)
+
+
+def fit(task: Searching) -> None:
+    """Try what takes less memory, where the plans that are free to take any do not fit."""
+    least = task.free[0]
+    if not task.fits(least) and len(task.free) == 1:
+        task.free += [task.candidate(along, least.order, Price(0.0)) for along in alongs(task)]
+    for low in sorted(task.free, key=lambda c: c.estimate.seconds):
+        if not task.fits(low):
+            _raise_price(task, low)
+    best = min(task.tried.values(), key=partial(_rank, task))
+    if not task.fits(best) and task.bucket:
+        task.leave_buckets()
+        fit(task)
+    elif not task.fits(best) or best.estimate.seconds > min(c.estimate.seconds for c in task.free):
+        refined(task, improved(task, best))
+
+
+def name_plans(task: Searching) -> None:
+    """Try the plans that everyone knows: whole parameters, and all that can be cut on the
+    data axes cut.
+    """
+    patterns = dict.fromkeys(task.net.patterns.values())
+    whole = {p: PartitionSpec(*[None] * task.net.members(p)[0].results[0].ndim) for p in patterns}
+    cuts = [a for a in task.axes if a in task.data_axes]
+    known = [whole]
+    if cuts:
+        n = math.prod(task.axes[axis] for axis in cuts)
+        known.append({p: cut_first(task.net, p, cuts, n) for p in patterns})
+    order = tuple(task.axes)
+    for found in known:
+        task.noted(Candidate(found, {}, order, Price(0.0), None, task.estimate_of(found, {})))
+
+
+def cut_heads(task: Searching, low: Candidate) -> None:
+    """Try heads that do not divide cut whole, and packed tensors cut in packs, all of them: the
+    networks, where each could stay behind, leave them. Under a limit also heads that neighbours
+    share.
+    """
+    patterns = dict(low.patterns)
+    for axis, n in task.axes.items():
+        for pattern, spec in low.patterns.items() if axis not in task.data_axes else ():
+            layouts = [c for c in open_layouts(task.net, pattern, n, False) if c.inner != 1]
+            shared = shared_heads(task.net, pattern, n)
+            layouts += [shared] if shared and task.memory is not None else []
+            layouts += task.primitives(low.along).packs.get((axis, pattern), ())
+            if layouts and axis not in spec.axes and spec[layouts[0].dim] is None:
+                entries = list(spec)
+                entries[layouts[0].dim] = entry_of(axis, layouts[0])
+                patterns[pattern] = PartitionSpec(*entries)
+    if patterns != low.patterns:
+        task.with_patterns(low, patterns)
+
+
+def _raise_price(task: Searching, low: Candidate) -> None:
+    """Raise the price of memory until the program fits, and then find the least price at
+    which it does.
+    """
+    along = low.along
+    if _is_best(task, low):
+        return
+    share, scale = low.estimate.share, low.estimate.seconds / low.estimate.nbytes
+    high = task.candidate(along, low.order, Price(DEAREST * scale, share))
+    if not task.fits(high):
+        cut_heads(task, high)
+        return
+    for _ in range(STEPS):
+        if _is_best(task, low):
+            return
+        least, most = low.price.seconds, min(high.price.seconds, scale * 100)
+        # At this price the two are even, and what it finds is better than both, if there is
+        # such a plan.
+        even = (high.estimate.seconds - low.estimate.seconds) / (
+            low.estimate.nbytes - high.estimate.nbytes
+        )
+        is_between = least * 1.001 < even < high.price.seconds * 0.999
+        price = even if is_between else (least * most) ** 0.5 if least else most / 100
+        middle = task.candidate(along, low.order, Price(price, share))
+        if middle.key in (low.key, high.key) and is_between:
+            return
+        low, high = (low, middle) if task.fits(middle) else (middle, high)
+
+
+def _is_best(task: Searching, low: Candidate) -> bool:
+    """Whether a candidate that fits is as fast as every one that does not."""
+    fitting = task.fitting()
+    return bool(fitting) and fitting[0].estimate.seconds <= low.estimate.seconds
+
+
+def improved(task: Searching, best: Candidate) -> Candidate:
+    """Search one axis after another again, the others fixed, until no step is faster."""
+    is_better = best.solved is not None and len(task.axes) > 1 and task.fits(best)
+    while is_better:
+        is_better = False
+        for axis in task.axes:
+            assert best.solved is not None
+            if axis == best.order[-1]:
+                continue  # which was searched with the others as they are
+            others = tuple(a for a in best.order if a != axis)
+            forced = {a: best.solved.choice[a] for a in others}
+            try:
+                found = task.candidate(best.along, (*others, axis), best.price, forced)
+            except Infeasible:
+                continue
+            if (
+                task.fits(found)
+                and found.key not in task.refused
+                and found.estimate.seconds < best.estimate.seconds * (1 - 1e-6)
+            ):
+                best, is_better = found, True
+    return best
+
+
+def refined(task: Searching, best: Candidate) -> Candidate:
+    """Change one pattern's spec at a time while that makes the program fit, or a program that
+    fits faster.
+
+    What a limit leaves free no price may find a use for. The largest parameters come first; how
+    many plans are tried depends on the size of the program.
+    """
+    budget = TRIES // len(task.net.graph.nodes)
+    is_better = budget > 0
+    while is_better:
+        is_better = False
+        sizes = {
+            p: sum(nbytes_of(Value(node)) for node in task.net.members(p)) for p in best.patterns
+        }
+        for pattern in sorted(sizes, key=lambda p: -sizes[p]):
+            for spec in _promising_specs(task, pattern, best):
+                patterns = {**best.patterns, pattern: spec}
+                key = tuple(patterns.items()), tuple(best.along.items())
+                if key in task.tried or budget == 0:
+                    continue
+                budget -= 1
+                found = task.with_patterns(best, patterns)
+                if _rank(task, found) < _rank(task, best):
+                    best, is_better = found, True
+    return best
+
+
+def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
+    """Sort key of candidates: lower is better."""
+    fits = task.fits(candidate) and candidate.key not in task.refused
+    return not fits, candidate.estimate.seconds if fits else candidate.estimate.nbytes
+
+
+def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
+    """Of a plan that fits those that hold as much or more, of one that does not those that
+    hold as much or less.
+    """
+    sizes = [nbytes_of(Value(node)) for node in task.net.members(pattern)]
+
+    def held(spec: PartitionSpec) -> int:
+        return sum(sizes) // math.prod(task.axes.get(axis, 1) for axis in spec.axes)
+
+    own, sign = best.patterns[pattern], 1 if task.fits(best) else -1
+    specs = _other_specs(task, pattern, own)
+    return [spec for spec in specs if sign * (held(spec) - held(own)) >= 0]
+
+
+def _other_specs(task: Searching, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:
+    """Every way to cut a pattern by the axes, with fewest cuts first."""
+    choices: list[list[Layout | None]] = []
+    for axis, n in task.axes.items():
+        layouts = open_layouts(task.net, pattern, n, False)
+        shared = shared_heads(task.net, pattern, n)
+        layouts += [shared] if shared and axis not in task.data_axes else []
+        if axis in task.data_axes:
+            layouts = [*open_layouts(task.net, pattern, n, True), *layouts]
+        choices.append([None, *dict.fromkeys(layouts)])
+    ndim = task.net.members(pattern)[0].results[0].ndim
+    found: dict[PartitionSpec, None] = {}
+    for chosen in itertools.product(*choices):
+        for order in itertools.permutations(range(len(chosen))):
+            entries: list[tuple[str | Units, ...]] = [()] * ndim
+            for at in order:
+                if (layout := chosen[at]) is not None:
+                    entries[layout.dim] += (entry_of(list(task.axes)[at], layout),)
+            found[PartitionSpec(*[e or None for e in entries])] = None
+    return sorted(
+        (s for s in found if s != own and _divides(task, pattern, s)), key=lambda s: len(s.axes)
+    )
+
+
+def _divides(task: Searching, pattern: str, spec: PartitionSpec) -> bool:
+    shapes = [node.results[0].shape for node in task.net.members(pattern)]
+    parts = [math.prod(task.axes[c.axis] for c in spec.cuts(d)) for d in range(len(spec))]
+    whole = [math.prod(c.size for c in spec.cuts(d)) for d in range(len(spec))]
+    return all(
+        u > 1 or shape[d] % n == 0
+        for shape in shapes
+        for d, (n, u) in enumerate(zip(parts, whole, strict=True))
+    )
+
+
+def orders(task: Searching) -> list[tuple[str, ...]]:
+    return (
+        list(itertools.permutations(task.axes))
+        if len(task.axes) <= MOST_AXES
+        else [tuple(task.axes)]
+    )
+
+
+def alongs(task: Searching) -> Iterator[dict[str, int]]:
+    """Per axis that does not cut the batch the inner dims of what blocks return."""
+    shapes = list(task.net.marks().values())
+    for axis, n in task.axes.items():
+        if axis not in task.data_axes and shapes:
+            for dim in range(1, min(map(len, shapes)) - 1):
+                if all(shape[dim] % n == 0 for shape in shapes):
+                    yield {axis: dim}
+
+
+def cut_first(net: Opened, pattern: str, axes: Sequence[str], n: int) -> PartitionSpec:
+    """A spec that cuts the first dim which divides over all the axes, as ZeRO-3 does."""
+    spec: list[Any] = [None] * net.members(pattern)[0].results[0].ndim
+    for layout in open_layouts(net, pattern, n, True)[:1]:
+        spec[layout.dim] = tuple(axes)
+    return PartitionSpec(*spec)

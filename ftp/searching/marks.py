@@ -1,0 +1,90 @@
+"""Marks in a traced loss where numbered modules (``layers.3``) return: open placement constraints,
+which fix nothing until a search cuts a dim there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from ftp.functional.module_constraints import outputs_through
+from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_str
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import Traced
+
+MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
+Along = Mapping[str, int]
+"""Per axis the dim that it cuts of what the marked modules return."""
+
+
+def is_mark(pin: Pin) -> bool:
+    return marked_pattern(pin) is not None
+
+
+def marked_pattern(pin: Pin) -> str | None:
+    return pin.axes[0].removeprefix(MARK) if pin.axes and pin.axes[0].startswith(MARK) else None
+
+
+def pin_along(along: Along, shape: Sequence[int]) -> Pin:
+    return Pin(spec_along(along).at_rank(len(shape)), tuple(along))
+
+
+def spec_along(along: Along) -> PartitionSpec:
+    """
+    >>> spec_along({"tp": 1})
+    P(None, 'tp')
+    """
+    return PartitionSpec(
+        *[
+            tuple(a for a, d in along.items() if d == dim) or None
+            for dim in range(max(along.values()) + 1)
+        ]
+    )
+
+
+def is_markable(out: Tensor) -> bool:
+    return out.ndim >= 3 and out.is_floating_point()
+
+
+@contextmanager
+def marking() -> Iterator[None]:
+    """Within the block, mark outputs of a functionalized model's numbered modules: those that are
+    batches of sequences.
+    """
+
+    def mark(path: str, out: Tensor) -> Tensor:
+        return (
+            constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
+            if is_markable(out)
+            else out
+        )
+
+    with outputs_through(mark):
+        yield
+
+
+def with_marks(traced: Traced, along: Along) -> Traced:
+    """The trace with its marks as constraints, or without them where there is nothing ``along``."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in traced.gm.graph.nodes:
+        marked = node.target is CONSTRAIN and is_mark(pin_from_str(node.args[1]))
+        if marked and not along:
+            env[node] = env[node.args[0]]
+            continue
+        env[node] = graph.node_copy(node, env.__getitem__)
+        if marked:
+            env[node].args = (
+                env[node.args[0]],
+                pin_to_str(pin_along(along, node.meta["val"].shape)),
+            )
+    return replace(traced, gm=fx.GraphModule(traced.gm, graph))
+
+
+def pattern_of(path: Sequence[Any]) -> str:
+    """A parameter's path with ``*`` in place of numbers."""
+    return ".".join(
+        "*" if part.isdigit() else part for element in path for part in str(element).split(".")
+    )

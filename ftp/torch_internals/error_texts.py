@@ -1,0 +1,102 @@
+"""What torch's errors mean where torch tells it by their text alone: errors of one type, mostly
+``RuntimeError``, with no code and no attribute. No other file of ftp decides by an error's text.
+
+Read at torch 2.13. Where another release words an error otherwise, the caller gets torch's own
+message in place of ftp's advice; tests of the advice (tests/tracing, tests/api/test_errors.py,
+tests/dist) notice. The first meaning in the table that fits counts.
+"""
+
+import math
+import re
+from enum import Enum
+
+import torch.distributed as dist
+
+
+class Meaning(Enum):
+    """What a function that is traced did, by torch's error."""
+
+    NEEDS_VALUE = "needs value"  # a number of a tensor that has none in a trace
+    TAKES_FUNCTIONS = "takes functions"  # a higher-order operator without a rule for the mode
+    OF_OTHER_TRACE = "of other trace"
+    MUTATES_CAPTURED = "mutates captured"  # under functorch, of a tensor that is not its argument
+    MUTATES_LEAF = "mutates leaf"
+    NOT_REQUIRING_GRAD = "not requiring grad"  # torch.autograd.grad of what requires no gradient
+    CALLS_BACKWARD = "calls backward"  # inside a functorch transform
+    CALLS_REQUIRES_GRAD = "calls requires grad"  # inside a functorch transform
+    FORWARD_TAKES_CTX = "forward takes ctx"  # of an autograd.Function inside a functorch transform
+    REENTRANT_CHECKPOINT = "reentrant checkpoint"
+    SAVED_TENSOR_HOOKS = "saved tensor hooks"  # inside a functorch transform
+    META_IN_FORWARD_MODE = "meta in forward mode"  # a forward-mode derivative under two vmaps
+    DTYPES = "dtypes"
+
+
+_TEXTS = {
+    Meaning.NEEDS_VALUE: r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)"
+    r"|Cannot access data pointer|data is not allocated yet",
+    Meaning.TAKES_FUNCTIONS: r"no rule registered for HigherOrderOperator (?P<operator>\w+)"
+    r"|(?P<flex>FlexAttention) does not support backward|TransformType\.Grad",
+    Meaning.OF_OTHER_TRACE: r"Mixing fake modes|different fake mode",
+    Meaning.MUTATES_CAPTURED: r"would mutate a captured Tensor",
+    Meaning.MUTATES_LEAF: r"leaf Variable .* in-place operation",
+    Meaning.NOT_REQUIRING_GRAD: r"does not require grad",
+    Meaning.CALLS_BACKWARD: r"backward\(\) called inside a functorch transform",
+    Meaning.CALLS_REQUIRES_GRAD: r"call Tensor\.requires_grad_\(\)",
+    Meaning.FORWARD_TAKES_CTX: r"setup_context",
+    Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
+    Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
+    Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
+    Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
+}
+# Words that the user's own errors may hold too.
+_OF_TYPE = {
+    Meaning.NEEDS_VALUE: lambda error: type(error) is RuntimeError,
+    Meaning.DTYPES: lambda error: isinstance(error, RuntimeError),
+}
+
+
+def meaning_of(error: BaseException) -> Meaning | None:
+    """The meaning of an error of torch's; None for one that the table does not know.
+
+    >>> meaning_of(RuntimeError("expected scalar type Float but found Double"))
+    <Meaning.DTYPES: 'dtypes'>
+    """
+    text = str(error)
+    for meaning, pattern in _TEXTS.items():
+        if _OF_TYPE.get(meaning, bool)(error) and re.search(pattern, text):
+            return meaning
+    return None
+
+
+def operator_of(error: BaseException) -> str:
+    """The operator of an error that means `Meaning.TAKES_FUNCTIONS`; "" where it names none."""
+    found = re.search(_TEXTS[Meaning.TAKES_FUNCTIONS], str(error))
+    assert found is not None
+    return found["operator"] or ("flex_attention" if found["flex"] else "")
+
+
+def times_too_large(error: BaseException) -> int | None:
+    """By which whole factor the tensor of a failed view or reshape is too large; None for other
+    errors.
+
+    >>> times_too_large(RuntimeError("shape '[2, 3]' is invalid for input of size 24"))
+    4
+    """
+    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", str(error))
+    if found is None:
+        return None
+    wanted = math.prod(map(int, found[1].split(",")))
+    times, rest = divmod(int(found[2]), wanted) if wanted else (0, 0)
+    return times if times > 1 and not rest else None
+
+
+def is_of_collective(error: RuntimeError) -> bool:
+    """Whether a collective raised it, rather than an op on local tensors."""
+    # Gloo's messages name its source path, but for a connection that a timeout has closed.
+    text = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in text.lower() or "pair closure" in text
+
+
+def has_timed_out(error: RuntimeError) -> bool:
+    """Whether a collective waited for a peer as long as its timeout allows."""
+    return "timed out" in str(error).lower()

@@ -1,0 +1,70 @@
+"""Addresses of traced tensors, which have no memory: what tells one tensor's memory from another's.
+
+Code asks for them to see whether two arguments are one (``q.data_ptr() == k.data_ptr()``), as keys
+of a cache, and for alignment.
+"""
+
+from typing import Any, Never
+
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ftp.errors import TraceError
+from ftp.source import at_line
+
+_ALIGNED = 64  # bytes: where memory of its own begins
+
+
+class Address:
+    """Equal for tensors that begin at one place. What needs the number is a TraceError."""
+
+    def __init__(self, storage: int, offset: int):
+        self._place = storage, offset
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and self._place == other._place
+
+    def __hash__(self) -> int:
+        return hash(self._place)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __mod__(self, n: int) -> int:
+        if _ALIGNED % n:
+            self._refuse()
+        return self._place[1] % n
+
+    def _refuse(self, *_: Any) -> Never:
+        raise TraceError(
+            f"{at_line()}The function needs a tensor's address as a number. A trace has no memory:"
+            " x.data_ptr() may be compared with another's, be a key, or be asked for its alignment."
+            " Code that reads memory is an op of its own (torch.library.custom_op)."
+        )
+
+    __index__ = __int__ = __float__ = __format__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __floordiv__ = __and__ = __rshift__ = (
+        _refuse
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
+
+class Addresses:
+    """The addresses that one trace has given; none is given twice."""
+
+    def __init__(self) -> None:
+        # The weak references keep a storage's place in memory from being used again.
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def of(self, x: Tensor) -> Any:
+        if not is_fake(x):
+            return x.data_ptr()
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        storage = x.untyped_storage()
+        _, number = self._known.setdefault(
+            storage._cdata, (StorageWeakRef(storage), len(self._known))
+        )
+        return Address(number, int(x.storage_offset()) * x.itemsize)

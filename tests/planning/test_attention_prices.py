@@ -1,0 +1,113 @@
+"""Attention's prices: what the busiest rank computes, and what travels in a ring."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import ftp
+from ftp import P
+from ftp.ops.key_ring import Needs, Ring
+
+CUT, ZIGZAG = P(None, None, "cp"), P(None, None, ftp.zigzag("cp"))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_traffic_is_what_the_steps_of_a_ring_send(data: Any):
+    """From the runs that ranks see, as from each piece."""
+    n, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 40))
+    ring = Ring(size, n, data.draw(st.booleans()), -1, False)
+    ring.__dict__["count"] = data.draw(st.integers(1, 3))
+    seen = []
+    for _ in range(n):
+        edges = sorted(data.draw(st.sets(st.integers(0, size), max_size=6)))
+        seen.append([(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=False)])
+    needs = Needs(ring, seen)
+    steps = set()
+    sent = [0] * n
+    received = [0] * n
+    for rank in range(n):
+        for owner in range(n):
+            pieces = [needs.length(rank, owner, at) for at in range(ring.count)]
+            if rank != owner:
+                assert sum(pieces) == needs.overlap[rank, owner]
+                sent[owner] += sum(pieces)
+                received[rank] += sum(pieces)
+                steps |= {((rank - owner) % n, at) for at, length in enumerate(pieces) if length}
+    assert needs.traffic(False) == (max(sent), max(received))
+    both = max(a + b for a, b in zip(sent, received, strict=True))
+    assert needs.traffic(True) == (both, both)
+    assert len(steps) <= needs.steps
+
+
+def gradients(attend: Any) -> Any:
+    def run(batch: tuple[Tensor, ...], w: Tensor) -> Any:
+        out, vjp = torch.func.vjp(attend, *(w * x for x in batch))
+        return vjp(out)
+
+    return run
+
+
+def lowered(attend: Any, cut: P, length: int, n: int = 8, **options: Any) -> ftp.Lowered:
+    x = torch.empty(1, 8, length, 64, dtype=torch.bfloat16, device="meta")
+    w = torch.empty((), dtype=torch.bfloat16, device="meta")
+    mesh = ftp.AbstractMesh((n,), ("cp",))
+    step = ftp.spmd(gradients(attend), mesh, ((cut,) * 3, P()), (cut,) * 3, **options)
+    return step.lower((x,) * 3, w)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("cut", [CUT, ZIGZAG])
+@pytest.mark.parametrize("n", [2, 8])
+def test_the_busiest_rank_s_work_is_priced(cut: P, n: int):
+    """Links take no time: what is left is computing. In plain chunks the last rank has 2n - 1 of
+    n² half-squares, in zigzag each rank n."""
+    free = ftp.Link(0.0, 1e30)
+    hardware = ftp.Hardware(flops=1e12, memory=1e30, link=free, ring_step=0.0)
+    length = 1 << 16
+    cost = lowered(causal, cut, length, n, hardware=hardware).plan.cost
+    of_pair = 8 * (4 + 10) * 64 / 1e12  # two matmuls forward, five backward, all heads
+    share = (2 * n - 1) / (2 * n * n) if cut == CUT else 1 / (2 * n)
+    assert cost == pytest.approx(length**2 * of_pair * share, rel=0.01)
+
+
+def window(width: int) -> Any:
+    """The blocks of a window: a BlockMask that is a constant."""
+    length = 1 << 14
+    mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < width), None, None, length, length, "cpu"
+    )
+    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask)
+
+
+def rings(attend: Any, hardware: ftp.Hardware) -> int:
+    found = lowered(attend, CUT, 1 << 14, hardware=hardware).collectives
+    return [c.op for c in found].count("ring")
+
+
+def test_a_ring_is_priced_by_what_travels():
+    """A rank of a narrow window needs a part of its neighbour's keys; nothing hides that little is
+    computed, so that all keys would take longer than the gather's."""
+    hardware = ftp.Hardware(flops=1e18, link=ftp.Link(1e-6, 1e10), ring_step=5e-5)
+    assert rings(window(128), hardware) == 2
+    assert rings(window(1 << 14), hardware) == 0
+
+
+def test_what_a_link_does_not_hide_is_added():
+    """A ring's transfers hide behind its work where the hardware says that they can."""
+    chosen = []
+    for hidden in (1.0, 0.0):
+        link = ftp.Link(1e-6, 1e10, hidden=hidden)
+        hardware = ftp.Hardware(flops=1e13, link=link, ring_step=1e-4)
+        found = lowered(causal, ZIGZAG, 1 << 16, hardware=hardware).collectives
+        chosen.append([c.op for c in found].count("ring"))
+    assert chosen == [2, 0]
