@@ -20,6 +20,7 @@ from ftp.certification.residues.ops import KNOWN
 from ftp.certification.residues.value import Blind
 from ftp.certification.residues.words import words
 from ftp.equivalence.blame import blame
+from ftp.equivalence.draws import drawn_error, random_line
 from ftp.errors import CertificateError, Undecided, join_failures
 
 SIMULATIONS = 4
@@ -31,6 +32,7 @@ def decide(certificate: Certificate) -> None:
 
     Raises:
         CertificateError: they differ; with inputs that show it.
+        TraceError: an output depends on random numbers that a program draws.
         Undecided: neither is found.
     """
     blind = ""
@@ -42,6 +44,9 @@ def decide(certificate: Certificate) -> None:
         raise _stuck(e) from None
     except Blind as e:
         blind, found = str(e), None
+    line = random_line(certificate)
+    if line is not None:
+        raise drawn_error(line)
     told = simulate(certificate)
     if told is None:
         raise _undecided(certificate, blind, found)
@@ -142,7 +147,8 @@ def simulate(certificate: Certificate) -> tuple[WrongOutput, list[Any]] | None:
             return _is_close(a, b, tolerance, margins)
 
         try:
-            found = compare(domain, certificate, inputs, is_same=is_close)
+            with torch.random.fork_rng(devices=[]):
+                found = compare(domain, certificate, inputs, is_same=is_close)
         except CertificateError:
             raise
         except Exception:

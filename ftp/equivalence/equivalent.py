@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ftp.axis import Inside, entered
 from ftp.certification.certificate import Certificate, Ranks, Recorded, Unreduced
 from ftp.equivalence.decide import SEED, decide
+from ftp.equivalence.draws import without_python_draws
 from ftp.equivalence.fake_world import as_rank
-from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of
+from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of, require_placements
 from ftp.equivalence.program_lines import operations, without_dead
 from ftp.equivalence.recorded_exchanges import ExchangeRecorder
 from ftp.equivalence.recorder import ProgramRecorder, recording
+from ftp.equivalence.refused_reads import READS_VALUE
 from ftp.errors import FtpError, InputError, SpecError, TraceError
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.dtensor_placements import is_placements
@@ -63,7 +65,8 @@ def equivalent(
         CertificateError: a result or a gradient differs, or the ranks wait for each other for ever;
             its ``output``, ``rank``, ``line`` and ``inputs`` say where and on what.
         Undecided: neither a proof nor a difference was found; ``ops`` are those without algebra.
-        TraceError: a program that reads a tensor's value, or writes to its arguments.
+        TraceError: a program that reads a tensor's value, draws random numbers that reach its
+            results, or writes to its arguments.
         SpecError: specs that do not fit the arguments or the results.
 
     >>> import torch, ftp
@@ -95,13 +98,18 @@ class _RecordedProgram:
         outputs: its results and gradients, tensors.
         names: of the outputs.
         tree: of the results.
+        returned: the results as the program returned them.
     """
 
     recorder: ProgramRecorder
     outputs: list[Tensor]
     names: list[str]
     tree: Any
-    results: int
+    returned: list[Any]
+
+    @property
+    def results(self) -> int:
+        return len(self.returned)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -226,17 +234,23 @@ class _Comparison:
         who: str,
     ) -> _RecordedProgram:
         try:
-            result = fn(*self.tree.unflatten(passed))
+            with without_python_draws(who):
+                result = fn(*self.tree.unflatten(passed))
         except FtpError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as e:
             raise TraceError(
                 f"{who}: {raised_line(e) or 'the program'}\n  The program reads the value of a"
-                f" tensor, or makes a shape of it ({e.func}), which depends on the data. A proof is"
-                " for all inputs: use a mask, as torch.where does, in place of a selection."
+                f" tensor, or makes a shape of it ({e.func}), {READS_VALUE}"
             ) from e
         except Exception as e:
-            if meaning_of(e) is Meaning.MUTATES_LEAF:
+            meaning = meaning_of(e)
+            if meaning is Meaning.NEEDS_VALUE:
+                raise TraceError(
+                    f"{who}: {raised_line(e) or 'the program'}\n  The program reads the value of a"
+                    f" tensor, {READS_VALUE}"
+                ) from e
+            if meaning is Meaning.MUTATES_LEAF:
                 raise TraceError(
                     f"{who}: {raised_line(e) or 'the program'}\n  The program writes to one of its"
                     " inputs: what the caller holds would change. Work on a copy, as .clone() makes"
@@ -264,7 +278,7 @@ class _Comparison:
             ]
         for x in outputs:
             recorder.node_of(x)
-        return _RecordedProgram(recorder, outputs, names, tree, len(tensors))
+        return _RecordedProgram(recorder, outputs, names, tree, leaves)
 
     def _gradients(
         self,
@@ -388,9 +402,10 @@ class _Comparison:
                 f" {whole.results}."
             )
         coordinate = self.mesh.coordinates()[rank]
-        for x, expected, spec, name in zip(
-            program.outputs, whole.outputs, specs, whole.names, strict=False
+        for x, held, expected, spec, name in zip(
+            program.outputs, program.returned, whole.outputs, specs, whole.names, strict=False
         ):
+            require_placements(held, spec, expected.shape, self.mesh, f"{name} on rank {rank}")
             due = local_shape(spec, expected.shape, self.mesh.axes, coordinate)
             if tuple(x.shape) != due:
                 raise SpecError(

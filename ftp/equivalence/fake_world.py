@@ -1,6 +1,7 @@
 """A world of fake processes: one rank's view of ``torch.distributed``, without communication."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,13 +35,27 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
             of_mesh.update(made.__dict__)
             made = mesh
         with standing_in(made), made, _without_polling():
+            _forget_dtensor_plans()
             yield made
     finally:
+        _forget_dtensor_plans()
         dist.destroy_process_group()
         if outer is not None:
             again = _device_mesh(resolved.shape, resolved.axis_names, outer)
             if of_mesh is not None:
                 of_mesh.update(again.__dict__)
+
+
+def _forget_dtensor_plans() -> None:
+    """Clear what DTensor keeps of meshes: ranks' meshes are equal, their coordinates are not."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 @contextmanager

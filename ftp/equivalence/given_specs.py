@@ -1,11 +1,14 @@
 """Specs and DTensor placements as `equivalent` is given them, made one form."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ftp.certification.certificate import Spec
-from ftp.sharding.dtensor_placements import is_placements, specs_of_any
+from ftp.errors import SpecError
+from ftp.sharding.dtensor_placements import is_dtensor, is_placements, specs_of_any
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
@@ -46,6 +49,31 @@ def as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
             for i, (s, x) in enumerate(zip(specs, tree, strict=True))
         )
     return specs_of_any(specs, tree, mesh, where)
+
+
+def require_placements(
+    x: Any, spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, name: str
+) -> None:
+    """Raise for a DTensor on ``mesh`` whose own placements are others than those of its spec."""
+    if not is_dtensor(x) or x.device_mesh.mesh_dim_names != mesh.axis_names:
+        return
+    whole = torch.empty(tuple(shape), device="meta")
+    try:
+        own = as_specs(x.placements, whole, mesh, name)
+    except SpecError:
+        own = None
+    if own is None or _layout(own, len(shape), mesh) != _layout(spec, len(shape), mesh):
+        raise SpecError(
+            f"{name} is a DTensor with placements {tuple(x.placements)}; its spec is {spec}. Give"
+            " its placements in out_specs, or redistribute it before it is returned."
+        )
+
+
+def _layout(spec: PartitionSpec, ndim: int, mesh: Mesh) -> Any:
+    """What a spec cuts and leaves unreduced, without axes of one rank."""
+    cuts = cuts_of(spec.at_rank(ndim))
+    dims = [[c for c in dim if mesh.axes[c[0]] > 1] for dim in cuts]
+    return dims + [[]] * (ndim - len(dims)), {a for a in spec.unreduced if mesh.axes[a] > 1}
 
 
 def cuts_of(spec: PartitionSpec) -> Spec:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.certification.residues.ops import KNOWN
+from ftp.equivalence.refused_reads import READS_VALUE, RefusedReads
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
 from ftp.ops.grouped_mm import as_matmuls
@@ -114,7 +115,7 @@ class ProgramRecorder(TorchDispatchMode):
         args, kwargs = tree_map(
             lambda x: self.node_of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs))
         )
-        kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+        kwargs = {k: None if k == "generator" else v for k, v in kwargs.items()}
         node = self.graph.call_function(target, args, kwargs)
         self._note(node, result, line)
         if isinstance(result, Tensor):
@@ -194,9 +195,7 @@ class ProgramRecorder(TorchDispatchMode):
     def _refuse_read(func: Any, tensors: Sequence[Tensor]) -> None:
         if all(isinstance(x, FakeTensor) and x.constant is None for x in tensors):
             raise TraceError(
-                f"{user_line()}\n  The program reads the value of a tensor ({func}), which depends"
-                " on the data. A proof is for all inputs: compute with tensors instead, or pass"
-                " the number as an argument that is no tensor."
+                f"{user_line()}\n  The program reads the value of a tensor ({func}), {READS_VALUE}"
             )
 
     def _refuse_writes(self, func: Any, args: Sequence[Any]) -> None:
@@ -222,5 +221,5 @@ def recording(exchanges: Any = None) -> Iterator[ProgramRecorder]:
     """Record within the block; attention is recorded as its formula."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = ProgramRecorder(fake, exchanges)
-    with fake, sdpa_kernel(SDPBackend.MATH), recorder:
+    with fake, sdpa_kernel(SDPBackend.MATH), recorder, RefusedReads():
         yield recorder

@@ -441,25 +441,3 @@ def test_the_page(tmp_path, monkeypatch):
             lines = []
         elif lines:
             lines.append(line + "\n")
-
-
-@pytest.mark.parametrize("is_reduced", [True, False])
-def test_a_dtensor_gradient_counts_by_its_local_tensor(is_reduced: bool):
-    def gradient(x, w):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad((x @ w).sum(), x)[0]
-
-    def column(x, w):
-        x = x.detach().requires_grad_()
-        y = (x @ w).redistribute(placements=[Replicate()])
-        (found,) = torch.autograd.grad(y.sum(), x)
-        assert found.placements == (Partial(),)
-        return found.redistribute(placements=[Replicate()]) if is_reduced else found
-
-    specs = ([Replicate()], [Shard(1)]), [Replicate()]
-    args = torch.randn(3, 4), torch.randn(4, 6)
-    if is_reduced:
-        ftp.equivalent(gradient, column, MESH, *specs, *args)
-    else:
-        with pytest.raises(CertificateError, match="a sum that is still pending over tp"):
-            ftp.equivalent(gradient, column, MESH, *specs, *args)

@@ -51,6 +51,8 @@ class Residues:
         dtype = dtypes[0] if dtypes else torch.float32
         if name in UNINITIALISED and dtype.is_floating_point:
             return self._uninitialised(target, args, kwargs, dtype)
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            return self._random(target, args, kwargs, dtypes)
         if name.endswith("_") and not name.startswith("__") and target._schema.is_mutable:
             return self._in_place(target, name, args, kwargs, dtype)
         holds_values = tree_any(lambda x: isinstance(x, Planes), (args, kwargs))
@@ -142,6 +144,22 @@ class Residues:
         self._draws += 1
         return self.draw(like.shape, -self._draws, dtype)
 
+    def _random(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[Any]
+    ) -> Any:
+        """Random numbers may be anything: numbers that nothing else holds."""
+        if any(not d.is_floating_point for d in dtypes):
+            raise Blind(f"{target}, which draws random numbers")
+        if target._schema.is_mutable:
+            self._draws += 1
+            write(args[0], self.draw(args[0].shape, -self._draws, args[0].dtype))
+            return args[0]
+        found = []
+        for like, dtype in zip(_on_meta(target, args, kwargs), dtypes, strict=True):
+            self._draws += 1
+            found.append(self.draw(like.shape, -self._draws, dtype))
+        return found if len(found) > 1 else found[0]
+
     def _opaque(
         self,
         target: Any,
@@ -150,9 +168,7 @@ class Residues:
         dtypes: Sequence[Any],
     ) -> Any:
         self.blind[str(target)] = None
-        if any(not d.is_floating_point for d in dtypes) or torch.Tag.nondeterministic_seeded in (
-            target.tags
-        ):
+        if any(not d.is_floating_point for d in dtypes):
             raise Blind(str(target))
         operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Planes)]
         if not operands:
@@ -162,23 +178,12 @@ class Residues:
             for x in tree_leaves((args, dict(kwargs)))
             if not isinstance(x, Planes)
         ]
-        meta = tree_map(
-            lambda x: (
-                torch.empty(x.shape, dtype=x.dtype, device="meta")
-                if isinstance(x, Planes)
-                else x.to("meta")
-                if isinstance(x, Tensor)
-                else x
-            ),
-            (args, dict(kwargs)),
-        )
-        shaped = target(*meta[0], **meta[1])
-        results = [shaped] if isinstance(shaped, Tensor) else list(shaped)
+        results = _on_meta(target, args, kwargs)
         found = [
             ar.opaque(self.field, f"{target} {plain} {i}", operands, r.shape)
             for i, r in enumerate(results)
         ]
-        return found[0] if isinstance(shaped, Tensor) else found
+        return found if len(target._schema.returns) > 1 else found[0]
 
     def laid_out(self, x: Any, strides: Sequence[Sequence[int]] | None) -> Any:
         """Fresh results with the strides of the tensors that they stand for, so that every view
@@ -253,6 +258,25 @@ def _strided(x: Planes, stride: Sequence[int]) -> Planes:
 
 def _is_index(x: Tensor) -> bool:
     return x.dtype in (torch.int64, torch.int32, torch.bool)
+
+
+def _on_meta(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The results of an op on tensors without data."""
+    meta: Any = tree_map(
+        lambda x: (
+            torch.empty(x.shape, dtype=x.dtype, device="meta")
+            if isinstance(x, Planes)
+            else x.to("meta")
+            if isinstance(x, Tensor)
+            else x
+        ),
+        (args, dict(kwargs)),
+    )
+    options = meta[1]
+    if any(a.name == "device" for a in target._schema.arguments):
+        options = {**options, "device": torch.device("meta")}
+    found = target(*meta[0], **options)
+    return [found] if isinstance(found, Tensor) else list(found)
 
 
 def _plain(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
