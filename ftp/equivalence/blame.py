@@ -238,7 +238,7 @@ class _Search:
 
     # A program that arranges a formula otherwise holds values that the reference does not, before
     # anything is wrong. A reduction is to blame if dividing or multiplying its result alone mends
-    # the output.
+    # the output; of several that which mends most outputs.
 
     def _mended(self, region: Sequence[_Event]) -> BlamedLine | None:
         if not self.are_alike:
@@ -247,20 +247,23 @@ class _Search:
         exchanges = [e for e in own if e.node.target is EXCHANGE and any(e is r for r in region)]
         sizes = list(self.certificate.axes.values())
         counts = {math.prod(s) for n in range(len(sizes)) for s in combinations(sizes, n + 1)}
+        outputs = len(self.certificate.outputs)
+        best, blamed = self.seen.output, None
         for event in reversed(exchanges[-MOST_SCALED:]):
             at = next(i for i, e in enumerate(own) if e is event)
             for count in sorted(counts - {1}):
-                if self._is_right_with(at, Fraction(1, count)):
-                    return BlamedLine(
-                        _line(event), f"divided by {count}, its result would be right."
-                    )
-                if self._is_right_with(at, Fraction(count)):
-                    return BlamedLine(_line(event), f"times {count}, its result would be right.")
-        return None
+                for by, how in ((Fraction(1, count), "divided by"), (Fraction(count), "times")):
+                    right = self._right_with(at, by)
+                    if right > best:
+                        why = f"{how} {count}, its result would be right."
+                        best, blamed = right, BlamedLine(_line(event), why)
+                    if best == outputs:
+                        return blamed
+        return blamed
 
-    def _is_right_with(self, at: int, by: Fraction) -> bool:
-        """Whether the output is right, and those before it, if every rank's result number ``at`` is
-        scaled.
+    def _right_with(self, at: int, by: Fraction) -> int:
+        """How many outputs are right, as far as the first that is not, if every rank's result
+        number ``at`` is scaled.
         """
         domain = Residues(self.field)
         made = [0] * len(self.events)
@@ -275,9 +278,9 @@ class _Search:
         try:
             inputs = inputs_for(domain, self.certificate, 0)
             found = compare(domain, self.certificate, inputs, scale)
-            return found is None or found.output > self.seen.output
+            return len(self.certificate.outputs) if found is None else found.output
         except (Blind, Degenerate):
-            return False
+            return 0
 
     def _event_of(self, own: Sequence[_Event], node: Any) -> _Event | None:
         if not isinstance(node, fx.Node):

@@ -22,6 +22,7 @@ from tests.museum.proven import (
     all_gather,
     randn,
     reduce_scatter,
+    reduced_over,
 )
 
 
@@ -587,6 +588,129 @@ def overwritten_count(is_mended):
     return program
 
 
+class RecomputedLayer(torch.autograd.Function):
+    """Keeps this rank's part of its input, gathers the parts and computes again in the backward
+    pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, axis):
+        ctx.group = GRID.get_group(axis)
+        part = x.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)]
+        ctx.save_for_backward(part.clone(), w)
+        return torch.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx, grad):
+        part, w = ctx.saved_tensors
+        x = part.new_empty(2 * len(part), part.shape[1])
+        dist.all_gather_into_tensor(x, part, group=ctx.group)
+        grad = grad * (1 - torch.tanh(x @ w).square())
+        return grad @ w.t(), x.t() @ grad, None
+
+
+def recompute_over_another_grid(is_mended):
+    """A layer with groups of its own gathers the activations that it kept over those of the global
+    layout: tokens of two replicas are mixed.
+    """
+
+    def program(x, w):
+        w = reduced_over("dp", forward=False)(w)
+        return RecomputedLayer.apply(x, w, "tp" if is_mended else "dp")  # BUG
+
+    return program
+
+
+def tanh_layer(x, w):
+    return torch.tanh(x @ w)
+
+
+def masked_scores(x, gate, mask):
+    return (x @ gate).softmax(-1) * mask[..., None]
+
+
+def mask_over_another_grid(is_mended):
+    """Tokens are scattered over the model's own groups, their padding mask over those of the global
+    layout.
+    """
+
+    def program(x, gate, mask):
+        x = ScatterTokens.apply(x, GRID.get_group("tp"))
+        mine = GRID.get_local_rank("tp" if is_mended else "dp")
+        mask = mask.chunk(2, 1)[mine]
+        return (x @ gate).softmax(-1) * mask[..., None]  # BUG
+
+    return program
+
+
+def masked_mean_gradient(w, x, mask):
+    w = w.detach().requires_grad_()
+    loss = ((x @ w).square().sum(-1) * mask).sum() / mask.sum()
+    return torch.autograd.grad(loss, w)[0]
+
+
+def context_token_counts(is_mended):
+    """A sequence's loss is divided by the tokens of this rank's part of it, then averaged."""
+
+    def program(w, x, mask):
+        w = w.detach().requires_grad_()
+        count = mask.sum().to(w.dtype)
+        if is_mended:
+            dist.all_reduce(count, op=dist.ReduceOp.AVG)
+        loss = ((x @ w).square().sum(-1) * mask).sum() / count  # BUG
+        grad = torch.autograd.grad(loss, w)[0]
+        dist.all_reduce(grad, op=dist.ReduceOp.AVG)
+        return grad
+
+    return program
+
+
+class GatherColumns(torch.autograd.Function):
+    """The columns of all ranks; the gradient is cut, or summed over ranks and cut."""
+
+    @staticmethod
+    def forward(ctx, x, is_summed):
+        ctx.is_summed = is_summed
+        return all_gather(x.t()).t().contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.is_summed:
+            return reduce_scatter(grad.t()).t(), None
+        return grad.chunk(dist.get_world_size(), 1)[dist.get_rank()], None
+
+
+def log_probabilities(x, w):
+    return (x @ w).log_softmax(-1)
+
+
+def gathered_log_probabilities(is_mended):
+    """Every rank computes with all gathered logits; the gradients, whole on each, were summed."""
+
+    def program(x, w):
+        logits = SumGradient.apply(x) @ w
+        logits = GatherColumns.apply(logits, not is_mended)  # BUG
+        return logits.log_softmax(-1)
+
+    return program
+
+
+def position_scores(x, w, q):
+    return torch.einsum("qhd,kd->qhk", q, x @ w)
+
+
+def shared_position_keys(is_mended):
+    """Keys that all heads share are gathered; each rank's heads make one term of their gradient,
+    and it was cut, not summed.
+    """
+
+    def program(x, w, q):
+        keys = GatherColumns.apply(SumGradient.apply(x) @ w, is_mended)
+        return torch.einsum("qhd,kd->qhk", q, keys)  # BUG
+
+    return program
+
+
 _X, _W, _DOWN = randn(4, 6), randn(6, 4), randn(4, 3)
 _TARGET = torch.tensor([1, 3, 0, 2])
 _TP_ROWS = (P(None, "tp"), P("tp"))
@@ -664,6 +788,14 @@ BUGS = [
         P("tp"),
         (randn(2, 4, 3, 2), randn(4, 2, 2)),
     ),
+    Bug(
+        "pytorch/torchtitan#3822",
+        log_probabilities,
+        gathered_log_probabilities,
+        (P(), P(None, "tp")),
+        P(),
+        (_X, _W),
+    ),
     Bug("pytorch/torchtitan#3412", chunked_loss, chunked, (P(), P(None, "tp")), P(), (_X, _W)),
     Bug(
         "pytorch/torchtitan#4154",
@@ -692,6 +824,25 @@ BUGS = [
         (randn(4), torch.tensor([1, 1, 1, 0])),
     ),
     Bug(
+        "NVIDIA/Megatron-LM#7452 (4)",
+        tanh_layer,
+        recompute_over_another_grid,
+        (P("dp"), P()),
+        P("dp"),
+        (randn(4, 3), randn(3, 2)),
+        mesh=GRID,
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (5)",
+        masked_scores,
+        mask_over_another_grid,
+        (P("dp"), P(), P("dp")),
+        P("dp", "tp"),
+        (randn(2, 4, 3), randn(3, 2), torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])),
+        grad=False,
+        mesh=GRID,
+    ),
+    Bug(
         "NVIDIA/Megatron-LM#7452 (7)",
         combined_embeddings,
         scatter_over_another_grid,
@@ -710,6 +861,15 @@ BUGS = [
         grad=False,
     ),
     Bug(
+        "NVIDIA/Megatron-LM#7452 (9)",
+        masked_mean_gradient,
+        context_token_counts,
+        (P(), P("tp"), P("tp")),
+        P(),
+        (randn(3, 2), randn(4, 3), torch.tensor([1, 1, 1, 0])),
+        grad=False,
+    ),
+    Bug(
         "NVIDIA/Megatron-LM#7452 (10)",
         balance_loss,
         overwritten_count,
@@ -725,6 +885,14 @@ BUGS = [
         (P(None, "tp"), P()),
         P(None, "tp"),
         (randn(3, 4, 2), randn(2)),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#1699",
+        position_scores,
+        shared_position_keys,
+        (P(), P(None, "tp"), P(None, "tp")),
+        P(None, "tp"),
+        (_X, _W, randn(3, 2, 4)),
     ),
     Bug(
         "NVIDIA/Megatron-LM#1446",

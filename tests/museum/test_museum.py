@@ -47,13 +47,22 @@ def test_mended_form_is_proven(bug: Bug):
 
 RECORD = Path(__file__).parents[1] / "results" / "museum.json"
 PAGE = Path(__file__).parents[2] / "docs" / "prove.md"
+# Their text could not be read anywhere; the page says why, and what stands in their place.
+UNREAD = "pytorch/torchtitan#4332, and findings 6, 12 and 13 of NVIDIA/Megatron-LM#7452"
+IN_THEIR_PLACE = ("pytorch/torchtitan#3822", "NVIDIA/Megatron-LM#1699")
 
 
 def test_the_record_and_the_page():
     record = json.loads(RECORD.read_text())
     assert list(record) == [c.name for c in CASES] + [b.thread for b in BUGS]
     assert table(record) in PAGE.read_text()
+    (unread,) = (part for part in PAGE.read_text().split("\n\n") if UNREAD in part)
     threads = {b.thread.split(" ")[0] for b in BUGS}
+    assert all(t in unread and t in threads for t in IN_THEIR_PLACE)
+    findings = {
+        b.thread.split(" ")[1] for b in BUGS if b.thread.startswith("NVIDIA/Megatron-LM#7452")
+    }
+    assert findings == {f"({n})" for n in (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)}
     named = {f"pytorch/torchtitan#{n}" for n in (1805, 2106, 2217, 2416, 3412, 4054, 4154, 4245)}
     named |= {"NVIDIA/Megatron-LM#7452", "pytorch/pytorch#160285", "pytorch/pytorch#172932"}
     assert named <= threads and len(threads) >= 15
