@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ftp.axis import Inside, entered
 from ftp.certification.certificate import Certificate, Ranks, Recorded, Unreduced
+from ftp.equivalence.data_access import READS_VALUE
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.draws import without_python_draws
 from ftp.equivalence.fake_world import as_rank
@@ -18,7 +19,6 @@ from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of, requir
 from ftp.equivalence.program_lines import operations, without_dead
 from ftp.equivalence.recorded_exchanges import ExchangeRecorder
 from ftp.equivalence.recorder import ProgramRecorder, recording
-from ftp.equivalence.refused_reads import READS_VALUE
 from ftp.errors import FtpError, InputError, SpecError, TraceError
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.dtensor_placements import is_placements

@@ -14,12 +14,12 @@ from torch._C._autograd import _get_sequence_nr
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.certification.residues.ops import KNOWN
-from ftp.equivalence.refused_reads import READS_VALUE, RefusedReads
+from ftp.equivalence.data_access import READS_VALUE, DataAccess
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
 from ftp.ops.grouped_mm import as_matmuls
@@ -29,6 +29,7 @@ aten = torch.ops.aten
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
 SHOWN = 3  # lines of a call
 _CALLER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "equivalent.py")
+_MOVES_IN_PLACE = ("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_")
 LARGEST = 1 << 20  # elements of a constant tensor
 LONGEST = 200_000  # nodes of a program
 
@@ -88,7 +89,8 @@ class ProgramRecorder(TorchDispatchMode):
                     f"{user_line()}\n  The program holds a constant tensor of shape"
                     f" {tuple(real.shape)}: pass it as an argument."
                 )
-            values = real.detach().reshape(-1).tolist()
+            with _disable_current_modes():
+                values = real.detach().reshape(-1).tolist()
             if real.dtype is torch.bool:
                 values = [int(v) for v in values]
             node = self.graph.call_function(LITERAL, (values, tuple(real.shape), real.dtype))
@@ -155,7 +157,12 @@ class ProgramRecorder(TorchDispatchMode):
         if func is aten._grouped_mm.default and len(args) > 2:
             with self:
                 return as_matmuls(*args, **kwargs)
+        outs = [a.name for a in func._schema.arguments if a.is_out]
+        if outs and func.namespace == "aten":
+            return self._into(func, args, kwargs, outs)
         name = func._schema.name.split("::")[1]
+        if name in _MOVES_IN_PLACE:
+            return self._moved_in_place(func, args, kwargs)
         is_known = name in KNOWN or (name.endswith("_") and name.removesuffix("_") in KNOWN)
         floats = any(x.is_floating_point() for x in tensors)
         if not is_known and floats:
@@ -172,6 +179,41 @@ class ProgramRecorder(TorchDispatchMode):
         if func._schema.returns or func._schema.is_mutable:
             self.node(func, args, kwargs, result, self.line())
         return result
+
+    def _into(self, func: Any, args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
+        """An op with ``out=``: its result is copied into these tensors."""
+        outs = [kwargs[n] for n in names]
+        leaves = [x for out in outs for x in tree_leaves(out)]
+        for x in leaves:
+            self.refuse_write(x, str(func))
+        rest = {k: v for k, v in kwargs.items() if k not in names}
+        with self:
+            results = tree_leaves(func.overloadpacket(*args, **rest))
+            for x, result in zip(leaves, results, strict=True):
+                if x.shape != result.shape:
+                    raise TraceError(
+                        f"{user_line()}\n  out= is of shape {tuple(x.shape)}, the result of"
+                        f" {func} of {tuple(result.shape)}. Give it the shape of the result."
+                    )
+                x.copy_(result)
+        if not func._schema.returns:
+            return None
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _moved_in_place(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A tensor that becomes a view of itself, as by ``squeeze_``."""
+        self._refuse_writes(func, args)
+        x, *rest = args
+        name = func._schema.name.split("::")[1].removesuffix("_")
+        with self:
+            view = getattr(aten, name)(x, *rest, **kwargs)
+        func(x, *rest, **kwargs)
+        self.rebind(x, view)
+        return x
+
+    def rebind(self, x: Tensor, to: Tensor) -> None:
+        """``x`` stands for what ``to`` stands for, memory included."""
+        self._nodes[x] = self.node_of(to)
 
     def line(self) -> str:
         """The user's line and those that called it; in the backward pass of an op, the op's."""
@@ -221,5 +263,5 @@ def recording(exchanges: Any = None) -> Iterator[ProgramRecorder]:
     """Record within the block; attention is recorded as its formula."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = ProgramRecorder(fake, exchanges)
-    with fake, sdpa_kernel(SDPBackend.MATH), recorder, RefusedReads():
+    with fake, sdpa_kernel(SDPBackend.MATH), recorder, DataAccess(recorder):
         yield recorder

@@ -45,6 +45,10 @@ def delivered(domain: Any, issued: Sequence[Issued]) -> list[list[Any]]:
     for other in issued[1:]:
         if (other.kind, other.option) != (first.kind, first.option):
             raise Mismatch(f"{first.title} on one rank, {other.title} on another")
+    kinds = [[domain.dtype(x) for x in i.sent[:1]] for i in issued]
+    for kind in kinds[1:]:
+        if kind and kinds[0] and kind != kinds[0]:
+            raise Mismatch(f"{first.title} of {kinds[0][0]} on one rank, {kind[0]} on another")
     shapes = [[tuple(x.shape) for x in i.sent] for i in issued]
     if first.kind in ("all_reduce", "all_gather", "reduce_scatter", "gather", "reduce"):
         for shape in shapes[1:]:

@@ -168,7 +168,7 @@ class Residues:
         dtypes: Sequence[Any],
     ) -> Any:
         self.blind[str(target)] = None
-        if any(not d.is_floating_point for d in dtypes):
+        if target._schema.is_mutable or any(not d.is_floating_point for d in dtypes):
             raise Blind(str(target))
         operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Planes)]
         if not operands:

@@ -1,4 +1,6 @@
-"""Reads of a tensor's data that reach no op: numpy, DLPack, addresses, formatted numbers."""
+"""What a program does with a tensor's data that reaches no op: numpy, DLPack, addresses, formatted
+numbers, and ``x.data = y``.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ READS_VALUE = (
     " torch.where does in place of a selection, or pass the number as an argument that is no"
     " tensor."
 )
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _READS: dict[Any, str] = {
     Tensor.numpy: ".numpy()",
     Tensor.__array__: "as an array of numpy",
@@ -22,8 +25,14 @@ _READS: dict[Any, str] = {
 }
 
 
-class RefusedReads(TorchFunctionMode):
-    """Refuse them within the block."""
+class DataAccess(TorchFunctionMode):
+    """Refuse them within the block; and ``x.data = y``, which reaches no op either, makes ``x``
+    stand for ``y``.
+    """
+
+    def __init__(self, recorder: Any):
+        super().__init__()
+        self.recorder = recorder
 
     def __torch_function__(
         self,
@@ -32,6 +41,8 @@ class RefusedReads(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _SET_DATA:
+            self.recorder.refuse_write(args[0], ".data =")
         how = _READS.get(func, "")
         if func is Tensor.__format__ and args[1:] != ("",):
             how = "in a format string"
@@ -44,4 +55,7 @@ class RefusedReads(TorchFunctionMode):
                 f"{user_line()}\n  The program reads the address of a tensor (.data_ptr()); a"
                 " recorded tensor has none."
             )
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func == _SET_DATA:
+            self.recorder.rebind(*args)
+        return found
