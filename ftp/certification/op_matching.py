@@ -17,6 +17,7 @@ COPIES = (
     aten.clone.default,
     aten.detach.default,
 )  # their result is their operand
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Matcher:
                 seen[key] = (
                     actual.op == "call_function"
                     and expected.target is actual.target
-                    and self.is_same(expected.args, actual.args, bound, seen)
+                    and self.is_same(_sized(expected, actual), actual.args, bound, seen)
                     and self.is_same(dict(expected.kwargs), dict(actual.kwargs), bound, seen)
                 )
             return seen[key]
@@ -85,3 +86,20 @@ class Matcher:
         if isinstance(actual, fx.Node):
             return actual in self.offsets and bool((self.offsets[actual] == expected).all())
         return isinstance(actual, int) and common_position(expected) == actual
+
+
+def _sized(expected: fx.Node, actual: fx.Node) -> tuple[Any, ...]:
+    """The arguments expected of a node. Where it is a reshape of which one size is -1, so is the
+    expected one: the operand is the expected one, and the other sizes leave that size alone.
+    """
+    if expected.target not in RESHAPES:
+        return expected.args
+    operand, shape = expected.args
+    given: Any = actual.args[1]
+    if not isinstance(shape, list | tuple) or list(given).count(-1) != 1 or -1 in shape:
+        return expected.args
+    at = list(given).index(-1)
+    others = [size for i, size in enumerate(shape) if i != at]
+    if at >= len(shape) or not all(isinstance(size, int) and size > 0 for size in others):
+        return expected.args
+    return operand, [*shape[:at], -1, *shape[at + 1 :]]

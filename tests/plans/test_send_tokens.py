@@ -72,6 +72,11 @@ def test_a_layer_as_it_is_written_is_the_loop_over_experts(form, routing, plan):
     check(form, routing, plan)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_that_are_cut_within_are_certified(form):
+    check(form, (6, 5, 2, None, 0), "dp = ep, and tp within")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plan", PLANS)
