@@ -1,5 +1,6 @@
 """A layer of experts written for one device, run so that tokens travel to their experts."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from ftp.functional.module_constraints import Constraint
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
+from ftp.per_rank.token_mixing import mixing_op
 from ftp.per_rank.trace_locally import traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -40,7 +42,8 @@ def send_tokens(
     the weights otherwise is gathered, and a ``PlanWarning`` names it.
 
     The layer must treat each token by itself, as dropless layers do: keep losses and statistics
-    over all tokens outside.
+    over all tokens outside. What its ops tell is checked: experts that choose their tokens, a
+    capacity and norms over tokens are refused. That rows come back to their tokens is not.
 
     Args:
         layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
@@ -58,7 +61,8 @@ def send_tokens(
 
     Raises:
         SpecError: no grouped matmul reads a parameter, or parameters of different numbers of
-            experts; a result that is not of the tokens' shape.
+            experts; a result that is not of the tokens' shape; a token's result depends on other
+            tokens.
 
     >>> import ftp
     >>> import torch.nn.functional as F
@@ -103,8 +107,7 @@ def send_tokens(
             raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
         if missing:  # copies of a token, whose results are dropped
             x = torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
-        part = (x.shape[0] // shards, *x.shape[1:])
-        count, experts = _experts_of(layer, leaves, tree, names, x, part, axis, n, axes)
+        count, experts = _experts_of(layer, leaves, tree, names, x, axis, n, axes)
 
         def of_rank(x: Tensor, *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
@@ -201,7 +204,6 @@ def _experts_of(
     tree: Any,
     names: Sequence[str],
     x: Tensor,
-    part: tuple[int, ...],
     axis: str,
     n: int,
     token_axes: tuple[str, ...],
@@ -217,7 +219,10 @@ def _experts_of(
             return layer(tree.unflatten(given), x)
 
     sizes = dict.fromkeys(token_axes, 1)
-    traced_locally(look, sizes, [_meta(part, x.dtype), *leaves], x.device.type, ["x", *names])
+    tensors = [t for t in (x, *leaves) if isinstance(t, Tensor)]
+    tokens = _prime_above(max(n for t in tensors for n in t.shape))
+    seen = _meta((tokens, *x.shape[1:]), x.dtype)
+    traced = traced_locally(look, sizes, [seen, *leaves], x.device.type, ["x", *names])
     shapes = {
         name: leaf.shape for name, leaf in zip(names, leaves, strict=True) if name in sees.used
     }
@@ -237,6 +242,14 @@ def _experts_of(
             f"{at_line()}send_tokens: grouped matmuls read {held}, whose numbers of experts"
             " differ. Send the tokens of each mixture by itself."
         )
+    if traced.out_shapes == [seen.shape] and (mixing := mixing_op(traced.gm, tokens)) is not None:
+        raise SpecError(
+            f"{at_line()}send_tokens: a token's result depends on other tokens, by"
+            f" {mixing.target} at {mixing.meta.get('source') or 'an unknown line'}. Each rank runs"
+            " the layer on its own tokens, so its numbers would not be one device's. Let the layer"
+            " treat each token by itself and keep losses and statistics outside, or leave it out of"
+            " send_tokens: its experts are then planned as any other weights."
+        )
     return counts.pop(), set(shapes)
 
 
@@ -248,6 +261,16 @@ def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:
             PlanWarning,
             stacklevel=2,
         )
+
+
+def _prime_above(n: int) -> int:
+    """
+    >>> [_prime_above(n) for n in (0, 7, 100)]
+    [2, 11, 101]
+    """
+    return next(
+        p for p in itertools.count(max(n, 1) + 1) if all(p % d for d in range(2, math.isqrt(p) + 1))
+    )
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -189,40 +189,129 @@ def test_a_layer_of_deepseek_trains_two_steps_as_on_one_device():
 # What a row is computed from decides where.
 
 
-def mixes_rows(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Between two matmuls each row gets the mean of all rows of the rank."""
-    expert = routed(p, x, 1)[1][:, 0]
-    order = expert.argsort(stable=True)
-    offs = F.one_hot(expert, p["up"].shape[0]).sum(0).cumsum(0).to(torch.int32)
-    y = F.grouped_mm(x[order], p["up"], offs=offs)
-    y = F.grouped_mm(y + y.mean(0), p["down"], offs=offs)
-    return torch.zeros_like(x).index_copy(0, order, y)
+def elsewhere(y: torch.Tensor) -> torch.Tensor:
+    """Rows go to other places, and back."""
+    return y.roll(1, 0).flip(0).flip(0).roll(-1, 0)
 
 
-def by_place(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """What becomes of a row depends on where it stands among the rank's rows, or is written."""
-    expert = routed(p, x, 1)[1][:, 0]
-    order = expert.argsort(stable=True)
-    offs = F.one_hot(expert, p["up"].shape[0]).sum(0).cumsum(0).to(torch.int32)
-    y = F.grouped_mm(x[order], p["up"].transpose(1, 2).transpose(1, 2), offs=offs)
-    y = y.tril() * torch.arange(len(x))[:, None]
-    y = y.clone()
-    y[:1] = 1.0
-    y = F.grouped_mm(y, p["down"], offs=offs)
-    return torch.zeros_like(x).index_copy(0, order, y)
+def by_place(y: torch.Tensor) -> torch.Tensor:
+    """What becomes of a row depends on where it stands among the rank's rows, and no longer does;
+    some of it is written.
+    """
+    scale = torch.arange(1, len(y) + 1)[:, None]
+    y = ((y.tril() + y.triu(1)) * scale / scale).clone()
+    y[:, :1] = 1.0
+    return y
 
 
-@pytest.mark.parametrize("layer", [mixes_rows, by_place])
-def test_rows_come_back_for_what_needs_them_together(layer):
+@pytest.mark.parametrize("between", [elsewhere, by_place])
+def test_rows_come_back_for_what_needs_them_together(between):
+    def layer(p, x):
+        expert = routed(p, x, 1)[1][:, 0]
+        order = expert.argsort(stable=True)
+        offs = F.one_hot(expert, p["up"].shape[0]).sum(0).cumsum(0).to(torch.int32)
+        y = between(F.grouped_mm(x[order], p["up"].transpose(1, 2).transpose(1, 2), offs=offs))
+        return torch.zeros_like(x).index_copy(0, order, F.grouped_mm(y, p["down"], offs=offs))
+
+    def plain(p, x):
+        experts = routed(p, x, 1)[1]
+        made = [between(x @ up) @ down for up, down in zip(p["up"], p["down"], strict=True)]
+        return sum(y * (experts == e) for e, y in enumerate(made))
+
     params, x = drawn(4, 6, 1, 0)
     specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
     sent = ftp.plans.send_tokens(layer, "ep")
     step = ftp.shard(loss_of(sent), ftp.simulated_mesh(2, "ep"), specs, batch_specs=P("ep"))
-    alone = loss_of(lambda p, x: torch.cat([layer(p, part) for part in x.chunk(2)]))
-    expected = ftp.shard(alone, ftp.simulated_mesh(1, "ep"), P())(params, x)
-    torch.testing.assert_close(step(params, x), expected, rtol=1e-11, atol=1e-11)
+    grads, value = torch.func.grad_and_value(loss_of(plain))(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-11, atol=1e-11)
     rows = [c for c in step.lower(params, x).collectives if c.worst_nbytes is not None]
     assert len(rows) == 7  # there and back twice, with their gradients; that of x is not asked for
+
+
+# Layers in which a token's result depends on other tokens.
+
+
+def experts_choose(p: Any, x: torch.Tensor) -> torch.Tensor:
+    scores, tokens = (x @ p["router"]).softmax(-1).t().topk(3, 1)
+    return of_chosen(p, x, scores, tokens)
+
+
+def experts_choose_by_sorting(p: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ p["router"]).softmax(-1).t()
+    tokens = scores.argsort(1, descending=True)[:, :3]
+    return of_chosen(p, x, scores.gather(1, tokens), tokens)
+
+
+def of_chosen(p: Any, x: torch.Tensor, scores: Any, tokens: Any) -> torch.Tensor:
+    rows, offs = tokens.flatten(), 3 * torch.arange(1, 5, dtype=torch.int32)
+    y = F.silu(F.grouped_mm(x[rows], p["up"], offs=offs))
+    y = F.grouped_mm(y, p["down"], offs=offs)
+    return torch.zeros_like(x).index_add(0, rows, y * scores.flatten()[:, None])
+
+
+def capacity(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    chosen = F.one_hot(expert, 4)
+    place = (chosen.cumsum(0) * chosen).sum(1)
+    return FORMS["torchtitan_form"](p, x, 1) * (place <= 3)[:, None]
+
+
+def load(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    return FORMS["transformers_form"](p, x, 1) / F.one_hot(expert, 4).sum(0)[expert][:, None]
+
+
+def mean_of_an_expert(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    sums = x.new_zeros(4, x.shape[1]).index_add(0, expert, x)
+    return FORMS["megatron_form"](p, x, 1) + sums[expert]
+
+
+def sinkhorn(p: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ p["router"]).exp()
+    expert = (scores / scores.sum(0)).argmax(1)
+    order = expert.argsort(stable=True)
+    offs = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(F.grouped_mm(x[order], p["up"], offs=offs), p["down"], offs=offs)
+    return torch.zeros_like(x).index_copy(0, order, y)
+
+
+MIXING = {
+    experts_choose: "topk",
+    experts_choose_by_sorting: "sort",
+    capacity: "mul",
+    load: "div",
+    mean_of_an_expert: "index_add",
+    sinkhorn: "sum",
+}
+NORMS = {
+    "centred": lambda x: x - x.mean(0),
+    "scaled": lambda x: x / x.abs().max(),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "softmax over tokens": lambda x: x.softmax(0),
+    "attention": lambda x: (x @ x.t()).softmax(-1) @ x,
+    "running sums": lambda x: x.cumsum(0),
+    "first token": lambda x: x - x[:1],
+}
+
+
+def test_a_layer_that_mixes_tokens_is_refused():
+    params, x = drawn(4, 6, None, 0)
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    form = FORMS["transformers_form"]
+    layers = {
+        **MIXING,
+        **{(lambda p, x, f=f: form(p, f(x), 2)): "" for f in NORMS.values()},
+        **{(lambda p, x, f=f: f(form(p, x, 2))): "" for f in NORMS.values()},
+    }
+    for layer, op in layers.items():
+        sent = ftp.plans.send_tokens(layer, "ep")
+        step = ftp.spmd(sent, ftp.simulated_mesh(2, "ep"), (specs, P("ep")), P("ep"))
+        with pytest.raises(
+            ftp.errors.SpecError,
+            match=rf"result depends on other tokens, by \w+\.{op}[^ ]* at .*test_send",
+        ):
+            step(params, x)
 
 
 def test_weights_that_are_read_otherwise_are_gathered_and_named():

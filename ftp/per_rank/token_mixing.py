@@ -1,0 +1,214 @@
+"""Whether a layer treats each token by itself, as far as its ops tell.
+
+A traced layer is read from its tokens on. Dims of values are followed by the rules of the ops: a
+dim of tokens that an op sums over, normalises or sorts along mixes tokens. A layer of experts does
+so with numbers, such as the experts that tokens choose: it sorts and counts them. What comes of
+that may say where rows go, and no more: a mask of rows within a capacity, or scores of the best
+tokens of an expert, make a token's result one of other tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from ftp.errors import RuleError
+from ftp.rules.bind import lookup
+from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.rules.rule import BoundRule
+
+aten = torch.ops.aten
+_POSITIONS = ("index", "indices", "offs")  # arguments that say where, in torch's schemas
+_SHAPES = {  # ops that read no value
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+}
+_PADS = {aten.cat.default, aten.constant_pad_nd.default}
+_SORTS = {aten.sort.default, aten.sort.stable}
+_MOVES = {aten.flip.default, aten.roll.default}
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens that a value is computed from.
+
+    Attributes:
+        dims: the value's dims along which each position is of one token; none: all of it is of
+            several.
+        is_numbers: it is computed from whole numbers and truth values alone.
+        mixed: the op that read several tokens.
+    """
+
+    dims: frozenset[int]
+    is_numbers: bool
+    mixed: fx.Node | None = None
+
+
+def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
+    """The op that makes a token's result one of several tokens; None if none does.
+
+    Rows that were sorted are taken to come back to their tokens, and an op without a rule that is
+    not torch's to act on each row alone.
+
+    Args:
+        gm: traced layer that returns one tensor; dim 0 of its first input are the tokens.
+        count: how many they are: a prime above the sizes of all other dims, so that a dim of
+            tokens is known by its size.
+    """
+    known: dict[fx.Node, list[_Tokens | None]] = {}
+    for i, node in enumerate(gm.graph.nodes):
+        if node.op == "placeholder":
+            is_numbers = not _values(node)[0].is_floating_point()
+            known[node] = [None if i else _Tokens(frozenset({0}), is_numbers)]
+        elif node.op == "output":
+            made = known[node.args[0][0]][0]
+            return made.mixed if made is not None and not made.dims else None
+        elif node.target is getitem:
+            known[node] = [known[node.args[0]][node.args[1]]]
+        else:
+            known[node] = _Op(node, known, count).results()
+    return None
+
+
+def _values(node: fx.Node) -> list[Any]:
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, list | tuple) else [val]
+
+
+class _Op:
+    """One call, with what its operands are computed from.
+
+    Attributes:
+        where: of the operands that say where rows go.
+        what: of the others.
+    """
+
+    def __init__(self, node: fx.Node, known: dict[fx.Node, list[_Tokens | None]], count: int):
+        self.node, self.count = node, count
+        self.made = [x for x in _values(node) if isinstance(x, Tensor)]
+        self.slots: list[tuple[fx.Node, _Tokens | None]] = [
+            (x, known[x][0]) for x in tensors((node.args, dict(node.kwargs)), fx.Node)
+        ]
+        self.takes_positions = False
+        places: set[fx.Node] = set()
+        if isinstance(node.target, OpOverload):
+            for i, argument in enumerate(node.target._schema.arguments):
+                if argument.name in _POSITIONS:
+                    given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                    places.update(tensors(given, fx.Node))
+                    self.takes_positions = True
+        self.where = [t for x, t in self.slots if t is not None and x in places]
+        self.what = [t for x, t in self.slots if t is not None and x not in places]
+
+    def results(self) -> list[_Tokens | None]:
+        given = [*self.what, *self.where]
+        if not given or self.node.target in _SHAPES:
+            return [None] * max(1, len(self.made))
+        for t in given:
+            if not t.dims and not t.is_numbers:
+                return self._all(t)
+        if self.takes_positions:
+            return self._all(self._moved())
+        several = next((t for t in self.what if not t.dims), None)
+        if several is not None:  # counts and places, read as values
+            is_numbers = all(t.is_numbers for t in self.what)
+            return self._all(several if is_numbers else self._mixed())
+        dims = frozenset[int]().union(*(t.dims for t in self.what))
+        if self.node.target in _PADS | _MOVES:
+            return self._all(_Tokens(dims, self._is_numbers()))
+        if self.node.target in _SORTS and self._dim() in dims and self._is_numbers():
+            return [_Tokens(dims, True), self._mixed()]
+        if self.node.target is aten.slice.Tensor and self._dim() in dims:
+            before = _values(self.slots[0][0])[0].shape[self._dim()]
+            is_cut = before % self.count == 0 and self.made[0].shape[self._dim()] != before
+            return self._all(self._mixed() if is_cut else self.what[0])
+        return self._by_rule()
+
+    def _moved(self) -> _Tokens:
+        """Of a gather, a scatter or a grouped matmul: its rows are its operand's at other
+        places.
+        """
+        dims = self._token_dims(self.made[0])
+        is_numbers = self._is_numbers()
+        if not self.what:  # what is moved is of no token
+            several = next((t for t in self.where if not t.dims), None)
+            if several is not None or dims:
+                return several or _Tokens(dims, is_numbers)
+            return self._mixed()
+        several = next((t for t in self.what if not t.dims), None)
+        if several is not None:
+            return several if is_numbers else self._mixed()
+        return _Tokens(dims, is_numbers) if dims else self._mixed()
+
+    def _by_rule(self) -> list[_Tokens | None]:
+        rule = self._rule()
+        if rule is None:
+            if getattr(self.node.target, "namespace", "") in ("aten", "prims"):
+                return self._all(self._mixed())
+            return [_Tokens(self._token_dims(x) or frozenset({0}), False) for x in self.made]
+        found: list[_Tokens | None] = []
+        for x, dims in zip(self.made, rule.results, strict=True):
+            kept: set[int] = set()
+            is_mixed = False
+            for at, (_, t) in enumerate(self.slots):
+                for d in t.dims if t is not None else ():
+                    factors = rule.operands[at][d]
+                    own = [f for f in factors if rule.sizes[f] % self.count == 0] or factors
+                    to = {i for i, dim in enumerate(dims) if any(f in dim for f in own)}
+                    is_mixed |= not to or any(f in rule.whole for f in own)
+                    kept |= to
+            of_one = not is_mixed and self._is_one_factor(rule, dims, kept)
+            is_numbers = not x.is_floating_point() or self._is_numbers()
+            found.append(_Tokens(frozenset(kept), is_numbers) if of_one else self._mixed())
+        return found
+
+    def _is_one_factor(self, rule: BoundRule, dims: Any, kept: set[int]) -> bool:
+        """Whether no element is of two tokens, as those of a product of tokens by tokens are."""
+        return len({f for d in kept for f in dims[d] if rule.sizes[f] % self.count == 0}) <= 1
+
+    def _rule(self) -> BoundRule | None:
+        node: Any = self.node
+        args, kwargs = (
+            replaced(replaced(a, fx.Node, lambda x: _values(x)[0]), Tensor, _meta)
+            for a in (node.args, dict(node.kwargs))
+        )
+        if not isinstance(node.target, OpOverload):
+            return None
+        try:
+            return lookup(Call(node.target, args, kwargs, tuple(map(_meta, self.made))))
+        except RuleError:
+            return None
+
+    def _token_dims(self, x: Tensor) -> frozenset[int]:
+        sizes = list(enumerate(x.shape))
+        found = [d for d, n in sizes if n and n % self.count == 0]
+        return frozenset(found or [d for d, n in sizes if n > self.count])  # padded
+
+    def _dim(self) -> int:
+        args: Sequence[Any] = [a for a in self.node.args[1:] if not isinstance(a, fx.Node)]
+        at = self.node.kwargs.get("dim", next((a for a in args if type(a) is int), None))
+        default = 0 if self.node.target is aten.slice.Tensor else -1
+        return int(default if at is None else at) % max(self.made[0].ndim, 1)  # type: ignore[arg-type]
+
+    def _is_numbers(self) -> bool:
+        return all(t.is_numbers for t in (self.what or self.where))
+
+    def _mixed(self) -> _Tokens:
+        return _Tokens(frozenset(), self._is_numbers(), self.node)
+
+    def _all(self, t: _Tokens) -> list[_Tokens | None]:
+        return [t for _ in self.made]
+
+
+def _meta(x: Tensor) -> Meta:
+    return Meta(tuple(map(int, x.shape)), x.dtype)
