@@ -3,13 +3,14 @@ of a certificate (``certify``), and the proof of a program written per rank (``p
 """
 
 import argparse
+import inspect
 import itertools
 import json
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.certification.certificate import Certificate
 from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
-from ftp.certification.collective_semantics import COLLECTIVES
+from ftp.certification.collective_semantics import collective_count
 from ftp.cli import CONTRACT, function_of, of_config, of_file, parse_mesh, report
 from ftp.equivalence.equivalent import equivalent
 from ftp.errors import FtpError, ReportError, Undecided
@@ -334,7 +335,7 @@ def _certify(file: str) -> int:
     except (FtpError, OSError) as e:
         print(e, file=sys.stderr)
         return 1
-    collectives = sum(n.target in COLLECTIVES for n in certificate.ranks.graphs[0].nodes)
+    collectives = collective_count(certificate.ranks.graphs[0])
     mesh = ", ".join(f"{name} {size}" for name, size in certificate.axes.items())
     print(
         f"certified: {len(certificate.operations)} values, {collectives} collectives,"
@@ -347,7 +348,10 @@ def _certify(file: str) -> int:
 
 def _prove(target: str, save: str | None) -> int:
     try:
-        made = function_of(target, PROVED)()
+        function = function_of(target, PROVED)
+        if required := _required(function):
+            raise ReportError(f"{target} takes {', '.join(required)}. {PROVED}")
+        made = function()
         certificate = made if isinstance(made, Certificate) else _equivalent(target, made)
         if save:
             certificate.save(save)
@@ -356,6 +360,13 @@ def _prove(target: str, save: str | None) -> int:
         return 2 if isinstance(e, Undecided) else 1
     print(f"proven: {certificate}")
     return 0
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """The parameters that a call has to give."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = inspect.signature(function).parameters.values()
+    return [p.name for p in given if p.kind in named and p.default is p.empty]
 
 
 def _equivalent(target: str, made: Any) -> Certificate:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from ftp.certification.axis_collectives import (
     Contribution,
@@ -18,6 +19,7 @@ from ftp.certification.cells import Cell
 from ftp.certification.element_map import ElementMap, MeshAxis, reshape
 from ftp.certification.packed_values import PackedValues
 from ftp.certification.unsound import Unsound
+from ftp.ops.exchange import EXCHANGE
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 
 c10d = torch.ops._c10d_functional
@@ -165,3 +167,11 @@ COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     ALL_TO_ALL_ROWS: _all_to_all_rows,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
 }
+
+
+def collective_count(graph: fx.Graph) -> int:
+    """How many collectives a rank issues; of a recorded program sends and receives too."""
+    return sum(
+        n.target in COLLECTIVES or (n.target is EXCHANGE and n.args[0] != "barrier")
+        for n in graph.nodes
+    )

@@ -420,6 +420,9 @@ def test_the_command_line(tmp_path, capsys):
     assert "proven" in capsys.readouterr().out
     assert json.loads(saved.read_text())["ftp certificate"]
     assert main(["certify", str(saved)]) == 0
+    assert "1 collectives, 2 ranks on (tp 2)" in capsys.readouterr().out
+    assert main(["prove", f"{file}:rows"]) == 1
+    assert "rows takes x, w. The function takes nothing" in capsys.readouterr().err
     assert main(["prove", f"{file}:wrong"]) == 1
     assert "is not what the reference computes" in capsys.readouterr().err
 
