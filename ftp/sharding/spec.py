@@ -306,6 +306,14 @@ def _repeated(spec: PartitionSpec) -> str:
                 left.append(cut.axis if cut.is_plain else cut)
             first.setdefault(cut.axis, dim)
         kept.append(... if spec[dim] is ... else tuple(left))
+    if not again:
+        twice = [a for a in spec.unreduced if a in first] or [
+            a for i, a in enumerate(spec.unreduced) if a in spec.unreduced[:i]
+        ]
+        return (
+            f"{spec!r} uses mesh axis {twice[0]!r} twice: the sum over an axis is pending once, and"
+            " of a tensor that is whole along it."
+        )
     axis, dim = again[0]
     return (
         f"{spec} uses mesh axis {axis!r} for dim {first[axis]} and again for dim {dim}. Try"

@@ -102,3 +102,9 @@ def test_errors():
         ftp.spmd(lambda x: x, mesh, P(unreduced=("tp",)))(x > 0)
     with pytest.raises(SpecError, match="the mesh has no axis 'dp'"):
         ftp.spmd(lambda x: x, mesh, P(), P(unreduced=("dp",)))(x)
+
+
+@pytest.mark.parametrize(("entries", "axes"), [(("tp",), ("tp",)), ((), ("tp", "tp"))])
+def test_an_axis_is_used_once(entries, axes):
+    with pytest.raises(SpecError, match="uses mesh axis 'tp' twice: the sum over an axis"):
+        P(*entries, unreduced=axes)
