@@ -245,3 +245,49 @@ def test_an_argument_with_a_gradient_that_is_written():
 
     with pytest.raises(TraceError, match="writes to one of its inputs"):
         ftp.equivalent(lambda x: 2 * x, program, MESH, P("tp"), P("tp"), randn(4), grad=True)
+
+
+# Norms.
+
+
+def clipped(*grads):
+    norms = [torch.linalg.vector_norm(g) for g in grads]
+    total = torch.stack([n.square() for n in norms]).sum().sqrt()
+    return tuple(g / total for g in grads)
+
+
+@pytest.mark.parametrize("square", [torch.square, lambda n: n**2, lambda n: n * n])
+def test_the_square_of_a_norm_is_the_sum_of_squares(square):
+    """Gradients are clipped by a norm whose square is summed over ranks."""
+
+    def program(*grads):
+        total = sum(square(torch.linalg.vector_norm(g)) for g in grads)
+        dist.all_reduce(total)
+        return tuple(g / total.sqrt() for g in grads)
+
+    def wrong(*grads):
+        total = sum(torch.linalg.vector_norm(g) for g in grads)
+        dist.all_reduce(total)  # norms do not add up
+        return tuple(g / total for g in grads)
+
+    def by_torch(*grads):
+        total = square(torch.nn.utils.get_total_norm(grads))
+        dist.all_reduce(total)
+        return tuple(g / total.sqrt() for g in grads)
+
+    given = (MESH, P("tp"), P("tp"), randn(4, 3), randn(6))
+    ftp.equivalent(clipped, program, *given)
+    ftp.equivalent(clipped, by_torch, *given)
+    with pytest.raises(CertificateError):
+        ftp.equivalent(clipped, wrong, *given)
+
+
+def test_a_norm_that_is_changed_is_no_root_of_its_sum():
+    def program(g):
+        norm = torch.linalg.vector_norm(g)
+        norm.view(1).mul_(2)
+        return g / norm.square()
+
+    given = (ftp.AbstractMesh((1,), ("tp",)), P(), P(), randn(4))
+    with pytest.raises(CertificateError):
+        ftp.equivalent(lambda g: g / g.square().sum(), program, *given)

@@ -27,6 +27,7 @@ from ftp.certification.residues.value import (
     levels,
     made,
     order,
+    separate,
     signs,
 )
 
@@ -53,6 +54,8 @@ def negate(f: Field, a: Planes) -> Planes:
 
 
 def multiply(f: Field, a: Planes, b: Planes) -> Planes:
+    if a is b and (number := _squared(f, a)) is not None:
+        return separate(number)
     window = a.window & b.window
     ra, rb = levels(f, a), levels(f, b)
     found = [x * y % p for x, y, p in zip(ra, rb, f.primes, strict=True)]
@@ -133,13 +136,31 @@ def matmul_of_values(f: Field, a: Planes, b: Planes) -> Planes:
 def integer_power(f: Field, a: Planes, exponent: int) -> Planes:
     if exponent < 0:
         return integer_power(f, reciprocal(f, a), -exponent)
+    if exponent > 1 and not exponent % 2 and (number := _squared(f, a)) is not None:
+        return integer_power(f, number, exponent // 2)
     found = [modpow(x, exponent, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
-    return made(f, found, a.window & a.window, a.dtype, signs(f, a) if exponent == 1 else None)
+    result = made(f, found, a.window & a.window, a.dtype, signs(f, a) if exponent == 1 else None)
+    if exponent == 1:
+        result.root_of = a.root_of
+    return result
 
 
 def root(f: Field, a: Planes) -> Planes:
-    found = [square_root(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
-    return made(f, found, a.window & a.window, a.dtype)
+    found = made(f, _roots(f, a), a.window & a.window, a.dtype)
+    found.root_of = separate(a)
+    return found
+
+
+def _roots(f: Field, a: Planes) -> list[Tensor]:
+    return [square_root(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
+
+
+def _squared(f: Field, a: Planes) -> Planes | None:
+    """The number whose root ``a`` still is: its square modulo a prime may be minus the number."""
+    number = a.root_of
+    if number is None or not all(map(torch.equal, levels(f, a), _roots(f, number))):
+        return None
+    return number
 
 
 def exponential(f: Field, a: Planes) -> Planes:

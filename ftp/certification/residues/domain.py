@@ -105,6 +105,11 @@ class Residues:
             is_single = isinstance(made, Tensor)
             found.append([made] if isinstance(made, Tensor) else list(made))
         results = [Planes(list(planes), window, dtype) for planes in zip(*found, strict=True)]
+        if all(x.root_of is not None for x in values):
+            args, kwargs = tree_map(lambda x: x.root_of if isinstance(x, Planes) else x, lifted)
+            numbers = self._moved(target, args, kwargs, dtype)
+            for x, number in zip(results, [numbers] if is_single else numbers, strict=True):
+                x.root_of = number
         return results[0] if is_single else results
 
     def _in_place(
@@ -253,7 +258,7 @@ def _strided(x: Planes, stride: Sequence[int]) -> Planes:
     if all(p.stride() == tuple(stride) for p in x.planes):
         return x
     planes = [torch.empty_strided(p.shape, tuple(stride), dtype=p.dtype).copy_(p) for p in x.planes]
-    return Planes(planes, x.window, x.dtype)
+    return Planes(planes, x.window, x.dtype, x.root_of)
 
 
 def _is_index(x: Tensor) -> bool:

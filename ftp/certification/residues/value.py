@@ -47,11 +47,14 @@ class Planes:
     Attributes:
         planes: of one shape and one layout in memory.
         dtype: that of the tensor it stands for.
+        root_of: of square roots the numbers, as they were when the roots were taken; what is
+            written later is not in them.
     """
 
     planes: list[Tensor]
     window: Window
     dtype: torch.dtype
+    root_of: "Planes | None" = None
 
     @property
     def shape(self) -> torch.Size:
