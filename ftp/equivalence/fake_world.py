@@ -39,7 +39,8 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
             yield made
     finally:
         _forget_dtensor_plans()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # the program may have ended it, as a script does
+            dist.destroy_process_group()
         if outer is not None:
             again = _device_mesh(resolved.shape, resolved.axis_names, outer)
             if of_mesh is not None:

@@ -217,6 +217,27 @@ def test_a_result_that_is_read_before_it_arrives():
     assert "# too early" in (e.value.line or "")
 
 
+def test_a_result_that_is_returned_before_it_arrives():
+    def program(x, w):
+        y = x @ w
+        dist.all_reduce(y, async_op=True)  # nobody waits
+        return y
+
+    with pytest.raises(CertificateError, match=r"# nobody waits is returned before") as e:
+        prove(torch.matmul, program)
+    assert "# nobody waits" in (e.value.line or "")
+
+
+def test_a_program_that_ends_its_process_group():
+    def program(x, w):
+        y = summed(x, w)
+        dist.destroy_process_group()
+        return y
+
+    prove(torch.matmul, program)
+    assert not dist.is_initialized()
+
+
 def test_a_value_that_is_read():
     with pytest.raises(TraceError, match="reads the value of a tensor"):
         prove(torch.matmul, lambda x, w: x @ w if x.sum().item() > 0 else w)

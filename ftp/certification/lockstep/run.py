@@ -247,6 +247,12 @@ def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
             if call is None:
                 continue
             only_sent = all(domain.storage(x) != domain.storage(w) for w in call.into)
+            if not only_sent and node.op == "output":
+                raise RunError(
+                    f"The result of {call.title} is returned before it is waited for.",
+                    rank.number,
+                    source_of(call.node),
+                )
             if not only_sent and not is_view(node):
                 raise RunError(
                     f"{source_of(node)}: the result of {call.title} is used before it is waited"
