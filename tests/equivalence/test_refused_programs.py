@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import ftp
 from ftp import P
-from ftp.errors import CertificateError, TraceError
+from ftp.errors import CertificateError, TraceError, Undecided
 from tests.museum.proven import MESH, Reduce, randn
 
 X, W = randn(4, 6), randn(6, 3)
@@ -127,6 +127,13 @@ def test_the_line_is_that_of_the_draw_that_matters():
 
     with pytest.raises(TraceError, match="# this one"):
         prove(program)
+
+
+def test_drawn_numbers_that_the_program_does_not_take():
+    """Places beyond the last row: the draw is named among the ops of no proof."""
+    with pytest.raises(Undecided) as e:
+        prove(lambda x, w: summed(x, w)[torch.randint(90, 99, (4,))])
+    assert "aten.randint" in str(e.value)
 
 
 def test_dropout_in_attention():
