@@ -228,6 +228,32 @@ def test_a_result_that_is_returned_before_it_arrives():
     assert "# nobody waits" in (e.value.line or "")
 
 
+def test_an_index_beyond_the_end_is_an_error_on_its_line():
+    """The rows of a table that another rank holds are to be masked."""
+    ids, table = torch.arange(8), torch.randn(8, 3)
+
+    def program(ids, table):
+        found = F.embedding(ids - dist.get_rank() * 4, table)  # not masked
+        dist.all_reduce(found)
+        return found
+
+    with pytest.raises(CertificateError, match=r"on rank 0 aten.embedding.default raises") as e:
+        prove(F.embedding, program, ids, table, specs=(P(), P("tp")))
+    assert e.value.rank == 0 and "# not masked" in (e.value.line or "")
+    with pytest.raises(CertificateError, match=r"in the reference aten.embedding.default raises"):
+        prove(F.embedding, program, ids + 1, table, specs=(P(), P("tp")))
+
+
+def test_integers_that_neither_program_takes_are_not_drawn():
+    """Sizes in the range of those given, whose sum is another."""
+    sizes, x = torch.tensor([1, 3]), torch.randn(4, 2)
+
+    def rows(sizes, x):
+        return x.index_add(0, sizes.cumsum(0) - 1, x[:2])
+
+    prove(rows, rows, sizes, x, specs=P())
+
+
 def test_a_program_that_ends_its_process_group():
     def program(x, w):
         y = summed(x, w)

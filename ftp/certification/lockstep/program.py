@@ -11,7 +11,12 @@ from ftp.certification.cells import Cell
 from ftp.certification.certificate import Certificate, MeshIndex, Operation, Ref, Spec
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.expected_parts import ExpectedParts
+from ftp.errors import CertificateError
 from ftp.rules.call import replaced
+
+
+class ReferenceFailed(CertificateError):
+    """An op of the single-device program that does not take its operands."""
 
 
 def run_reference(
@@ -26,7 +31,14 @@ def run_reference(
             continue
         args = replaced(tuple(op.args), Ref, values.__getitem__)
         kwargs = replaced(dict(op.kwargs), Ref, values.__getitem__)
-        found = domain.call(op.target, args, kwargs, [m.dtype for m in op.results])
+        try:
+            found = domain.call(op.target, args, kwargs, [m.dtype for m in op.results])
+        except (IndexError, RuntimeError) as e:
+            said = str(e).splitlines()[0]
+            raise ReferenceFailed(
+                f"{op.source or op.name}: in the reference {op.target} raises"
+                f" {type(e).__name__}: {said}"
+            ) from e
         if not any(r.alias_info is not None for r in op.target._schema.returns):
             found = domain.laid_out(found, op.strides)
         for i, x in enumerate(found if isinstance(found, list | tuple) else [found]):

@@ -24,6 +24,10 @@ class RunError(CertificateError):
         self.rank, self.line = rank, line
 
 
+class OpFailed(RunError):
+    """An op that does not take its operands, such as an index beyond the end."""
+
+
 @dataclass(eq=False)
 class _PendingExchange:
     """An exchange under way on one rank."""
@@ -141,7 +145,16 @@ def _step(
     else:
         _require_quiet(domain, rank, node)
         args, kwargs = mapped_arguments(node, lambda n: values[n])
-        found = domain.call(node.target, args, kwargs, dtypes_of(node))
+        try:
+            found = domain.call(node.target, args, kwargs, dtypes_of(node))
+        except (IndexError, RuntimeError) as e:
+            said = str(e).splitlines()[0]
+            raise OpFailed(
+                f"{source_of(node)}: on rank {rank.number} {node.target} raises"
+                f" {type(e).__name__}: {said}",
+                rank.number,
+                source_of(node),
+            ) from e
         values[node] = found if is_view(node) else domain.laid_out(found, node.meta.get("strides"))
     if watch is not None and node.op == "call_function":
         watch(rank, node, values[node])
