@@ -96,6 +96,38 @@ def test_data_that_is_replaced():
         prove(lambda x, w: 2 * (x @ w), shared)
 
 
+def test_lists_of_tensors():
+    """Data parallelism with ops of lists: an optimizer's, and the mean of gradients."""
+
+    def trained(w, x):
+        w = torch.nn.Parameter(w.clone())
+        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, foreach=True)
+        (x @ w).square().mean().backward()
+        return w, optimizer
+
+    def program(w, x, is_divided=True):
+        w, optimizer = trained(w, x)
+        grads = [p.grad for p in (w,)]
+        dist.all_reduce(grads[0])
+        if is_divided:
+            torch._foreach_div_(grads, 2)
+        torch.nn.utils.clip_grad_norm_([w], 100.0, foreach=True)
+        optimizer.step()
+        return w.detach()
+
+    def clipped(w, x):
+        w, optimizer = trained(w, x)
+        torch.nn.utils.clip_grad_norm_([w], 100.0)
+        optimizer.step()
+        return w.detach()
+
+    given = (MESH, (P(), P("tp")), P(), randn(3, 2), randn(4, 3))
+    ftp.equivalent(clipped, program, *given)
+    for wrong in (clipped, lambda w, x: program(w, x, is_divided=False)):
+        with pytest.raises(CertificateError):
+            ftp.equivalent(clipped, wrong, *given)
+
+
 def replaced(x):
     x.data = x * 2
 
