@@ -449,3 +449,20 @@ def test_a_pipeline_goes_on_with_tensor_parallelism(tmp_path):
     rest = module.main(["--steps", "4", "--mesh", "dp,tp", "--out", str(tmp_path / "parts")])
     torch.testing.assert_close(first + rest, whole, rtol=1e-4, atol=1e-4)
     assert whole[-1] < whole[0]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_pipeline_under_torchrun_goes_on_with_tensor_parallelism(tmp_path):
+    """Four processes in two stages, then on (dp 2, tp 2): the losses of one simulated run."""
+    pytest.importorskip("transformers", reason="of the extra 'models'")
+    example = str(ROOT / "examples/train_pipeline.py")
+    whole = python(example, "--steps", "4", "--out", "whole", cwd=tmp_path)
+    parts = torchrun(4, example, "--steps", "2", "--out", "parts", cwd=tmp_path)
+    parts += torchrun(4, example, "--steps", "4", "--mesh", "dp,tp", "--out", "parts", cwd=tmp_path)
+    there, here = (
+        [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", said)]
+        for said in (parts, whole)
+    )
+    assert len(here) == 4 and here[-1] < here[0]
+    assert there == pytest.approx(here, abs=2e-4)
