@@ -17,9 +17,13 @@ from tests.support.launch import launch
 from tests.support.staged_models import Model, plan_of
 
 
+def on_ep(name):
+    return P("ep") if name == "experts" else P()
+
+
 def job(shape, axes, model, plan, batch_spec, pipe, rows, compile):
     ftp.init_process_group()
-    spec_of = {"tp": tensor_parallel, "zero": zero_with_tp, "": lambda name: P()}[plan]
+    spec_of = {"tp": tensor_parallel, "zero": zero_with_tp, "ep": on_ep, "": lambda name: P()}[plan]
     mesh, params = ftp.make_mesh(shape, axes, device_type="cpu"), model.params()
     specs = pipe.place(params, plan_of(params, spec_of), mesh)
     step = ftp.shard(
@@ -70,6 +74,16 @@ CASES = {
         False,
     ),
     "tp": (4, (2, 2), ("tp", "pp"), Model(3), "tp", P(), ftp.Pipeline("pp", 4, "gpipe"), False),
+    "experts": (
+        4,
+        (2, 2),
+        ("pp", "ep"),
+        Model(2, experts=3),
+        "ep",
+        P("ep"),
+        ftp.Pipeline("pp", 2),
+        False,
+    ),
 }
 SLOW = {"compiled", "tp"}
 

@@ -7,6 +7,7 @@ import torch
 
 import ftp
 from ftp import P
+from tests.support.public_language import nanogpt
 from tests.support.real_models import transformer
 
 # Experts are cut on "tp": expert parallelism inside the stages.
@@ -30,3 +31,17 @@ def test_equals_one_device(name):
     one_device: Any = ftp.optim.accumulate(torch.func.grad_and_value(loss_fn), 2)
     due, due_loss = one_device(params, *case.batch)
     torch.testing.assert_close((loss, grads), (due_loss, due), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_nanogpt_equals_one_device(schedule):
+    """The embedding, which is the head too, is in the first and the last stage."""
+    program = nanogpt()
+    pipe = ftp.Pipeline("pp", 2, schedule)
+    mesh = ftp.simulated_mesh(2, "pp")
+    specs = pipe.place(program.params, P(), mesh)
+    step = ftp.shard(program.loss, mesh, specs, pipeline=pipe, certify=True)
+    one_device: Any = ftp.optim.accumulate(torch.func.grad_and_value(program.loss), 2)
+    due, due_loss = one_device(program.params, *program.batch)
+    found = step(program.params, *program.batch)
+    torch.testing.assert_close(found, (due_loss, due), rtol=1e-12, atol=1e-12)
