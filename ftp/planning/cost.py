@@ -94,6 +94,8 @@ class Hardware:
         ring_step: seconds that each step of a ring costs beside its work: an op in parts starts
             more kernels, and merges their results.
         network: between hosts, for the axes that leave one and that ``links`` does not name.
+        capacity: bytes of a device's memory, which keys and values that attention gathers have to
+            fit in; 0 where there is no telling.
 
     >>> hardware = Hardware(flops=1e12, links={"dp": Link(bandwidth=1e9)})
     >>> hardware.link_of(["tp", "dp"]).bandwidth
@@ -117,6 +119,7 @@ class Hardware:
     convolution: float = 1.0
     network: Link = Link(2e-5, 5e10)
     ring_step: float = 5e-5
+    capacity: float = 8e10
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""
@@ -138,14 +141,14 @@ class Hardware:
         >>> Hardware.h100().flops_of(torch.bfloat16)
         989000000000000.0
         """
-        return cls._node("H100", 989e12, HOPPER_RATES, 3.35e12, 450e9, links)
+        return cls._node("H100", 989e12, HOPPER_RATES, 3.35e12, 450e9, 80e9, links)
 
     @classmethod
     def h200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """H200 SXM: an H100's rates and links with 4.8 TB/s HBM3e. Source: NVIDIA H200
         datasheet.
         """
-        return cls._node("H200", 989e12, HOPPER_RATES, 4.8e12, 450e9, links)
+        return cls._node("H200", 989e12, HOPPER_RATES, 4.8e12, 450e9, 141e9, links)
 
     @classmethod
     def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
@@ -159,7 +162,7 @@ class Hardware:
             torch.float32: 75e12,
             torch.float64: 37e12,
         }
-        return cls._node("B200", 2250e12, rates, 8e12, 900e9, links)
+        return cls._node("B200", 2250e12, rates, 8e12, 900e9, 180e9, links)
 
     @classmethod
     def cpu(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
@@ -179,6 +182,7 @@ class Hardware:
             False,
             "CPU core",
             network=Link(latency=2e-4, bandwidth=1e9, factors={"reduce_scatter": 2.0}),
+            capacity=0.0,
         )
 
     @classmethod
@@ -189,11 +193,11 @@ class Hardware:
         rates: Mapping[torch.dtype, float],
         memory: float,
         bandwidth: float,
+        capacity: float,
         links: Mapping[str, Link] | None,
     ) -> "Hardware":
-        return cls(
-            flops, memory, Link(1e-5, bandwidth), dict(links or {}), rates, 0.0, 0, 4e-6, True, name
-        )
+        link, links = Link(1e-5, bandwidth), dict(links or {})
+        return cls(flops, memory, link, links, rates, 0.0, 0, 4e-6, True, name, capacity=capacity)
 
 
 DEFAULT = Hardware()

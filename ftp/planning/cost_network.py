@@ -50,13 +50,18 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
             break
     costs: dict[tuple[Layout, bool], float | None] = {}
     for strategy, solution in zip(network.options[value.node], found, strict=True):
-        layout = strategy.results[value.index]
-        key = R if layout.kind == "R" else layout, strategy.beside is not None
+        key = form_of(strategy, value.index)
         known = costs.get(key)
         if solution is not None and (known is None or solution.cost < known):
             costs[key] = solution.cost
         costs.setdefault(key, None)
     return [(*key, cost) for key, cost in costs.items()]
+
+
+def form_of(strategy: Strategy, index: int) -> tuple[Layout, bool]:
+    """The layout of a result, and whether the op runs as a ring."""
+    layout = strategy.results[index]
+    return R if layout.kind == "R" else layout, strategy.beside is not None
 
 
 def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, float]]]:
@@ -165,6 +170,8 @@ class _CostNetwork:
                     rings=rings,
                 )
             found = options[node] = shared[key]
+            if node in self.problem.forms:
+                found = options[node] = list(filter(self.problem.forms[node], found))
             for index in range(len(node.results)):
                 if any(s.results[index].kind == "P" for s in found):
                     may_pend.add(Value(node, index))

@@ -4,20 +4,19 @@ the axes before leave.
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
 
-import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.program import factor
+from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.axis_order import axis_order, spec_layout
 from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
-from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, in_turn
+from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn
 from ftp.planning.graph_passes import keep_collectives
 from ftp.planning.insert_reshards import apply, output_layouts, spec_of_cuts
 from ftp.planning.layers.repeats import Folded, Ties, fold
@@ -27,8 +26,7 @@ from ftp.planning.problem import NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
 from ftp.planning.regather import gather_again
 from ftp.planning.solver.reduce import Infeasible
-from ftp.rules.op_kinds import is_matmul
-from ftp.sharding.layout import Layout, R, estimated
+from ftp.sharding.layout import Layout, R
 
 Decompose = Callable[[Graph, Iterable[Node]], Rewrite]
 Watch = Callable[[Problem], None]
@@ -290,10 +288,7 @@ def _problem(
     batch = program.batch
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
-    hardware = replace(hardware, link=hardware.link_of((name,)))
-    hardware = replace(
-        hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties))
-    )
+    hardware = hardware_of(graph, hardware, name, folded, axes, ties)
     return Problem(
         graph,
         name,
@@ -391,31 +386,6 @@ def _reaches(
         )
 
     return from_specs, from_batch
-
-
-SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes on the link
-
-
-def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
-    """The latency to plan with, in seconds.
-
-    On a toy model's small tensors the link's own latency would hide all else, and its plan would
-    not be that of the large model that it stands for.
-    """
-    sizes = [
-        math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
-        for node in graph.nodes
-        if node.kind == "op" and node.depends & BATCH and is_matmul(node.target)
-        for _ in range(ties.weight(node) if ties else 1)
-    ]
-    return (
-        min(
-            hardware.link.latency,
-            SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth,
-        )
-        if sizes
-        else hardware.link.latency
-    )
 
 
 def _decompose_on_demand(

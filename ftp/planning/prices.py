@@ -142,6 +142,9 @@ class Prices:
             whole: seconds of all pairs, masked or not.
         """
         n, axes, hardware = self.problem.n, self.problem.axes, self.problem.hardware
+        has_ring = any(o.cut == s.cut and o.beside is not None for o in self.options[node])
+        if has_ring and s.beside is None and not self._fits_gathered:
+            return self.violation
         computed = whole * computed_share(node, s.cut, n, axes)
         if s.cut is None or s.beside is None:
             return computed
@@ -150,6 +153,40 @@ class Prices:
         of_key = sent / max(estimated(node.sizes[s.beside.factor]), 1)
         cuts = s.cut, s.beside
         return ring_seconds(node, cuts, n, axes, hardware, computed, of_key)
+
+    @cached_property
+    def _fits_gathered(self) -> bool:
+        """Whether keys and values of all attention with a ring may be whole on each rank, beside
+        the inputs, as far as this axis can tell. What is gathered is kept for the backward pass, in
+        which one attention's gradients are whole too.
+        """
+        capacity, ties = self.problem.hardware.capacity, self.problem.ties
+        gathered: dict[Value, int] = {}
+        gradients = 0
+        for node, options in self.options.items():
+            besides = {s.beside.factor for s in options if s.beside is not None}
+            for value, dims in zip(node.operands, node.rule.operands, strict=True):
+                if any(factor in dim for dim in dims for factor in besides):
+                    layers = ties.weight(value.node) if ties else 1
+                    gathered[value] = self.nbytes(value) * layers
+            made = [
+                self.nbytes(Value(node, index))
+                for index, dims in enumerate(node.rule.results)
+                if any(factor in dim for dim in dims for factor in besides)
+            ]
+            gradients = max(gradients, sum(made))
+        if not capacity or not gathered:
+            return True
+        return sum(gathered.values()) + gradients + self._inputs <= capacity
+
+    @property
+    def _inputs(self) -> int:
+        """Bytes of the inputs that a rank holds."""
+        total = 0
+        for node in self.problem.graph.inputs:
+            is_cut = self.problem.pinned.get(node, R).kind == "S"
+            total += self.nbytes(Value(node)) // (self.problem.n if is_cut else 1)
+        return total
 
     def of_reshards(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
         """Seconds from each strategy's result to each set of copies, as a table."""

@@ -1,6 +1,6 @@
 """The planning problem of one mesh axis, and its solution."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftp.planning.cost import Hardware
@@ -59,6 +59,9 @@ class Open:
 class Problem:
     """One axis' problem: the fixed layouts, what may be cut, and what the placement constraints
     need.
+
+    Attributes:
+        forms: per node which of its strategies are looked at, for a report of another plan.
     """
 
     graph: Graph
@@ -73,3 +76,4 @@ class Problem:
     ties: Ties | None = None
     open: Open | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
+    forms: dict[Node, Callable[[Strategy], bool]] = field(default_factory=dict)

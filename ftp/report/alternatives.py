@@ -1,11 +1,11 @@
 """Why a value has its layout, and the plan's cost with others; the difference of two programs."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftp.planning.cost_network import layout_costs
+from ftp.planning.cost_network import form_of, layout_costs
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.problem import Problem
 from ftp.report.causes import Origins, describe
@@ -27,7 +27,8 @@ class Alternative:
         axis: the mesh axis of a value's layout; "" for a spec.
         seconds: the plan's cost by the planner's prices; None if no plan has this layout.
         delta: the extra cost over the chosen plan.
-        wire_nbytes, memory: of the program with that spec, per rank; None for a value's layout.
+        wire_nbytes, memory: of the program with it, per rank, for a spec and for attention's
+            result; None for any other value's layout.
         chosen: whether the plan has this layout.
     """
 
@@ -217,11 +218,26 @@ def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
     )
 
 
-def layouts_on(problem: Problem, value: Value, chosen_cost: float) -> Iterator[Alternative]:
+# Per-rank bytes sent and held by the plan in which a value has a layout on an axis, by a ring or
+# not.
+Measure = Callable[[str, Layout, bool], tuple[int, int]]
+
+
+def with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> None:
+    """Let a value have this layout only, by a ring or not."""
+    for node in problem.graph.nodes:
+        if node.name == value.node.name:
+            problem.forms[node] = lambda s: form_of(s, value.index) == (layout, is_ring)
+
+
+def layouts_on(
+    problem: Problem, value: Value, chosen_cost: float, measure: Measure
+) -> Iterator[Alternative]:
     """Every layout of a value on one axis, each with the least cost of a plan that has it.
 
     Args:
         chosen_cost: of the plan that was chosen.
+        measure: asked for the forms of attention, which differ in what they send and hold.
     """
     at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
     if at is None:
@@ -236,7 +252,10 @@ def layouts_on(problem: Problem, value: Value, chosen_cost: float) -> Iterator[A
             and abs(delta) <= 1e-9 * chosen_cost
         )
         how = describe_layout(layout) + (", by a ring" if is_ring else "")
-        yield Alternative(how, problem.axis, cost, delta, chosen=chosen)
+        sizes: tuple[int | None, int | None] = None, None
+        if at.rule.ring and cost is not None:
+            sizes = measure(problem.axis, layout, is_ring)
+        yield Alternative(how, problem.axis, cost, delta, *sizes, chosen)
 
 
 def _kind_on(value: Value, axis: str) -> str:

@@ -32,6 +32,7 @@ from ftp.report.alternatives import (
     find,
     layouts_on,
     neighbours,
+    with_form,
 )
 from ftp.report.attention_memory import of_attention
 from ftp.report.busiest import on_busiest
@@ -52,6 +53,7 @@ from ftp.report.work import Work, work_of
 from ftp.runtime.executed import executed, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
+from ftp.sharding.layout import Layout
 from ftp.sharding.mesh import mesh_device, require_coordinate
 from ftp.sharding.pytree import flatten, leaf_names, nearest
 from ftp.sharding.spec import PartitionSpec
@@ -295,7 +297,7 @@ class Lowered(Startable):
 
         For an input, every spec that differs in the dim that one axis cuts: the program is planned
         anew with each, exactly. For a value, every layout on each axis: the minimum over all plans
-        with it.
+        with it, and for attention's result what that plan sends and holds.
 
         Args:
             name: as in the printed program, with or without ``%``, or a parameter's path.
@@ -375,11 +377,21 @@ class Lowered(Startable):
         assert self._again is not None
         found: list[Alternative] = []
 
+        again = self._again
+
+        def measure(axis: str, layout: Layout, is_ring: bool) -> tuple[int, int]:
+            def restrict(problem: Problem) -> None:
+                if problem.axis == axis:
+                    with_form(problem, value, layout, is_ring)
+
+            lowered = again({}, restrict)
+            return lowered.collectives.wire_nbytes, int(lowered.memory)
+
         def watch(problem: Problem) -> None:
             own = self.plan.solutions[problem.axis].cost
-            found.extend(layouts_on(problem, value, own))
+            found.extend(layouts_on(problem, value, own, measure))
 
-        self._again({}, watch)
+        again({}, watch)
         return found
 
     @collection_paused()

@@ -99,6 +99,7 @@ def calibrate(
         _cold(clock, overhead) if is_cpu else (),
         _elements(clock) if is_cpu else {},
         min(1.0, _convolution(clock, dtypes[0]) / rates[dtypes[0]]),
+        capacity=0.0,
     )
 
 

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ftp.paused_gc import collection_paused
+from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.insert_reshards import apply
 from ftp.planning.layers.repeats import Ties
-from ftp.planning.planner import planned_latency
 from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
 from ftp.rules.op_kinds import VIEWS
 from ftp.searching.open_layouts import reaches
@@ -127,9 +127,7 @@ def axis_problem(
     for i, node in net.mirrors.items():
         outputs[i] = pinned.get(node)
     ties = ties_of(net)
-    link = hardware.link_of((axis,))
-    latency = planned_latency(net.graph, replace(hardware, link=link), ties)
-    priced = replace(hardware, link=replace(link, latency=latency))
+    priced = hardware_of(net.graph, hardware, axis, folded, axes, ties)
     of_state = price.seconds * (1 + price.share)
     held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
     kept = {

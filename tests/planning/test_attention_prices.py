@@ -111,3 +111,45 @@ def test_what_a_link_does_not_hide_is_added():
         found = lowered(causal, ZIGZAG, 1 << 16, hardware=hardware).collectives
         chosen.append([c.op for c in found].count("ring"))
     assert chosen == [2, 0]
+
+
+def forms(found: ftp.Lowered) -> list[Any]:
+    name = next(n.name for n in found.plan.graph.nodes if "attention" in n.name)
+    return [a for a in found.why(name).alternatives if a.seconds is not None]
+
+
+def test_why_says_what_each_form_sends_and_holds():
+    ring, gather = "cut on dim 2, by a ring", "cut on dim 2"
+    for ring_step, form in ((0.0, ring), (1.0, gather)):
+        hardware = ftp.Hardware(flops=1e13, ring_step=ring_step)
+        planned = lowered(causal, CUT, 1 << 13, hardware=hardware)
+        found = forms(planned)
+        (chosen,) = [a for a in found if a.chosen]
+        assert chosen.layout == form and chosen.memory == planned.memory
+        assert chosen.wire_nbytes == planned.collectives.wire_nbytes
+        held = {a.layout: a.memory for a in found}
+        # The backward pass stays as it is cheapest, and is the peak where it gathers.
+        assert held[ring] < held[gather] if form == ring else held[ring] <= held[gather]
+
+
+def test_keys_that_do_not_fit_are_not_gathered():
+    """Keys and values of each layer are whole from its forward pass to its backward pass, and one
+    layer's gradients: two thirds of the peak in one layer, and layers add up."""
+    length, layers = 1 << 13, 3
+    of_layer = 2 * 8 * length * 64 * 2  # bytes of keys and values
+
+    def deep(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for at in range(layers):
+            q = causal(q, k * (at + 2), v * (at + 3))
+        return q
+
+    gathered = of_layer * (layers + 1)  # and gradients of one
+    inputs = 3 * 8 * length * 64 * 2 // 8 + 2
+    for capacity, count in ((gathered + inputs, 0), (gathered + inputs - 1, 2 * layers), (0.0, 0)):
+        hardware = ftp.Hardware(flops=1e13, ring_step=1.0, capacity=capacity)
+        found = lowered(deep, CUT, length, hardware=hardware)
+        assert [c.op for c in found.collectives].count("ring") == count
+        if not count:
+            assert found.memory > gathered
+        else:
+            assert found.memory < gathered / 2

@@ -1,0 +1,58 @@
+"""The hardware that one mesh axis is planned for."""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from ftp.planning.cost import Hardware
+from ftp.planning.graph import BATCH, Graph, Value
+from ftp.planning.layers.repeats import Ties
+from ftp.rules.op_kinds import is_matmul
+from ftp.sharding.layout import estimated
+
+SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes on the link
+
+
+def hardware_of(
+    graph: Graph,
+    hardware: Hardware,
+    axis: str,
+    planned: Collection[str],
+    axes: Mapping[str, int],
+    ties: Ties | None,
+) -> Hardware:
+    """The axis' link with the latency to plan with. Memory has room for what axes that are planned
+    later may cut.
+
+    Args:
+        planned: the axes before.
+        axes: sizes of all axes.
+    """
+    hardware = replace(hardware, link=hardware.link_of((axis,)))
+    latency = _planned_latency(graph, hardware, ties)
+    later = math.prod(n for name, n in axes.items() if name != axis and name not in planned)
+    link = replace(hardware.link, latency=latency)
+    return replace(hardware, link=link, capacity=hardware.capacity * later)
+
+
+def _planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
+    """The latency to plan with, in seconds.
+
+    On a toy model's small tensors the link's own latency would hide all else, and its plan would
+    not be that of the large model that it stands for.
+    """
+    sizes = [
+        math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
+        for node in graph.nodes
+        if node.kind == "op" and node.depends & BATCH and is_matmul(node.target)
+        for _ in range(ties.weight(node) if ties else 1)
+    ]
+    return (
+        min(
+            hardware.link.latency,
+            SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth,
+        )
+        if sizes
+        else hardware.link.latency
+    )
