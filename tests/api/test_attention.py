@@ -162,6 +162,28 @@ def test_memory_of_a_ring():
         assert times[1] <= times[0] <= 1.5
 
 
+@pytest.mark.parametrize("cut", [P(None, None, "cp"), ZIGZAG])
+def test_memory_on_many_ranks_grows_with_the_sequence(cut: P):
+    """A rank's parts, scaled ones and two pieces beside them, once a tile is small beside those;
+    gathered keys and values would be 32 times as much."""
+    mesh, times = ftp.AbstractMesh((64,), ("cp",)), []
+    hardware = ftp.Hardware(capacity=5e8)
+    for length in (1 << 18, 1 << 20, 1 << 22):
+        q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+        w = torch.empty((), dtype=torch.bfloat16, device="meta")
+        step = ftp.spmd(
+            lambda batch, w: with_gradients(*(w * x for x in batch)),
+            mesh,
+            ((cut,) * 4, P()),
+            (cut,) * 4,
+            hardware=hardware,
+        )
+        lowered = step.lower((q,) * 4, w)
+        assert {c.op for c in lowered.collectives} == {"ring"}
+        times.append(int(lowered.memory) / (8 * q.numel() * 2 / 64))
+    assert times[2] <= times[1] <= times[0] <= 2.5 and times[2] <= 1.9
+
+
 @pytest.mark.usefixtures("_in_pieces")
 def test_wrong_rings_are_refused():
     mesh = ftp.simulated_mesh((3,), ("cp",))
