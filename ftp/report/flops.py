@@ -5,18 +5,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
+from ftp.ops.attention import PART, PART_BACKWARD, Interval, pieces_of, visible
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
+from ftp.ops.listed_blocks import known_blocks
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
 
+_FORWARD = (PART, FLEX, VARLEN)
+_BACKWARD = (PART_BACKWARD, FLEX_BACKWARD, VARLEN_BACKWARD)
 PIPELINED = (gather_matmuls, matmul_scatter, *RINGS)  # compute while they send
 
 
@@ -33,7 +39,7 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
             return type(value)(map(shape, value))
         return value
 
-    if node.target in RINGS or node.target in (PART, PART_BACKWARD):
+    if node.target in RINGS or node.target in (*_FORWARD, *_BACKWARD):
         return _part_flops(node, shapes)
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     return flops_of_call(node.target, args, kwargs, [r.shape for r in shapes.values[node]])
@@ -84,21 +90,57 @@ def _flops_of_slice(key: str) -> float:
 
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
-    """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
+    """Attention's FLOPs over the pairs of a query and a key that its mask leaves, as far as it is
+    known when a program is traced.
+    """
     target: Any = node.target
     ring = RINGS.get(target)
-    at = ring.at if ring else int(target is PART_BACKWARD)
+    at = ring.at if ring else int(target in _BACKWARD)
     q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
-    given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
-    if ring:
-        rows, is_causal = (ring.argument(given, name) for name in ("rows", "is_causal"))
-        keys = [(0, ring.needs(given).ring.size)]
+    args: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False))
+    rows = pieces_of(given["rows"], q[2])
+    keys = [(0, ring.needs(args).ring.size)] if ring else pieces_of(given["columns"], k[2])
+    if "known" in given:
+        pairs = _listed_pairs(rows, keys, given["block"], given["known"])
+    elif "is_self" in given:
+        sides = (given["left"], given["right"]) if given["is_self"] else (-1, -1)
+        pairs = _pairs_of_window(rows, keys, *sides)
     else:
-        rows, columns, *causal = given[6 if at else 3 :]
-        keys, is_causal = pieces_of(columns, k[2]), causal and causal[0]
-    pairs = visible(pieces_of(rows, q[2]), keys, bool(is_causal))
+        pairs = visible(rows, keys, bool(given.get("is_causal")))
     of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
     return float(math.prod(q[:2]) * pairs * of_pair)
+
+
+def _pairs_of_window(
+    rows: Sequence[Interval], keys: Sequence[Interval], left: int, right: int
+) -> int:
+    """
+    >>> _pairs_of_window([(2, 3)], [(0, 4)], 1, 0), _pairs_of_window([(2, 3)], [(0, 4)], -1, 0)
+    (5, 11)
+    """
+    total = 0
+    for first, length in rows:
+        at = np.arange(first, first + length)
+        for begin, count in keys:
+            start = np.maximum(at - left, begin) if left >= 0 else begin
+            stop = np.minimum(at + right + 1, begin + count) if right >= 0 else begin + count
+            total += int(np.maximum(np.broadcast_to(stop - start, at.shape), 0).sum())
+    return total
+
+
+def _listed_pairs(
+    rows: Sequence[Interval], keys: Sequence[Interval], block: Sequence[int], known: str
+) -> int:
+    """Pairs of the blocks that a mask lists."""
+    if not known:
+        return visible(rows, keys, False)
+    of_keys = np.zeros(known_blocks(known).shape[1] * block[1], dtype=bool)
+    for begin, count in keys:
+        of_keys[begin : begin + count] = True
+    held = known_blocks(known) @ of_keys.reshape(-1, block[1]).sum(1)  # keys per block of queries
+    at = np.concatenate([np.arange(first, first + n) for first, n in rows] or [np.arange(0)])
+    return int(held[at // block[0]].sum())
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from models import (
     loss,
     specs,
 )
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 import ftp
 from ftp import P
@@ -74,6 +76,43 @@ def test_work_of_attention_over_cut_queries():
     everywhere = [done_by(found, at) for at in found._program.mesh.coordinates()]
     assert found.work.flops == sum(everywhere) and found.work == 1.0
     assert found.work.one_device == done_by(one, {"none": 0})
+
+
+@pytest.mark.parametrize("hardware", [{"flops": 1e3, "ring_step": 0.0}, {"ring_step": 1.0}])
+@pytest.mark.parametrize("name", ["window", "packed"])
+@pytest.mark.parametrize("cut", [P(None, None, "cp"), P(None, None, ftp.zigzag("cp"))])
+def test_operations_of_attention_are_those_of_pairs_that_a_mask_leaves(cut, name, hardware):
+    """Of a BlockMask whole blocks; of packed documents the window, wherever documents end."""
+    length, heads, dim, side = 512, 2, 4, 100
+    at = torch.arange(length)
+    sees = (at[:, None] >= at) & (at[:, None] - at < side)
+    blocks = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < side), None, None, length, length, "cpu", 32
+    )
+    ends = torch.tensor([0, length], dtype=torch.int32)
+
+    def run(batch, w):
+        q, k, v = (w * x for x in batch)
+        if name == "window":
+            return flex_attention(q, k, v, block_mask=blocks)
+        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+        out = varlen_attn(*rows, ends, None, length, length, window_size=(side - 1, 0))
+        return out.transpose(0, 1).unsqueeze(0)
+
+    def both(batch, w):
+        *x, grad = batch
+        out, vjp = torch.func.vjp(lambda *x: run(x, w), *x)
+        return out, *vjp(w * grad)
+
+    mesh, x = ftp.AbstractMesh((4,), ("cp",)), torch.empty(1, heads, length, dim, device="meta")
+    step = ftp.spmd(both, mesh, ((cut,) * 4, P()), (cut,) * 4, hardware=ftp.Hardware(**hardware))
+    found = step.lower((x,) * 4, torch.empty((), device="meta"))
+    assert ("ring" in {c.op for c in found.collectives}) == ("flops" in hardware)
+    if name == "window":
+        sees = sees.unflatten(1, (-1, 32)).unflatten(0, (-1, 32)).any(3).any(1)
+        sees = sees.repeat_interleave(32, 0).repeat_interleave(32, 1)
+    done = sum(done_by(found, rank) for rank in found._program.mesh.coordinates())
+    assert done == int(sees.sum()) * heads * dim * (4 + 10)
 
 
 def test_repeated_work_is_named_with_its_cause():
