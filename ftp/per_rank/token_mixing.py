@@ -7,6 +7,7 @@ that may say where rows go, and no more: a mask of rows within a capacity, or sc
 tokens of an expert, make a token's result one of other tokens.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -68,7 +69,7 @@ def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
     known: dict[fx.Node, list[_Tokens | None]] = {}
     for i, node in enumerate(gm.graph.nodes):
         if node.op == "placeholder":
-            is_numbers = not _values(node)[0].is_floating_point()
+            is_numbers = _is_whole(_values(node)[0])
             known[node] = [None if i else _Tokens(frozenset({0}), is_numbers)]
         elif node.op == "output":
             made = known[node.args[0][0]][0]
@@ -76,7 +77,8 @@ def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
         elif node.target is getitem:
             known[node] = [known[node.args[0]][node.args[1]]]
         else:
-            known[node] = _Op(node, known, count).results()
+            results = iter(_Op(node, known, count).results())
+            known[node] = [next(results) if isinstance(v, Tensor) else None for v in _values(node)]
     return None
 
 
@@ -113,7 +115,7 @@ class _Op:
     def results(self) -> list[_Tokens | None]:
         given = [*self.what, *self.where]
         if not given or self.node.target in _SHAPES:
-            return [None] * max(1, len(self.made))
+            return [None] * len(self.made)
         for t in given:
             if not t.dims and not t.is_numbers:
                 return self._all(t)
@@ -157,7 +159,9 @@ class _Op:
                 return self._all(self._mixed())
             return [_Tokens(self._token_dims(x) or frozenset({0}), False) for x in self.made]
         found: list[_Tokens | None] = []
-        for x, dims in zip(self.made, rule.results, strict=True):
+        kinds = [isinstance(x, Tensor) for x in _values(self.node)]
+        of_tensors = itertools.compress(rule.results, kinds)
+        for x, dims in zip(self.made, of_tensors, strict=True):
             kept: set[int] = set()
             is_mixed = False
             for at, (_, t) in enumerate(self.slots):
@@ -168,7 +172,7 @@ class _Op:
                     is_mixed |= not to or any(f in rule.whole for f in own)
                     kept |= to
             of_one = not is_mixed and self._is_one_factor(rule, dims, kept)
-            is_numbers = not x.is_floating_point() or self._is_numbers()
+            is_numbers = _is_whole(x) or self._is_numbers()
             found.append(_Tokens(frozenset(kept), is_numbers) if of_one else self._mixed())
         return found
 
@@ -185,7 +189,7 @@ class _Op:
         if not isinstance(node.target, OpOverload):
             return None
         try:
-            return lookup(Call(node.target, args, kwargs, tuple(map(_meta, self.made))))
+            return lookup(Call(node.target, args, kwargs, tuple(map(_meta, _values(node)))))
         except RuleError:
             return None
 
@@ -210,5 +214,9 @@ class _Op:
         return [t for _ in self.made]
 
 
-def _meta(x: Tensor) -> Meta:
-    return Meta(tuple(map(int, x.shape)), x.dtype)
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex())
+
+
+def _meta(x: Any) -> Meta:
+    return Meta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Meta((), torch.int64)

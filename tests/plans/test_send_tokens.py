@@ -295,6 +295,24 @@ NORMS = {
 }
 
 
+def test_a_layer_that_mixes_positions_of_a_sequence_is_not_refused():
+    """Tokens are cut along the batch alone: attention within a sequence is of one row."""
+    params, x = drawn(4, 12, None, 0)
+    rows = x.view(6, 2, -1)
+
+    def layer(p, x, form):
+        q = x.unsqueeze(1)
+        y = x + F.scaled_dot_product_attention(q, q, q).squeeze(1) + x.mean(1, keepdim=True)
+        return form(p, y.flatten(0, 1), 2).view_as(x)
+
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    sent = ftp.plans.send_tokens(lambda p, x: layer(p, x, FORMS["torchtitan_form"]), "ep")
+    step = ftp.shard(loss_of(sent), ftp.simulated_mesh(2, "ep"), specs, batch_specs=P("ep"))
+    plain = loss_of(lambda p, x: layer(p, x, loop))
+    grads, value = torch.func.grad_and_value(plain)(params, rows)
+    torch.testing.assert_close(step(params, rows), (value, grads), rtol=1e-10, atol=1e-10)
+
+
 def test_a_layer_that_mixes_tokens_is_refused():
     params, x = drawn(4, 6, None, 0)
     specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
