@@ -58,6 +58,7 @@ NEEDED = {
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
     " _fused_matmul_reduce_scatter_fallback",
+    "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx.graph": "_BoxedCodeGen",
     "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
