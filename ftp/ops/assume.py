@@ -8,17 +8,21 @@ from torch import Tensor
 
 from ftp.context import set_within
 
-_listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("listener", default=None)
+Condition = Tensor | Callable[[], Tensor]
+_Listener = Callable[[Condition, str], None]
+_listener: ContextVar[_Listener | None] = ContextVar("listener", default=None)
 
 
-def assume(condition: Tensor, claim: str) -> None:
-    """Claim that ``condition``, a bool tensor, holds. Outside of a trace it does nothing."""
+def assume(condition: Condition, claim: str) -> None:
+    """Claim that ``condition``, a bool tensor, holds. Outside of a trace it does nothing. A
+    function of no arguments is called where claims are checked, and only there.
+    """
     if (listener := _listener.get()) is not None:
         listener(condition, claim)
 
 
 @contextmanager
-def assumptions_to(listener: Callable[[Tensor, str], None] | None) -> Iterator[None]:
+def assumptions_to(listener: _Listener | None) -> Iterator[None]:
     """Pass every claim made inside the block to ``listener``; None ignores them."""
     with set_within(_listener, listener):
         yield

@@ -3,13 +3,14 @@
 A traced layer is read from its tokens on. Dims of values are followed by the rules of the ops: a
 dim of tokens that an op sums over, normalises or sorts along mixes tokens. A layer of experts does
 so with numbers, such as the experts that tokens choose: it sorts and counts them. What comes of
-that may say where rows go, and no more: a mask of rows within a capacity, or scores of the best
-tokens of an expert, make a token's result one of other tokens.
+that may say where rows go, and no more: a mask of rows within a capacity, scores of the best
+tokens of an expert, or experts that are chosen by how many others chose them, make a token's
+result one of other tokens.
 """
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -36,7 +37,7 @@ _SHAPES = {  # ops that read no value
 }
 _PADS = {aten.cat.default, aten.constant_pad_nd.default}
 _SORTS = {aten.sort.default, aten.sort.stable}
-_MOVES = {aten.flip.default, aten.roll.default}
+_MOVES = {aten.flip.default, aten.roll.default}  # that they are undone is taken as given
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,14 @@ class _Tokens:
             several.
         is_numbers: it is computed from whole numbers and truth values alone.
         mixed: the op that read several tokens.
+        is_order: of several tokens it says the places to which a sort takes them, or their
+            places, and nothing of how many chose what.
     """
 
     dims: frozenset[int]
     is_numbers: bool
     mixed: fx.Node | None = None
+    is_order: bool = False
 
 
 def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
@@ -124,12 +128,15 @@ class _Op:
         several = next((t for t in self.what if not t.dims), None)
         if several is not None:  # counts and places, read as values
             is_numbers = all(t.is_numbers for t in self.what)
-            return self._all(several if is_numbers else self._mixed())
+            is_order = all(t.dims or t.is_order for t in self.what)
+            if self.node.target in _SORTS and not is_order:
+                return self._all(replace(several, is_numbers=False, mixed=self.node))
+            return self._all(replace(several, is_order=is_order) if is_numbers else self._mixed())
         dims = frozenset[int]().union(*(t.dims for t in self.what))
         if self.node.target in _PADS | _MOVES:
             return self._all(_Tokens(dims, self._is_numbers()))
         if self.node.target in _SORTS and self._dim() in dims and self._is_numbers():
-            return [_Tokens(dims, True), self._mixed()]
+            return [_Tokens(dims, True), replace(self._mixed(), is_order=True)]
         if self.node.target is aten.slice.Tensor and self._dim() in dims:
             before = _values(self.slots[0][0])[0].shape[self._dim()]
             is_cut = before % self.count == 0 and self.made[0].shape[self._dim()] != before

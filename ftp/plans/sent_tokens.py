@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ftp.errors import InputError, MeshError, PlanWarning, SpecError
 from ftp.functional.module_constraints import Constraint
+from ftp.ops.assume import assume
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
@@ -43,7 +44,9 @@ def send_tokens(
 
     The layer must treat each token by itself, as dropless layers do: keep losses and statistics
     over all tokens outside. What its ops tell is checked: experts that choose their tokens, a
-    capacity and norms over tokens are refused. That rows come back to their tokens is not.
+    capacity and norms over tokens are refused. The rest, such as that rows come back to their
+    tokens, is in ``lowered.assumptions``; ``check_inputs=True`` runs the layer on all tokens too
+    and raises an InputError where results differ.
 
     Args:
         layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
@@ -102,7 +105,7 @@ def send_tokens(
         leaves, tree = flatten(params)
         names = leaf_names(params, "params")
         n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)
-        tokens, missing = x.shape[0], -x.shape[0] % shards
+        given, tokens, missing = x, x.shape[0], -x.shape[0] % shards
         if not tokens:
             raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
         if missing:  # copies of a token, whose results are dropped
@@ -136,7 +139,17 @@ def send_tokens(
             filled_up(leaf, axis, n) if name in experts else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
-        return local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *parts)[:tokens]
+        made = local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *parts)[:tokens]
+
+        def is_that_of_all_tokens() -> Tensor:
+            values = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+            return _is_close(made.detach(), layer(tree.unflatten(values), given.detach()))
+
+        assume(
+            is_that_of_all_tokens,
+            "a token's result does not depend on other tokens, in the layer given to send_tokens",
+        )
+        return made
 
     return call
 
@@ -251,6 +264,12 @@ def _experts_of(
             " send_tokens: its experts are then planned as any other weights."
         )
     return counts.pop(), set(shapes)
+
+
+def _is_close(made: Tensor, expected: Tensor) -> Tensor:
+    """Whether two results differ by rounding only; so do those that are no numbers."""
+    off = (made - expected).abs().amax()
+    return ~(off > torch.finfo(made.dtype).eps ** 0.5 * expected.abs().amax())
 
 
 def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:

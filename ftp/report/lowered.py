@@ -476,6 +476,8 @@ class Lowered(Startable):
             program.out_leaves, program.is_static, leaf_names(result, "the result"), strict=True
         )
         names = {leaf: name for leaf, static, name in leaves if not static}
+        checked = range(len(names), len(self.plan.graph.outputs))
+        names |= {i: f"assumption {i - checked.start}" for i in checked}
         return [names[i] for i in range(len(self.plan.graph.outputs))]
 
     def _why(self, node: fx.Node) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftp.axis import is_inside
+from ftp.ops.assume import Condition, assumptions_to
 from ftp.source import user_line
 
 
@@ -16,20 +17,25 @@ class Assumptions:
 
     Attributes:
         claims: each with the user's line.
-        conditions: a bool of the graph for each.
+        conditions: a bool of the graph for each, where they are checked.
     """
 
-    def __init__(self, recorder: Any):
-        self._recorder = recorder
+    def __init__(self, recorder: Any, checked: bool):
+        self._recorder, self._checked = recorder, checked
         self.claims: list[str] = []
         self.conditions: list[Tensor] = []
 
-    def note(self, condition: Tensor, claim: str) -> None:
+    def note(self, condition: Condition, claim: str) -> None:
         if is_inside():
             return  # each rank has values of its own
         line = user_line()
-        whole = _unwrapped(_unwrapped(condition).all())
         self.claims.append(f"{line}: {claim}" if line else claim)
+        if not self._checked:
+            return
+        if not isinstance(condition, Tensor):
+            with assumptions_to(lambda *_: None):  # it makes no claims of its own
+                condition = condition()
+        whole = _unwrapped(_unwrapped(condition).all())
         self.conditions.append(self._recorder.known(whole))
 
 

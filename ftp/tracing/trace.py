@@ -217,7 +217,7 @@ def _traced(
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Any] = []
-    assumed, means = Assumptions(recorder), None if within else means_of_trace()
+    assumed, means = Assumptions(recorder, checked), None if within else means_of_trace()
     if means is not None:
         means.begin()
 
@@ -233,7 +233,7 @@ def _traced(
             result[:] = out_tree, out_leaves
             outputs = [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
             noted = [] if means is None else [recorder.known(x) for x in means.tensors]
-            return [*outputs, *(assumed.conditions if checked else ()), *noted]
+            return [*outputs, *assumed.conditions, *noted]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard
     # does not have.

@@ -3,6 +3,7 @@ weights stay; values and gradients are those of one device.
 """
 
 import math
+import re
 import warnings
 from typing import Any
 
@@ -30,7 +31,7 @@ def loss_of(layer: Any) -> Any:
     return lambda p, x: (layer(p, x.sin()) * torch.arange(x.numel()).view(x.shape)).sum()
 
 
-def check(form: str, routing: Any, plan: str) -> None:
+def check(form: str, routing: Any, plan: str, **options: Any) -> None:
     count, tokens, k, favoured, seed = routing
     shape, axes, axis, token_axes, tp = PLANS[plan]
     k, favoured = min(k, count), None if favoured is None else favoured % count
@@ -43,7 +44,9 @@ def check(form: str, routing: Any, plan: str) -> None:
         "down": P(axis, tp),
     }
     mesh = ftp.simulated_mesh(shape, axes)
-    step = ftp.shard(loss_of(layer), mesh, specs, batch_specs=P(token_axes), certify=True)
+    step = ftp.shard(
+        loss_of(layer), mesh, specs, batch_specs=P(token_axes), certify=True, **options
+    )
     grads, value = torch.func.grad_and_value(loss_of(lambda p, x: loop(p, x, k)))(params, x)
     torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
     records = step.lower(params, x).collectives
@@ -276,6 +279,29 @@ def sinkhorn(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).index_copy(0, order, y)
 
 
+def of_routed(p: Any, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    order = expert.argsort(stable=True)
+    offs = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(F.grouped_mm(x[order], p["up"], offs=offs), p["down"], offs=offs)
+    return torch.zeros_like(x).index_copy(0, order, y)
+
+
+def place_of(expert: torch.Tensor) -> torch.Tensor:
+    """How many tokens before have a token's expert."""
+    chosen = F.one_hot(expert, 4)
+    return (chosen.cumsum(0) * chosen).sum(1) - 1
+
+
+def surplus_to_the_next(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    return of_routed(p, x, torch.where(place_of(expert) < 2, expert, (expert + 1) % 4))
+
+
+def to_the_idlest(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    return of_routed(p, x, (expert + F.one_hot(expert, 4).sum(0).argmin()) % 4)
+
+
 MIXING = {
     experts_choose: "topk",
     experts_choose_by_sorting: "sort",
@@ -283,6 +309,8 @@ MIXING = {
     load: "div",
     mean_of_an_expert: "index_add",
     sinkhorn: "sum",
+    surplus_to_the_next: "sort",
+    to_the_idlest: "sort",
 }
 NORMS = {
     "centred": lambda x: x - x.mean(0),
@@ -330,6 +358,77 @@ def test_a_layer_that_mixes_tokens_is_refused():
             match=rf"result depends on other tokens, by \w+\.{op}[^ ]* at .*test_send",
         ):
             step(params, x)
+
+
+# Layers whose ops do not tell that they mix tokens.
+
+
+def surplus_is_dropped(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    kept = torch.where(place_of(expert) < 2, len(x), torch.arange(len(x)))
+    return F.pad(of_routed(p, x, expert), (0, 0, 0, 1)).index_fill(0, kept, 0.0)[:-1]
+
+
+def left_where_sorted(p: Any, x: torch.Tensor) -> torch.Tensor:
+    order = routed(p, x, 1)[1][:, 0].argsort(stable=True)
+    return of_routed(p, x, routed(p, x, 1)[1][:, 0])[order]
+
+
+def by_the_place(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return of_routed(p, x, torch.arange(len(x)) % 4)
+
+
+def with_the_token_before(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return of_routed(p, x + x.roll(1, 0), routed(p, x, 1)[1][:, 0])
+
+
+def of_the_number_of_tokens(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return of_routed(p, x, routed(p, x, 1)[1][:, 0]) / len(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        surplus_is_dropped,
+        left_where_sorted,
+        by_the_place,
+        with_the_token_before,
+        of_the_number_of_tokens,
+    ],
+)
+def test_what_ops_do_not_tell_is_an_assumption_that_can_be_checked(layer):
+    params, x = drawn(4, 12, None, 2)
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    mesh, loss = ftp.simulated_mesh(2, "ep"), loss_of(ftp.plans.send_tokens(layer, "ep"))
+    claims = ftp.shard(loss, mesh, specs, batch_specs=P("ep")).lower(params, x).assumptions
+    said = r"test_send_tokens\.py:\d+.*a token's result does not depend on other tokens"
+    assert [bool(re.search(said, claim)) for claim in claims] == [True]
+    step = ftp.shard(loss, mesh, specs, batch_specs=P("ep"), check_inputs=True)
+    with pytest.raises(ftp.errors.InputError, match=said + ".*: this does not hold"):
+        step(params, x)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("form", FORMS)
+def test_right_layers_hold_the_assumption(form, plan):
+    check(form, (6, 7, 2, None, 0), plan, check_inputs=True)
+
+
+def test_the_assumption_leaves_no_work_where_it_is_not_checked():
+    params, x = drawn(4, 6, None, 0)
+    calls = []
+
+    def layer(p, x):
+        calls.append(len(x))
+        return FORMS["torchtitan_form"](p, x, 2)
+
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    loss = loss_of(ftp.plans.send_tokens(layer, "ep"))
+    mesh = ftp.simulated_mesh(2, "ep")
+    ftp.shard(loss, mesh, specs, batch_specs=P("ep")).lower(params, x)
+    assert 6 not in calls  # never on all tokens
+    ftp.shard(loss, mesh, specs, batch_specs=P("ep"), check_inputs=True).lower(params, x)
+    assert calls.count(6) == 1
 
 
 def test_weights_that_are_read_otherwise_are_gathered_and_named():

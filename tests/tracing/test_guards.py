@@ -86,6 +86,17 @@ def test_a_guard_is_assumed_and_can_be_checked(guard: Callable[[torch.Tensor], N
     assert issued == [c.op for c in plain.lower(W, X).collectives]
 
 
+def test_collectives_of_checked_assumptions_are_listed():
+    """They are reported as any others: an answer has no place in the result."""
+
+    def loss(w, x):
+        assert (x.sum(0) > 0).all()
+        return (x @ w).square().sum()
+
+    step = ftp.shard(loss, MESH, P(None, "tp"), batch_specs=P("tp"), check_inputs=True)
+    assert "all_reduce" in [c.op for c in step.lower(W, X).collectives]
+
+
 def _branch(x):
     if x.sum() > 0:
         return x
