@@ -44,18 +44,27 @@ def by_hand(mutant: str = "") -> Any:
         weights, experts = routed(p, x, K)
         slots = experts.flatten()
         owner = slots % RANKS if mutant == "owner" else slots // (EXPERTS // RANKS)
+        if mutant == "next owner":
+            owner = (owner + 1) % RANKS
         order = (owner if mutant == "order" else slots).argsort(stable=True)
         counts = F.one_hot(owner, RANKS).sum(0)
         of_expert = F.one_hot(slots, EXPERTS).sum(0)
-        rows = ftp.axis.all_to_all(x[order // K], "ep", send_counts=counts)
+        sent = x[order // K]
+        if mutant == "dropped":  # the last row sent
+            sent = F.pad(sent[:-1], (0, 0, 0, 1))
+        rows = ftp.axis.all_to_all(sent, "ep", send_counts=counts)
         arrived = ftp.axis.all_to_all(of_expert, "ep")
         at = torch.arange(len(rows))
         place = torch.searchsorted(arrived.cumsum(0), at, right=True)
         own = torch.where(place < EXPERTS, place % (EXPERTS // RANKS), EXPERTS // RANKS)
         made = own_experts(rows, own, [p["up"], p["down"]])
         back = counts if mutant == "counts" else ftp.axis.all_to_all(counts, "ep")
+        if mutant == "another step":  # the first batch's routing was equal on all ranks
+            back = torch.full_like(back, len(slots) // RANKS)
         returned = ftp.axis.all_to_all(made, "ep", send_counts=back, bound=len(slots))
         returned = returned * weights.flatten()[order][:, None]
+        if mutant == "return order":
+            returned = returned.flip(0)
         token = torch.arange(len(slots)) // K if mutant == "token" else order // K
         return torch.zeros_like(x).index_add(0, token, returned)
 
@@ -77,7 +86,10 @@ def test_rows_come_back_to_their_tokens(program):
 SLOW = [pytest.param(mutant, marks=pytest.mark.slow) for mutant in ("order", "counts")]
 
 
-@pytest.mark.parametrize("mutant", ["owner", "token", *SLOW])
+MUTANTS = ["owner", "next owner", "token", "dropped", "return order", "another step", *SLOW]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_faults_are_refused(mutant):
     """Undecided where no draw of numbers shows the fault that the residues show: no proof."""
     with pytest.raises((ftp.errors.CertificateError, ftp.errors.Undecided)):
