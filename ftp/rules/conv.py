@@ -177,7 +177,18 @@ batched(
     core=3, linear=[(0,)], local=unless_empty(with_shape(2)),
 )  # fmt: skip
 
-# Sampling at points: points are cut, the image is whole.
+
+# Sampling at points: points are cut, the image is whole. An affine map's grid is whole too.
+def _affine_grid_of_part(op: LocalOp) -> Any:
+    """The sizes name the batch, of which a rank has its part."""
+    return op.replaced(1, [op.shape()[0], *op.args[1][1:]])
+
+
+rule(
+    aten.affine_grid_generator.default,
+    "n [i] [k] -> n [y] [x] [i]", "n [i] [k] -> n [z] [y] [x] [i]",
+    linear=[(0,)], local=unless_empty(_affine_grid_of_part),
+)  # fmt: skip
 rule(
     aten.grid_sampler_2d.default, "n c [h] [w], n y x [t] -> n c y x",
     linear=[(0,)], local=unless_empty(),

@@ -741,6 +741,10 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
             [0, 0, 0],
         )
     ],
+    "affine_grid_generator.default": lambda: [
+        s(normal(4, 2, 3), [4, 3, 5, 2], False),
+        s(normal(2, 3, 4), [2, 1, 3, 2, 4], True),
+    ],
     "grid_sampler_2d.default": lambda: [s(normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False)],
     "grid_sampler_3d.default": lambda: [
         s(normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 1, True)
