@@ -193,8 +193,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _loaded(module: str, public: str) -> Any:
+    from ftp.paused_gc import collection_paused
+
     try:
-        return import_module(module)
+        with collection_paused():
+            return import_module(module)
     except (ImportError, AttributeError) as error:  # hasattr would hide an AttributeError
         raise support.explain(torch, public, error) from error
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Tracing and planning make many small objects and no garbage worth a third of their time."""
+    """Imports, tracing and planning make many small objects and no garbage worth a third of their
+    time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -119,6 +119,17 @@ def test_import_loads_nothing_but_torch_and_itself():
     assert found.stdout.strip() == "['ftp', 'ftp.torch_internals', 'ftp.torch_internals.support']"
 
 
+def test_loading_a_public_name_collects_no_garbage_of_all_that_is_loaded():
+    program = (
+        "import gc, torch, ftp; found = [];"
+        " gc.callbacks.append(lambda phase, facts: found.append(facts['generation']));"
+        " ftp.spmd; gc.callbacks.clear(); print(2 in found)"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "False"
+
+
 EACH_ALONE = """
 import os, sys, torch
 from importlib import import_module
