@@ -62,7 +62,8 @@ like(aten.new_zeros.default, local=with_shape(1), linear=[(0,)])
 rule(aten.arange.default, aten.arange.start, aten.arange.start_step, "-> i", local=_arange_of_part)
 rule(aten.eye.default, aten.eye.m, "-> m n", local=_eye_of_part)
 
-whole(aten.linspace.default, aten.logspace.default)
+for _op in (aten.linspace, aten.logspace):
+    whole(_op.default, _op.Tensor_Tensor, _op.Tensor_Scalar, _op.Scalar_Tensor)
 whole(aten.tril_indices.default, aten.triu_indices.default)
 # Windows are as short as a spectrum's frame.
 whole(*(getattr(w, name) for w in WINDOWS for name in w.overloads() if not name.endswith("out")))

@@ -305,6 +305,7 @@ def take(call: Call) -> Rule:
     return Rule(Notation((x_dims, dims), (dims,), frozenset(f for (f,) in x_dims), ((),)), ((0,),))
 
 
+whole(aten.repeat_interleave.Tensor)  # the places of rows, as many as the call says
 whole(
     aten.put.default,
     aten.masked_scatter.default,

@@ -1,6 +1,7 @@
 """Losses: of elements, reduced as an argument says, and connectionist temporal classification."""
 
 import math
+from typing import Any
 
 from torch import fx
 from torch._ops import OpOverload
@@ -12,7 +13,7 @@ from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import Notation
+from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
@@ -72,6 +73,76 @@ pointwise(
     aten.soft_margin_loss_backward.default,
     linear=[(0,)], local=_share_of_mean,
 )  # fmt: skip
+
+# Margins between an example's classes, which are whole: a loss for each example, reduced.
+
+
+def _example_dims(call: Call, at: int) -> tuple[Dims, Dims]:
+    """Dims of the numbers of examples and classes, which are operand ``at``, and of a loss for
+    each; a single example has no dim.
+    """
+    ndim = call.operands[at].ndim
+    return ((("n",), ("c",)) if ndim == 2 else (("c",),) * ndim), (("n",),) if ndim == 2 else ()
+
+
+def _of_one(ndim: int, dims: Dims) -> Dims:
+    """``dims``; of a single example, dims of size one."""
+    return dims or ((),) * ndim
+
+
+def _margin_operands(call: Call, at: int, x: Dims, one: Dims) -> tuple[Dims, ...]:
+    """Those of a margin loss from the numbers on: labels are one for each example, or as many as
+    classes, as what marks them is; weights are one for each class.
+    """
+    names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
+    given = [name for name in names if call.arg(name) is not None][at:]
+    is_multilabel = "weight" not in names
+    found = {
+        "self": x,
+        "target": x if is_multilabel else _of_one(call.operands[at + 1].ndim, one),
+        "weight": (("c",),),
+        "is_target": x,
+    }
+    return tuple(found[name] for name in given)
+
+
+@rule(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
+def margin_loss(call: Call) -> Rule:
+    """A mean divides the sum by the number of examples of the whole."""
+    x, one = _example_dims(call, 0)
+    reduction, many = call.arg("reduction"), len(call.results) == 2
+    loss = () if reduction else _of_one(call.results[0].ndim, one)
+    summed = (("n", "sum"),) if reduction and one else ()
+
+    def local(op: LocalOp) -> Any:
+        if not op.is_cut() or reduction != 1:
+            return op.default()
+        out = _with_reduction(op, 2)
+        total = op.item(out, 0) if many else out
+        mean = op.emit(aten.div.Scalar, total, op.rule.sizes["n"])
+        return (mean, op.item(out, 1)) if many else mean
+
+    results, pending = ((loss, x), (summed, ())) if many else ((loss,), (summed,))
+    notation = Notation(_margin_operands(call, 0, x, one), results, frozenset("c"), pending)
+    return Rule(notation, (), unless_empty(local))
+
+
+@rule(aten.multi_margin_loss_backward.default, aten.multilabel_margin_loss_backward.default)
+def margin_loss_backward(call: Call) -> Rule:
+    x, one = _example_dims(call, 1)
+    reduction = call.arg("reduction")
+    grad = _of_one(call.operands[0].ndim, one) if not reduction else ((),) * call.operands[0].ndim
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut() or reduction != 1:
+            return op.default()
+        share = op.emit(aten.div.Scalar, op.args[0], op.rule.sizes["n"])
+        return _with_reduction(op, 2, share)
+
+    operands = (grad, *_margin_operands(call, 1, x, one))
+    notation = Notation(operands, (x,), frozenset("c"), ((),))
+    return Rule(notation, ((0,),), unless_empty(local))
+
 
 # CTC: examples are independent. Targets in one row, of all examples, are whole, and so are the
 # examples.

@@ -11,7 +11,7 @@ from ftp.rules.call import Call
 from ftp.rules.forms import einsum
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import parse
+from ftp.rules.notation import Notation, parse
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import LocalHook, Rule
@@ -21,6 +21,34 @@ einsum(aten.dot.default, "k, k -> ()")
 einsum(aten.mm.default, "m k, k n -> m n")
 einsum(aten.mv.default, "m k, k -> m")
 einsum(aten.vdot.default, "k, k -> ()")
+
+
+@rule(aten._trilinear.default)
+def trilinear(call: Call) -> Rule:
+    """A product of three tensors, summed over some dims: ``nn.Bilinear``'s result and gradients.
+    Each tensor has the dims that it is not expanded in; those of size one are stretched.
+    """
+    ndim = call.operands[0].ndim + len(call.arg("expand1"))
+    at = [
+        [d for d in range(ndim) if d not in call.arg(name)]
+        for name in ("expand1", "expand2", "expand3")
+    ]
+    sizes = [1] * ndim
+    for dims, x in zip(at, call.operands, strict=True):
+        for d, size in zip(dims, x.shape, strict=True):
+            sizes[d] = size if size != 1 else sizes[d]
+    operands = tuple(
+        tuple((f"~{d}",) if size == sizes[d] else () for d, size in zip(dims, x.shape, strict=True))
+        for dims, x in zip(at, call.operands, strict=True)
+    )
+    summed = sorted(set(call.arg("sumdim")))
+    result = tuple((f"~{d}",) for d in range(ndim) if d not in summed)
+    pending = tuple((f"~{d}", "sum") for d in summed)
+    return Rule(
+        Notation(operands, (result,), frozenset(), (pending,)),
+        ((0,), (1,), (2,)),
+        unless_empty(),
+    )
 
 
 def added_matmul(op: OpOverload, text: str, local: LocalHook | None = None) -> None:

@@ -3,6 +3,7 @@
 from torch._ops import OpOverload
 
 from ftp.rules.call import Call
+from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten, prims
@@ -108,6 +109,15 @@ pointwise(aten.where.ScalarSelf, linear=[(1,)], if_zero="self")
 # The weight comes in the shape of x's dims, its gradient in x's shape.
 pointwise(aten._prelu_kernel.default)
 pointwise(aten._prelu_kernel_backward.default, linear=[(0,)])
+
+
+@rule(aten.rrelu_with_noise_functional.default)
+def rrelu(call: Call) -> Rule | None:
+    """Slopes are drawn in training alone."""
+    if call.arg("training"):
+        return None
+    shapes = [m.shape for m in call.operands], [m.shape for m in call.results]
+    return Rule(broadcast_notation(*shapes))
 
 
 @rule(aten.isin.Tensor_Tensor)

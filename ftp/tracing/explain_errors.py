@@ -44,6 +44,10 @@ _REWRITES = {
         " gives none; torch.linalg.pinv(a) @ b or the"
         " normal equations give the solution alone."
     ),
+    aten.repeat_interleave.Tensor: (
+        "\n  A program has fixed shapes: pass the sum of the repeats as output_size=, a Python"
+        " number; where it is another, the call raises."
+    ),
 }
 
 

@@ -47,6 +47,11 @@ def check(name: str, mesh: str) -> None:
 FEW = {("nanoGPT", "dp2×tp2"), ("Hessian-vector product", "tp2")}
 
 
+# What torch says of the programs themselves.
+@pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor is True:UserWarning",
+    "ignore:Sparse CSR tensor support:UserWarning",
+)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

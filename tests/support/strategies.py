@@ -797,6 +797,39 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "binary_cross_entropy.default": lambda: [
         s(x(4, 5), x(4, 5), w, r) for r in (0, 1, 2) for w in (None, x(5))
     ],
+    "multi_margin_loss.default": lambda: (
+        [
+            s(normal(4, 3), ints(4, high=3), p, 1.0, w, r)
+            for p, w, r in ((1, None, 0), (2, x(3), 1), (1, x(3), 2))
+        ]
+        + [s(normal(3), ints(high=3), 1, 1.0, None, 1)]
+    ),
+    "multi_margin_loss_backward.default": lambda: (
+        [
+            s(x(*g), normal(4, 3), ints(4, high=3), p, 1.0, w, r)
+            for g, p, w, r in (((4,), 1, None, 0), ((), 2, x(3), 1), ((), 1, x(3), 2))
+        ]
+        + [s(x(), normal(3), ints(high=3), 1, 1.0, None, 1)]
+    ),
+    "multilabel_margin_loss_forward.default": lambda: [
+        *(s(normal(4, 3), ints(4, 3, low=-1, high=3), r) for r in (0, 1, 2)),
+        s(normal(3), ints(3, low=-1, high=3), 1),
+    ],
+    "multilabel_margin_loss_backward.default": lambda: [
+        s(x(*g), a, t, r, torch.ops.aten.multilabel_margin_loss_forward(a, t, r)[1])
+        for g, a, t, r in (
+            ((4,), normal(4, 3), ints(4, 3, low=-1, high=3), 0),
+            ((), normal(4, 3), ints(4, 3, low=-1, high=3), 1),
+            ((), normal(4, 3), ints(4, 3, low=-1, high=3), 2),
+            ((), normal(3), ints(3, low=-1, high=3), 1),
+        )
+    ],
+    "rrelu_with_noise_functional.default": lambda: [s(normal(4, 5), x(4, 5))],
+    "_trilinear.default": lambda: [
+        s(normal(4, 3), normal(2, 3, 5), normal(4, 5), [1, 3], [0], [1, 2], [2, 3]),
+        s(normal(4, 2), normal(2, 3, 5), normal(4, 5), [2, 3], [0], [1, 2], [1, 3]),
+        s(normal(4, 3), normal(4, 2), normal(4, 5), [1, 3], [2, 3], [1, 2], [0], 0),
+    ],
     **_alike(
         "mse_loss_backward.default",
         "soft_margin_loss_backward.default",
@@ -1143,6 +1176,22 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **_alike(
         "linspace.default", "logspace.default", samples=lambda: [s(0, 1, 5, dtype=torch.float64)]
     ),
+    **_alike(
+        "linspace.Tensor_Tensor",
+        "logspace.Tensor_Tensor",
+        samples=lambda: [s(x(), x(), 5, dtype=torch.float64)],
+    ),
+    **_alike(
+        "linspace.Tensor_Scalar",
+        "logspace.Tensor_Scalar",
+        samples=lambda: [s(x(), 2, 5, dtype=torch.float64)],
+    ),
+    **_alike(
+        "linspace.Scalar_Tensor",
+        "logspace.Scalar_Tensor",
+        samples=lambda: [s(0, x(), 5, dtype=torch.float64)],
+    ),
+    "repeat_interleave.Tensor": lambda: [s(torch.tensor([2, 0, 3, 1]), output_size=6)],
     **_alike("tril_indices.default", "triu_indices.default", samples=lambda: [s(4, 3)]),
     # convolutions
     "convolution.default": lambda: [s(i, w, b, *rest) for i, w, b, rest in _convolutions()],
