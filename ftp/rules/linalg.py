@@ -1,5 +1,7 @@
 """Ops on each matrix of a batch, and on lines of it: spectra, distances."""
 
+import math
+
 from torch import fx
 from torch._ops import OpOverload
 
@@ -151,3 +153,17 @@ rule(
     linear=[(0,)],
     local=unless_empty(),
 )
+
+
+@rule(aten._pdist_forward.default)
+def pairwise_distances(call: Call) -> str:
+    """Of all pairs of rows. Columns add up where no root is taken of the sum."""
+    columns = {0: "sum", 1: "sum", math.inf: "max"}.get(call.arg("p"))
+    return f"[n] m -> [p] {{m:{columns}}}" if columns else "[n] [m] -> [p]"
+
+
+# A column's gradient needs that column alone.
+rule(
+    aten._pdist_backward.default, "[p], [n] m, [p] -> [n] m",
+    linear=[(0,)], local=unless_empty(),
+)  # fmt: skip

@@ -10,7 +10,7 @@ from ftp.rules.call import Call
 from ftp.rules.forms import reduction
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import Notation
+from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
 from ftp.rules.rule import LocalHook, Rule
@@ -89,3 +89,26 @@ reduction(
     aten.var_mean.correction, aten.var_mean.default, aten.var_mean.dim,
     op=None, local=unless_empty(),
 )  # fmt: skip
+
+
+@rule(aten.segment_reduce.default, aten._segment_reduce_backward.default)
+def segment_reduce(call: Call) -> Rule:
+    """Segments of one dim, which is whole; their lengths or offsets have the dims before it."""
+    is_backward = len(call.operands) == 4
+    ndim = (call.operands if is_backward else call.results)[0].ndim
+    axis = call.arg("axis") % ndim
+    rows, segments = _around_axis(ndim, axis, "n"), _around_axis(ndim, axis, "s")
+    bounds = _around_axis(axis + 1, axis, "b")
+    operands = (segments, segments, rows, bounds) if is_backward else (rows, bounds)
+    result = rows if is_backward else segments
+    is_linear = is_backward or (call.arg("reduce") in ("sum", "mean") and not call.arg("initial"))
+    return Rule(
+        Notation(operands, (result,), frozenset("nsb"), ((),)),
+        ((0,),) if is_linear else (),
+        unless_empty(),
+    )
+
+
+def _around_axis(ndim: int, axis: int, own: str) -> Dims:
+    """A factor for each dim, of which that of ``axis`` is the tensor's own."""
+    return tuple((own,) if d == axis else (f"~{d}",) for d in range(ndim))

@@ -67,6 +67,10 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     torch.ops.ftp.random_keys.default: "the same",
     aten.replication_pad3d_backward.default: "it takes gradients of other batch"
     " sizes, and reads beyond them",
+    aten._pdist_backward.default: "it takes fewer distances than its rows have, and reads beyond"
+    " them",
+    aten.segment_reduce.default: "its lengths and offsets fit its rows",
+    aten._segment_reduce_backward.default: "the same",
     aten._reshape_alias.default: "its sizes and strides are not checked",
 }
 LARGEST = 600  # elements of a call's operands together

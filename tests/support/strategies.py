@@ -1,5 +1,6 @@
 """What tests draw from: rule texts, and arguments of every op that has a rule."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -388,6 +389,34 @@ VIEWS = [
     ((6, 8), [4, 12]),
 ]
 COPIES = {"view_copy", "_unsafe_view", "reshape", "view", "_reshape_copy"}
+
+
+NORMS = (0.0, 1.0, 1.5, 2.0, 3.0, math.inf)
+
+
+def _segments(backward: bool) -> list[Sample]:
+    """Segments of rows, one of them empty, and of the second dim, by lengths and by offsets."""
+    reduce_segments: Any = torch.ops.aten.segment_reduce.default
+    of_rows = [{"lengths": torch.tensor([2, 0, 3])}, {"offsets": torch.tensor([0, 2, 2, 5])}]
+    of_columns = [
+        {"lengths": torch.tensor([[2, 3], [4, 1]])},
+        {"offsets": torch.tensor([[0, 2, 5], [0, 4, 5]])},
+    ]
+    cases = [
+        (normal(5, 4), how, {**bounds, "axis": 0, "initial": initial})
+        for how in ("sum", "mean", "max", "min", "prod")
+        for bounds in of_rows
+        for initial in (None, 1.0)
+    ]
+    cases += [
+        (normal(2, 5, 3), how, {**bounds, "axis": 1})
+        for how in ("sum", "max")
+        for bounds in of_columns
+    ]
+    if not backward:
+        return [s(a, how, **options) for a, how, options in cases]
+    made = [(reduce_segments(a, how, **options), a, how, options) for a, how, options in cases]
+    return [s(torch.randn_like(y), y, a, how, **options) for y, a, how, options in made]
 
 
 def _alike(
@@ -1099,6 +1128,12 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ],
     "_fft_c2r.default": lambda: [s(normal(4, 3, dtype=torch.complex128), [1], 0, 5)],
     "linalg_cross.default": lambda: [s(normal(4, 3), normal(4, 3)), s(normal(1, 3), normal(4, 3))],
+    "_pdist_forward.default": lambda: [s(normal(5, 3), p) for p in NORMS],
+    "_pdist_backward.default": lambda: [
+        s(normal(10), a := normal(5, 3), p, torch.pdist(a, p)) for p in NORMS
+    ],
+    "segment_reduce.default": lambda: _segments(backward=False),
+    "_segment_reduce_backward.default": lambda: _segments(backward=True),
     "_cdist_forward.default": lambda: [
         s(normal(4, 3, 2), normal(4, 5, 2), 2.0, None),
         s(normal(3, 2), normal(28, 2), 2.0, None),
