@@ -12,8 +12,6 @@ from ftp.api.graph_checks import check_prepared, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned, planned_for
 from ftp.dynamic_int import Sizes
-from ftp.explicit.check import check_explicit
-from ftp.explicit.suggest import Probed, tagged
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
@@ -154,6 +152,9 @@ class Planning:
 
 
 def _check_explicit(program: Program, planning: Planning) -> None:
+    from ftp.explicit.check import check_explicit
+    from ftp.explicit.suggest import Probed, tagged
+
     def probed() -> Probed:
         noted = TorchCalls(probes=True)
         gm = tagged(traced_for(planning.definition, planning.inputs, noted).gm)

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable
 
-from ftp.api.certify import certified
 from ftp.errors import MeshError, SpecError, join_failures
 from ftp.ops.constrain import Pin
 from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
 from ftp.planning.prepare import Prepared
-from ftp.report.program_lint import check_strictly
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.sharding.check_spec import check_spec
@@ -17,10 +15,16 @@ from ftp.sharding.mesh import Mesh
 
 def check_programs(programs: Iterable[Program], options: Options) -> None:
     """Check each program once, strictly and by a certificate, where the options ask for it."""
-    for program in {id(p): p for p in programs}.values():
-        if options.strict:
+    once = {id(p): p for p in programs}.values()
+    if options.strict:
+        from ftp.report.program_lint import check_strictly
+
+        for program in once:
             check_strictly(program)
-        if options.certify:
+    if options.certify:
+        from ftp.api.certify import certified
+
+        for program in once:
             certified(program)
 
 

@@ -10,6 +10,8 @@ from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec, staged
 
 
 def checked_options(mesh: Mesh, options: Options) -> Options:
@@ -68,6 +70,11 @@ def check_pipeline(
     check_staged(options)
     if options.data_axes and pipeline.axis in options.data_axes:
         raise SpecError(f"data_axes names {pipeline.axis!r}, the axis of the pipeline.")
+
+
+def has_stages(specs: Any) -> bool:
+    """Whether some spec of a tree gives a stage."""
+    return any(isinstance(s, PartitionSpec) and staged(s) is not None for s in flatten(specs)[0])
 
 
 def check_staged(options: Options) -> None:

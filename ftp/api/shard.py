@@ -1,30 +1,29 @@
 """shard() and spmd(): from a pure function, a mesh and specs to a step function."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
-from ftp.api.options import check_pipeline, checked_options
-from ftp.api.pipelined_step import PipelinedStep
-from ftp.api.pipelined_train_step import PipelinedTrainStep
-from ftp.api.staged_step import StagedStep, has_stages
+from ftp.api.options import check_pipeline, checked_options, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
 from ftp.random.draws import keyed
-from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.gradient import grad_and_value
+
+if TYPE_CHECKING:
+    from ftp.report.lowered import Lowered
 
 
 def shard(
@@ -164,6 +163,8 @@ def shard(
                 "dynamic_shapes does not go with a pipeline, whose stages send activations of"
                 " fixed shapes. Leave one out; without it each size is planned for itself."
             )
+        from ftp.api.pipelined_step import PipelinedStep
+
         check_pipeline(pipeline, m, options, rng=rng)
         return PipelinedStep(
             Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
@@ -264,9 +265,15 @@ def spmd(
     state = frozenset({0, *donate})
     definition = Definition(fn, m, input_specs, output_specs, names, state, options, dynamic)
     if pipeline is not None:
+        from ftp.api.pipelined_train_step import PipelinedTrainStep
+
         check_pipeline(pipeline, m, options, rng=rng, updates=True)
         return PipelinedTrainStep(definition, pipeline)
-    return StagedStep(definition) if in_stages else Step(definition)
+    if in_stages:
+        from ftp.api.staged_step import StagedStep
+
+        return StagedStep(definition)
+    return Step(definition)
 
 
 def lower(
@@ -276,7 +283,7 @@ def lower(
     *args: Any,
     out_specs: Any = None,
     hardware: GivenHardware = None,
-) -> Lowered:
+) -> "Lowered":
     """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it
     runs.
 

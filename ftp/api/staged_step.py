@@ -27,14 +27,8 @@ from ftp.report.staged import LoweredRounds
 from ftp.runtime.stage_programs import within_stage
 from ftp.runtime.staged_program import StagedProgram
 from ftp.runtime.subgraph_planner import StoredValue, SubgraphPlanner
-from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
-
-
-def has_stages(specs: Any) -> bool:
-    """Whether some spec of a tree gives a stage."""
-    return any(isinstance(s, PartitionSpec) and staged(s) is not None for s in flatten(specs)[0])
 
 
 class StagedStep(Step):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,6 @@ from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.planning.machine import describe_hardware
 from ftp.planning.planner import Watch
-from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
 from ftp.runtime.shared_memory import is_asked_for
 from ftp.sharding.launcher import host_name
@@ -40,6 +39,9 @@ from ftp.tensors.replicas import compare_copies
 from ftp.tracing.captured import warn_of_others
 from ftp.tracing.trace import Traced
 from ftp.version import __version__
+
+if TYPE_CHECKING:
+    from ftp.report.lowered import Lowered
 
 
 class Step:
@@ -148,14 +150,17 @@ class Step:
         """
         return self._dynamic.counts()
 
-    def lower(self, *args: Any) -> Lowered:
+    def lower(self, *args: Any) -> "Lowered":
         """The program for these arguments (real, fake or meta), without running it or talking to
         other ranks.
         """
         return self.lower_traced(None, *args)
 
-    def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
+    def lower_traced(self, traced: Traced | None, *args: Any) -> "Lowered":
         """``lower``, of a function that has been traced already with such arguments."""
+        from ftp.api.compiled_step import bound  # which is a Step
+        from ftp.report.lowered import Lowered
+
         inputs = self._abstract(args)
         call, definition = inputs.call, self._definition
         if definition.dynamic is not None:
@@ -166,8 +171,6 @@ class Step:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
             planned = self._build(replace(inputs, specs=specs), watch, known)
             return Lowered(planned.program, lowered, bound(definition, call, planned))
-
-        from ftp.api.compiled_step import bound  # which is a Step
 
         return lowered({})
 

@@ -108,11 +108,14 @@ def _run(issued: Sequence[IssuedNode], groups: Mapping[str, Sequence[GroupMember
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
-    position = {node: at for at, node in enumerate(nodes)}
-    last: dict[int, list[fx.Node]] = {}
-    for node, at in position.items():
+    used: dict[fx.Node, int] = {}
+    for at, node in enumerate(nodes):
         if node.op != "output":
-            last.setdefault(max((position[u] for u in node.users), default=at), []).append(node)
+            used[node] = at
+        used.update(dict.fromkeys(node.all_input_nodes, at))
+    last: dict[int, list[fx.Node]] = {}
+    for node, at in used.items():
+        last.setdefault(at, []).append(node)
     return last
 
 
