@@ -46,27 +46,36 @@ def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
 
 
 class _FakeValues(FakeTensorProp):
-    """Equal calls, as of repeated layers, are computed once and may share one fake tensor."""
+    """Equal calls, as of repeated layers, are computed once and may share one fake tensor; views
+    are equal where they are of one fake tensor.
+    """
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm, mode)
         self.known: dict[Any, Any] = {}
+        self.viewed: dict[int, Any] = {}  # held, so that no other tensor takes its number
 
     def run_node(self, n: fx.Node) -> Any:
         target: Any = n.target
         is_plain = (
             n.op == "call_function"
             and isinstance(target, torch._ops.OpOverload)
-            and not is_view(n)
             and not target._schema.is_mutable
         )
         if not is_plain:
             return super().run_node(n)
-        key = (target, str(mapped_arguments(n, lambda x: _layout(self.env[x]))))
+        described = self._number if is_view(n) else _layout
+        key = (target, str(mapped_arguments(n, lambda x: described(self.env[x]))))
         if key not in self.known:
             self.known[key] = super().run_node(n)
         n.meta["val"] = self.known[key]
         return self.known[key]
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        self.viewed[id(value)] = value
+        return f"tensor {id(value)}"
 
 
 def _layout(value: Any) -> Any:
