@@ -130,6 +130,19 @@ def test_loading_a_public_name_collects_no_garbage_of_all_that_is_loaded():
     assert found.stdout.strip() == "False"
 
 
+def test_a_step_loads_what_it_is_asked_for():
+    program = (
+        "import sys, torch, ftp; mesh = ftp.simulated_mesh((2,), ('tp',));"
+        " step = ftp.spmd(lambda x: x.sum(), mesh, ftp.P('tp'), ftp.P()); step(torch.ones(4));"
+        " asked = ('certification', 'explicit', 'report');"
+        " loaded = lambda: [name for name in asked if 'ftp.' + name in sys.modules];"
+        " print(loaded()); step.lower(torch.ones(4)); print(loaded())"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.splitlines() == ["[]", "['report']"]
+
+
 EACH_ALONE = """
 import os, sys, torch
 from importlib import import_module
