@@ -73,13 +73,14 @@ def rows(pattern: str = "") -> list[OpRow]:
     table = [
         OpRow(str(op), rule_text(op), _source(op), str(op) in proven)
         for op in (set(RULES) | set(DECOMPOSITIONS) | core)
-        if str(op) not in found
+        if pattern in str(op) and str(op) not in found
     ]
     table += [
         OpRow(op, f"{finding.rule}, found by trial", "discovered", True)
         for op, finding in found.items()
+        if pattern in op
     ]
-    return sorted((row for row in table if pattern in row.op), key=lambda row: row.op)
+    return sorted(table, key=lambda row: row.op)
 
 
 def proven_ops() -> frozenset[str]:
