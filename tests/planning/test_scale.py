@@ -10,6 +10,8 @@ import pytest
 import torch
 from models import LlamaConfig, MLPConfig, build, cuts, lm_batch, specs
 from plan_reshards import unbucketed
+from torch import nn
+from torch.nn import functional as F
 
 import ftp
 from ftp import P
@@ -112,6 +114,76 @@ def test_a_folded_program_equals_one_device():
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)
+
+
+class Block(nn.Module):
+    """With norms of two parameters and biases: of a bias' gradient only the next layer's is
+    read.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(self.n1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+BIASED = {
+    "norms are decomposed": {
+        "*.qkv.weight": P(("tp", "dp")),
+        "*.o.weight": P("dp", "tp"),
+        "*.up.weight": P(("tp", "dp")),
+        "*.up.bias": P(("tp", "dp")),
+        "*.down.weight": P(None, "tp"),
+        "*.down.bias": P("dp"),
+        "*.n[12].*": P("dp"),
+    },
+    "biases over both": {
+        "*.up.weight": P("tp", "dp"),
+        "*.up.bias": P(("tp", "dp")),
+        "*.down.*": P("dp"),
+        "*.qkv.*": P("dp"),
+        "*.n[12].bias": P("dp"),
+    },
+    "data parallel": {},
+}
+
+
+@pytest.mark.parametrize("plan", BIASED)
+def test_layers_with_biases_are_planned_once(plan: str, monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    fn, params = ftp.functionalize(nn.Sequential(*(Block(16) for _ in range(9))).double())
+    x = torch.randn(4, 6, 16, dtype=torch.float64)
+
+    def loss_fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(p, x).square().mean()
+
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    step = ftp.shard(loss_fn, mesh, ftp.plan(params, BIASED[plan]), batch_specs=P("dp"))
+    folded = step.lower(params, x)
+    assert folded.plan.alike > 2
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, x)
+    found_loss, found = step(params, x)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(repeats, "FEWEST", 10**9)
+    whole = ftp.shard(loss_fn, mesh, ftp.plan(params, BIASED[plan]), batch_specs=P("dp"))
+    by_layer = whole.lower(params, x)
+    assert by_layer.plan.alike == 0
+    assert folded.plan.cost == pytest.approx(by_layer.plan.cost, rel=1e-12)
+    assert facts(folded) == facts(by_layer) and folded.memory == by_layer.memory
+    nodes, in_turn = folded.plan.graph.nodes, by_layer.plan.graph.nodes
+    assert [n.name for n in nodes] == [n.name for n in in_turn]  # nothing is gathered early
+    ftp.certify(folded)
 
 
 def test_layers_that_differ_are_planned_one_by_one():

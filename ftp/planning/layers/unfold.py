@@ -1,7 +1,6 @@
 """Unfold a plan: copy the plan of one layer to all equal layers."""
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ftp.functional.remat import Region
 from ftp.planning.graph import Graph, Node, Value
@@ -31,8 +30,8 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     made = [stamp.layer(step) for step in range(gone)]
 
     def placed(value: Value, user: int) -> Value:
-        """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``,
-        which layer t or another is given.
+        """What a node or an output of layer ``user``, as the whole graph counts, takes in place of
+        ``value``, which layer t or another is given.
         """
         there = layers.of_value(value)
         if there is None:
@@ -74,7 +73,7 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
             node.pending |= {
                 i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending
             }
-    return stamp.assembled(made)
+    return stamp.assembled(made, placed)
 
 
 class _Stamp:
@@ -155,7 +154,9 @@ class _Stamp:
                 )
         return copies
 
-    def assembled(self, made: Sequence[Mapping[Node, Node]]) -> tuple[Graph, list[int]] | None:
+    def assembled(
+        self, made: Sequence[Mapping[Node, Node]], placed: Callable[[Value, int], Value]
+    ) -> tuple[Graph, list[int]] | None:
         """All outputs in their places; nodes in an order in which they can run, near that of the
         whole graph.
         """
@@ -172,15 +173,16 @@ class _Stamp:
         like: list[int] = []
         for i, value in enumerate(folded.whole.outputs):
             if i in place:
-                outputs.append(self.planned.outputs[place[i]])
-                like.append(place[i])
-                continue
-            nth = seen[value] = seen.get(value, -1) + 1
-            at = templates[whole.at[value.node], value.index][nth]
+                at, layer = place[i], whole.of_value(value)
+            else:
+                nth = seen[value] = seen.get(value, -1) + 1
+                layer = whole.of[value.node]
+                at = templates[whole.at[value.node], value.index][nth]
+                if self.layers.of_value(self.planned.outputs[at]) is None:
+                    return None
             returned = self.planned.outputs[at]
-            if self.layers.of.get(returned.node) != t:
-                return None
-            outputs.append(Value(made[whole.of[value.node] - t - 1][returned.node], returned.index))
+            # The layer of a piece of what was decomposed may be the next one: ``placed`` finds it.
+            outputs.append(returned if layer is None else placed(returned, layer))
             like.append(at)
         nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
         return Graph(_sorted(nodes, self.order), outputs), like
@@ -202,23 +204,17 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
 
 
 def _sorted(nodes: Sequence[Node], order: Mapping[Node, tuple[int, int]]) -> list[Node]:
-    missing: dict[Node, int] = {}
-    users: dict[Node, list[Node]] = {}
-    for node in nodes:
-        before = dict.fromkeys(v.node for v in node.operands)
-        missing[node] = len(before)
-        for other in before:
-            users.setdefault(other, []).append(node)
-    ready = [(*order[node], i, node) for i, node in enumerate(nodes) if not missing[node]]
-    place = {node: (*order[node], i, node) for i, node in enumerate(nodes)}
-    heapq.heapify(ready)
-    done = []
-    while ready:
-        node = heapq.heappop(ready)[-1]
-        done.append(node)
-        for user in users.get(node, ()):
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, place[user])
-    assert len(done) == len(nodes)
-    return done
+    """In the given order, but each node after its operands, which come just before it where the
+    order has them later. So a parameter is gathered where it is used, and not while something else
+    waits.
+    """
+    done: dict[Node, None] = {}
+    for node in sorted(nodes, key=order.__getitem__):
+        waiting = [node]
+        while waiting:
+            missing = [v.node for v in waiting[-1].operands if v.node not in done]
+            if missing:
+                waiting += reversed(missing)
+            else:
+                done[waiting.pop()] = None
+    return list(done)
