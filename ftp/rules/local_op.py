@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
 from ftp.rules.call import Call
@@ -41,8 +41,7 @@ class RankGraph(fx.Graph):
 
 def as_module(graph: fx.Graph) -> fx.GraphModule:
     """A module that is read or interpreted: its code is generated when it is asked for."""
-    with _use_lazy_graph_module(True):
-        return _make_graph_module({}, graph)
+    return _LazyGraphModule({}, graph)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ NEEDED = {
     "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx.graph": "_BoxedCodeGen",
-    "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
+    "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
     "torch.overrides": "_pop_mode_temporarily",

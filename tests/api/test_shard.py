@@ -26,6 +26,7 @@ from models import (
 )
 from plan_reshards import unbucketed
 from rounding import room
+from torch.fx import _lazy_graph_module
 
 import ftp
 from ftp import P
@@ -425,6 +426,7 @@ def test_threads_may_share_a_step_of_a_simulated_mesh():
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
     assert not wrong
+    assert not _lazy_graph_module._use_lazy_graph_module_flag  # of the process, not of a thread
 
 
 _interrupts: list[int] = []
