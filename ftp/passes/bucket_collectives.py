@@ -12,11 +12,10 @@ from torch import fx
 from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
-from ftp.passes.copy_elimination import copied
+from ftp.passes.copy_elimination import copied, put_in_order
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
-from ftp.planning.graph import Graph, Node
+from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.labels import numbered
-from ftp.rules.local_op import RankGraph
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -72,7 +71,7 @@ def packs(
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
-    needs: dict[Node, frozenset[Node]] = {}  # the possible members that a node depends on
+    needs = _Members()  # the possible members that a node depends on
     seeds = {}
     of_kind: dict[Any, int] = {}
 
@@ -97,9 +96,9 @@ def packs(
     def close(keys: Iterable[Any]) -> None:
         groups.extend(open_.pop(key)[0] for key in list(keys))
 
-    def close_needed(key: Any, wanted: frozenset[Node]) -> None:
+    def close_needed(key: Any, by: Node) -> None:
         members, held = open_.pop(key)
-        needed = [node for node in members if node in wanted]
+        needed = [node for node in members if needs.any_of(by, [node])]
         rest = held - sum(map(_nbytes, needed))
         # One large tensor is not copied for the sake of a few bytes that could travel with it.
         is_large = len(needed) == 1 and held - rest > FREE_BYTES
@@ -107,14 +106,14 @@ def packs(
             groups.append(members)
         else:
             groups.append(needed)
-            open_[key] = [node for node in members if node not in wanted], rest
+            open_[key] = [node for node in members if node not in needed], rest
 
     for node in graph.nodes:
         if node.target in FILLS and node.results[0].shape == ():
             seeds[node.name] = FILLS[node.target], node.results[0].dtype
-            needs[node] = frozenset()
+            needs.follow(node, ())
             continue
-        needs[node] = frozenset().union(*(needs[v.node] for v in node.operands))
+        needs.follow(node, node.operands)
         if node.own_axes:  # per-rank code may have collectives of its own
             close(open_)
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
@@ -122,9 +121,9 @@ def packs(
         # A pack of gathers is issued with its first member, any other with its last, before
         # anything that needs one of them.
         for key, (members, _) in list(open_.items()):
-            if not needs[node].isdisjoint(members):
+            if needs.any_of(node, members):
                 if key[0] != "all_gather":
-                    close_needed(key, needs[node])
+                    close_needed(key, node)
                 elif is_ahead(node):
                     close([key])
         key = kind(node)
@@ -137,7 +136,7 @@ def packs(
                 close([key])
         members, held = open_.get(key, ([], 0))
         open_[key] = [*members, node], held + _nbytes(node)
-        needs[node] |= {node}
+        needs.add(node)
     close(open_)
     return Packs(
         tuple(tuple(node.name for node in members) for members in groups if len(members) > 1), seeds
@@ -154,7 +153,7 @@ def in_order_of(graph: Graph, found: Packs) -> Packs:
     group_of = {name: number for number, group in enumerate(found.groups) for name in group}
     open_: dict[int, list[Node]] = {}
     ended: list[tuple[str, ...]] = []
-    needs: dict[Node, frozenset[Node]] = {}  # the members that a node depends on
+    needs = _Members()  # that a node depends on
     left = {number: len(group) for number, group in enumerate(found.groups)}
 
     def end(number: int) -> None:
@@ -162,19 +161,46 @@ def in_order_of(graph: Graph, found: Packs) -> Packs:
 
     for node in graph.nodes:
         is_seed = node.name in found.seeds
-        needs[node] = frozenset().union(*(needs[v.node] for v in node.operands if not is_seed))
+        needs.follow(node, () if is_seed else node.operands)
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
             continue
         for number, members in list(open_.items()):
-            if not needs[node].isdisjoint(members):
+            if needs.any_of(node, members):
                 end(number)
         if (number := group_of.get(node.name)) is not None:
             open_.setdefault(number, []).append(node)
-            needs[node] |= {node}
+            needs.add(node)
             left[number] -= 1
             if not left[number]:
                 end(number)
     return replace(found, groups=tuple(group for group in ended if len(group) > 1))
+
+
+class _Members:
+    """The members of packs that each node depends on, itself included: a bit a member, as there
+    are many of both.
+    """
+
+    def __init__(self) -> None:
+        self._bit: dict[Node, int] = {}
+        self._needs: dict[Node, int] = {}
+
+    def follow(self, node: Node, operands: Iterable[Value]) -> None:
+        """A node needs what its operands need."""
+        found = 0
+        for value in operands:
+            found |= self._needs[value.node]
+        self._needs[node] = found
+
+    def add(self, node: Node) -> None:
+        """A node is a member."""
+        self._bit[node] = 1 << len(self._bit)
+        self._needs[node] |= self._bit[node]
+
+    def any_of(self, node: Node, members: Iterable[Node]) -> bool:
+        """Whether a node needs any of some members."""
+        needed = self._needs[node]
+        return any(needed & self._bit[member] for member in members)
 
 
 def _layers(graph: Graph) -> dict[Node, Any]:
@@ -244,7 +270,8 @@ def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
         members = [issued[name] for name in group if name in issued]
         if len(members) > 1:
             _pack(new, members)
-    return sorted_graph(new)
+    sort_graph(new)
+    return new
 
 
 def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
@@ -299,8 +326,10 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     )
 
 
-def sorted_graph(graph: fx.Graph) -> fx.Graph:
-    """The nodes in an order in which they can run: each at its place, or after its last operand."""
+def sort_graph(graph: fx.Graph) -> None:
+    """Put the nodes of a graph that the caller has copied in an order in which they can run: each
+    at its place, or after its last operand.
+    """
     nodes = list(graph.nodes)
     place: dict[fx.Node, int] = {}
     position = {node: at for at, node in enumerate(nodes)}
@@ -317,8 +346,4 @@ def sorted_graph(graph: fx.Graph) -> fx.Graph:
                     node,
                     max([position[node], *(place[operand] for operand in node.all_input_nodes)]),
                 )
-    new = RankGraph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in sorted(place, key=place.__getitem__):
-        env[node] = new.node_copy(node, env.__getitem__)
-    return new
+    put_in_order(sorted(place, key=place.__getitem__))

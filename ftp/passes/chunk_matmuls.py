@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.passes.bucket_collectives import sorted_graph
+from ftp.passes.bucket_collectives import sort_graph
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value
 
@@ -98,7 +98,8 @@ def chunk_matmuls(graph: fx.Graph, found: Chunks) -> fx.Graph:
                 _raise(new, slices, found.rows[name] // found.count)
         elif nodes and nodes[-1].target is aten.cat.default:
             _sink(new, nodes[-1], found.count)
-    return sorted_graph(new)
+    sort_graph(new)
+    return new
 
 
 def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:

@@ -1,5 +1,7 @@
 """Remove copies that equal their source for as long as they are read."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -15,16 +17,15 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
     """
     if not any(node.target is CLONE for node in graph.nodes):
         return graph
-    new, env = copied(graph)
-    returned = {env[n] for n in _returned(graph)}
-    for node in list(new.nodes):
-        if (
+    new, env = RankGraph(), {}
+    returned = _returned(graph)
+    for node in graph.nodes:
+        is_dropped = (
             node.target is CLONE
             and node.kwargs.get("memory_format") in (None, torch.preserve_format)
             and node not in returned
-        ):
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            new.erase_node(node)
+        )
+        env[node] = env[node.args[0]] if is_dropped else new.node_copy(node, env.__getitem__)
     return new
 
 
@@ -34,6 +35,19 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
     return new, env
+
+
+def put_in_order(order: Iterable[fx.Node]) -> None:
+    """Put the nodes of a graph that the caller has copied, all of them, in another order."""
+    before = None
+    for node in order:
+        if before is None:
+            first = next(iter(node.graph.nodes))
+            if first is not node:
+                first.prepend(node)
+        elif before.next is not node:
+            before.append(node)
+        before = node
 
 
 def _returned(graph: fx.Graph) -> set[fx.Node]:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
-from ftp.passes.bucket_collectives import ALL_GATHER, sorted_graph
+from ftp.passes.bucket_collectives import ALL_GATHER, sort_graph
 from ftp.passes.chunk_matmuls import VIEWS
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value
@@ -157,7 +157,8 @@ def fuse_matmuls(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
         last.meta["collective"], last.meta["axis"] = issued.meta["collective"], issued.meta["axis"]
         for node in reversed([*matmuls, *reshard]):
             _erase(node)
-    return sorted_graph(new)
+    sort_graph(new)
+    return new
 
 
 def _gathered(

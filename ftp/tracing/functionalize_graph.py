@@ -384,8 +384,9 @@ def constants_last(
         first = next(iter(graph.nodes))
         if node is not first:
             first.prepend(node)
+    taken = set(names)
     for node in graph.nodes:
-        if node.op != "placeholder" and node.name in names:
+        if node.op != "placeholder" and node.name in taken:
             node.name = graph._graph_namespace.create_name(node.name, None)
     for name, node in zip(
         (*names, *(f"constant_{i}" for i in range(len(kept)))),
