@@ -25,6 +25,7 @@ from ftp.api.planned import Planned
 from ftp.api.program_cache import ProgramCache, next_source
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
+from ftp.paused_gc import collection_paused
 from ftp.planning.machine import describe_hardware
 from ftp.planning.planner import Watch
 from ftp.runtime.program import Program
@@ -156,6 +157,7 @@ class Step:
         """
         return self.lower_traced(None, *args)
 
+    @collection_paused()
     def lower_traced(self, traced: Traced | None, *args: Any) -> "Lowered":
         """``lower``, of a function that has been traced already with such arguments."""
         from ftp.api.compiled_step import bound  # which is a Step

@@ -172,14 +172,10 @@ class _GraphBuilder:
         arguments: Any = node.args
         if node.target is LOCAL and (program := program_of(arguments[1])).is_planned:
             return self.inlined(node, program, [self.env[x] for x in arguments[0]])
-        size = self.size or _same
-        args, kwargs = map_aggregate(
-            (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else size(a)
-        )  # type: ignore[misc]
-        args, kwargs = (
-            replaced(args, (), _meta),
-            replaced(kwargs, (), _meta),
-        )  # fx's immutable containers as plain ones
+        given, size = (node.args, dict(node.kwargs)), self.size
+        if size is not None:
+            given = map_aggregate(given, lambda a: a if isinstance(a, fx.Node) else size(a))  # type: ignore[assignment]
+        args, kwargs = replaced(given, fx.Node, self.env.__getitem__)
         results = self.metas(node)
         source = node.meta.get("source", "")
         origin = {
@@ -399,10 +395,6 @@ def _metas(val: Any) -> tuple[Meta, ...]:
         Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64)
         for v in vals
     )
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _candidate(call: Call) -> str:

@@ -71,7 +71,7 @@ def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]
     if isinstance(tree, list):
         return [replaced(t, kind, new) for t in tree]
     if isinstance(tree, tuple):
-        return tuple(replaced(t, kind, new) for t in tree)
+        return tuple([replaced(t, kind, new) for t in tree])
     if isinstance(tree, dict):
         return {k: replaced(t, kind, new) for k, t in tree.items()}
     return tree

@@ -100,7 +100,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
     placeholders = {s: n for n in gm.graph.nodes if n.op == "placeholder" for s in storages(n)}
     failures = []
     for node in writers:
-        for storage in sorted({s for v in writes(node) for s in storages(v)} & set(placeholders)):
+        for storage in sorted({s for v in writes(node) for s in storages(v)} & placeholders.keys()):
             placeholder = placeholders[storage]
             name = names.get(placeholder)
             if name is None:
