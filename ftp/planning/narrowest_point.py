@@ -2,6 +2,7 @@
 widened.
 """
 
+import functools
 import math
 from collections.abc import Collection
 
@@ -40,6 +41,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     """
     sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that give it
     found: set[Node] = set()
+    size = functools.cache(nbytes)
     for node in graph.nodes:
         results = [Value(node, i) for i in range(len(node.results))]
         for value in results:
@@ -48,12 +50,15 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
         if node.kind != "op" or is_matmul(node.target) or node.target not in RULES:
             continue
         before = frozenset[Value]().union(*(sources[value] for value in node.operands))
-        width = sum(map(nbytes, before))
-        cut = [value for value in node.operands if value in can_be_cut]
-        after = sum(nbytes(value) for value in results if value in can_be_cut)
-        if before and width < after and _elements(results) <= _elements(cut):
-            found.add(node)
-        if before and width <= after and len(results) == 1:
+        if not before:
+            continue
+        width = sum(map(size, before))
+        after = sum(size(value) for value in results if value in can_be_cut)
+        if width < after:
+            cut = [value for value in node.operands if value in can_be_cut]
+            if _elements(results) <= _elements(cut):
+                found.add(node)
+        if width <= after and len(results) == 1:
             sources[results[0]] = before
     users = graph.users()
     for node in reversed(graph.nodes):

@@ -98,7 +98,7 @@ def nominal(size: Size) -> int:
 
 def estimated(size: Size) -> int:
     """``nominal`` for prices: where sizes are dynamic, at those that the plan is made for."""
-    return nominal(_at_values(size))
+    return size if type(size) is int else nominal(_at_values(size))
 
 
 def _at_values(size: Size) -> Size:
