@@ -225,7 +225,8 @@ def _traced(
         filled = list(leaves)
         for i, value in zip(at, values, strict=True):
             filled[i] = value
-        with recorder.recording():
+        # Not around make_fx: it asks some twenty attributes of every input.
+        with unchecked(), recorder.recording():
             with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
                 out = fn(*in_tree.unflatten(filled))
             out_leaves, out_tree = flatten(out)
@@ -241,7 +242,6 @@ def _traced(
         nested_traces(),
         patched_libraries(),
         noted_gradients(),
-        unchecked(),
         nullcontext()
         if symbolic is None
         else symbolic.generic(lambda: user_line() or recorder.line),
