@@ -31,7 +31,6 @@ import random
 import statistics
 import sys
 import time
-from functools import partial
 
 import numpy as np
 import torch
@@ -97,13 +96,13 @@ class Joint:
         graph, axes, specs, options = captured(step, args)
         self.names, self.n = tuple(axes), tuple(axes.values())
         batch, data = list(options["batch_inputs"]), options["data_axes"]
-        graph = planner._decompose_on_demand(
-            graph, self.names, axes, specs, batch, data, options["decompose"]
+        program = planner._decompose_on_demand(
+            planner._Progress.of(graph, specs, batch), self.names, axes, data, options["decompose"]
         )
-        self.graph = graph
+        graph = self.graph = program.graph
         self.nets = []
         for name in self.names:
-            problem = planner._problem(graph, name, (), axes, specs, batch, name in data, HARDWARE)
+            problem = planner._problem(program, name, (), axes, name in data, HARDWARE)
             self.nets.append(network._CostNetwork(problem, math.inf))
         self.link = self.nets[0].problem.hardware.link
         self.could_be_cut = [
@@ -523,7 +522,7 @@ def measure(case: dict) -> dict:
     row: dict = {"ops": sum(node.kind == "op" for node in joint.graph.nodes)}
     for order in ("ab", "ba"):
         plan = _with_planner(
-            partial(planner.make_plan, hardware=HARDWARE),
+            lambda *given, **options: planner.make_plan(*given, **options | {"hardware": HARDWARE}),
             lambda order=order: step_of(order).lower(*args).plan,
         )
         if not all(plan.kept_rules.values()):
@@ -575,7 +574,7 @@ def summary(rows: list[dict]) -> dict:
     found["a fold is below the joint program"] = sum(
         min(row["gap ab"], row["gap ba"]) < -1e-6 for row in kept
     )
-    for key in ("gap ab", "gap ba", "gap best"):
+    for key in ("gap ab", "gap ba", "gap best") if kept else ():
         gaps = sorted(row[key] for row in kept)
         p90 = gaps[int(0.9 * (len(gaps) - 1))]
         found[key] = {

@@ -27,8 +27,9 @@ class Arguments:
     """Positional arguments of a step, flat.
 
     Attributes:
-        key: equal for calls that one program serves: tree, static leaves, and of each tensor shape,
-            dtype, and placement, or else dispatch keys (device, layout, wrappers).
+        key: equal for calls that one program serves. It holds the tree, the static leaves, and each
+            tensor's shape, dtype and placement; of a tensor without a placement its dispatch keys
+            (device, layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
@@ -37,7 +38,7 @@ class Arguments:
         self.key = (self.treedef, *map(_describe, self.leaves))
 
     def key_without(self, dims: DynamicDims) -> tuple[Any, ...]:
-        """The key, but for the sizes of some dims of leaves."""
+        """The key without the sizes of these dims."""
         described: list[Any] = list(self.key)
         for leaf, free in dims.items():
             shape, *rest = described[1 + leaf]
@@ -169,8 +170,8 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
             continue
         if _is_traced(leaf):
             failures.append(
-                f"{name} belongs to a trace or a transform of torch.func, past or going on, and"
-                " has no values. A step takes plain tensors;"
+                f"{name} was made inside a trace or a transform of torch.func, and has no values."
+                " A step takes plain tensors;"
                 " inside another function call the function itself, not its step."
             )
         elif leaf.device.type == "meta":
@@ -212,11 +213,11 @@ def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> N
 
 
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
-    """Raises for a donated tensor that is two leaves."""
+    """Raises for a donated tensor that two leaves hold."""
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
         raise DonationError(
             f"donate names argument {beyond[0]}, but the step is called with {len(call.args)}"
-            " arguments, 0 the first."
+            " arguments, counted from 0."
         )
     tensors = [id(leaf) for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
     if len(set(tensors)) == len(tensors):
@@ -227,15 +228,15 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
         if i != j and (call.positions[i] in donate or call.positions[j] in donate):
             a, b = call.names[j], call.names[i]
             raise DonationError(
-                f"{a} and {b} are one tensor, and it is donated, so that its memory would be"
-                " reused twice. Clone one of them."
+                f"{a} and {b} are the same tensor. It is donated, and its memory would be reused"
+                " twice. Clone one of them."
             )
 
 
 def describe_keywords(
     fn: Callable[..., Any], arguments: Sequence[str], n: int, keywords: Mapping[str, Any]
 ) -> str:
-    """The message for keyword arguments after ``n`` positional ones.
+    """The error message for keyword arguments given after ``n`` positional ones.
 
     Args:
         arguments: names of the positional arguments.
@@ -249,7 +250,7 @@ def describe_keywords(
                 f" are positional, ({listed})."
                 f" Make the step of functools.partial({name}, {strange[0]}=...)."
             )
-        again = f", and {strange[0]!r} is given already" if strange[0] in positional else ""
+        again = f", and {strange[0]!r} was given already" if strange[0] in positional else ""
         return (
             f"The step takes no argument {strange[0]!r}: {name} takes ({listed}), by"
             f" position{again}. Call step({listed})."

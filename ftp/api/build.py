@@ -1,5 +1,5 @@
-"""Build: trace, plan and check one program for a call's inputs. Of other ranks it asks nothing but
-the plan that the first one hands out.
+"""Build: trace, plan and check one program for a call's inputs. The only message it takes from
+another rank is the first rank's plan.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -35,7 +35,7 @@ def build(
 
     Args:
         watch: what the planner reports to.
-        traced: the function's trace, where it was made for a report, which plans for itself.
+        traced: the function's trace, where a report has made it already.
     """
     is_lowered = traced is not None
     traced = traced or traced_for(definition, inputs)
@@ -53,14 +53,14 @@ def build(
 
 
 def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: Any) -> Planned:
-    """A program that was made of a trace, with what its calls have to do."""
+    """The `Planned` of a program: the program, and what each of its calls has to do."""
     captured = places_of(definition.fn, traced.captured)
     donated = definition.donated_names
     return planned_for(inputs, program, definition.mesh, donated, captured)
 
 
 def result_facts(inputs: Inputs, traced: Traced) -> dict[str, Any]:
-    """What programs of all kinds know of a call's leaves and of its result."""
+    """The fields that programs of all kinds share: a call's leaves, and the tree of its result."""
     return {
         "tensor_leaves": inputs.tensors,
         "leaf_specs": tuple(inputs.specs),
@@ -76,7 +76,7 @@ class Planning:
 
     Args:
         out_specs: a spec per output, None where propagation is to choose.
-        returned: positions of arguments that come back, which are state.
+        returned: positions of arguments that the result returns; they are state.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Planning:
         """The plan of a traced graph.
 
         Args:
-            sizes, number: of a trace with dynamic sizes.
+            sizes, number: as of `prepare`, for a trace with dynamic sizes.
         """
         mesh, options = self.definition.mesh, self.definition.options
         prepared = prepare(
@@ -165,7 +165,9 @@ def _check_explicit(program: Program, planning: Planning) -> None:
 
 
 def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Program:
-    """The program as another rank, or an earlier start, has planned it."""
+    """The program by the plan that another rank handed out or an earlier run stored; else by a new
+    plan.
+    """
     definition, inputs = planning.definition, planning.inputs
     key = key_of(
         definition.mesh,

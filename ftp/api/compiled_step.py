@@ -31,16 +31,17 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
     """The program that ``lowered.save(path)`` wrote, ready to run on this process' rank: nothing is
     traced or planned.
 
-    Reading a file runs no code; running its program runs torch's ops, with what the program gives
-    them. The file must be this user's own, as files of ftp's cache must.
+    Reading a file runs no code; running its program runs torch's ops with the arguments that the
+    file gives them. The file must be owned by this user, like the files of ftp's cache.
 
     Args:
         path: of the file; every rank reads it.
-        mesh: the mesh to run on, of the shape, axes and device type that the program was made for;
-            default that of the surrounding ``ftp.use_mesh``, else ``ftp.make_mesh`` of these.
+        mesh: the mesh to run on, of the shape, axes and device type that the program was made for.
+            Default: the mesh of the surrounding ``ftp.use_mesh``, else a new ``ftp.make_mesh`` of
+            that shape, axes and device type.
 
     Returns:
-        ``step(params, *batch)`` of these shapes and dtypes; its ``lowered`` has the reports.
+        ``step(params, *batch)`` for the program's shapes and dtypes; ``lowered`` has its reports.
 
     Raises:
         ProgramFileError: a file that is damaged, that another user owns or can write to, or that
@@ -69,7 +70,7 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
 
 
 def bound(definition: Definition, call: Arguments, planned: Planned) -> "BoundProgram | None":
-    """A planned program with what its calls look like; None of a program of stages."""
+    """A planned program with the signature of its calls; None for a program of pipeline stages."""
     program = planned.program
     if not isinstance(program, Program):
         return None
@@ -90,7 +91,7 @@ def bound(definition: Definition, call: Arguments, planned: Planned) -> "BoundPr
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program with what its calls look like."""
+    """A program with the signature of its calls."""
 
     program: Program
     signature: Signature
@@ -144,8 +145,8 @@ class CompiledStep(Step):
         return Lowered(self.program)
 
     def prepare(self) -> None:
-        """Make what runs the program, ahead of its first call. On processes all ranks call it
-        together.
+        """Compile the program and load its kernels before its first call. On processes all ranks
+        call it together.
         """
         record, program = self._record, self.program
         metas = [self._signature.leaves[i] for i in program.tensor_leaves]
@@ -171,7 +172,7 @@ class CompiledStep(Step):
         return specs
 
     def _due(self, leaf: Any, spec: PartitionSpec) -> str:
-        """What this rank is to hold of a leaf."""
+        """The tensor or static value that this rank must pass for a leaf, in words."""
         if not isinstance(leaf, Meta):
             return _static(leaf)
         shape = leaf.shape

@@ -40,12 +40,12 @@ class Definition:
     """What a step is made of.
 
     Attributes:
-        in_specs: arguments to a spec per leaf.
-        out_specs: the result, the arguments' specs and the arguments to a spec per leaf; None where
-            propagation is to choose.
-        arguments: what the positional arguments are called in messages.
+        in_specs: function from the arguments to a spec per leaf.
+        out_specs: function from the result, the arguments' specs and the arguments to a spec per
+            leaf of the result; None where propagation is to choose.
+        arguments: names of the positional arguments, for messages.
         state: positions of arguments that are state rather than a batch.
-        dynamic: arguments to their dims that change size.
+        dynamic: function from the arguments to their dims that change size.
     """
 
     fn: Callable[..., Any]
@@ -71,11 +71,11 @@ class Definition:
 
     @property
     def hardware(self) -> Hardware:
-        """What programs are planned for."""
+        """The hardware that programs are planned for."""
         return self.hardware_on(self.mesh.hosts)
 
     def hardware_on(self, hosts: tuple[str, ...]) -> Hardware:
-        """What programs are planned for where ranks are on these hosts."""
+        """The hardware that programs are planned for, with the ranks on these hosts."""
         return hardware_on(replace(self.mesh, hosts=hosts), self.options.hardware)
 
 
@@ -141,8 +141,8 @@ def traced_for(
 
 
 def _of_nones(names: Sequence[str], error: AttributeError | TypeError) -> str:
-    """What to say of an error of a function that is given None. An AttributeError names its
-    object; of a TypeError None is a cause among others.
+    """The message for an error of a function whose arguments hold None. An AttributeError names
+    None as its object; a TypeError may have other causes.
     """
     line = raised_line(error)
     at = f" at {line}" if line else ""
@@ -156,8 +156,8 @@ def _of_nones(names: Sequence[str], error: AttributeError | TypeError) -> str:
 def specs_of_results(
     definition: Definition, inputs: Inputs, traced: Traced
 ) -> tuple[list[PartitionSpec | None], Collection[int]]:
-    """A spec per output, None where propagation is to choose; and the positions of arguments that
-    come back.
+    """A spec per output, None where propagation is to choose; and the positions of the arguments
+    that the result returns.
     """
     call, specs = inputs.call, inputs.specs
     out_specs = _checked_out_specs(definition, inputs, traced)
@@ -193,5 +193,5 @@ def _checked_out_specs(
     if failures:
         raise SpecError(join_failures(failures))
     results = sum(not static for static in traced.is_static)
-    found[results:] = [PartitionSpec()] * (len(found) - results)  # whether assumptions hold
+    found[results:] = [PartitionSpec()] * (len(found) - results)  # the assumptions' conditions
     return found

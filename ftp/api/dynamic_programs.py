@@ -23,7 +23,7 @@ class DynamicPrograms:
     """The families of programs of a step with dynamic sizes.
 
     Attributes:
-        families: by the key of a call but for its dynamic sizes.
+        families: by the key of a call without its dynamic sizes.
     """
 
     def __init__(self):
@@ -33,7 +33,9 @@ class DynamicPrograms:
         return families.counts({id(f): f for f in self.families.values()}.values())
 
     def at_new_size(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Planned | None:
-        """The program for these arguments at a size that is new, where its plan is made."""
+        """The program for these arguments by a plan that was made at another size; None if there is
+        none.
+        """
         family = self._family(call, dynamic, mesh)
         if family is None or family.why_not or not family.traces:
             return None
@@ -45,7 +47,7 @@ class DynamicPrograms:
         return None if plan is None else _at_size(plan, call, values, mesh)
 
     def _family(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Family | None:
-        """The programs of calls that are like this one but for sizes."""
+        """The family of this call: programs of calls that differ from it in dynamic sizes alone."""
         key = call.key_without(dynamic.dims)
         if key not in self.families:
             for family in self.families.values():
@@ -61,8 +63,8 @@ class DynamicPrograms:
         dynamic: Dynamic,
         build: Callable[[Inputs], Planned],
     ) -> Planned:
-        """The program for these inputs: one that serves many sizes, where that can be made, else
-        what ``build`` makes.
+        """The program for these inputs: one that serves many sizes where possible, else the program
+        of these sizes, by ``build``.
         """
         call = inputs.call
         values = dynamic.values(inputs.shapes, call.names)
@@ -106,8 +108,8 @@ def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: M
 def _traced(
     family: Family, definition: Definition, inputs: Inputs, values: tuple[int, ...]
 ) -> FamilyTrace | None:
-    """Trace for all sizes; a function that asks for one, for those with the same answers. None
-    where these are sizes of one, which the function takes apart.
+    """Trace for all sizes. Where the function's code compares sizes, the trace serves the sizes
+    with the same answers. None where a size is one and the function treats one in its own way.
     """
     for at in families.sizes_to_trace(family, inputs.shapes, values):
         sizes = families.sizes_for(family.dynamic, at)

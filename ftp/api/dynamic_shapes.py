@@ -125,10 +125,10 @@ def dynamic_arguments(
 
 
 def check_dims(given: Any) -> None:
-    """Raise for what says nothing of dims, whatever the arguments.
+    """Raise for a ``dynamic_shapes`` that is wrong whatever the arguments.
 
     Raises:
-        InputError: of a value that is no Dim.
+        InputError: a value that is no Dim.
     """
     reader = _RangeReader()
 
@@ -153,8 +153,8 @@ class _RangeReader:
         self.ranges: dict[str, Range] = {}
 
     def read(self, given: Any, tree: Any, name: str, leaf: int) -> int:
-        """Note what ``given`` says of a tree whose first leaf is ``leaf``; returns the leaf after
-        it.
+        """Record the dynamic dims that ``given`` states for a tree whose first leaf is ``leaf``.
+        Returns the number of the leaf after the tree.
         """
         if isinstance(tree, torch.Tensor):
             self._tensor(given, tree, name, leaf)
@@ -220,7 +220,7 @@ class _RangeReader:
         known = self.ranges.setdefault(found.name, found)
         if known != found:
             raise InputError(
-                f"dynamic_shapes has {known} and {found}, of one name and other limits."
+                f"dynamic_shapes has {known} and {found}: one name with two different limits."
             )
         return found
 
@@ -233,5 +233,5 @@ def _limit(x: Any) -> Any:
 
 
 def _is_of_tensor(given: Any) -> bool:
-    """Whether it says what the dims of a tensor are, rather than of a tree of tensors."""
+    """Whether ``given`` describes the dims of one tensor rather than a tree of tensors."""
     return isinstance(given, Mapping) and all(isinstance(key, int) for key in given)

@@ -1,5 +1,5 @@
 """Programs for calls that differ in the sizes of dynamic dims alone: traced with symbolic sizes,
-planned once for all sizes of which trace and plan ask the same.
+planned once for all sizes that give the same answers to the conditions of trace and plan.
 
 A family has traces, mostly one: several where the function asks for a size. A trace has plans: one
 for sizes that a mesh axis divides, one for others. A plan has rank graphs (`RankPrograms`).
@@ -23,7 +23,7 @@ from ftp.tensors.placement import placement_of
 from ftp.tracing.trace import Traced
 
 MOST_TRACES = 4  # of one family, before its sizes are traced one by one
-_GENERIC = 5  # a size at which little that code asks of sizes is so by chance
+_GENERIC = 5  # a size that few conditions in code single out
 
 
 class NotDynamic(Exception):
@@ -32,10 +32,10 @@ class NotDynamic(Exception):
 
 @dataclass
 class FamilyPlan:
-    """One plan, and what it was first made as.
+    """One plan.
 
     Attributes:
-        planned: the step's record of it at one size.
+        planned: the step's `Planned` of its first size.
     """
 
     dynamic: Dynamic
@@ -46,8 +46,8 @@ class FamilyPlan:
     def of(
         cls, dynamic: Dynamic, values: Sequence[int], make: Callable[[Sizes], Program]
     ) -> "FamilyPlan":
-        """The plan for sizes such as ``values``; of those that a mesh axis divides in formulas of
-        the quotient.
+        """The plan for sizes such as ``values``. A size that a mesh axis must divide is written as
+        a multiple of the axis' size, so that shards have formulas too.
         """
         multiple = 1
         while True:
@@ -82,8 +82,8 @@ class ShapeCounts:
     """How the sizes of a step's dynamic dims were served so far.
 
     Attributes:
-        traces, plans: how many serve many sizes.
-        one_by_one: why each size is traced and planned for itself, where that is so.
+        traces, plans: the number of traces and of plans that serve many sizes.
+        one_by_one: reasons why sizes are traced and planned one by one; empty if none are.
     """
 
     traces: int
@@ -126,7 +126,7 @@ class Family:
         """Keep a trace.
 
         Raises:
-            NotDynamic: where the function asks for too much.
+            NotDynamic: its conditions allow one size only, or the family has ``MOST_TRACES``.
         """
         if trace.sizes.conditions.pins() or len(self.traces) == MOST_TRACES:
             symbolic = trace.traced.symbolic
@@ -151,7 +151,7 @@ def reason(error: Exception) -> str:
 
 
 def option_apart(options: Options) -> str:
-    """An option whose programs are made for one size; "" if there is none."""
+    """An option under which a program serves one size only; "" if none is set."""
     given = {
         "compile=True": options.compile,
         "certify=True": options.certify,
@@ -189,7 +189,7 @@ def sizes_for(dynamic: Dynamic, values: Sequence[int], multiple: int = 1) -> Siz
 def sizes_to_trace(
     family: Family, shapes: Sequence[Shape | None], values: tuple[int, ...]
 ) -> Iterator[tuple[int, ...]]:
-    """Sizes to trace with: such as no other dim has, then those of the call."""
+    """Sizes to try a trace with: first sizes that no other dim has, then those of the call."""
     taken = {size for shape in shapes for size in shape or ()} - set(values)
     generic = []
     for limit, value in zip(family.dynamic.ranges, values, strict=True):

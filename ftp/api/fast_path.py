@@ -17,14 +17,14 @@ from ftp.tensors.placement import Fact, Returned, known_of
 
 
 class Expected:
-    """A call like the last one.
+    """The call that is expected next: one like the last.
 
     Args:
         treedef, leaves: of the last call's arguments, which a program served.
-        facts: what was known of each leaf.
-        before: what the call before the last returned, if it ran the same program.
-        outputs: what is known of the outputs of a call, until something changes it.
-        donated: leaves whose memory the program reuses, and what to remember of them.
+        facts: per leaf its recorded fact.
+        before: the results of the call before the last, if it ran the same program.
+        outputs: the facts of a call's outputs, until something changes them.
+        donated: leaves whose memory the program reuses, and the fact to record of each.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Expected:
         self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
         if self.is_likely:
             sizes, strides = [list(x.shape) for x in leaves], [list(x.stride()) for x in leaves]
-            guards: Any = TensorGuards  # its declared types are of another form than it takes
+            guards: Any = TensorGuards  # its declared types differ from those it takes
             self._are_alike = guards(
                 *leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
             ).check

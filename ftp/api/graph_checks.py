@@ -1,4 +1,6 @@
-"""Check what a step has made: prepared graphs against its mesh, programs as its options ask."""
+"""Checks of a step's graphs and programs: prepared graphs against the mesh, programs as options
+ask.
+"""
 
 from collections.abc import Iterable
 
@@ -14,7 +16,7 @@ from ftp.sharding.mesh import Mesh
 
 
 def check_programs(programs: Iterable[Program], options: Options) -> None:
-    """Check each program once, strictly and by a certificate, where the options ask for it."""
+    """Lint each program once under ``strict``, and certify it under ``certify``."""
     once = {id(p): p for p in programs}.values()
     if options.strict:
         from ftp.report.program_lint import check_strictly
@@ -41,11 +43,11 @@ def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
         failures |= dict.fromkeys(check_spec(pin.spec, node.results[0].shape, mesh.axes, where))
         failures |= dict.fromkeys(
             f"{where} has spec {pin.spec}, but stands in per-rank code over {axis!r}, where a"
-            " tensor is one rank's. Name the other axes alone."
+            " tensor belongs to one rank. Name other axes only."
             for axis in sorted(node.rank_axes.intersection(pin.spec.axes))
         )
         failures |= dict.fromkeys(
-            f"{where} speaks of mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of"
+            f"{where} names mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of"
             " its axes."
             for axis in pin.axes or ()
             if axis not in (*mesh.axes, *pin.spec.axes)

@@ -182,8 +182,8 @@ def _drawn(
 def _fresh(
     model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """A context in which the model's modules hold new tensors; the dict has those that they hold at
-    the end, by path. The model is restored.
+    """A context in which the model's modules hold new tensors. The dict has them by path; at the
+    end it gets those that the modules hold then, and the model is restored.
     """
     paths = {id(t): path for path, t in tensors.items()}
     fresh: dict[str, Tensor] = {}

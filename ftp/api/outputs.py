@@ -19,8 +19,8 @@ def returned_trees(
     traced: Traced,
     out_specs: Sequence[PartitionSpec | None],
 ) -> dict[int, list[list[int]]]:
-    """The arguments that the result returns, such as an optimizer's state: with equal tree, shapes,
-    and specs where the result's are given.
+    """The arguments that the result returns, such as an optimizer's state: a subtree of the result
+    has the argument's tree and shapes, and its specs where the result's specs are given.
 
     Returns:
         Per position of such an argument, for each equal tree of the result, the indices of its
@@ -57,11 +57,11 @@ def with_given(
     given: Mapping[int, Sequence[PartitionSpec]],
     traced: Traced,
 ) -> list[PartitionSpec | None]:
-    """``out_specs``, with the specs of the arguments for open outputs that return them, so that the
-    next call can take them.
+    """``out_specs`` in which an output without a spec that returns an argument has the argument's
+    spec, so that the next call can take it.
 
-    Of several equal arguments the first is returned first; where the result has another number of
-    them, the planner chooses.
+    Several equal arguments are matched to the result's equal trees in order; where their numbers
+    differ, the planner chooses.
     """
     found = list(out_specs)
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}

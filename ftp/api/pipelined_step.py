@@ -102,9 +102,9 @@ def plan_pipeline(
 
     Args:
         names, inputs: of the parameters and the whole batch.
-        leaves: which parameters the gradients are of.
-        batch: how many of the inputs are.
-        facts: as of `result_facts`.
+        leaves: indices of the parameters that have gradients.
+        batch: number of inputs that belong to the batch: the last ones.
+        facts: of `result_facts`.
 
     Raises:
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
@@ -114,7 +114,7 @@ def plan_pipeline(
     gm = with_constant_seeds(gm)
     whole: Any = gm.graph.output_node().args[0]
     out_shapes = [tuple(node.meta["val"].shape) for node in whole]
-    # A stack of layers that the axis cuts is one parameter a rank from here on.
+    # From here on a stack of layers that the axis cuts is one parameter per rank.
     count, results = len(inputs), len(whole) - len(leaves)
     stacks = stacks_of(gm, [held.spec for held in inputs], out_specs, pipeline.axis, ranks)
     if not stacks.is_empty:
@@ -188,7 +188,7 @@ def plan_pipeline(
 
 
 def _copied(pipeline: Pipeline, batch: Sequence[StoredValue], within: Mesh) -> list[bool]:
-    """Per batch tensor whether its microbatches are copies: rows that do not follow each other."""
+    """Per batch tensor, whether a microbatch is a copy because its rows are not adjacent."""
     count = pipeline.microbatches
     rows = [local_shape(held.spec, held.shape, within.axes)[0] for held in batch]
     return [count < n for n in rows] if count > 1 else [False] * len(rows)
@@ -224,9 +224,7 @@ def check_batch(
 
 
 def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:
-    """How many rows a rank holds of a batch tensor, for each rank that the first dim's cuts tell
-    apart.
-    """
+    """The numbers of rows of a batch tensor that ranks hold, under all cuts of its first dim."""
     first = P(spec[0]) if len(spec) else P()
     places = itertools.product(*(range(axes[axis]) for axis in first.axes))
     return {

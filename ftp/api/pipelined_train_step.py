@@ -1,5 +1,5 @@
-"""A whole train step over a pipeline: its gradient microbatch by microbatch, and what follows, an
-optimizer's update, once.
+"""A whole train step over a pipeline: its gradient microbatch by microbatch, then the optimizer's
+update once.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class PipelinedTrainStep(Step):
     ) -> Planned:
         definition, call = self._definition, inputs.call
         names, specs, shapes = inputs.tensor_names, inputs.specs, inputs.shapes
-        # First of the whole batch, which tells what is state.
+        # The trace of the whole batch comes first: it tells which arguments are state.
         whole, noted = self._noted(inputs)
         state = definition.state.union(specs_of_results(definition, inputs, whole)[1])
         is_state = [position in state for position in inputs.tensor_positions]
@@ -77,7 +77,7 @@ class PipelinedTrainStep(Step):
         return planned_of(definition, inputs, traced, program)
 
     def _noted(self, inputs: Inputs) -> tuple[Traced, Noted]:
-        """The function traced, with its means over microbatches."""
+        """The trace of the function on one microbatch, with its means over microbatches."""
         with noting_means(self._pipeline.microbatches) as means:
             traced = traced_for(self._definition, inputs)
         _check_means(means)
@@ -86,8 +86,8 @@ class PipelinedTrainStep(Step):
         return traced, Noted(results, is_gradient, len(means.batch))
 
     def _check_sizes(self, noted: Noted, whole: Traced, traced: Traced) -> None:
-        """Raises where what follows the gradient depends on how many rows there are, of which the
-        trace saw a microbatch's.
+        """Raises where ops after the gradient depend on the batch size: the trace saw one
+        microbatch.
         """
         is_alike = is_alike_after(traced.gm, whole.gm, noted)
         if not is_alike or whole.out_leaves != traced.out_leaves:

@@ -18,16 +18,17 @@ from ftp.tracing.captured import Captured
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A program, the arguments it was made for, and what its calls have to do.
+    """A program, the arguments it was made for, and the work around each of its calls.
 
     Attributes:
         key: of the arguments.
-        shapes: per leaf of the arguments its global shape.
-        placements: per output of the graph, its layout.
+        shapes: global shape of each leaf of the arguments.
+        placements: layout of each output of the graph.
         renewed: outputs that share memory with an argument or another output, and how each is
             copied.
-        donated: leaves whose memory is reused, and the fact to record of them.
-        captured: tensors that the function reads and that are no arguments, and where they are.
+        donated: leaves whose memory is reused, and the fact to record of each.
+        captured: tensors that the function reads and that are no arguments, and where it finds
+            them.
     """
 
     program: Program
@@ -44,7 +45,9 @@ class Planned:
         return any(place.now() is not place.tensor for place in self.captured)
 
     def describe_leaf(self, i: int) -> str:
-        """A leaf of the arguments as it keys the program: dtype and global shape, or a value."""
+        """The part of the program's key that a leaf gives, in words: dtype and global shape, or a
+        value.
+        """
         shape, (kind, known, *_) = self.shapes[i], self.key[1 + i]
         if shape is not None:
             return f"{str(known).removeprefix('torch.')}{list(shape)}"
@@ -67,7 +70,7 @@ def planned_for(
     donated: dict[int, str],
     captured: list[Captured],
 ) -> Planned:
-    """A program with what its calls have to do.
+    """The `Planned` of a program.
 
     Args:
         donated: names of the donated arguments, by position.

@@ -26,9 +26,9 @@ class ProgramCache:
 
     Attributes:
         programs: by the key of the arguments that they serve.
-        used: by last use, the latest at the end; each with the numbers of its modules' source
-            texts, which torch keeps.
-        expects_many: programs, so that no warning is due.
+        used: the programs by last use, the latest at the end; each with the numbers of the source
+            texts that torch keeps of its modules.
+        expects_many: whether many programs are expected, so that no warning is due.
     """
 
     def __init__(self, limit: int):
@@ -38,7 +38,7 @@ class ProgramCache:
         self._limit, self._count = limit, 0
 
     def alike(self, call: Arguments, mesh: Mesh) -> Planned | None:
-        """A program made for other arguments that serves these too."""
+        """A program that was made for other arguments and serves these too."""
         return next(
             (
                 p

@@ -32,8 +32,9 @@ def reshard(
 ) -> Any:
     """Reshard tensors from specs ``old`` to specs ``new``, on one mesh or to another.
 
-    On one mesh by the cheapest collectives, a tensor at a time. To another mesh, or with a bound on
-    memory, ranks send each other the parts that they lack. All ranks of either mesh call it.
+    On one mesh, each tensor takes the cheapest collectives, one tensor after another. To another
+    mesh, or with ``max_bytes``, ranks send each other the parts that they lack. All ranks of either
+    mesh call it.
 
     Args:
         tree: this rank's shards, placed or not; other leaves pass through. On a rank outside
@@ -67,7 +68,7 @@ def reshard(
         before = fitted_tree(tree, m, old)
         after = before.with_specs(m, new)
         check_placement(before)
-    # A leaf at a time: each finds its own order of the axes, and no more than one is in flight.
+    # One leaf at a time: each has its own order of the axes, and only one is in flight.
     return before.unflatten(
         _resharded(source, target.spec, m)
         for source, target in zip(before.leaves, after.leaves, strict=True)
@@ -140,7 +141,7 @@ def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
 
 @torch.library.impl("ftp::local", "CompositeExplicitAutograd")
 def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Per-rank code on whole tensors outside of a step: run as a step that does nothing else."""
+    """Run per-rank code on whole tensors outside of a step, as a step of that code alone."""
     run = _simulated(program, xs[0].device.type)
     with torch.no_grad():
         return [x.clone() for x in run([x.detach() for x in xs])]

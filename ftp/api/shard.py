@@ -73,24 +73,23 @@ def shard(
         donate: positions of arguments whose memory the step may reuse; they must not be used
             afterwards.
         compile: compile each rank's graph with inductor (the simulator runs it as it is).
-        strict: what ``lowered.lint`` warns of is an error: large parameters on every rank, uneven
-            shards that waste much, activations gathered whole, ops whose inputs disagree on their
-            layout with no constraint to decide. So is an op without a sharding rule, else
-            replicated with a warning.
-        explicit: refuse collectives that nobody asked for, with the lines that ask for them. Asked
-            for are gathers of parameters, sums of gradients, what the specs of inputs and outputs
-            need, and what ``ftp.constrain`` says, with its transpose in the backward pass (see
-            docs/explicit.md).
+        strict: raise an error for what ``lowered.lint`` warns of: large parameters on every rank,
+            uneven shards that waste much, activations gathered whole, ops whose inputs disagree on
+            their layout with no constraint to decide. An op without a sharding rule is an error
+            too; by default it is replicated with a warning.
+        explicit: refuse collectives that no line asks for; the error names the lines to add. Asked
+            for are gathers of parameters, sums of gradients, reshards that the specs of inputs and
+            outputs need, and those of ``ftp.constrain``, with their transposes in the backward pass
+            (see docs/explicit.md).
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         bucket: issue small collectives that are ready together as one: gathers of the parameters of
-            a layer, reductions of gradients, of statistics and of losses. Values are the same with
-            and without.
+            a layer, reductions of gradients, of statistics and of losses. It changes no value.
         check_inputs: at each call check that replicas of every input are equal, as
             ``ftp.check_replicas`` does, and that inputs which index a dim (ids, classes) are in its
             range.
         prefetch: bytes of parameters that a rank gathers before they are needed; default the size
-            of the largest. At most so much more memory is used than with 0, where each is gathered
-            when it is needed.
+            of the largest parameter. A step uses at most this much more memory than with 0, where
+            each is gathered when it is needed.
         chunks: under sequence parallelism, the number of chunks (of the batch, which it must
             divide) in which to reshard activations beside a matmul; one chunk is sent while
             another is computed.
@@ -111,9 +110,9 @@ def shard(
         reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
             all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
             sums, of activations and of the loss, keep their dtype.
-        rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
-            function draws by torch's random functions, and its models that are given no key of
-            their own, is drawn from it, the same numbers on any mesh.
+        rng: the step takes one more argument, the last, ``ftp.random.key(...)``. torch's random
+            functions in the function, and models that are given no key of their own, draw from it:
+            the same numbers on any mesh.
         dynamic_shapes: the dims of the batch that change size, as torch.export takes them:
             ``{1: torch.export.Dim("S", max=8192)}``, a prefix tree of the tuple of batch
             arguments. The step is traced once for all their sizes (see docs/shapes.md).
@@ -211,16 +210,17 @@ def spmd(
         fn: takes and returns trees of tensors, and has no side effects.
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it
             may be that argument's own tree.
-        out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees
-            of the result that are like an argument (parameters, an optimizer's state): they come
-            back as it went in.
-        data_axes: default the axes that cut an argument that is no state. State: the first
-            argument, donated ones, and trees that come back in the result with the same shapes and
+        out_specs: prefix tree of the result; None leaves the choice to propagation. A tree of the
+            result that is like an argument (parameters, an optimizer's state) keeps the argument's
             specs.
+        data_axes: default the axes that cut an argument that is not state. State: the first
+            argument, donated arguments, and arguments that the result returns with the same shapes
+            and specs.
         pipeline: run the gradient that ``fn`` takes, by ``torch.func.grad_and_value`` or
-            ``ftp.optim.accumulate`` of it, in stages over one axis, microbatch by microbatch. What
-            follows, such as clipping and an optimizer's update, is done once, of the means over the
-            microbatches. ``in_specs`` hold those of ``pipeline.place`` (see docs/pipelines.md).
+            ``ftp.optim.accumulate`` of it, in stages over one axis, microbatch by microbatch. Ops
+            after the gradient, such as clipping and an optimizer's update, run once, on the means
+            over the microbatches. ``in_specs`` hold the specs of ``pipeline.place`` (see
+            docs/pipelines.md).
 
     The other arguments are those of ``shard``.
 
@@ -307,7 +307,7 @@ def lower(
 
 
 def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
-    """The arguments before the key, and the key's spec: it is replicated."""
+    """The arguments before the key, and the key's spec, P()."""
     given, key = args[:-1], args[-1] if args else torch.empty(0)
     check_key(key, "The step's last argument, as rng=True,")
     return given, [PartitionSpec()]

@@ -87,7 +87,7 @@ def plan_rounds(
     count = len(names)
     outputs: Any = gm.graph.output_node().args[0]
     out_shapes = [tuple(node.meta["val"].shape) for node in outputs]
-    # A stack of layers that the axis cuts is one argument a rank from here on.
+    # From here on a stack of layers that the axis cuts is one argument per rank.
     stacks, whole_specs = stacks_of(gm, specs, out_specs, axis, ranks), out_specs
     if not stacks.is_empty:
         traced, gm = gm, with_parts(gm, stacks)

@@ -84,7 +84,7 @@ class Step:
             if planned is not None:
                 warn_of_others(planned.captured, stacklevel=2)
         except Exception as e:
-            # Tell the other ranks, which may be about to wait for this one.
+            # The other ranks may wait for this one: tell them.
             record.agree(record.next(), e)
             raise
         first_source = next_source()
@@ -159,7 +159,7 @@ class Step:
 
     @collection_paused()
     def lower_traced(self, traced: Traced | None, *args: Any) -> "Lowered":
-        """``lower``, of a function that has been traced already with such arguments."""
+        """``lower`` with a trace that was made already for such arguments."""
         from ftp.api.compiled_step import bound  # which is a Step
         from ftp.report.lowered import Lowered
 
@@ -183,7 +183,9 @@ class Step:
         return Inputs(call, specs, estimated_shapes(call, specs, self.mesh))
 
     def _known(self, *args: Any) -> Planned:
-        """What is planned for these arguments; else made, without talking to other ranks."""
+        """The program of these arguments; planned now, without talking to other ranks, if it is
+        new.
+        """
         inputs = self._abstract(args)
         return self._cache.programs.get(inputs.call.key) or self._build(inputs)
 
@@ -259,7 +261,7 @@ class Step:
                 planned = self._built(Inputs(call, specs, shapes, handed_out))
             finally:
                 if handed_out is not None:
-                    handed_out.give(b"")  # where this rank has given no plan
+                    handed_out.give(b"")  # in case this rank has given no plan
             agreed = {
                 "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
@@ -272,7 +274,7 @@ class Step:
             if handed_out is not None:
                 handed_out.forget()
         except MismatchError as e:
-            # So it is on every rank: all of them come to say where the program first differs.
+            # Every rank gets here, and all report where the program first differs.
             if e.facet == "program":
                 record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
@@ -283,7 +285,7 @@ class Step:
         return checked_specs(self._definition, call)
 
     def _built(self, inputs: Inputs) -> Planned:
-        """``_build``, for many sizes where dims are dynamic and that can be."""
+        """``_build``; for many sizes at once where dims are dynamic and it is possible."""
         definition = self._definition
         dynamic = None if definition.dynamic is None else definition.dynamic(inputs.call.args)
         if dynamic is None or not dynamic.ranges:
@@ -293,7 +295,7 @@ class Step:
     def _build(
         self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
     ) -> Planned:
-        """See `build`; steps of other kinds of programs build theirs here."""
+        """See `build`; subclasses build their kind of program here."""
         return build(self._definition, inputs, watch, traced)
 
 

@@ -262,7 +262,7 @@ def test_sizes_that_do_not_fit():
         (
             ({1: torch.export.Dim("S", max=4)}, {1: torch.export.Dim("S", max=5)}),
             InputError,
-            "of one name and other limits",
+            "one name with two different limits",
         ),
     ],
 )

@@ -176,7 +176,7 @@ IN_FULL = {
     "an argument twice": (
         lambda: step()(PARAMS, X, x=X),
         "InputError: The step takes no argument 'x': loss_fn takes (params, x), by position, and"
-        " 'x' is given already. Call"
+        " 'x' was given already. Call"
         " step(params, x).",
     ),
     "a keyword that the loss takes by name alone": (
@@ -597,8 +597,8 @@ def test_one_tensor_donated_twice():
     both(torch.ones(3), torch.ones(3))
     x = torch.ones(3)
     expected = (
-        "DonationError: x and y are one tensor, and it is donated, so that its memory would"
-        " be reused twice. Clone one of them."
+        "DonationError: x and y are the same tensor. It is donated, and its memory would be reused"
+        " twice. Clone one of them."
     )
     assert message(both, x, x) == expected
     assert message(ftp.spmd(lambda x, y: (x + 1, y + 1), MESH, donate=(1,)), x, x) == expected

@@ -196,7 +196,7 @@ def test_an_axis_that_the_mesh_has_not():
     )
     with pytest.raises(
         SpecError,
-        match=r"speaks of mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of"
+        match=r"names mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of"
         r" its axes.",
     ):
         step.lower(torch.ones(2), torch.ones(2))
