@@ -170,7 +170,7 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
             continue
         if _is_traced(leaf):
             failures.append(
-                f"{name} was made inside a trace or a transform of torch.func, and has no values."
+                f"{name} belongs to a trace or a transform of torch.func, and has no values."
                 " A step takes plain tensors;"
                 " inside another function call the function itself, not its step."
             )

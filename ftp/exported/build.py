@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ftp import random
 from ftp.exported.module_calls import memory_of
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.planning.graph import Node
 from ftp.planning.plan import Plan
 from ftp.sharding.mesh import Mesh

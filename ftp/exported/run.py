@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.runtime.program import groups_of
 from ftp.runtime.simulate import COLLECTIVES
 from ftp.runtime.simulate import simulate as run_in_lockstep

@@ -13,8 +13,8 @@ from ftp.ops.define import define, like
 
 c10d = torch.ops._c10d_functional
 
-# gloo takes a GPU's tensors in the call behind ``all_gather_into_tensor_out``, in that behind
-# ``all_gather_into_tensor`` it reads their memory as if it were the host's.
+# gloo's call behind ``all_gather_into_tensor_out`` takes a GPU's tensors; its call behind
+# ``all_gather_into_tensor`` reads their memory as if it were the host's.
 _OVER_GLOO = define(like("all_gather_over_gloo", c10d.all_gather_into_tensor.default))
 torch.library.register_fake(_OVER_GLOO, c10d.all_gather_into_tensor.default)
 
@@ -40,8 +40,8 @@ class Member:
 
     Attributes:
         name: of the value, such as ``params['w']``.
-        nbytes: of its part of this rank's buffer on the larger side.
-        cause: what its reshard is for.
+        nbytes: its bytes in this rank's buffer on the larger side.
+        cause: the purpose of its reshard.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Collective:
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         axes: the mesh axes it runs over.
-        shape: of this rank's buffer on the larger side, as are ``dtype`` and ``nbytes``.
-        global_shape: of the value that is resharded.
-        wire_nbytes: bytes that this rank sends, as a ring.
+        shape: shape of this rank's buffer on the larger side, whose are ``dtype`` and ``nbytes``.
+        global_shape: global shape of the value that is resharded.
+        wire_nbytes: bytes that this rank sends, in a ring.
         source: the line of the user's code that the value comes from.
-        cause: what the reshard is for; of a bucket, what that of its first member is for.
-        worst_nbytes: where the sizes of parts are values, what this rank sends or receives at
-            most; the other figures are then those of equal parts.
+        cause: the purpose of the reshard; for a bucket, of its first member's.
+        worst_nbytes: the most bytes that this rank may send or receive, where the sizes of parts
+            depend on values; the other figures then assume equal parts.
         members: the tensors that it sends.
 
     >>> import ftp

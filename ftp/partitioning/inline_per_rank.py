@@ -26,12 +26,11 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class InlineSite:
-    """Where a program is inlined: the rank's graph, and the facts of the rank that it may read.
+    """Where a program is inlined: the rank's graph, and what the program may know of the rank.
 
     Attributes:
-        start: gives the input that holds the rank's position on an axis, as an int.
-        reshard: emits a reshard of a node's value; its further arguments are a name and the user's
-            line.
+        start: gives the int input that holds the rank's position on an axis.
+        reshard: emits a reshard of a node's value; takes a name and the user's line too.
         group: gives the name of an axis' process group.
     """
 
@@ -146,7 +145,9 @@ def emit_collective(
 
 
 def axes_by_rank(program: RankCode) -> tuple[set[str], set[str]]:
-    """The axes on which the first rank's graph differs, and those on which every rank's does."""
+    """The axes on which the first rank's graph differs from the others', and those on which all
+    ranks' graphs differ.
+    """
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     return axes_of_calls((n.target, n.args) for n in nodes)
 
@@ -224,7 +225,7 @@ def _permuted(
 def _exchanged(
     site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, source: str
 ) -> fx.Node:
-    """An all-to-all of rows whose part sizes are values."""
+    """An all-to-all of rows whose part sizes depend on values."""
     counts, axis, n, bound, back = call.args
     if n == 1:
         return site.emit(FIRST_ROWS, x, counts, bound, back, source)

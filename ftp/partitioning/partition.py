@@ -1,8 +1,6 @@
 """From a plan to one rank's program: an ``fx.GraphModule`` on local tensors, with its collectives.
-Ranks of equal local shapes differ in the offsets of their shards. Offsets are inputs of the graph,
-after the tensors, so that such ranks share one graph and one compilation.
-
-Above 450 lines: emitting a rank's graph is one walk, whose cases share its environment and sizes.
+Ranks of equal local shapes differ only in the offsets of their shards. Offsets are inputs of the
+graph, after the tensors, so that such ranks share one graph and one compilation.
 """
 
 import itertools
@@ -16,9 +14,7 @@ import torch
 from torch import fx
 
 from ftp.dynamic_int import Conditions
-from ftp.partitioning.collectives import Collective
 from ftp.partitioning.emit_reshards import (
-    ReshardSite,
     emit_chunks,
     emit_gathered_pieces,
     emit_pieces,
@@ -30,7 +26,10 @@ from ftp.partitioning.inline_per_rank import (
     axes_of_calls,
     emit_per_rank,
 )
+from ftp.partitioning.local_program import Coordinate, LocalProgram, ShardOffset
+from ftp.partitioning.nested_cuts import nested_cuts
 from ftp.partitioning.rank_tables import Table, chunk_table, table
+from ftp.partitioning.reshard_site import ReshardSite
 from ftp.partitioning.rings import record_rings
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Node, Reshard, Value, identity_rule
@@ -39,63 +38,9 @@ from ftp.planning.plan import Plan
 from ftp.rules.call import Meta, replaced
 from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, as_module, localize
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
-from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, is_factored
+from ftp.sharding.spec import PartitionSpec, cut_pieces
 
-Coordinate = Mapping[str, int]
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-
-@dataclass(frozen=True)
-class ShardOffset:
-    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), the length
-    ``after`` it, or where the ``second`` piece of a zigzag begins.
-    """
-
-    kind: str
-    size: Size
-    axis: str
-    n: int
-    zigzag: bool = False
-
-    def at(self, coordinate: Coordinate) -> int:
-        chunk = Chunk(self.size, self.axis, self.n, self.zigzag)
-        if self.kind == "second":
-            return pieces_at(chunk, coordinate)[1][0]
-        start, length = chunk_at(chunk, coordinate)
-        match self.kind:
-            case "start":
-                return start
-            case "stop":
-                return start + length
-            case _:
-                return size_at(self.size, coordinate) - start - length
-
-    def table(self, axes: Mapping[str, int]) -> Table:
-        """Its value on every rank."""
-        return chunk_table(axes, self, ShardOffset.at)
-
-
-@dataclass(frozen=True)
-class LocalProgram:
-    """The program of every rank with the same local shapes.
-
-    Attributes:
-        gm: takes the local input tensors, then the rank's ``offsets`` as ints; returns the local
-            outputs.
-        offsets: what the trailing int inputs hold.
-        collectives: in the order in which they are issued.
-    """
-
-    gm: fx.GraphModule
-    offsets: tuple[ShardOffset, ...]
-    collectives: tuple[Collective, ...]
-
-    def offsets_at(self, coordinate: Coordinate) -> list[int]:
-        return [o.at(coordinate) for o in self.offsets]
-
-    def offset_tables(self, axes: Mapping[str, int]) -> list[Table]:
-        """Every offset, on each rank of a mesh that runs this program."""
-        return [offset.table(axes) for offset in self.offsets]
 
 
 @dataclass
@@ -113,9 +58,7 @@ class Partitioner:
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
-            """Collect the chunks of a size, nested ones too: a local form may use the length of
-            each.
-            """
+            """Collect the chunks in a size, nested ones too: local forms may use their lengths."""
             for chunk in size.chunks if isinstance(size, Product) else ():
                 if chunk not in chunks:
                     chunks[chunk] = None
@@ -144,8 +87,8 @@ class Partitioner:
         self._contributing = [a for a in self.plan.axes if a in firsts]
 
     def program(self, coordinate: Coordinate) -> LocalProgram:
-        """The program of the rank at ``coordinate``; where sizes are dynamic, as they are now,
-        under the conditions that are noted.
+        """The program of the rank at ``coordinate``. With dynamic sizes it is made for their
+        current values, and serves all that meet the noted conditions.
         """
         key = (
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
@@ -168,11 +111,11 @@ class Partitioner:
         return self._programs[key]
 
     def tables(self, axes: Mapping[str, int]) -> list[Table]:
-        """What tells the programs of ranks apart, for all ranks of a mesh: those for which all
-        tables are equal run one program.
+        """Tables over the ranks of a mesh that tell their programs apart: ranks with equal entries
+        in all tables run one program.
 
         Args:
-            axes: the mesh's, in its order, which may be another than the plan's.
+            axes: of the mesh, in its order, which may differ from the plan's.
         """
         return [
             *(chunk_table(axes, c, lambda chunk, at: chunk_at(chunk, at)[1]) for c in self._uneven),
@@ -200,40 +143,6 @@ class Partitioner:
                 *itertools.chain(*(cut.pieces if cut.is_irregular else ())),
             )
         )
-
-
-@dataclass(frozen=True)
-class NestedCut:
-    """One of the cuts of a dim on one rank: the dim's size before it, and the pieces of that
-    which the rank holds.
-    """
-
-    dim: int
-    cut: Units
-    size: int
-    pieces: tuple[Interval, ...]
-    is_irregular: bool
-
-    @property
-    def length(self) -> int:
-        return sum(stop - start for start, stop in self.pieces)
-
-
-def nested_cuts(
-    spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate
-) -> list[NestedCut]:
-    """The cuts, major to minor, of every dim that several cuts share or that is cut in units."""
-    found = []
-    for dim in range(len(spec)):
-        cuts = spec.cuts(dim)
-        size = shape[dim]
-        for cut in cuts if len(cuts) > 1 or not all(c.is_plain for c in cuts) else ():
-            n = axes[cut.axis]
-            pieces = tuple(cut_pieces(size, n, coordinate[cut.axis], cut))
-            irregular = not is_factored(PartitionSpec(cut), 0, size, {cut.axis: n})
-            found.append(NestedCut(dim, cut, size, pieces, irregular))
-            size = found[-1].length
-    return found
 
 
 class _Emission:
@@ -268,7 +177,7 @@ class _Emission:
         ]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
-            # A rank with an empty shard does not use the collectives that it takes part in.
+            # A rank with an empty shard takes part in collectives whose results it does not use.
             if made.op == "call_function" and not made.users and made.target is not WAIT:
                 self.graph.erase_node(made)
         for made in self.graph.nodes:
@@ -338,9 +247,7 @@ class _Emission:
         return x
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
-        """Set the source, the origin, which is the planned op, and the branch on the nodes after
-        ``last``.
-        """
+        """Set source, origin (the planned op's name) and branch of the nodes after ``last``."""
         at = self.graph._root.prev
         while at is not last:
             if at.op == "call_function":
@@ -398,8 +305,8 @@ class _Emission:
             self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
 
     def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
-        """Record which result each node is: zeros, for an empty shard, cannot be told apart. A
-        gradient that is not used is None.
+        """Record the node of each result in its ``meta``: for an empty shard all are zeros and
+        cannot be told apart. The node of an unused gradient is None.
         """
         for index, x in enumerate(made):
             if x is not None:

@@ -1,5 +1,5 @@
-"""Tables of what depends on the rank, for all ranks of a mesh at once. A table has a dim for each
-mesh axis, of size 1 where nothing changes along it.
+"""Tables: a quantity that depends on the rank, for all ranks of a mesh at once. A table has a dim
+per mesh axis, of size 1 where the quantity does not change along the axis.
 """
 
 import itertools
@@ -15,8 +15,8 @@ Table = np.ndarray
 
 
 def table(axes: Mapping[str, int], over: Sequence[str], of: Callable[[Any], Hashable]) -> Table:
-    """Tabulate ``of`` over the coordinates on the axes ``over``: an int as it is, or a number for
-    each distinct value.
+    """Tabulate ``of`` over the coordinates on the axes ``over``. Ints stand for themselves; other
+    values are numbered.
 
     >>> table({"dp": 2, "tp": 3}, ["tp"], lambda at: at["tp"] == 0)
     array([[1, 0, 0]])
@@ -42,8 +42,8 @@ def size_table(axes: Mapping[str, int], size: Size) -> Table:
 def chunk_table(
     axes: Mapping[str, int], chunk: Any, of: Callable[[Any, Mapping[str, int]], int]
 ) -> Table:
-    """``of(chunk, coordinate)`` on every rank, where it asks for the size that is cut and for the
-    coordinate on the chunk's axis alone: ranks for which both are equal are asked about once.
+    """``of(chunk, coordinate)`` on every rank. It may depend only on the size that is cut and on
+    the coordinate on the chunk's axis; it is called once per distinct pair of these.
     """
     sizes, which = np.unique(cut := size_table(axes, chunk.size), return_inverse=True)
     n = axes[chunk.axis]
@@ -70,7 +70,7 @@ def shrunk(found: Table) -> Table:
 
 
 def classes(axes: Mapping[str, int], tables: Sequence[Table]) -> list[list[list[int]]]:
-    """Per axis, its coordinates grouped: those that no table tells apart are together.
+    """Per axis, its coordinates in groups that no table tells apart.
 
     >>> classes({"tp": 3}, [table({"tp": 3}, ["tp"], lambda at: at["tp"] == 0)])
     [[[0], [1, 2]]]

@@ -1,4 +1,4 @@
-"""Records of the collectives that a ring inside an op issues."""
+"""Records of the collectives that an op issues itself, in a ring."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from ftp.sharding.layout import size_at
 def record_rings(
     last: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
 ) -> None:
-    """Attach to each ring of an op, after ``last`` in a rank's graph, the record of what it sends.
+    """Attach to each ring node after ``last`` in a rank's graph the record of what it sends.
 
     Args:
         starts: the rank's offsets.

@@ -28,8 +28,9 @@ def _gives_view(target: Any) -> bool:
 
 
 def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Per node the node whose memory it uses: itself, or through views its first operand's. The
-    result of an op outside aten counts as a view of every operand, which makes them one family.
+    """Per node, the node that owns the memory it uses: itself, or for a view its first operand's
+    owner. The result of an op outside aten counts as a view of all operands, which become one
+    family.
     """
     root: dict[fx.Node, fx.Node] = {}
 

@@ -1,5 +1,5 @@
-"""Compute rows that arrived, not the room for them: a rank has room for the most rows that routing
-may send it, and mostly gets fewer.
+"""Compute only the rows that arrived: a rank has room for the most rows that routing may send it,
+and mostly gets fewer.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,28 +22,28 @@ _SIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
 
 
 _SHAPED = (aten.contiguous.default, aten.reshape.default, aten.view.default)
-RowCounts = tuple[fx.Node, tuple[int, ...]]  # what they are reshaped from, and their shape
+RowCounts = tuple[fx.Node, tuple[int, ...]]  # the node before any reshape, and the counts' shape
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A value one of whose dims has the rows that arrive by the counts ``of``."""
+    """A value whose dim ``dim`` has the rows that arrive, as many as the counts ``of`` say."""
 
     of: RowCounts
     dim: int
 
 
 def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
-    """The graph whose exchanges of rows by groups return as many rows as arrive. Nothing else tells
-    the difference: all that reads these rows acts on each row alone, is a grouped matmul, or sends
-    them back. An exchange whose rows are read otherwise has room for all of them.
+    """The graph with exchanges of rows that return as many rows as arrive. This is done only where
+    all readers of the rows act on each row alone, are grouped matmuls, or send the rows back; any
+    other exchange keeps room for the largest number of rows.
 
-    The graph is one of `with_values`; sizes of values that it notes are then the largest possible.
+    The graph must come from `with_values`; the sizes in its ``val`` are then the largest possible.
     ``meta["arrived"]`` of a value that holds such rows is their dim, and their share of its size
-    with equal loads.
+    under equal loads.
 
     Args:
-        exchanges: the targets of such exchanges.
+        exchanges: the targets of exchanges of rows.
     """
     rows, unfit, sizes = _read(graph, exchanges)
     fits = {held.of for node, held in rows.items() if node.target in exchanges} - unfit
@@ -64,8 +64,8 @@ def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
 def _read(
     graph: fx.Graph, exchanges: Collection[Any]
 ) -> tuple[dict[fx.Node, _Rows], set[RowCounts], dict[fx.Node, list[Any]]]:
-    """The values that hold arrived rows; the counts whose rows something else reads; and the sizes
-    of calls that state the number of rows.
+    """The values that hold arrived rows; the counts of rows with an unsuitable reader; and the new
+    sizes for calls that state the number of rows.
     """
     rows: dict[fx.Node, _Rows] = {}
     unfit: set[RowCounts] = set()
@@ -102,7 +102,9 @@ def _read(
 
 
 def _share(exchange: fx.Node) -> Fraction:
-    """With equal loads as many rows arrive as a rank sends."""
+    """The share of the room that is filled under equal loads, when as many rows arrive as a rank
+    sends.
+    """
     x, _, bound, *_ = exchange.args
     assert isinstance(x, fx.Node) and isinstance(bound, int)
     return Fraction(min(_shape(x)[0], bound), max(bound, 1))
@@ -113,7 +115,7 @@ def _is_by_group(exchange: fx.Node) -> bool:
 
 
 def _counts(exchange: fx.Node) -> RowCounts:
-    """Of the way there and back, of a program and its gradient the same."""
+    """The row counts of an exchange; equal for the way there and back, and for the gradient."""
     node: Any = exchange.args[1]
     shape = _shape(node)
     while node.target in _SHAPED:
@@ -126,8 +128,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _of_grouped(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
-    """The dim of rows of a grouped matmul's result; -1 where it sums over them, None where it reads
-    them as anything but its groups' rows.
+    """The dim of rows of a grouped matmul's result; -1 where it sums over the rows, None where the
+    rows are not those of its groups.
     """
     a, b, *rest = node.args
     of_a, of_b = (held[x].dim if x in held else None for x in (a, b))  # type: ignore[index]
@@ -182,7 +184,7 @@ def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
 
 
 def _states_no_size(node: fx.Node, dim: int) -> bool:
-    """Whether a call is the same for any number of rows, or says it where -1 can stand for it."""
+    """Whether a call states no number of rows, or states it where -1 can stand for it."""
     size = _shape(node)[dim]
     if node.target not in _SIZED:
         stated = [*node.args, *node.kwargs.values()]

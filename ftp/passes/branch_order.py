@@ -9,10 +9,10 @@ from ftp.passes.copy_elimination import copied
 
 
 def branches(graph: fx.Graph) -> dict[fx.Node, BranchPath]:
-    """The branch of each node; empty for a graph without conds of which one branch runs.
+    """The branch of each node; empty for a graph without conds that run one branch only.
 
-    A node that a pass has made is of the innermost branch that all of its users are in, or without
-    users of its operands' innermost.
+    A node made by a pass belongs to the innermost branch that holds all of its users, or without
+    users to the innermost branch of its operands.
     """
     if not any(number_of(node.target, node.args) >= 0 for node in graph.nodes):
         return {}
@@ -55,7 +55,7 @@ def mark(graph: fx.Graph) -> fx.Graph:
 
 
 def conds(found: Mapping[fx.Node, BranchPath]) -> dict[int, list[fx.Node]]:
-    """Per outermost cond its nodes, in the order of the graph, and its choices after them."""
+    """Per outermost cond, its nodes in graph order, then its choices."""
     nodes: dict[int, list[fx.Node]] = {}
     choices: dict[int, list[fx.Node]] = {}
     for node, branch in sorted(found.items(), key=lambda item: item[0]):

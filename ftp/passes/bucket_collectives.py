@@ -24,11 +24,11 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
 PACK_BYTES = (
     2 << 20
-)  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
-FREE_BYTES = 64 << 10  # that travel with what is needed at once: they take less than a latency
+)  # largest tensor to pack: copying it costs less than the latency of a collective of its own
+FREE_BYTES = 64 << 10  # may join what is needed at once: sending them takes less than a latency
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
-# At the least, where they are larger than PACK_BYTES: the first ones travel while the last are
-# computed.
+# The least number of packs of a kind, unless packs would be smaller than PACK_BYTES: the first are
+# sent while the last are computed.
 BUCKETS = 4
 FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
@@ -39,8 +39,8 @@ class Packs:
 
     Attributes:
         groups: names of the plan's reshards, pack by pack.
-        seeds: names of numbers made "like" another number, as a gradient starts with
-            ``ones_like(loss)``, and what they are.
+        seeds: by name, value and dtype of numbers made "like" another number, as a gradient starts
+            with ``ones_like(loss)``.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -54,20 +54,21 @@ def packs(
     without: Collection[str] = (),
     apart: Collection[str] = (),
 ) -> Packs:
-    """Collectives of one kind over one axis of which none needs another's result, each of at most
-    ``pack_bytes``, some together.
+    """Decide which collectives are packed: those of one kind over one axis, each of at most
+    ``pack_bytes``, that do not need each other's results.
 
-    Together are up to ``bucket_bytes``, or a quarter of all that there are. An all-reduce or
-    reduce-scatter is issued where the pack's last member was; the pack ends before a collective
-    that needs a member, so that the order of the others stays. Gathers are those of parameters of
-    one pass, forward or backward, that follow one another; `prefetch` puts them where the first of
-    them was. They are no larger together than the largest parameter that is gathered, the
-    parameters of the largest layer up to ``PACK_BYTES``, or ``FREE_BYTES``, nor are
-    reduce-scatters. A pack of gathers ends before a layer that it has no room for as a whole.
+    A pack holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
+    reduce-scatter is issued at the place of the pack's last member. A pack ends before a collective
+    that needs a member, so that the order of other collectives stays. Packed gathers are
+    consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts them at the
+    place of the first. A pack of gathers, or of reduce-scatters, is no larger than the largest of:
+    the largest parameter that is gathered, the parameters of the largest layer up to
+    ``PACK_BYTES``, and ``FREE_BYTES``. A pack of gathers ends before a layer that does not fit in
+    it as a whole.
 
-    Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that
-    another is made "like" is not needed for it. Reshards named in ``without`` are left alone, those
-    in ``apart`` are packed with one another only.
+    Sizes are those of whole values for all-reduces, and of what a rank holds for the others. A
+    number made "like" another does not depend on it. Reshards named in ``without`` are left alone;
+    those in ``apart`` are packed with one another only.
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
@@ -100,7 +101,7 @@ def packs(
         members, held = open_.pop(key)
         needed = [node for node in members if needs.any_of(by, [node])]
         rest = held - sum(map(_nbytes, needed))
-        # One large tensor is not copied for the sake of a few bytes that could travel with it.
+        # Do not copy one large tensor to send a few bytes with it.
         is_large = len(needed) == 1 and held - rest > FREE_BYTES
         if rest <= FREE_BYTES and not is_large:
             groups.append(members)
@@ -144,11 +145,11 @@ def packs(
 
 
 def in_order_of(graph: Graph, found: Packs) -> Packs:
-    """The packs where the plan's nodes stand in another order than that in which they were packed:
-    each in the order of ``graph``, and ended before a collective that needs a member.
+    """The packs for a graph whose nodes were reordered since packing: members in the order of
+    ``graph``, and each pack ended before a collective that needs a member.
 
-    Without this the order of collectives would be that in which values depend on one another, which
-    is not the same on a rank with an empty shard.
+    Otherwise the order of collectives would follow the dependencies of values, which differ on a
+    rank with an empty shard.
     """
     group_of = {name: number for number, group in enumerate(found.groups) for name in group}
     open_: dict[int, list[Node]] = {}
@@ -204,7 +205,7 @@ class _Members:
 
 
 def _layers(graph: Graph) -> dict[Node, Any]:
-    """Per gather of a parameter its layer, or the module of one that is in none."""
+    """Per gather of a parameter its layer, or its module if it is in no layer."""
     names = {node: node.name for node in graph.inputs}
     numbers = numbered(names)
     found: dict[Node, Any] = {}
@@ -218,7 +219,7 @@ def _layers(graph: Graph) -> dict[Node, Any]:
 
 
 def _module(path: str) -> str:
-    """The path without its last element: of ``params['head.weight']`` ``params['head``."""
+    """The path without its last element: ``params['head`` for ``params['head.weight']``."""
     return path[: max(path.rfind("."), path.rfind("["))]
 
 

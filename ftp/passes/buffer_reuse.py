@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
+    """The same module, with the nodes' results for such inputs, fake, in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
     with torch.no_grad(), mode, _python_forms(mode):
@@ -37,7 +37,9 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
-    """With dynamic sizes: some ops take symbolic ints in their Python form."""
+    """A context for dynamic sizes, under which ops run their Python form, which takes symbolic
+    ints.
+    """
     if mode.shape_env is None:
         return nullcontext()
     from torch._dispatch.python import enable_python_dispatcher  # takes long to import
@@ -46,14 +48,14 @@ def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
 
 
 class _FakeValues(FakeTensorProp):
-    """Equal calls, as of repeated layers, are computed once and may share one fake tensor; views
-    are equal where they are of one fake tensor.
+    """Computes equal calls, as of repeated layers, once; they may share one fake tensor. Views are
+    equal if they are views of one fake tensor.
     """
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm, mode)
         self.known: dict[Any, Any] = {}
-        self.viewed: dict[int, Any] = {}  # held, so that no other tensor takes its number
+        self.viewed: dict[int, Any] = {}  # keeps tensors alive, so that an id is not used again
 
     def run_node(self, n: fx.Node) -> Any:
         target: Any = n.target
@@ -88,11 +90,11 @@ def _layout(value: Any) -> Any:
 
 
 def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides
-    and dtype, write to its memory.
+    """Let elementwise ops write their result to the memory of an operand of equal shape, strides
+    and dtype that no later node reads.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
-    output in an input's memory is a tensor object of its own. The graph is one of `with_values`.
+    output in an input's memory is a new tensor object. The graph must come from `with_values`.
     """
     graph, _ = copied(graph)
     nodes = list(graph.nodes)
@@ -102,7 +104,7 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     last = last_uses(nodes, family)
     kept: dict[
         fx.Node, fx.Node
-    ] = {}  # of a family whose memory is another's, the operand that it was written to
+    ] = {}  # of a family in another's memory, the operand that it overwrites
     written: set[fx.Node] = set()
 
     def base(node: fx.Node) -> fx.Node:

@@ -23,7 +23,7 @@ class Chunks:
 
     Attributes:
         count: chunks of dim 0, of equal size.
-        moves: names of the plan's reshards.
+        reshards: names of the plan's reshards.
         rows: per reduce-scatter, the rows on a rank of the matmul before it.
     """
 
@@ -103,7 +103,7 @@ def chunk_matmuls(graph: fx.Graph, found: Chunks) -> fx.Graph:
 
 
 def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
-    """Push a concatenation below views and matmuls."""
+    """Move a concatenation after the views and matmuls that read it."""
     parts: Any = row.args[0]
     for user in list(row.users):
         other: Any = user.args[1] if len(user.args) > 1 else None
@@ -126,7 +126,7 @@ def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
 
 
 def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
-    """Pull slices of a matmul's rows above it."""
+    """Move slices of a matmul's rows before the matmul."""
     whole: Any = slices[0].args[0]
     chain = [whole]
     while chain[-1].target is aten.reshape.default:

@@ -1,4 +1,4 @@
-"""Remove copies that equal their source for as long as they are read."""
+"""Remove copies that are equal to their source until their last use."""
 
 from collections.abc import Iterable
 
@@ -12,8 +12,8 @@ CLONE = torch.ops.aten.clone.default
 
 
 def drop_copies(graph: fx.Graph) -> fx.Graph:
-    """Replace clones by their sources. A clone stays where it gives an output memory of its own or
-    changes the memory format. The graph must write nothing in place.
+    """Replace clones by their sources, except a clone that gives an output its own memory or
+    changes the memory format. The graph must have no writes in place.
     """
     if not any(node.target is CLONE for node in graph.nodes):
         return graph

@@ -28,9 +28,9 @@ class Joint:
         matmuls: names of the plan's matmuls: those that read the gather, or the one that the
             reduce-scatter sums.
         part, whole: shapes of a rank's shard and of the gathered value.
-        columns: of the matmuls' first factors, over which they sum.
-        before: the size of all dims above the cut, as one dim.
-        n: ranks.
+        columns: number of columns of the matmuls' first operands, over which they sum.
+        before: product of the sizes of all dims before the cut.
+        n: number of ranks.
     """
 
     matmuls: tuple[str, ...]
@@ -42,22 +42,22 @@ class Joint:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut, of a tensor as `seen`."""
+        """The dim that is cut, in a tensor of shape `seen`."""
         return 0 if self.before == 1 else 1
 
     def seen(self, shape: Sequence[int], columns: int) -> list[int]:
-        """The shape of a tensor of so many columns, otherwise like ``part`` or ``whole``, in
-        which the cut begins a dim.
+        """``shape`` (``part`` or ``whole``) with ``columns`` columns, viewed so that the cut is at
+        the start of a dim.
         """
         rows = math.prod(shape[:-1]) // self.before
         return [rows, columns] if self.before == 1 else [self.before, rows, columns]
 
 
 def joints(graph: Graph) -> dict[str, Joint]:
-    """Per reshard the ops that are fused with it; decided from the plan, so that ranks agree.
+    """Per reshard the matmuls that are fused with it; decided from the plan, so that ranks agree.
 
-    Fused are reshards of activations that are evenly cut in a dim over which the matmuls do not
-    sum; a gather is fused with matmuls by weights.
+    A reshard is fused if it is of an activation that is evenly cut in a dim over which the matmuls
+    do not sum. A gather is fused with matmuls by weights only.
     """
     users = graph.users()
     found: dict[str, Joint] = {}

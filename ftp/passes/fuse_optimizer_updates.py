@@ -24,12 +24,12 @@ _DENSE = (
 
 
 def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """The graph with the `ftp.fused` ops between two collectives as one call. It comes last, as its
-    calls write to their operands.
+    """The graph with the `ftp.fused` ops between two collectives as one call. This pass comes last,
+    as the calls write to their operands.
 
-    An update waits for others until a collective starts or is waited for, one of its results is
-    used, or something is written that it reads. An operand that is not donated, or is used later,
-    is copied, and the copy is written to. The graph is one of `with_values`.
+    Updates are collected until a collective starts or is waited for, a result of one of them is
+    used, or a tensor that they read is written. The call writes to a copy of an operand that is not
+    donated or is used later. The graph must come from `with_values`.
     """
     if not any(node.target in UPDATES for node in graph.nodes):
         return graph
@@ -60,7 +60,7 @@ def merge_updates_in(graph: fx.Graph, donated: Collection[int]) -> None:
 
 
 class _Merge:
-    """The graph while it is changed, and the waiting updates by call."""
+    """The graph that is being changed, and the collected updates by call."""
 
     def __init__(self, graph: fx.Graph, donated: Collection[int]):
         self.graph = graph
@@ -73,7 +73,7 @@ class _Merge:
         self.free = {inputs[i] for i in donated}
 
     def concerns(self, node: fx.Node) -> bool:
-        """Whether a node reads a result of waiting updates, or writes to an operand of theirs."""
+        """Whether a node reads a result of collected updates or writes to one of their operands."""
         updates = [update for members in self.waiting.values() for update in members]
         if all(operand in updates for operand in node.all_input_nodes):
             return False
@@ -113,9 +113,7 @@ class _Merge:
             self.graph.erase_node(update)
 
     def _own(self, update: fx.Node, operand: fx.Node) -> fx.Node:
-        """The tensor to write instead of ``operand``: itself where it is not read afterwards, else
-        a copy.
-        """
+        """The tensor that the update writes: ``operand`` if nothing reads it later, else a copy."""
         root = self.family[operand]
         is_free = operand in self.free or (_is_dense(operand) and root.op == "call_function")
         is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1

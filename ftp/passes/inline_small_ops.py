@@ -21,8 +21,8 @@ UPDATE = 1 << 10  # elements of a parameter up to which its update is written as
 
 
 def small_updates(graph: fx.Graph) -> fx.Graph:
-    """The graph with the ``ftp.fused_adam`` and ``fused_adamw`` of small parameters on CPUs as
-    formulas. It is one of `with_values`.
+    """The graph with ``ftp.fused_adam`` and ``fused_adamw`` of small parameters on CPUs written as
+    formulas. It must come from `with_values`.
     """
     new, _ = copied(graph)
     for node in list(new.nodes):
@@ -116,8 +116,8 @@ _FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
 
 
 def small_matmuls() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of matmuls with few multiplications; larger ones return NotImplemented and
-    stay.
+    """Decompositions for small matmuls; a matmul with many multiplications returns NotImplemented
+    and stays.
     """
     return {aten.mm.default: _mm, aten.addmm.default: _addmm}
 

@@ -19,18 +19,18 @@ def merge_axes(
     without: Collection[str] = (),
     hardware: Hardware = DEFAULT,
 ) -> Graph:
-    """The graph in which two consecutive reshards of one kind are one, where nothing else reads the
-    value between them.
+    """The graph in which two consecutive reshards of one kind are merged, where nothing else reads
+    the value between them.
 
-    These are all-reduces, gathers that give a whole dim and reduce-scatters that cut one, the
-    latter where sizes divide and the parts follow one another in the order of the ranks. Over links
-    of one speed a ring over the product sends as many bytes as two rings, and it saves one's
-    latency; over a fast and a slow link reshards are merged where that is estimated to be faster.
+    Merged are all-reduces; gathers that give a whole dim and reduce-scatters that cut a whole dim,
+    these two if sizes divide and the parts are in the order of the ranks. Over links of one speed a
+    ring over the product sends as many bytes as two rings and saves one ring's latency. Over a fast
+    and a slow link reshards are merged if that is estimated to be faster.
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.
         without: names of reshards that are left alone.
-        hardware: its links by axis.
+        hardware: with the link of each axis.
     """
     uses: dict[Value, int] = {}
     for value in (*(value for node in graph.nodes for value in node.operands), *graph.outputs):
@@ -91,7 +91,7 @@ def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Reshard | No
     together = tuple(axis for axis in axes if axis in (*a.axes, *b.axes))
     n = a.n * b.n
     if any(layout.zigzag for reshard in (a, b) for layout in (reshard.src, reshard.dst)):
-        return None  # its chunks do not follow one another
+        return None  # its chunks are not in the order of the ranks
     if a.op != b.op or len(together) != len(a.axes) + len(b.axes):
         return None
     if a.op == "all_reduce":
@@ -144,7 +144,7 @@ def _follow_one_another(
         *rest, held = parts.shape[1:]
         if not isinstance(outer, int) or not isinstance(inner, int) or held % (outer * inner):
             return False
-        # Of each rank [outer, g, inner], and of all together [outer, n, g, inner].
+        # Each rank has [outer, g, inner], all together [outer, n, g, inner].
         parts = np.moveaxis(
             parts.reshape(reshard.target.n, *rest, outer, -1, inner), 0, -3
         ).reshape(*rest, held * reshard.target.n)

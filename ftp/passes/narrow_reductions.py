@@ -25,8 +25,8 @@ _PASSES_ON = VIEWS | {aten._to_copy.default, aten.clone.default}
 def gradient_reductions(graph: Graph) -> frozenset[str]:
     """The names of the plan's reshards that sum gradients over ranks.
 
-    The terms come from a backward pass, of which no other op reads the sum: it is returned, or read
-    by what follows, an optimizer. A backward pass goes on with the gradient of an activation.
+    The terms come from a backward pass, and no op of that pass reads the sum: it is returned, or
+    read by the optimizer. The sum of an activation's gradient is read by the backward pass.
     """
     users = graph.users()
     found = set()
@@ -46,7 +46,7 @@ def gradient_reductions(graph: Graph) -> frozenset[str]:
 
 
 def _sources(value: Value, axes: Sequence[str]) -> Iterator[Node]:
-    """The ops whose results are pending sums over the axes, from which ``value`` is one."""
+    """The ops that produce the pending sums over the axes that ``value`` carries."""
     queue, seen = [value], {value.node}
     for at in queue:
         pending = [v for v in at.node.operands if _is_pending(v, axes)]

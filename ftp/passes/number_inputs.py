@@ -1,4 +1,4 @@
-"""Make formulas of dynamic sizes inputs of a rank's graph, so that one graph serves all sizes."""
+"""Turn formulas of dynamic sizes into inputs of a rank's graph, so that it serves all sizes."""
 
 from torch import fx
 from torch.fx.node import map_aggregate

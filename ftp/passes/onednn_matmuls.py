@@ -1,5 +1,5 @@
-"""Matmuls by the faster of torch's CPU kernels, MKL's behind ``aten::mm`` or oneDNN's, which
-depends on machine and shape.
+"""Choose the faster of torch's two CPU kernels for each matmul: MKL's (``aten::mm``) or oneDNN's.
+Which one is faster depends on machine and shape.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
 LEAST = 1 << 20  # multiplications; below, overhead of the call outweighs the kernel
-MARGIN = 0.98  # of the time of aten::mm that another kernel must stay below
+MARGIN = 0.98  # oneDNN is chosen if it takes less than this share of aten::mm's time
 _TURNS = 30
-_LONGEST = 0.05  # seconds to time one kernel on one matmul, if two runs take no longer
+_LONGEST = 0.05  # seconds to time one kernel on one matmul, unless two runs take longer
 
 Matmul = str
 Choose = Callable[[Collection[Matmul]], Collection[Matmul]]
@@ -45,7 +45,7 @@ def by_onednn(graph: fx.Graph, chosen: Collection[Matmul]) -> fx.Graph:
 
 
 def measured(wanted: Sequence[Matmul], folder: Path) -> list[Matmul]:
-    """The matmuls that oneDNN does faster on this machine; timed once, and kept in a file of
+    """The matmuls that oneDNN computes faster on this machine; timed once, and stored in a file in
     ``folder``.
     """
     file = folder / "matmuls.json"
@@ -65,7 +65,7 @@ def measured(wanted: Sequence[Matmul], folder: Path) -> list[Matmul]:
         here |= {p: _is_faster(p) for p in missing}
         with contextlib.suppress(
             OSError
-        ):  # other ranks wait for the answer, whether or not it is kept
+        ):  # other ranks wait for the result, so a failed write is no error
             handle, name = tempfile.mkstemp(dir=folder)
             with open(handle, "w") as out:
                 json.dump(known, out)
@@ -91,7 +91,7 @@ def _is_faster(matmul: Matmul) -> bool:
     kernels = aten.mm.default, _mm_by_onednn
     best = [float("inf")] * 2
     spent = 0.0
-    # One thread's own time, where there is one, is the same beside other work.
+    # With one thread, its CPU time does not depend on the machine's other work.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for turn in range(_TURNS):
         for i, kernel in enumerate(kernels):

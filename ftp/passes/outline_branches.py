@@ -17,10 +17,10 @@ NodeMap = dict[fx.Node, fx.Node]
 
 
 def outline_branches(graph: fx.Graph) -> fx.Graph:
-    """The graph with a call in place of each cond's nodes, which runs the branch that is taken.
+    """The graph with each cond's nodes replaced by a call that runs the branch that is taken.
 
-    The nodes of a cond stand together, before its choices (``schedule``). It comes last: other
-    passes see the nodes of both branches.
+    The nodes of a cond must stand together, before its choices (see ``schedule``). This pass comes
+    last: other passes see the nodes of both branches.
     """
     found = branches(graph)
     if not found:
@@ -93,7 +93,7 @@ def _emit_cond(
 
 
 def _is_own(x: Any, inside: set[fx.Node]) -> bool:
-    """Whether a result is in memory of its branch's own, and contiguous."""
+    """Whether a result is contiguous, in memory that its branch allocates."""
     if x not in inside or not isinstance(x.target, torch._ops.OpOverload) or is_view(x):
         return False
     value = x.meta.get("val")

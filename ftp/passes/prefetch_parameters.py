@@ -29,14 +29,15 @@ def largest_gathered(graph: Graph) -> int:
 
 def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
     """The same nodes, with gathers of parameters as early as ``limit`` allows; the gathers of a
-    pack of ``groups`` follow its first.
+    pack of ``groups`` stand together, at the first of them.
 
-    The plan has each gather right before its first use. Here, when one's turn comes, those that
-    follow it are under way, in the order of their turns and up to ``limit`` bytes together; so the
-    program holds at most that much more than it would without.
+    In the plan each gather stands right before its first use. Here, where a gather is used, the
+    next gathers have been issued, up to ``limit`` bytes together. So the program holds at most
+    ``limit`` bytes more than without prefetching.
 
     Args:
-        limit: bytes of what a rank gathers; default those of the largest parameter that it gathers.
+        limit: bytes that a rank gathers ahead; default the size of the largest parameter that is
+            gathered.
     """
     limit = largest_gathered(graph) if limit is None else limit
     pack_of = {name: tuple(group) for group in groups for name in group}
@@ -50,8 +51,8 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
     sums = [0, *accumulate(sum(map(held_bytes, members)) for members in units.values())]
     starts: dict[int, list[Node]] = {}
     for number, members in enumerate(units.values()):
-        # When the turn of unit i comes, units i + 1 to ``number`` are under way; i is the first for
-        # which they keep to the limit.
+        # Where unit i is used, units i + 1 to ``number`` have been issued; i is the first for which
+        # they fit the limit.
         i = bisect_left(sums, sums[number + 1] - limit) - 1
         starts.setdefault(turns[max(i, 0)], []).extend(members)
     nodes: list[Node] = []

@@ -1,5 +1,5 @@
-"""Order a rank's graph: start collectives early, wait for them late, and compute outputs while
-others are under way.
+"""Order a rank's graph: start collectives early, wait for them late, and compute outputs in
+between.
 """
 
 import operator
@@ -19,19 +19,19 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     """The same nodes in an order that hides communication; collectives keep their order, equal on
     every rank.
 
-    Everything is computed when it is first needed: by a collective, in the order of these, or by an
-    output. Between the start of a collective and the first use of its result stand the outputs that
-    depend on earlier collectives only. In a train step these are the matmuls for the weights'
-    gradients, and the weights' updates; after an update its gradient is needed no more.
+    A node is placed where it is first needed: before the collective that needs it, collectives
+    being in their order, or before an output. Outputs that depend on earlier collectives only are
+    placed between the start of a collective and the first use of its result. In a train step these
+    are the matmuls for the weights' gradients and the weights' updates; a gradient's memory is free
+    after the update.
 
-    A gather of parameters needs nothing that is computed. It starts when all that stands before it
-    in the graph and reads gathered parameters is done, so that no more of these are held than the
-    graph's order says.
+    A gather of parameters depends on no computation. It starts after all nodes that stand before it
+    in the graph and read gathered parameters, so that a rank holds no more gathered parameters than
+    in the graph's own order.
 
-    The nodes of a cond and its choices stand together, and keep their place among collectives.
-
-    What is returned in place of an input comes after the input's other uses, that it may be written
-    to the input's memory.
+    The nodes of a cond and its choices stand together, and keep their place among collectives. An
+    output that replaces an input comes after the input's other uses, so that it may be written to
+    the input's memory.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -75,8 +75,8 @@ def schedule(graph: fx.Graph) -> fx.Graph:
             read = until
         emit(x for node in unit for x in node.all_input_nodes if number.get(x) != i)
         emit(unit)
-        # What was computed since an earlier collective's start was computed for this one; a gather
-        # of parameters needs nothing.
+        # Nodes placed since an earlier collective's start were placed for this one; a gather of
+        # parameters needs none.
         while not is_ahead and at < len(pending) and final[pending[at]] < i:
             emit(due[pending[at]])
             at += 1
@@ -101,7 +101,7 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
 
 
 def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that read some values, to compute or to send them."""
+    """The nodes that read some values, collectives included."""
     found, stack = set(), list(values)
     while stack:
         for user in stack.pop().users:
@@ -113,8 +113,8 @@ def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _done(readers: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that have run when some ops no longer read their operands: a collective reads them
-    until it is waited for.
+    """The nodes after which ``readers`` no longer read their operands: for a collective its wait,
+    for another op itself.
     """
     found = set(readers)
     for node in [node for node in found if node.target is not ALL_REDUCE]:

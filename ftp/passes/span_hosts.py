@@ -33,8 +33,9 @@ class Span:
 
 
 def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tuple[Span, ...]:
-    """The pairs of sums that cost less in three steps than one after the other or as one over both
-    axes, and divide into parts; decided from the plan, so that ranks agree.
+    """The pairs of all-reduces to run in three steps: those whose value divides into equal parts,
+    and for which three steps cost less than two all-reduces or one over both axes. Decided from the
+    plan, so that ranks agree.
     """
     if not hardware.links:
         return ()

@@ -11,14 +11,14 @@ from ftp.passes.copy_elimination import copied
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-# Taken by every backend. The choice depends on the dtype alone, so that ranks make the same.
+# Dtypes that every backend takes. The choice depends on the dtype alone, so that ranks agree.
 TAKEN = frozenset(
     (
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
         torch.int64, torch.int32, torch.int8, torch.uint8,
     )
 )  # fmt: skip
-# Sums of integers that overflow wrap around in the wider dtype, cut off, as in their own.
+# An overflowing sum of integers, truncated from the wider dtype, wraps around as in its own.
 WIDER = {
     torch.bool: torch.int32,
     torch.int16: torch.int32,

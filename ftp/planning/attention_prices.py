@@ -1,5 +1,5 @@
-"""Work and traffic of attention whose queries one mesh axis may cut, as far as its mask is known
-when the plan is made: of the rank that has most of it.
+"""Work and traffic of attention whose queries one mesh axis may cut, on the busiest rank. Masked
+pairs are left out if the mask is known when the plan is made.
 """
 
 import functools
@@ -13,16 +13,16 @@ from ftp.planning.graph import Node
 from ftp.planning.reachable_cuts import Cut
 from ftp.sharding.layout import estimated, pieces
 
-TILES = 256  # in which the queries' keys are counted
-MOST_TILE = 1024  # queries of one
+TILES = 256  # tiles of queries, for each of which the keys are counted
+MOST_TILE = 1024  # most queries of a tile
 
-# How one axis cuts queries: as ``[outer, size, inner]``, of n ranks, in zigzag.
+# One axis' cut of queries: ``[outer, size, inner]``, number of ranks, whether in zigzag.
 _CutKey = tuple[int, int, int, int, bool]
 
 
 def computed_share(node: Node, cut: Cut | None, n: int, axes: Mapping[str, int]) -> float:
-    """Of the pairs of a query and a key that the ranks of an axis hold, masked or not, the share
-    that the busiest rank computes.
+    """The pairs of a query and a key that the busiest rank of an axis computes, as a share of all
+    pairs, masked or not, on the axis' ranks.
 
     Args:
         cut: the factor that the axis of ``n`` ranks cuts; None: none.
@@ -50,14 +50,14 @@ def ring_seconds(
     computed: float,
     of_key: float,
 ) -> float:
-    """Seconds of an op that computes while keys and values travel around an axis, and their
-    gradients, if any, go back.
+    """Seconds of an op that computes while keys and values travel around the ranks of an axis, and
+    in a backward pass their gradients travel back.
 
     Args:
         cuts: how the axis of ``n`` ranks cuts queries and keys.
         axes: sizes of the axes planned before.
         computed: seconds of the work alone.
-        of_key: bytes of a key and its value.
+        of_key: bytes of one key and its value.
     """
     rows, keys = cuts
     queries, length = (estimated(node.rule.sizes[cut.factor]) for cut in cuts)
@@ -85,7 +85,7 @@ def _of_cut(node: Node, cut: Cut, n: int) -> _CutKey:
 
 
 def _ranks(cuts: Sequence[_CutKey]) -> Iterator[list[int]]:
-    """The queries' part of each rank, as in `ftp.ops.attention`."""
+    """The parts of the queries that each rank holds, as in `ftp.ops.attention`."""
     groups = []
     for outer, size, inner, n, is_zigzag in cuts:
         held = [pieces(size, n, rank, is_zigzag) for rank in range(n)]
@@ -124,7 +124,7 @@ def _traffic(
     is_zigzag: bool,
     returns: bool,
 ) -> tuple[int, int]:
-    """How many keys the rank sends or receives that does most, and in how many steps."""
+    """The number of keys that the busiest rank sends or receives, and the number of steps."""
     *before, (*_, n, of_queries) = cuts
     ring = Ring(keys, n, is_zigzag, len(before), of_queries)
     most, steps = 0, 0

@@ -11,7 +11,7 @@ from ftp.planning.layers.repeats import Ties
 from ftp.rules.op_kinds import is_matmul
 from ftp.sharding.layout import estimated
 
-SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes on the link
+SMALL_LATENCY = 0.1  # as a share of the seconds to send the program's median activation
 
 
 def hardware_of(
@@ -22,8 +22,8 @@ def hardware_of(
     axes: Mapping[str, int],
     ties: Ties | None,
 ) -> Hardware:
-    """The axis' link with the latency to plan with. Memory has room for what axes that are planned
-    later may cut.
+    """The hardware with the axis' link and the latency to plan with. Its memory is multiplied by
+    the sizes of the axes planned later, which may cut what a rank holds.
 
     Args:
         planned: the axes before.
@@ -39,8 +39,8 @@ def hardware_of(
 def _planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
     """The latency to plan with, in seconds.
 
-    On a toy model's small tensors the link's own latency would hide all else, and its plan would
-    not be that of the large model that it stands for.
+    On a toy model's small tensors the link's own latency would outweigh everything else, and the
+    plan would differ from that of the large model that the toy stands for.
     """
     sizes = [
         math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize

@@ -27,8 +27,8 @@ def spec_layout(
         cuts = spec.cuts(dim)
         for at, cut in enumerate(cuts):
             if cut.axis == axis:
-                # A minor axis that is folded already has cut within this one's units: what is left
-                # is cut evenly, or did not fit before.
+                # A more minor axis, folded already, has cut within this axis' units. The rest is
+                # cut evenly, or it did not fit before.
                 unit = 1 if any(c.axis in folded for c in cuts[at + 1 :]) else cut.size
                 outer *= _packs(cut)
                 zigzag = cut.zigzag
@@ -53,9 +53,9 @@ def axis_order(
     """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f,
     inner]``, and the specs to plan for.
 
-    Some dims fit no order: one that does not divide and is cut by the same axes in both orders,
-    packs of several sizes, units that ranks share. Such a dim is planned as whole: gathered on
-    entry, sliced on exit.
+    Some dims fit no order: a dim that does not divide and is cut by the same axes in both orders,
+    packs of several sizes, units that ranks share. Such a dim is planned as whole: gathered when
+    the program starts, sliced when it ends.
     """
     shaped = [(spec, node.results[0].shape) for node, spec in specs.inputs.items()]
     shaped += [(pin.spec, node.results[0].shape) for node, pin in specs.constraints.items()]

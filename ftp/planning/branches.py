@@ -1,8 +1,8 @@
 """Branches of ``torch.cond`` in the planner's graph: the branch of each reshard, and an order in
 which the ops of a cond stand together.
 
-Both branches are planned with all else, as if both ran. A value that a branch makes is read in that
-branch, and by the choice of its cond.
+Both branches are planned as if both ran. A value made in a branch is read in that branch, and by
+the choice of its cond.
 """
 
 from collections.abc import Sequence

@@ -45,11 +45,12 @@ class Link:
     Attributes:
         latency: seconds that a collective costs however small it is.
         bandwidth: bytes a second that a rank sends.
-        factors: how much dearer than as a ring a backend's collectives are, where they are:
+        factors: time of a backend's collective over that of a ring, where it is not one:
             ``{"reduce_scatter": 2.0}``.
-        measured: per kind of collective, where it was timed, points of (seconds that the ranks have
-            computed since they last met, seconds by bytes of the whole tensor): ranks that compute
-            come one after the other, and the thread that sends the bytes waits for a core.
+        measured: measured times by kind of collective: pairs of (seconds that the ranks computed
+            since their last collective, curve of seconds over bytes of the whole tensor). Ranks
+            that have computed arrive at different times, and the thread that sends waits for a
+            core.
         hidden: the share of a collective's time in which the ranks can compute.
 
     >>> Link(latency=2e-6, bandwidth=450e9).bandwidth
@@ -73,29 +74,28 @@ class Hardware:
     Attributes:
         flops: floating-point operations a second, where ``rates`` does not say.
         memory: bytes a second to and from device memory.
-        link: between the ranks of an axis that ``links`` does not name.
+        link: of an axis that ``links`` does not name.
         links: per mesh axis; a step refuses one that its mesh does not have.
         rates: floating-point operations a second of matmuls, per dtype.
-        cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is
-            no telling.
+        cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 if unknown.
         overhead: seconds that issuing an op costs, however small it is.
         attention: share of the matmuls' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that
             only the larger of both counts.
         name: for reports.
-        fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside
-            what writing it costs: on a CPU it comes from main memory, or from the system page by
-            page. No points: nothing.
-        cold: seconds beside ``overhead`` that issuing an op costs after a matmul of tensors of so
-            many bytes, which fills the caches.
+        fresh: bytes a second at which a result's new memory is provided, beside writing it, over
+            the result's bytes: a CPU fetches it from main memory, or page by page from the system.
+            Empty: no cost.
+        cold: seconds, beside ``overhead``, to issue an op after a matmul, over the bytes of the
+            matmul's tensors, which fill the caches.
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
-            any on tensors that are not dense (``strided``), where memory is not what limits them.
-        convolution: as ``attention``, of convolutions.
+            any op on tensors that are not dense (``strided``).
+        convolution: share of the matmuls' rate that convolutions reach.
         ring_step: seconds that each step of a ring costs beside its work: an op in parts starts
             more kernels, and merges their results.
-        network: between hosts, for the axes that leave one and that ``links`` does not name.
-        capacity: bytes of a device's memory, which keys and values that attention gathers have to
-            fit in; 0 where there is no telling.
+        network: link between hosts, for axes that leave a host and that ``links`` does not name.
+        capacity: bytes of a device's memory, in which gathered keys and values must fit; 0 if
+            unknown.
 
     >>> hardware = Hardware(flops=1e12, links={"dp": Link(bandwidth=1e9)})
     >>> hardware.link_of(["tp", "dp"]).bandwidth
@@ -207,8 +207,8 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     """Seconds for collective ``op`` over ``n`` ranks, as a ring.
 
     Args:
-        nbytes: bytes of the whole tensor: what is reduced, the gathered result, all the shards
-            together, of an all-to-all too; of a ring what one rank sends.
+        nbytes: bytes of the whole tensor: the reduced tensor, the gathered result, or all shards
+            together (also of an all-to-all); for a ring, the bytes that one rank sends.
 
     >>> collective_seconds("all_gather", 8, 2, Link(latency=0.0, bandwidth=4.0))
     1.0
@@ -231,11 +231,11 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
 
 def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
-    """As `collective_seconds`, but interpolated from measurements of the link where there are any.
+    """As `collective_seconds`, interpolated from measurements of the link if there are any.
 
     Args:
-        nbytes: of a rank's buffer on the larger side, as of a record (`lowered.collectives`). All
-            ranks' together in an all-to-all are ``n`` times that.
+        nbytes: of a rank's buffer on the larger side, as in a record (`lowered.collectives`). In an
+            all-to-all all ranks together send ``n`` times as much.
         computed: seconds that the ranks have computed since they last waited for one another.
 
     >>> alone, beside = ((1e3, 1e-4), (1e6, 1e-3)), ((1e3, 1e-3), (1e6, 2e-3))
@@ -251,8 +251,8 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
 
 
 def _through(points: Curve, x: float) -> float:
-    """Interpolate linearly between the points: flat before the first, the last line beyond the
-    last.
+    """Interpolate linearly between the points: constant before the first, and beyond the last along
+    the last line.
     """
     at = min(max(1, bisect_left(points, x, key=lambda point: point[0])), len(points) - 1)
     (x0, y0), (x1, y1) = points[at - 1], points[at]

@@ -1,8 +1,9 @@
 """The cost network of one mesh axis.
 
-Variables are one per op, its strategy, which fixes the layouts of its results, and one per value,
-the copies of it that its users read: in its home layout, gathered, reduced or cut another way. A
-pair (op, value) costs the reshards, once for all users; a pair (value, user) is 0 or forbidden.
+There is one variable per op, its strategy, which fixes the layouts of its results; and one per
+value, the set of its copies that users read: in its home layout, gathered, reduced or cut another
+way. A pair (op, value) costs the reshards, once for all users. A pair (value, user) is 0 or
+forbidden.
 """
 
 import math
@@ -23,11 +24,11 @@ from ftp.planning.strategies import GATHERED, Strategy, passes_gathered, strateg
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R
 
-VIOLATION = 1e3  # seconds for each violation, where no plan keeps all placement constraints
+VIOLATION = 1e3  # seconds for each violation, if no plan keeps all placement constraints
 
 
 def solve(problem: Problem) -> AxisPlan:
-    """The cheapest plan that keeps the placement constraints; where there is none, the cheapest
+    """The cheapest plan that keeps the placement constraints; if there is none, the cheapest plan
     with a price on each violation.
     """
     try:
@@ -68,7 +69,7 @@ def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, floa
     """The cheapest plan of a problem with open inputs, and its cost for each layout of each group
     of open inputs, keyed by the group's first node. A layout without a plan has no entry.
 
-    Where no plan keeps all placement constraints, violations have their price in all costs.
+    If no plan keeps all placement constraints, all costs include a price on each violation.
     """
     for violation in (math.inf, VIOLATION):
         network = _CostNetwork(problem, violation)
@@ -121,8 +122,8 @@ class _CostNetwork:
         self.prices = Prices(problem, violation, self.options, self.users, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
-        """Each node's strategies. Nodes of repeated layers share one list, and with it the tables
-        that ``once`` derives from it.
+        """Each node's strategies. Nodes of repeated layers share one list, and so the tables that
+        ``once`` caches for it.
         """
         options: dict[Node, list[Strategy]] = {}
         may_pend: set[Value] = set()
@@ -213,7 +214,7 @@ class _CostNetwork:
             ]
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, cached by ``key``; lists in the key stand by their id."""
+        """The result of ``make``, cached by ``key``, which holds the ids of lists."""
         known = self._cache.get(key)
         if known is None:
             known = self._cache[key] = make()
@@ -244,8 +245,8 @@ class _CostNetwork:
         return built.tables()
 
     def copies(self, value: Value) -> list[tuple[Layout, ...]]:
-        """The sets of copies that users may read. A layout that costs nothing to make from a member
-        of a set is not listed in it.
+        """The sets of copies that users may read. A set does not list layouts that can be made from
+        its members at no cost.
         """
         homes = list(dict.fromkeys(s.results[value.index] for s in self.options[value.node]))
         needs: list[Layout] = []
@@ -277,8 +278,8 @@ class _CostNetwork:
 class _TableBuilder:
     """Builds the tables of a network node by node.
 
-    Nodes of two tied layers share variables, and so do the inputs of a group. A variable that
-    stands for several layers counts that often.
+    Nodes of two tied layers share variables, and so do the inputs of a group. The costs of a
+    variable that stands for several layers are multiplied by their number.
     """
 
     def __init__(self, net: _CostNetwork):
@@ -289,12 +290,12 @@ class _TableBuilder:
         self.domains: list[int] = []
         self.unary: list[np.ndarray] = []
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
-        self.of_node: dict[Node, int] = {}  # by the earlier twin, or the first of the group
+        self.of_node: dict[Node, int] = {}  # keyed by the earlier twin, or the group's first input
         self.of_value: dict[Value, int] = {}
         self.copies: dict[Value, list[tuple[Layout, ...]]] = {}
 
     def add(self, node: Node) -> None:
-        """The variables of a node and of its results, and the pairs with its operands."""
+        """Add the variables of a node and of its results, and the pairs with its operands."""
         weight = self.ties.weight(node) if self.ties else 1
         at = self._variable(
             self.of_node, self._owner(node), np.array(self.prices.of_op(node)), weight
@@ -305,7 +306,7 @@ class _TableBuilder:
             self._add_value(Value(node, index), at)
 
     def add_mirror(self, value: Value, node: Node) -> None:
-        """The pair of an output and the open input whose layout it is returned in."""
+        """Add the pair of an output and the open input whose layout the output has."""
         table = [
             [_is_had(s.results[0], entry) for s in self.net.options[node]]
             for entry in self.copies[value]

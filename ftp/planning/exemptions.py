@@ -1,4 +1,4 @@
-"""Values that the placement constraints let the planner reshard."""
+"""Values that are exempt from the placement constraints: the planner may reshard them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from ftp.rules.op_kinds import BY_SLICE, is_matmul
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
-    """Values that no placement constraint binds, and values bound again from the next matmul on.
+    """Values that no placement constraint binds, and values that none binds until the next matmul.
 
     A conflict matmul is one of experts, or one whose operands the batch cuts on different factors,
     as context parallelism cuts q and k. No constraint binds:
@@ -67,9 +67,10 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
 
 
 def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:
-    """The matmuls of experts: of batch data with parameters, cut on a factor that both share with
-    the result, and those that this cut reaches. On an axis that cuts the batch and the experts,
-    tokens travel to the experts and back, forward and backward; experts are not gathered.
+    """The matmuls of experts: matmuls of batch data with parameters that are cut on a factor which
+    both share with the result, and the matmuls that this cut reaches. On an axis that cuts the
+    batch and the experts, tokens are sent to the experts and back, forward and backward; experts
+    are not gathered.
     """
     seeds = []
     for node in matmuls:

@@ -50,9 +50,9 @@ def from_fx(
     """The graph of a traced program; inputs in the order of its placeholders.
 
     Args:
-        names: what the first inputs are called.
+        names: of the first inputs.
         strict: an op without a rule is an error, rather than replicated with a warning.
-        size: where sizes are dynamic, gives the formula for a number of the trace.
+        size: gives the formula for a number of the trace, if sizes are dynamic.
     """
     builder = _GraphBuilder(strict, size=size)
     with collection_paused():
@@ -70,8 +70,8 @@ def constraints(graph: Graph) -> dict[Node, Pin]:
 
 
 def found_by_trial(graph: Graph) -> str:
-    """The rules found for ops without a stated one, as text. Ranks compare it, so that an error can
-    name the rule in which they differ.
+    """The rules found by trial for ops without a stated rule, as text. Ranks compare the text, so
+    that an error can name the rule in which they differ.
     """
     unstated = {
         f"{n.target}: {n.rule}"
@@ -82,7 +82,9 @@ def found_by_trial(graph: Graph) -> str:
 
 
 def prune(graph: Graph) -> Rewrite:
-    """The graph in which per-rank code computes and takes only what is used."""
+    """The graph in which per-rank code takes only operands that it uses, and computes only results
+    that are used.
+    """
     if not any(node.kind == "local" for node in graph.nodes):
         return live(graph), unchanged(graph)[1]
     graph, copies = graph.copied()
@@ -133,7 +135,7 @@ class _GraphBuilder:
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
         self.rules: dict[Any, BoundRule] = {}
-        self.outputs: list[Any] | None = None  # None for a result that was not asked for
+        self.outputs: list[Any] | None = None  # an output is None if it was not asked for
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -191,7 +193,7 @@ class _GraphBuilder:
             )
             made.own_axes = frozenset(program.axes)
         elif node.target is CONSTRAIN:
-            # On an axis that it does not name it is the identity, for pending sums too.
+            # On an axis that the constraint does not name it is the identity, for pending sums too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
         else:
@@ -207,7 +209,7 @@ class _GraphBuilder:
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
 
     def metas(self, node: fx.Node) -> tuple[Meta, ...]:
-        """Of each of a node's tensors shape and dtype."""
+        """Shape and dtype of each of a node's results."""
         found = _metas(node.meta["val"])
         if self.size is None:
             return found
@@ -253,7 +255,7 @@ class _GraphBuilder:
                 warnings.warn(
                     f"{target} has no sharding rule; one was found by trial, is proven on"
                     f" {finding.cases} generated calls, and is used."
-                    f" {at}\n  State it, and nothing is tried any more: {finding.line(target)}",
+                    f" {at}\n  State it, and no trial is needed: {finding.line(target)}",
                     DiscoveryWarning,
                     stacklevel=2,
                 )
@@ -277,8 +279,8 @@ def decompose(
     strict: bool = False,
     sizes: Sizes | None = None,
 ) -> Rewrite:
-    """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same
-    graph where there is none. ``sizes``: the dynamic ones, if any.
+    """The graph with those of ``nodes`` that have a decomposition replaced by primitives; the same
+    graph if none has. ``sizes``: the dynamic sizes, if any.
     """
     size = None if sizes is None else size_in(sizes)
     wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
@@ -347,8 +349,8 @@ def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
 
 
 def sum_of_scatter(graph: Graph) -> Rewrite:
-    """The graph with sums over a dim along which values were scattered onto zeros as sums of the
-    values, so that a cut of that dim leaves no pending sum.
+    """The graph in which a sum over a dim of values scattered along it onto zeros is a sum of the
+    values themselves, so that a cut of that dim leaves no pending sum.
     """
     now: dict[Node, Node] = {}
     for old in graph.nodes:
@@ -398,7 +400,7 @@ def _metas(val: Any) -> tuple[Meta, ...]:
 
 
 def _candidate(call: Call) -> str:
-    """A rule that holds for any call with tensors of these ranks: every dim whole."""
+    """A rule that holds for any call with as many dims: every dim is whole."""
 
     def dims(metas: Sequence[Meta], letters: Any) -> str:
         return ", ".join(" ".join(f"[{next(letters)}]" for _ in m.shape) or "()" for m in metas)

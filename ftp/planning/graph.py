@@ -21,8 +21,8 @@ BATCH, PARAMETER = 1, 2
 
 @dataclass(frozen=True)
 class FactorCut:
-    """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the
-    axes folded before; ``zigzag``: its chunks are dealt in zigzag.
+    """A factor viewed as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the
+    axes folded before; ``zigzag``: the ranks hold its chunks in zigzag order.
     """
 
     axis: str
@@ -39,8 +39,8 @@ class Reshard:
     the axes folded before.
 
     Attributes:
-        product: the axes it runs over, in mesh order, where there are several; ``axis`` then names
-            them all.
+        product: the axes it runs over, in mesh order, if there are several; ``axis`` then joins
+            their names.
     """
 
     axis: str
@@ -56,7 +56,7 @@ class Reshard:
 
     @property
     def op(self) -> str:
-        """The collective that it issues, or the name of its local op."""
+        """The name of the collective that the reshard issues, or of its local op."""
         pair = self.src.kind + self.dst.kind
         if pair == "SS":
             return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
@@ -78,17 +78,17 @@ class Node:
         kind: ``input``, ``op``, ``constrain``, ``local`` or ``reshard``.
         target: the aten op; the ``Reshard`` of a reshard; the entries of a constraint's spec; the
             ``Program`` of per-rank code (``local``); None for an input.
-        args, kwargs: as the op takes them, ``Value`` in place of tensors.
+        args, kwargs: of the op, with ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
         phase: how often the program has switched between forward and backward before it.
         region: the recomputed region (``remat``) that it is part of.
         branch: the branch of a ``torch.cond`` that it is part of.
-        cause: what a reshard is for: a parameter path, a constraint, an op.
+        cause: the purpose of a reshard: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of its pending reductions.
-        own_axes: those on which it fixes its layouts itself: per-rank code, or what enters or
-            leaves it.
-        rank_axes: those along which its results are one rank's, between ops that enter and leave
-            per-rank code. On them nothing is cut or resharded.
+        own_axes: axes on which the node fixes its layouts itself: those of per-rank code, and of
+            nodes that enter or leave it.
+        rank_axes: axes along which its results belong to one rank, inside per-rank code. On them
+            nothing is cut or resharded.
     """
 
     name: str
@@ -195,7 +195,7 @@ class Graph:
         return [n for n in self.nodes if n.kind == "input"]
 
     def copied(self) -> "Rewrite":
-        """A graph with nodes of its own, and the copy of each node."""
+        """A copy of the graph and its nodes, and the copy of each node."""
         copies: dict[Node, Node] = {}
         for node in self.nodes:
             made = copies[node] = node.copy()
@@ -204,7 +204,7 @@ class Graph:
         return Graph(list(copies.values()), outputs), copies
 
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
-        """Who reads each value, and at which operand."""
+        """The users of each value: (node, position among its operands)."""
         users: dict[Value, list[tuple[Node, int]]] = {}
         for node in self.nodes:
             for slot, value in enumerate(node.operands):
@@ -221,8 +221,8 @@ class Graph:
 
 
 Rewrite = tuple[Graph, dict[Node, Node]]
-"""What a pass returns: the new graph and, for each node of the old one that is left, the node that
-stands for it. A pass changes no node of its input; both graphs share nodes that are equal in both.
+"""The result of a pass: the new graph, and for each old node that is left its new node. A pass
+changes no node of its input; both graphs share the nodes that are equal.
 """
 
 
@@ -232,14 +232,12 @@ def unchanged(graph: Graph) -> Rewrite:
 
 
 def rewired(node: Node, now: Mapping[Node, Node]) -> Node:
-    """The node on the nodes that stand for its operands: itself where they all stand for
-    themselves, else a copy.
-    """
+    """The node with its operands replaced by ``now``: itself if none changes, else a copy."""
     return with_operands(node, [Value(now[value.node], value.index) for value in node.operands])
 
 
 def with_operands(node: Node, operands: Sequence[Value]) -> Node:
-    """The node on these operands: itself where they are its own, else a copy."""
+    """The node with these operands: itself if they are its own, else a copy."""
     if tuple(operands) == node.operands:
         return node
     made = node.copy()
@@ -248,12 +246,12 @@ def with_operands(node: Node, operands: Sequence[Value]) -> Node:
 
 
 def in_turn(first: Mapping[Node, Node], second: Mapping[Node, Node]) -> dict[Node, Node]:
-    """The nodes that stand for others after two passes."""
+    """The new node of each old node after two passes."""
     return {node: second[now] for node, now in first.items() if now in second}
 
 
 def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
-    """One factor a dim, the same in the operand (if any) and the result."""
+    """One factor per dim, the same in the operand (if any) and the result."""
     dims = tuple((f"~{d}",) for d in range(len(shape)))
     sizes = {f"~{d}": s for d, s in enumerate(shape)}
     return BoundRule((dims,) * operands, (dims,), frozenset(), ({},), (), sizes, None, False)

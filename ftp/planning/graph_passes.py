@@ -18,8 +18,8 @@ def live(graph: Graph) -> Graph:
 
 
 def merge_common(graph: Graph) -> Rewrite:
-    """The graph with equal ops on equal operands computed once, but for ops that a recomputed
-    region repeats.
+    """The graph with equal ops on equal operands computed once, except ops that a recomputed region
+    repeats.
     """
     seen: dict[Any, Node] = {}
     now: dict[Node, Node] = {}
@@ -49,7 +49,7 @@ def merge_common(graph: Graph) -> Rewrite:
 
 
 def _is_seen(node: Node, user: Node) -> bool:
-    """Whether one node may read another's results: another branch's results are not computed."""
+    """Whether ``user`` may read a node's results: those of another branch may not be computed."""
     return user.branch[: len(node.branch)] == node.branch
 
 
@@ -81,8 +81,8 @@ def first_of_equals(graph: Graph) -> dict[Node, Node]:
 
 
 def keep_collectives(graph: Graph) -> Rewrite:
-    """The graph in which recomputed regions read the collectives' results of the forward pass,
-    where their policy keeps them, and issue none again.
+    """The graph in which recomputed regions whose policy keeps collectives' results read those of
+    the forward pass, and do not issue the collectives again.
     """
     firsts = first_of_equals(graph)
     kept = {
@@ -122,7 +122,7 @@ def _key(tree: Any) -> Any:
 
 
 def mark_dependencies(graph: Graph) -> None:
-    """Fill in which inputs each node of a graph that is being built is computed from."""
+    """Set ``depends`` of all nodes of a graph that is being built."""
     for node in graph.nodes:
         for value in node.operands:
             node.depends |= value.node.depends

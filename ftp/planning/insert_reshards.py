@@ -25,7 +25,7 @@ from ftp.sharding.spec import PartitionSpec, Units, zigzag
 
 
 def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rewrite:
-    """The graph with one axis folded in: its reshards as nodes, its cuts in the nodes' sizes."""
+    """The graph with one axis folded: its reshards are nodes, its cuts are in the nodes' sizes."""
     emitter = _Emitter(graph, plan)
     users = graph.users()
     required: dict[Value, list[Layout]] = {}
@@ -176,8 +176,8 @@ class _Emitter:
 def reshard_rule(reshard: Reshard) -> tuple[BoundRule, dict[str, Size]]:
     """The rule of a reshard, for the axes folded after it: which factors they may cut.
 
-    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further;
-    an uneven one stays whole, as does a zigzag, whose chunks do not follow one another.
+    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further.
+    An uneven ``f`` stays whole, and so does a zigzag, whose chunks are not in order.
     """
     sizes: dict[str, Size] = {}
     whole: set[str] = set()

@@ -16,7 +16,7 @@ PRESETS: Mapping[str, Callable[[], Hardware]] = {
     "h100": Hardware.h100,
     "h200": Hardware.h200,
 }
-# A CPU's mesh is planned as the node of GPUs that it stands for in tests and reports.
+# In tests and reports a CPU mesh stands for GPUs, so it is planned with the prices of GPUs.
 _OF_DEVICE = {"cuda": "h100"}
 
 GivenHardware = Hardware | str | None
@@ -29,7 +29,7 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
         given: a ``Hardware``, a preset's name, or None for the preset of the mesh's device type.
 
     Raises:
-        InputError: what is neither. MeshError: links of axes that the mesh does not have.
+        InputError: any other value. MeshError: links of axes that the mesh does not have.
 
     >>> from ftp.sharding.mesh import AbstractMesh, resolve
     >>> mesh = resolve(AbstractMesh((2, 2), ("dp", "tp"), hosts=["a", "a", "b", "b"]))

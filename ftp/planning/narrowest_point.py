@@ -1,5 +1,5 @@
-"""Narrowest point of a chain of casts, scales and views: a value is resharded there, before it is
-widened.
+"""Narrowest point of a chain of casts, scales and views: the point before a value is widened, where
+it is resharded.
 """
 
 import functools
@@ -18,9 +18,9 @@ def nbytes(value: Value) -> int:
 
 
 def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
-    """Ops whose result has more bytes than the values that it is computed from, where those are
-    narrowest: casts to a wider dtype, scales, tables of codes; and the ops between. The result has
-    no more elements than they have: an embedding's rows are not its ids, widened.
+    """Ops that widen values: the result has more bytes than the narrowest values that it is
+    computed from, and no more elements. Such are casts to a wider dtype, scales, tables of codes,
+    and the ops between them; an embedding is not, as its rows have more elements than the ids.
 
     Args:
         can_be_cut: the values that the axis may cut; others are whole on every rank and need no
@@ -39,7 +39,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     >>> [node for node in graph.nodes if node in found]
     [_to_copy, _to_copy_1, mul]
     """
-    sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that give it
+    sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that it is computed from
     found: set[Node] = set()
     size = functools.cache(nbytes)
     for node in graph.nodes:

@@ -21,7 +21,7 @@ class FixedLayouts:
     outputs: Sequence[PartitionSpec | None]
 
     def on(self, copies: Mapping[Node, Node]) -> "FixedLayouts":
-        """The same of a rewritten graph."""
+        """The same for a rewritten graph."""
         inputs = {copies[node]: spec for node, spec in self.inputs.items()}
         pins = {copies[node]: pin for node, pin in self.constraints.items() if node in copies}
         return FixedLayouts(inputs, pins, self.outputs)
@@ -33,14 +33,14 @@ class Plan:
 
     Attributes:
         axes: {name: size} in the order in which they were folded.
-        solutions: per axis, what elimination found: cost in seconds, bound, largest table.
+        solutions: per axis, the solver's result: cost in seconds, bound, largest table.
         kept_rules: per axis, whether the plan keeps all placement constraints.
         out_specs: per output.
-        alike: how many repeated layers were planned as one (0: none); optima and bounds are then
-            over plans that give them equal layouts.
-        entries, exits: inputs that are gathered on entry and outputs that are sliced on exit, with
-            their specs outside.
-        sizes: the dynamic ones, if any, of which its sizes are formulas.
+        alike: number of repeated layers that were planned as one (0: none); optima and bounds are
+            then over plans that give these layers equal layouts.
+        entries, exits: specs of inputs that are gathered when the program starts, and of outputs
+            that are sliced when it ends.
+        sizes: the dynamic sizes, if any; the sizes of nodes are formulas of them.
     """
 
     graph: Graph

@@ -1,5 +1,5 @@
-"""From graph and specs to a plan: one cost network per mesh axis, each over the local shapes that
-the axes before leave.
+"""Graph and specs to a plan: one cost network per mesh axis, each over the local shapes that the
+axes before leave.
 
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
@@ -37,9 +37,9 @@ class _Progress:
     """A graph between two passes, with the facts about its nodes.
 
     Attributes:
-        batch: inputs whose shards fix the activations' on a data axis.
-        folded: of a graph that stands for one with more layers.
-        now: for each node of the graph that planning began with, the node that stands for it.
+        batch: inputs whose shards fix those of activations on a data axis.
+        folded: the fold, if the graph has layers left out.
+        now: for each node of the original graph its node in ``graph``.
     """
 
     graph: Graph
@@ -88,13 +88,13 @@ def make_plan(
     """Plan ``graph``, which stays as it is, for a mesh of ``axes`` {name: size}.
 
     Args:
-        batch_inputs: inputs whose shards fix the activations' on a data axis (placement constraint
-            C1).
+        batch_inputs: inputs whose shards fix those of activations on a data axis (placement
+            constraint C1).
         data_axes: the axes on which parameters are resharded and activations are not.
         reshard_after_forward: gather a parameter again for the backward pass instead of keeping the
             gathered copy.
         decompose: replaces nodes by primitives where an axis may cut a factor that they keep whole.
-        hardware: prices; each axis' are those of its own link.
+        hardware: gives the prices; each axis has those of its own link.
         watch: called with each axis' problem before it is solved.
 
     Raises:
@@ -128,7 +128,7 @@ def _make_plan(
     given = specs
     order, specs = axis_order(graph, axes, given)
     args = order, axes, data_axes, reshard_after_forward, hardware, decompose
-    # ``watch`` is given the problems of the whole graph, so layers are not folded.
+    # ``watch`` gets the problems of the whole graph, so layers are not folded.
     if (
         watch is None
         and specs is given
@@ -143,8 +143,8 @@ def _make_plan(
 
 
 def _as_given(plan: Plan, given: FixedLayouts, program: _Progress) -> Plan:
-    """The plan with the given specs, and the entries and exits where they differ from those planned
-    for.
+    """The plan with the given specs. Inputs and outputs that were planned with other specs become
+    entries and exits.
     """
     given, planned = given.on(program.now), program.specs
     plan.entries = {
@@ -173,8 +173,8 @@ def plan_few(
     hardware: Hardware = DEFAULT,
     decompose: Decompose | None = None,
 ) -> Plan | None:
-    """``make_plan`` of a graph that is folded already (``folded``) and is not unfolded; None where
-    tied layers come out different.
+    """``make_plan`` of a graph that is folded already (``folded``), without unfolding; None if the
+    tied layers get different plans.
     """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
@@ -189,8 +189,8 @@ def plan_few(
 def _plan_folded(
     graph: Graph, specs: FixedLayouts, batch: Sequence[Node], *args: Any
 ) -> Plan | None:
-    """The plan of a graph with repeated layers, from that of the folded graph; None where no layers
-    repeat or tied layers come out different.
+    """The plan of a graph with repeated layers by a plan of the folded graph; None if no layers
+    repeat or the tied layers get different plans.
     """
     is_batch = set(batch)
     folded = fold(
@@ -235,7 +235,7 @@ def _plan_axes(
     *,
     watch: Watch | None = None,
 ) -> tuple[Plan, _Progress]:
-    """The plan, one axis after another, and the program that it plans.
+    """Plan one axis after another; returns the plan, and the program that it is of.
 
     Raises:
         NotAlike: tied layers differ.
@@ -255,7 +255,7 @@ def _plan_axes(
             chosen = solve(problem)
         except Infeasible:
             raise PlanningError(
-                f"No program meets the specs on mesh axis {name!r}, not even one that moves"
+                f"No program meets the specs on mesh axis {name!r}, not even one that reshards"
                 " everything."
                 " This is a fault of ftp: please report it, with the function and the specs."
             ) from None
@@ -336,7 +336,9 @@ def _reaches(
     specs: FixedLayouts,
     batch: Sequence[Node],
 ) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
-    """What one axis may cut: the closure of all fixed layouts, and that of the ``batch`` inputs."""
+    """Two functions that give what one axis may cut: the closure of all fixed layouts, and the
+    closure of the layouts of ``batch`` inputs.
+    """
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
     constrained = [
@@ -397,7 +399,7 @@ def _decompose_on_demand(
 ) -> _Progress:
     """Replace ops by primitives where an axis may cut a factor that they keep whole.
 
-    On a data axis only the batch's cuts count, as activations keep those.
+    On a data axis only the batch's cuts count: activations keep them.
     """
     while True:
         blocked: dict[Node, None] = {}

@@ -1,4 +1,4 @@
-"""From a traced program to its plan, for steps, exported programs and the search."""
+"""Traced program to plan, for steps, exported programs and the search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ class Prepared:
     """A traced program, ready to be planned.
 
     Attributes:
-        graph: rules on all ops, dead code gone, common subexpressions merged, dependencies marked.
+        graph: with rules on all ops, without dead code, with common subexpressions merged and
+            dependencies marked.
         arguments: the input nodes of the arguments' tensors; inputs after them are closure
             constants.
-        constraints: what each constraint node fixes.
-        sizes: the dynamic ones, if any.
+        constraints: the pin of each constraint node.
+        sizes: the dynamic sizes, if any.
     """
 
     graph: Graph
@@ -53,11 +54,11 @@ def prepare(
     """Bind rules to a traced program and simplify it.
 
     Args:
-        names: what the arguments' tensors are called, in the order of the placeholders.
-        is_state: per argument tensor whether it is state (parameters, an optimizer's) rather than
-            of a batch.
+        names: of the arguments' tensors, in the order of the placeholders.
+        is_state: per argument tensor, whether it is state (parameters, an optimizer's) rather than
+            part of a batch.
         strict: an op without a rule is an error, rather than replicated with a warning.
-        sizes: the dynamic ones, if any, in which the program is planned.
+        sizes: the dynamic sizes, if any, in which the program is planned.
         number: gives the formula for a number of the trace.
     """
     unmark_cut(gm.graph)
@@ -92,10 +93,10 @@ def plan_prepared(
     Args:
         axes: the mesh's axes and their sizes.
         in_specs: per argument tensor.
-        out_specs: per output of the graph; None leaves it to the planner.
+        out_specs: per output of the graph; None leaves the choice to the planner.
         data_axes: the axes on which parameters are resharded and activations are not; default those
             that cut a batch argument.
-        hardware: its links by axis, as `hardware_on` gives them.
+        hardware: with links by axis, from `hardware_on`.
     """
     specs = dict(zip(prepared.arguments, in_specs, strict=True))
     if data_axes is None:

@@ -21,11 +21,12 @@ from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
-RESHARD_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
+RESHARD_OF_VIEW = 1e-10  # seconds; a tie-breaker, to reshard a value rather than a view of it
 REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
-# Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
+# Padding a shard to a pending sum costs so many latencies more than a gather, so that it replaces
+# no gather.
 PAD_LATENCIES = 3
-# Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
+# A sum that is reduced before it is widened costs its price in the wider dtype times this factor.
 TOO_NARROW = 2.0
 
 
@@ -60,8 +61,8 @@ class Prices:
         return self._sizes[value]
 
     def reduced_nbytes(self, value: Value) -> int:
-        """Bytes that the reduction of a pending sum is priced at. Where every user widens the sum:
-        those of the narrowest dtype they widen it to.
+        """Bytes that the reduction of a pending sum is priced at. If every user widens the sum, the
+        bytes in the narrowest dtype that a user widens it to.
         """
         if value not in self._reduced:
             here, users = value.meta.dtype.itemsize, self.users.get(value, ())
@@ -83,7 +84,7 @@ class Prices:
         return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
 
     def movable(self, value: Value) -> Any:
-        """What ``may_reshard`` depends on, as part of a cache key."""
+        """The facts that ``may_reshard`` depends on, for a cache key."""
         if value in self.free_to_reshard:
             return True
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
@@ -109,10 +110,10 @@ class Prices:
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
         for s in self.options[node]:
-            # An op that widens the gathered copy of a parameter is priced as if it were cut: links
-            # are what training waits for, and bytes alone decide where in a chain a weight is
-            # resharded. So is one on batch data of which every copy is gathered for matmuls, as of
-            # weights that are given beside the batch.
+            # An op that widens the gathered copy of a parameter is priced as if it were cut:
+            # training waits for links, so bytes alone decide where in a chain a weight is
+            # resharded. The same holds for an op on batch data whose results are all gathered for
+            # matmuls, as for weights that are passed with the batch.
             is_resharded = Value(node) in self.free_to_reshard and not is_cut_again(node)
             widens = WHOLE in s.operands and (not node.depends & BATCH or is_resharded)
             is_shared = s.cut or widens
@@ -123,7 +124,7 @@ class Prices:
                 pass
             elif s.pending is not None:
                 # PASS_ON may exceed a toy model's latency. Sums of single numbers, as in a norm,
-                # would then be reduced one by one, and those that are to stay pending reduced.
+                # would then be reduced one by one, and outputs that are to stay pending too.
                 is_number = all(math.prod(map(estimated, r.shape)) == 1 for r in node.results)
                 price += (
                     min(PASS_ON, self.problem.hardware.link.latency / 100)
@@ -136,10 +137,10 @@ class Prices:
         return prices
 
     def _of_attention(self, node: Node, s: Strategy, whole: float) -> float:
-        """Seconds of attention: what the busiest rank computes and, in a ring, what travels.
+        """Seconds of attention: the busiest rank's computation and, in a ring, its messages.
 
         Args:
-            whole: seconds of all pairs, masked or not.
+            whole: seconds to compute all pairs, masked or not.
         """
         n, axes, hardware = self.problem.n, self.problem.axes, self.problem.hardware
         has_ring = any(o.cut == s.cut and o.beside is not None for o in self.options[node])
@@ -156,9 +157,9 @@ class Prices:
 
     @cached_property
     def _fits_gathered(self) -> bool:
-        """Whether keys and values of all attention with a ring may be whole on each rank, beside
-        the inputs, as far as this axis can tell. What is gathered is kept for the backward pass, in
-        which one attention's gradients are whole too.
+        """Whether the gathered keys and values of all attention ops that could use a ring fit in a
+        rank's memory beside the inputs, by this axis' sizes. Gathered keys and values are kept for
+        the backward pass, which holds the whole gradients of one attention op too.
         """
         capacity, ties = self.problem.hardware.capacity, self.problem.ties
         gathered: dict[Value, int] = {}
@@ -217,7 +218,7 @@ class Prices:
         if home.kind == "R":
             return (
                 0.0 if len(entry) == 1 else math.inf
-            )  # a lone cut is as free, and users reach the other through R
+            )  # a single cut costs nothing either, and users get the other through R
         return sum(self.of_reshard(value, home, cut, nbytes) for cut in entry if cut != home)
 
     def of_reshard(self, value: Value, src: Layout, dst: Layout, nbytes: int) -> float:
@@ -231,8 +232,8 @@ class Prices:
                 self.violation if src.kind == "S" and not self.may_reshard(value, src) else 0.0
             )
         if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
-            # A user that widens a sum wants it added in the wider dtype. Reducing in the narrow
-            # dtype is priced above that, with the cost of widening the terms.
+            # A sum that a user widens should be added in the wider dtype. So reducing in the narrow
+            # dtype is priced above reducing in the wider one, including the cost to widen terms.
             wide = collective_seconds(
                 reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
@@ -243,7 +244,7 @@ class Prices:
 
     def may_reshard(self, value: Value, home: Layout) -> bool:
         """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
-        other axis parameters do, and what is computed from them alone.
+        other axis parameters, and values computed from parameters alone, keep theirs.
         """
         if value in self.free_to_reshard:
             return True
@@ -309,14 +310,14 @@ class Prices:
         if have.kind == "R":
             return 0.0
         if not self.may_reshard(node.operands[slot], have):
-            return self.violation  # to pad and reduce a shard is a gather in other words
+            return self.violation  # padding and reducing a shard is a gather
         nbytes = self.nbytes(node.operands[slot])
         return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
             "all_gather", nbytes, self.problem.n, self.problem.hardware.link
         )
 
     def of_kept(self, seconds: float, entry: tuple[Layout, ...]) -> float:
-        """The price, in seconds, of keeping a value for the backward pass: a shard's share where
+        """The price, in seconds, of keeping a value for the backward pass; divided by the ranks if
         every user reads a shard.
         """
         return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
@@ -332,7 +333,7 @@ class Prices:
                     return math.inf
             elif layout.kind == "R" and entry[0].kind != "R":
                 return math.inf
-        return 0.0  # any copy is made a term of a pending sum without a collective
+        return 0.0  # any copy becomes a term of a pending sum without a collective
 
 
 def is_at_rest(layout: Layout) -> bool:

@@ -22,7 +22,7 @@ class AxisPlan:
 
     Attributes:
         strategies: per node.
-        copies: per value the layouts that it is resharded to.
+        copies: per value, the layouts that it is resharded to.
     """
 
     axis: str
@@ -35,16 +35,15 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class Open:
-    """Open inputs: those whose layouts `search` is to find.
+    """Open inputs: inputs whose layouts `search` is to find.
 
     Attributes:
         groups: per open input, the input whose layout it shares.
         mirrors: per output, by its index, the input whose layout it shares.
         held: per input, the price in seconds of holding it whole; a shard costs its share.
         kept: the same, per value that the forward pass keeps for the backward pass.
-        cuts: per input the layouts that it may have beside replicated.
-        is_bare: prices are those of ops and reshards alone, without the small ones that break ties;
-            for bounds.
+        cuts: per input, the layouts that it may have beside replicated.
+        is_bare: whether to leave out the small prices that break ties; for bounds.
     """
 
     groups: Mapping[Node, Node]
@@ -57,11 +56,11 @@ class Open:
 
 @dataclass
 class Problem:
-    """One axis' problem: the fixed layouts, what may be cut, and what the placement constraints
-    need.
+    """One axis' problem: the fixed layouts, the cuts that may be made, and the facts that placement
+    constraints depend on.
 
     Attributes:
-        forms: per node which of its strategies are looked at, for a report of another plan.
+        forms: per node, a filter of its strategies, for reports that compare plans.
     """
 
     graph: Graph

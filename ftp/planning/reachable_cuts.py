@@ -17,7 +17,7 @@ MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
 
 class Cut(NamedTuple):
-    """A factor seen as ``[outer, f, inner]``, of which an axis cuts ``f``."""
+    """A factor viewed as ``[outer, f, inner]``, of which an axis cuts ``f``."""
 
     factor: str
     outer: Size = 1
@@ -32,9 +32,8 @@ class Reach:
     Attributes:
         layouts: per value the cuts it may have.
         cuts: per node the factors it may be cut on.
-        blocked: nodes with a whole factor that some layout asks to cut.
-        rings: per node such factors that an axis may cut beside another, as the rule's ``ring``
-            says.
+        blocked: per node the factors that its rule keeps whole and that some layout cuts.
+        rings: per node the factors that an axis may cut beside another one (the rule's ``ring``).
     """
 
     layouts: dict[Value, list[Layout]] = field(default_factory=dict)
@@ -104,8 +103,8 @@ def reach(
 
 
 def is_cut_again(node: Node) -> bool:
-    """Whether an op that needs a dim whole may still have its result cut on that dim: ids (sliced,
-    padded or joined) take few bytes to gather, and what is computed from them takes long.
+    """Whether an op needs a dim whole and its result may be cut on that dim again: ops on ids
+    (slices, padding, concatenation). Ids take few bytes to gather, and ops on them take long.
     """
     result = node.results[0]
     return (
@@ -122,8 +121,8 @@ def is_cut_again(node: Node) -> bool:
 
 
 def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:
-    """The one factor whose cut is ``layout`` in a tensor of these dims, or None where the cut
-    runs through several.
+    """The factor whose cut gives ``layout`` in a tensor of these dims; None if the cut runs through
+    several factors.
     """
     dim = dims[layout.dim]
     if len(dim) == 1 and div(sizes[dim[0]], mul(layout.outer, layout.inner)) is not None:
@@ -148,9 +147,7 @@ def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> 
 
 
 def layout_of(dims: Dims, sizes: Mapping[str, Size], cut: Cut, n: int) -> Layout:
-    """The layout of a tensor of these dims when ``cut`` is made; ``R`` where it does not have
-    the factor.
-    """
+    """The layout of a tensor of these dims under ``cut``; ``R`` if it does not have the factor."""
     factor, outer, inner, zigzag = cut
     for d, dim in enumerate(dims):
         if factor in dim:

@@ -12,7 +12,7 @@ from ftp.rules.op_kinds import VIEWS
 RECOMPUTED = VIEWS | {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
-}  # cheap, as are ops that widen it: repeated on a parameter that is gathered again
+}  # cheap ops, repeated on a parameter that is gathered again; ops that widen it are repeated too
 
 
 def gather_again(graph: Graph) -> Rewrite:
@@ -58,7 +58,7 @@ def gather_again(graph: Graph) -> Rewrite:
 
 
 def _is_gather(node: Node) -> bool:
-    """Whether it gathers a parameter."""
+    """Whether a node gathers a parameter."""
     return node.kind == "reshard" and node.target.op == "all_gather" and not node.depends & BATCH
 
 

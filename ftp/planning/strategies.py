@@ -9,10 +9,10 @@ from ftp.rules.notation import Dims
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
-# Replicated because a shard was gathered, through views and ops that widen it.
+# Replicated because a shard was gathered; views and ops that widen it keep this layout.
 GATHERED = Layout("R", op="gathered")
-WHOLE = Layout("R", op="whole")  # an operand's need: replicated, gathered or not
-PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: reduce early
+WHOLE = Layout("R", op="whole")  # an operand that may be replicated or gathered
+PASS_ON = 1e-9  # seconds per op that passes a pending sum on; a tie-breaker, to reduce early
 
 
 class Strategy(NamedTuple):
@@ -20,7 +20,7 @@ class Strategy(NamedTuple):
     cut, or the operands that are pending sums.
 
     Attributes:
-        beside: a second factor that the axis cuts, whose parts travel around its ranks.
+        beside: a second factor that the axis cuts, whose parts are sent around the ranks in a ring.
     """
 
     operands: tuple[Layout, ...]
@@ -31,8 +31,8 @@ class Strategy(NamedTuple):
 
 
 def passes_gathered(node: Node) -> bool:
-    """Whether a node passes a gathered value on: a view, a constraint on other axes, or another
-    axis' reshard that reduces nothing.
+    """Whether a node's result counts as gathered if its operand does: a view, a constraint on other
+    axes, or a reshard of another axis without a reduction.
     """
     return (
         node.target in VIEWS
@@ -56,9 +56,10 @@ def strategies(
     """All strategies of an op on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
-        widens: whether operands may be gathered for it, as its result has more bytes.
-        is_cut_again: whether they are, as the op keeps the dim whole that is cut before and after.
-        is_fixed: the op has one cut, or none, and does nothing else.
+        widens: the result has more bytes than the operands, so that gathered operands are accepted.
+        is_cut_again: the op needs a dim whole that is cut before and after it, so that gathered
+            operands are accepted.
+        is_fixed: the op has no strategies but its one cut, or replicated if it has none.
         rings: second factors that the axis may cut beside another.
     """
     if pinned is not None:

@@ -10,7 +10,7 @@ from ftp.errors import ProgramFileError
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD, KEYS, KEYS_BACKWARD
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.map_slices import MAP_SLICES, remembered, slice_program_of
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.per_rank.program import LOCAL, RankCode, interned, program_of
 from ftp.planning.graph import Graph, Node
 from ftp.planning.plan import Plan

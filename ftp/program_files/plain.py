@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from ftp.errors import ProgramFileError
 from ftp.ops.constrain import Pin
 from ftp.partitioning.collectives import Collective, Member
-from ftp.partitioning.partition import ShardOffset
+from ftp.partitioning.local_program import ShardOffset
 from ftp.per_rank.program import Port
 from ftp.planning.cost import Hardware, Link
 from ftp.planning.graph import FactorCut, Reshard, Value

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ftp.errors import FtpError, MeshError, ProgramFileError, ReportError
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.rank_tables import classes
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan

@@ -9,7 +9,7 @@ from torch import fx
 
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.ops.grouped_mm import GROUPED_MM
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.local_op import as_module
 from ftp.runtime.program import Program, groups_of, shard_of
 from ftp.runtime.simulate import simulate

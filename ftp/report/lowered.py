@@ -16,7 +16,7 @@ from torch import fx
 
 from ftp.errors import ReportError
 from ftp.partitioning.collectives import Collective, Member
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.labels import named_layers

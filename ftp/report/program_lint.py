@@ -2,7 +2,7 @@
 
 from ftp.errors import PlanningError, join_failures
 from ftp.ops.constrain import pin_from_str
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.report.causes import Origins, origins
 from ftp.report.disagreement import disagreements
 from ftp.report.lint import Finding, lint

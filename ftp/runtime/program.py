@@ -15,7 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.errors import InputError, MeshError, join_failures
-from ftp.partitioning.partition import LocalProgram, Partitioner
+from ftp.partitioning.local_program import LocalProgram
+from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
 from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed

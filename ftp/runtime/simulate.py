@@ -15,7 +15,7 @@ from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.passes.branch_order import branches
 from ftp.passes.transport import pads_as_kernels_take
 

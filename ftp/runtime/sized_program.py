@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.dynamic_int import Conditions, is_dynamic
-from ftp.partitioning.partition import Coordinate, LocalProgram
+from ftp.partitioning.local_program import Coordinate, LocalProgram
 from ftp.partitioning.rank_tables import Table, table
 from ftp.passes.number_inputs import number_inputs
 from ftp.runtime.compile import Run, eager

@@ -19,7 +19,7 @@ from ftp.certification.checker import Checker
 from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
 from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.decompositions.registry import HALF
 from ftp.runtime.program import groups_of, shard_of
 from ftp.runtime.simulate import simulate

@@ -1,7 +1,7 @@
-"""Addresses of traced tensors, which have no memory: what tells one tensor's memory from another's.
+"""Addresses of traced tensors: stand-ins for ``data_ptr()``, as a traced tensor has no memory.
 
-Code asks for them to see whether two arguments are one (``q.data_ptr() == k.data_ptr()``), as keys
-of a cache, and for alignment.
+Code compares addresses to see whether two arguments are one tensor (``q.data_ptr() ==
+k.data_ptr()``), uses them as cache keys, and asks for their alignment.
 """
 
 from typing import Any, Never
@@ -18,7 +18,7 @@ _ALIGNED = 64  # bytes: where memory of its own begins
 
 
 class Address:
-    """Equal for tensors that begin at one place. What needs the number is a TraceError."""
+    """Equal for tensors that begin at one place. Code that needs the number raises TraceError."""
 
     def __init__(self, storage: int, offset: int):
         self._place = storage, offset
@@ -52,7 +52,7 @@ class Address:
 
 
 class Addresses:
-    """The addresses that one trace has given; none is given twice."""
+    """The addresses of one trace; two storages never share one."""
 
     def __init__(self) -> None:
         # The weak references keep a storage's place in memory from being used again.

@@ -1,4 +1,4 @@
-"""Assumptions of one trace: claims about values, and the values of the graph that say whether they
+"""Assumptions of one trace: claims about values, and the bools of the graph that say whether they
 hold.
 """
 
@@ -33,14 +33,14 @@ class Assumptions:
         if not self._checked:
             return
         if not isinstance(condition, Tensor):
-            with assumptions_to(lambda *_: None):  # it makes no claims of its own
+            with assumptions_to(lambda *_: None):  # the claim's own ops note no assumptions
                 condition = condition()
         whole = _unwrapped(_unwrapped(condition).all())
         self.conditions.append(self._recorder.known(whole))
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor below all transforms of torch.func; under vmap it has their dims."""
+    """The tensor inside all wrappers of torch.func; under vmap it has the mapped dims too."""
     functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)

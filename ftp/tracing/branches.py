@@ -87,7 +87,7 @@ class Conds:
 
             return run
 
-        # By a call that an outer cond sees, as it does not see what an autograd.Function is given.
+        # Through a call that an outer cond sees: it does not see an autograd.Function's arguments.
         tensors = [x.view_as(x) for x in (*operands, *captured.values())]
         branches = _Branches(self, (some(fns[0]), some(fns[1])), again)
         chosen: Any = _Cond.apply(branches, predicate, *tensors)
@@ -110,13 +110,13 @@ class Conds:
 
 @contextmanager
 def _branch(number: int, side: bool) -> Iterator[None]:
-    # What a branch assumes need not hold where it is not taken, so that nothing is assumed in it.
+    # No assumptions are noted in a branch: they need not hold where it is not taken.
     with branch(number, side), assumptions_to(None):
         yield
 
 
 def _where(predicate: Tensor, if_true: Any, if_false: Any) -> Any:
-    """A choice for each of what torch.vmap maps over."""
+    """Choose between results per member of torch.vmap's mapped dim."""
     (a, tree), (b, _) = _alike([pytree.tree_flatten(if_true), pytree.tree_flatten(if_false)])
     picked = [
         torch.where(predicate, x, y) if isinstance(x, Tensor) else x
@@ -159,7 +159,7 @@ class _Branches:
     """Two functions of the same tensors.
 
     Attributes:
-        again: enters what surrounded the cond, to run them in a backward pass.
+        again: re-enters the contexts that surrounded the cond, for a run in the backward pass.
     """
 
     conds: Conds
@@ -167,7 +167,7 @@ class _Branches:
     again: Again
 
     def of(self, derived: Callable[[Some], Some]) -> "_Branches":
-        """Functions that are made of each, and run when the surroundings have ended."""
+        """``derived`` of each branch, which runs after the surrounding contexts have ended."""
 
         def run(fn: Some) -> Some:
             def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -235,7 +235,7 @@ class _Cond(torch.autograd.Function):
 
 
 def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradient of a branch, by the way in which the surrounding gradient is taken."""
+    """The gradient of a branch, taken as the surrounding gradient is (torch.func or autograd)."""
     if peek_interpreter_stack() is not None:
         pull: Any = torch.func.vjp(fn, *given)[1]
         return pull(tuple(grads))
@@ -253,7 +253,7 @@ def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[T
 
 
 def check_writes(graph: fx.Graph) -> None:
-    """Refuse branches that change what was made outside of them."""
+    """Refuse branches that write to tensors made outside of them."""
     made: dict[int, BranchPath] = {}
     for node in graph.nodes:
         for storage in storages(node):
@@ -272,8 +272,8 @@ def check_writes(graph: fx.Graph) -> None:
 
 
 def unmark_cut(graph: fx.Graph) -> None:
-    """Have both branches computed where a value is read outside of its branch, as where the stages
-    of a pipeline cut a cond.
+    """Compute both branches of a cond one of whose values is read outside of its branch, as where
+    stages of a pipeline cut the cond.
     """
     marked = [node for node in graph.nodes if node.meta.get("branch")]
     chosen = {number_of(node.target, node.args) for node in graph.nodes}

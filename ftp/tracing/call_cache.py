@@ -1,9 +1,9 @@
-"""Calls that a trace has met before, recorded again from memory: most of a deep model's ops are ops
-of its first layer.
+"""Cache of traced calls: an op called again with equal arguments replays the nodes that its first
+call recorded. Most ops of a deep model repeat ops of its first layer.
 
-Tracing one op costs half a millisecond, most of it spent to find out what shape its result has. A
-call with the same op, the same shapes and the same numbers gives the same nodes, so those are
-written down again, on tensors made from what is known of them.
+Tracing one op costs half a millisecond, most of it to find the shape of its result. A call with the
+same op, shapes and numbers records the same nodes, so they are copied, and the fake tensors of the
+results are made from the recorded metadata.
 """
 
 import functools
@@ -37,9 +37,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Val:
-    """What is known of a tensor; ``shares`` is the input or the node whose memory it is in, if
-    any.
-    """
+    """Metadata of a tensor; ``shares`` is the input or the node whose memory it views, if any."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,8 +49,8 @@ class _Val:
 
 @dataclass(frozen=True)
 class _Record:
-    """One node of a call: what it calls on what, and the tensor that it gives (None: several,
-    which nodes after it take apart).
+    """One node of a call: target, arguments and result. ``val`` is None for several results, which
+    getitem nodes after it take apart.
     """
 
     target: Any
@@ -64,8 +62,8 @@ class _Record:
 
 @dataclass(frozen=True)
 class _KnownCall:
-    """The nodes of a call, and its result with places for tensors; in place, the first input
-    stands for the last node from then on.
+    """The nodes of a call, and its result with placeholders for tensors. After a call ``in_place``
+    the first input is represented by the call's last node.
     """
 
     records: tuple[_Record, ...]
@@ -75,8 +73,8 @@ class _KnownCall:
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One call: all that its nodes depend on, its tensors, and the nodes that those are when it
-    is made.
+    """One call: ``key``, all that its nodes depend on; ``given``, its tensors; ``inputs``, their
+    nodes at the time of the call.
     """
 
     key: Any
@@ -106,7 +104,7 @@ class Recall:
     def call(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
     ) -> TracedCall | None:
-        """The call, or None for one that is never recorded from memory."""
+        """The call, or None for a call that is never replayed."""
         in_place = func._schema.is_mutable
         if in_place and not _is_in_place(func):
             return None
@@ -123,8 +121,8 @@ class Recall:
         return TracedCall(tuple(found), given, inputs, in_place)
 
     def again(self, call: TracedCall, tracer: Any) -> Any:
-        """The call's result, its nodes written to the tracer's graph; None where it is not
-        known.
+        """Replay a call: add its nodes to the tracer's graph and return its result; None where the
+        call is not cached.
         """
         known = self._known.get(call.key)
         if known is None:
@@ -139,7 +137,7 @@ class Recall:
         with torch._C._DisableTorchDispatch():
             for record in known.records:
                 args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
-                # Arguments afterwards: fx would look for symbolic numbers in them.
+                # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
                 nodes.append(node)
@@ -213,8 +211,8 @@ _PLAIN = {int, bool, str, type(None), torch.dtype, torch.device, torch.layout, t
 
 
 def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
-    """Add all that a call depends on to ``found`` and its tensors to ``given``; False where
-    something else is among its arguments.
+    """Add the key of a call's arguments to ``found`` and its tensors to ``given``; False where an
+    argument is of another kind.
     """
     kind = type(tree)
     if kind is FakeTensor:
@@ -248,9 +246,7 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
 def _known(
     call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any
 ) -> _KnownCall | None:
-    """What was recorded for a call, in terms of its inputs; None where that is not all there is
-    to it.
-    """
+    """A call's recorded nodes in terms of its inputs; None where they refer to anything else."""
     places: dict[fx.Node, Any] = {}
     stores: dict[int, Any] = {}
     tracker = tracer.tensor_tracker
@@ -312,7 +308,7 @@ def _known(
         made[id(leaf)] = place
     if not made:
         return None
-    for i, record in enumerate(records):  # what gives several results has a node for each of them
+    for i, record in enumerate(records):  # each of several results has a node of its own
         if record.val is None:
             count = len(nodes[i].meta["val"])
             parts = {

@@ -1,5 +1,5 @@
-"""Calls of torch in the traced function: which op belongs to which of them, and where in the
-user's code its result is written.
+"""Calls of torch in the traced function: which call each op belongs to, and where the call's result
+stands in the user's code.
 """
 
 import itertools
@@ -29,11 +29,11 @@ aten = torch.ops.aten
 
 
 class Line(str):
-    """A line of the user's code as messages show it, with the number of the call that runs there:
-    of all ops that one call of torch makes, forward and backward, it is the same.
+    """A line of the user's code as messages show it, with the number of the call that runs there.
+    All ops of one call of torch, forward and backward, have the same number.
 
     Attributes:
-        probes: of the op's results ``(index, number)`` of the probes that they pass through.
+        probes: ``(index, number)``: result ``index`` of the op passes through probe ``number``.
     """
 
     call: int
@@ -71,8 +71,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand of a call, as the call is written: ``slot`` is the number of an argument, its
-    keyword, or ``self`` of a method; an operator is a method of what is left of it.
+    """An operand of a call as it is written: ``slot`` is an argument's number, its keyword, or
+    ``self`` of a method. An operator is a method of its left operand.
     """
 
     call: Expression
@@ -85,8 +85,8 @@ Site = Expression | Output | Operand
 
 @dataclass(frozen=True)
 class Probe:
-    """A place that was probed, and the number of the call whose result or operand is there; None
-    for a module's.
+    """A probed place, and the number of the call whose result or operand is there; None for a
+    module's output.
     """
 
     site: Site
@@ -95,8 +95,8 @@ class Probe:
 
 @dataclass
 class TorchCalls:
-    """Numbers the calls of a trace; with ``probes`` the results of those that the user could
-    constrain pass through a probe, forward and backward.
+    """Numbers the calls of a trace. With ``probes``, each result that the user could constrain
+    passes through a probe, forward and backward.
 
     Attributes:
         now: the number of the call that runs.
@@ -131,7 +131,7 @@ class TorchCalls:
                 hook.remove()
 
     def probed(self, x: Any, site: Site) -> Any:
-        """``x`` through a new probe, if it is a tensor, and not one of a ``vmap``'s examples, which
+        """``x`` through a new probe. Unchanged if it is no tensor, or an example of ``vmap``, which
         has fewer dims in the source.
         """
         if type(x) not in (Tensor, FakeTensor) or _is_example(x):
@@ -207,7 +207,7 @@ def _slot(func: Callable[..., Any], i: int) -> int | str:
 
 
 def _makes_new(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call's result is memory of its own; a probe of a view would hide writes to it."""
+    """Whether a call's result has its own memory; a probe of a view would hide writes to it."""
     name = getattr(func, "__name__", "")
     name = {"__matmul__": "matmul", "__rmatmul__": "matmul"}.get(name, name)
     if "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
@@ -244,7 +244,7 @@ _OPERATORS = frozenset(
         "floordiv",
     ]
 )
-# Code between a call and the op or the module's output that it is.
+# Code that runs between the user's expression and the op or module that it calls.
 _PASSED = (
     "overrides.py",
     "functional.py",
@@ -260,7 +260,7 @@ _PASSED = (
 
 
 def _expression(frame: FrameType | None) -> Expression | None:
-    """The user's expression that the frames above the caller's are the evaluation of."""
+    """The user's expression that is being evaluated in the frames above the caller's."""
     while frame is not None and not is_users(frame.f_code):
         code = frame.f_code
         if code.co_name != "__torch_function__" and not code.co_filename.endswith(_PASSED):

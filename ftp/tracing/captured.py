@@ -1,5 +1,5 @@
-"""Tensors that a traced function captured: where it finds them, so that another object there is
-noticed.
+"""Tensors that a traced function captured, and where it finds them, so that a step notices when
+another object takes a tensor's place.
 """
 
 import dis
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ftp.errors import StaleCaptureWarning
 from ftp.source import describe_line, is_users
 
-_VISITED = 1000  # objects at most that are looked into for captured tensors, the nearest first
+_VISITED = 1000  # most objects to search for captured tensors, the nearest first
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
 
 
@@ -34,13 +34,13 @@ class Captured:
     key: Any
 
     def now(self) -> Any:
-        """What the place holds; the tensor itself where it holds nothing."""
+        """The object that the place holds now; the captured tensor if it holds none."""
         return _item(self.holder, self.key, self.tensor)
 
 
 def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Captured]:
-    """Where ``fn`` and what it refers to find ``tensors``: variables, items of dicts and lists,
-    attributes.
+    """Where ``fn`` and the objects that it refers to hold ``tensors``: variables, items of dicts
+    and lists, attributes.
 
     >>> import torch
     >>> mask = torch.ones(2)
@@ -49,7 +49,7 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Capture
     """
     wanted, found, seen = set(map(id, tensors)), [], set()
     queue: list[tuple[str, str, Any]] = [("", "", fn)] if wanted else []
-    for reader, name, visited in queue:  # it grows
+    for reader, name, visited in queue:  # the loop appends to it
         if id(visited) in seen or len(seen) == _VISITED:
             continue
         seen.add(id(visited))
@@ -72,8 +72,8 @@ def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
         warnings.warn(
             f"{place.name}, is another object now, {what}. The step goes on with the tensor that"
             " it captured when it was traced, of"
-            f" shape {tuple(place.tensor.shape)}. Give what changes as an argument of the step, or"
-            " make the step anew.",
+            f" shape {tuple(place.tensor.shape)}. Pass a tensor that changes as an argument of the"
+            " step, or make the step anew.",
             StaleCaptureWarning,
             stacklevel=stacklevel + 1,
         )
@@ -95,7 +95,9 @@ def _described(visited: Any) -> str:
 
 
 def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    """What an object refers to: what to call it, and the cell, dict or list that holds it."""
+    """The objects that an object refers to: a name for each, its holder (cell, dict or list), and
+    its key there.
+    """
     if isinstance(visited, types.FunctionType):
         yield from zip(
             visited.__code__.co_freevars,

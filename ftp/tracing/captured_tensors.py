@@ -30,7 +30,7 @@ def nodes_so_far() -> frozenset[fx.Node]:
 
 
 def _node_of(x: Tensor) -> fx.Node | None:
-    """The node that a tensor is of, behind all transforms."""
+    """The node of a tensor, inside all wrappers of torch.func."""
     with torch._C.DisableTorchFunction():
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)
@@ -47,7 +47,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def _is_transformed(x: Tensor) -> bool:
-    """Whether a gradient is asked for of a tensor, or a transform sees it."""
+    """Whether a tensor requires a gradient or is wrapped by a transform of torch.func."""
     return x.requires_grad or is_functorch_wrapped_tensor(x)
 
 
@@ -55,7 +55,7 @@ _Custom: Any = CustomFunctionHigherOrderOperator
 
 
 class _Replacing(TorchFunctionMode):
-    """Functions get other tensors in place of those that were made before a cond.
+    """A mode in which functions get other tensors in place of those that were made before a cond.
 
     Args:
         before: the nodes before the cond.
@@ -69,7 +69,7 @@ class _Replacing(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        # An autograd.Function takes its arguments past modes: by one of two ways.
+        # A mode does not see the arguments of an autograd.Function: patch its two ways in.
         self._originals = _Custom.__call__, functorch_utils.unwrap_dead_wrappers
         call, unwrapped = self._originals
 
@@ -100,8 +100,8 @@ class _Replacing(TorchFunctionMode):
 
 
 class CapturedFinder(_Replacing):
-    """Finds the tensors that a branch captures. They are detached, so that what has a gradient all
-    the same is seen to come by another way.
+    """Finds the tensors that a branch captures, and detaches them: a result that has a gradient all
+    the same used a captured tensor in a way that this mode does not see.
     """
 
     def __init__(self, before: frozenset[fx.Node], found: dict[fx.Node, Tensor]) -> None:
@@ -142,7 +142,9 @@ class Swapped(_Replacing):
 
 
 def plain(x: Tensor) -> Tensor:
-    """A tensor without gradients; without transforms, too, if none maps over it."""
+    """The tensor without gradients, and without wrappers of torch.func unless one of them maps over
+    it.
+    """
     if not is_batched(x):
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)

@@ -44,7 +44,7 @@ def check_results(leaves: Sequence[Any], out: Any) -> None:
 
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:
-    """Why a leaf cannot be a static value, if so."""
+    """The reasons why a leaf cannot be a static value; none if it can."""
     if isinstance(leaf, Selected):
         return [leaf.refused_as(name)]
     if isinstance(leaf, torch.nn.Module):

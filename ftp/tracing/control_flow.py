@@ -1,8 +1,8 @@
 """torch's operators of control flow while a program is traced: ``cond``, ``scan``, ``map``,
 ``while_loop``, ``associative_scan``, ``invoke_subgraph``.
 
-torch compiles the functions that they take. Here those are traced where they stand, so that their
-ops have rules, plans and gradients as all others have.
+torch compiles the functions that these operators take. Here they are traced in place, so that their
+ops have rules, plans and gradients like any other op.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from ftp.tracing.known_values import KnownValues
 
 @contextmanager
 def control_flow() -> Iterator[None]:
-    """The operators as functions that a trace sees through."""
+    """Replace the operators by functions that a trace sees through."""
     known = KnownValues()
     conds = Conds(known)
 
@@ -75,15 +75,15 @@ def _scan(
 
 
 def _name(fn: Any) -> str:
-    """The name of a function of the user's, behind torch's own partial functions."""
+    """The name of the user's function inside torch's partial functions."""
     while (inner := getattr(fn, "keywords", {})) and (inner := inner.get("combine_fn")):
         fn = inner
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
-    """All slices at once, by torch.vmap: the dim that is mapped over may be cut. What vmap does not
-    take is called slice by slice.
+    """All slices at once by torch.vmap, so that the mapped dim may be cut. A function that vmap
+    refuses is called slice by slice.
     """
     try:
         return torch.vmap(lambda *slices: f(*slices, *pos_args))(*xs)
@@ -108,7 +108,7 @@ def _while_loop(
     carried: Sequence[Any],
     additional: Sequence[Any],
 ) -> Any:
-    """As many iterations as the condition asks for, where its values follow from numbers alone."""
+    """Unroll the loop: its condition must follow from numbers alone."""
     values: Sequence[Any] = tuple(carried)
     result: Any = tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
     trips = 0
@@ -132,7 +132,7 @@ def _check_carried(given: Sequence[Any], found: Sequence[Any], trip: int) -> Non
         raise TraceError(
             f"{at_line()}while_loop's body takes {', '.join(map(_described, given))} and gives"
             f" {', '.join(map(_described, found))} in iteration {trip}; the next iteration takes"
-            " what this one gives. Give tensors of equal shape and dtype."
+            " what this one gives. Return tensors of equal shape and dtype."
         )
 
 

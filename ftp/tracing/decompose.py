@@ -35,9 +35,8 @@ def decompose(
     where there is none.
 
     Args:
-        args, kwargs: as the op takes them, with anything that has ``shape`` and ``dtype`` in place
-            of tensors.
-        symbolic: of the dynamic sizes among shapes and arguments.
+        args, kwargs: of the op; anything with ``shape`` and ``dtype`` stands for a tensor.
+        symbolic: the dynamic sizes among shapes and arguments.
 
     >>> x = torch.empty(4, 3, device="meta")
     >>> made = decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b)

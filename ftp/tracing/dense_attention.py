@@ -1,5 +1,5 @@
-"""What both of torch's attention functions are traced with: attention by all scores, derivatives in
-forward mode, and other functions in torch's modules for a while.
+"""Shared by flex_attention and varlen_attention: attention by the full score matrix, derivatives in
+forward mode, and temporary replacement of functions in torch's modules.
 """
 
 import math
@@ -29,7 +29,7 @@ def jvp_of(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[
 
 
 def one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: Any) -> Any:
-    """A function of each member of a batch."""
+    """The vmap of a function by a loop over the members of the batch."""
     found = [
         function.apply(
             *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
@@ -46,7 +46,7 @@ def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 
 def _like(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values with the batch and the heads of the queries."""
+    """Keys or values expanded to the batch and the heads of the queries."""
     batch, heads = query.shape[:2]
     if x.shape[1] != heads:
         x = x.repeat_interleave(heads // x.shape[1], 1)
@@ -56,8 +56,8 @@ def _like(x: Tensor, query: Tensor) -> Tensor:
 def weighted(
     scores: Tensor, sees: Tensor, value: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The values weighted by the softmax of the scores that are seen, its log-sum-exp and the
-    scores' maximum; rows that see nothing are zero.
+    """The values weighted by the softmax of the unmasked scores, its log-sum-exp, and the scores'
+    maximum. Rows in which everything is masked are zero.
     """
     scores = torch.where(sees, scores, -math.inf)
     weights = torch.ops.aten._safe_softmax.default(scores, -1)

@@ -1,5 +1,5 @@
-"""Why a function cannot be one graph, and what to do: torch's errors while tracing in the user's
-terms.
+"""torch's errors while tracing, in the user's terms: why a function cannot be one graph, and what
+to do.
 """
 
 from typing import Any
@@ -76,8 +76,8 @@ def at_line(line: str) -> str:
 
 
 def explain(error: Exception) -> FtpError | None:
-    """What is wrong in the function, where torch's error says so in its own terms; None for an
-    ordinary mistake in it.
+    """The error to raise for an error of torch's while tracing; None for an ordinary mistake in the
+    function.
     """
     line, meaning = raised_line(error), meaning_of(error)
     at = f" at {line}" if line else ""
@@ -103,9 +103,9 @@ def explain(error: Exception) -> FtpError | None:
     if meaning is Meaning.TAKES_FUNCTIONS:
         name = operator_of(error) or "A higher-order operator"
         return TraceError(
-            f"{name} takes functions, into which a trace does not see{at}."
-            " Call the function itself; what flex_attention does to scores can be attn_mask of"
-            " F.scaled_dot_product_attention."
+            f"{name} takes functions, which a trace cannot see into{at}."
+            " Call the function itself; instead of flex_attention pass its scores' changes as"
+            " attn_mask of F.scaled_dot_product_attention."
         )
     if meaning is Meaning.OF_OTHER_TRACE:
         return TraceError(f"The function uses{at} {LEAKED}")
@@ -125,9 +125,9 @@ def explain(error: Exception) -> FtpError | None:
         )
     if meaning is Meaning.CALLS_REQUIRES_GRAD:
         return GradientRefused(
-            f"The function calls requires_grad_(){at}. Gradients are those of the first argument's"
-            " leaves: ftp.shard takes them; inside a"
-            " function use torch.func.grad, whose argnums say of what."
+            f"The function calls requires_grad_(){at}. ftp.shard takes the gradients of the first"
+            " argument's leaves; inside a"
+            " function use torch.func.grad, whose argnums name the arguments."
         )
     if meaning is Meaning.FORWARD_TAKES_CTX and (function := _function_behind(error)):
         return GradientRefused(
@@ -164,7 +164,7 @@ def explain(error: Exception) -> FtpError | None:
 
 
 def _of_experts(error: Exception) -> str:
-    """What to do where the experts of one of transformers' models failed, "" elsewhere."""
+    """Advice where the experts of one of transformers' models failed, else ""."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code

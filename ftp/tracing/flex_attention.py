@@ -1,8 +1,8 @@
 """``flex_attention`` by tiles while a program is traced.
 
-torch's own kernel sees whole sequences, and on a CPU has no backward pass. The functions of scores
-are graphs of their own, which run on a tile of scores at a time. Derivatives of higher order, and
-in forward mode, take all scores.
+torch's own kernel needs whole sequences, and on a CPU has no backward pass. ``score_mod`` and
+``mask_mod`` become graphs of their own, which run on one tile of scores at a time. Derivatives of
+higher order and in forward mode use the full score matrix.
 """
 
 import math
@@ -34,7 +34,7 @@ def flex_attention() -> Iterator[None]:
     module: Any = sys.modules.get("torch.nn.attention.flex_attention")
     new = {
         "flex_attention_hop": _flex,
-        "_validate_device": lambda *_: None,  # that a CPU has no backward pass
+        "_validate_device": lambda *_: None,  # it refuses gradients on a CPU
         "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
     }
     with replaced(module, new):
@@ -50,9 +50,7 @@ def _flex(
     scale: float,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the log-sum-exp and the maximum of the scores in base 2, as the kernel has
-    them.
-    """
+    """The result, and the scores' log-sum-exp and maximum, in base 2 like the kernel's."""
     module: Any = sys.modules["torch.nn.attention.flex_attention"]
     *block, mask_mod = block_mask[-3:]
     tables = [x for x in block_mask[2:6] if x is not None] if min(block) < _WHOLE else []
@@ -72,7 +70,7 @@ def _flex(
 
 
 def _known(tables: Sequence[Tensor]) -> str:
-    """What is known of blocks that were listed before the trace."""
+    """Facts about block tables that were made before the trace."""
     if not tables or not all(map(_is_given, tables)):
         return ""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
@@ -86,8 +84,9 @@ def _is_given(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Kept:
-    """What of a call is no tensor; ``counts``: tables, tensors that the score's and the mask's
-    functions capture. ``wants``: for which of the score's a gradient is asked.
+    """The arguments of a call that are no tensors. ``counts``: numbers of block tables and of
+    tensors that ``score_mod`` and ``mask_mod`` capture. ``wants``: which tensors of ``score_mod``
+    need a gradient.
     """
 
     counts: tuple[int, int, int]
@@ -111,7 +110,7 @@ class Kept:
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By the scores: what derivatives of higher order take."""
+        """By the full score matrix, for derivatives of higher order."""
         tables, of_score, of_mask = self.split(tensors)
         scores = scores_of(q, k, self.scale)
         at = [torch.arange(n, device=q.device) for n in scores.shape]
@@ -188,8 +187,8 @@ class _Flex(torch.autograd.Function):
 
 
 class _FlexGradient(torch.autograd.Function):
-    """The gradients of queries, keys, values and captured tensors; their own derivatives take the
-    scores.
+    """The gradients of queries, keys, values and captured tensors; their own derivatives use the
+    full score matrix.
     """
 
     @staticmethod
@@ -211,8 +210,8 @@ class _FlexGradient(torch.autograd.Function):
 
     @staticmethod
     def _dense(ctx: Any) -> tuple[Callable[..., Any], list[Tensor], list[int], int]:
-        """The gradients as a function of what may vary, these, where those among the tensors
-        stand, and how many tensors there are.
+        """The gradients as a function of the differentiable arguments, these arguments, the
+        positions of those among ``tensors``, and the number of ``tensors``.
         """
         grad, q, k, v, *tensors = ctx.saved_tensors
         weights = [tensors.pop(0)] if ctx.has_weights else []

@@ -1,6 +1,4 @@
-"""From what was recorded to a functional graph: no writes, no attributes, captured tensors as
-inputs.
-"""
+"""Make a recorded graph functional: no writes, no attributes, captured tensors as inputs."""
 
 import functools
 import operator
@@ -58,7 +56,7 @@ def storages(node: fx.Node) -> set[int]:
 
 
 def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
-    """The graph without in-place ops, of which torch's own formulas for gradients have some."""
+    """The graph without in-place ops; some of torch's gradient formulas have them."""
     if not any(writes(n) for n in gm.graph.nodes):
         return gm
     if not _rename_writes(gm.graph, recorder.mode):
@@ -76,8 +74,8 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
 
 
 def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
-    """In-place ops on values that have no views as ops that return the new value; False, and
-    nothing changed, where that is not enough.
+    """Replace in-place ops on values without views by ops that return the new value. False, with
+    the graph unchanged, where other writes remain.
     """
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -136,7 +134,7 @@ def _returning(target: Any) -> OpOverload | None:
         []
         if packet is None
         else sorted(packet.overloads(), key=lambda o: o != target._overloadname)
-    )  # its namesake first
+    )  # the overload of the same name first
     for found in (getattr(packet, o) for o in overloads):
         if not found._schema.is_mutable and _takes(found) == _takes(target):
             return found
@@ -189,8 +187,8 @@ _FILLED_LIKE: dict[Any, Callable[[fx.Node], Any]] = {
 
 
 def _is_seed(node: fx.Node) -> bool:
-    """Whether a scalar is filled like one that nothing else reads: the seed of a backward pass from
-    a loss that is not returned, which so need not be computed.
+    """Whether a node is ``ones_like`` of a scalar that nothing else reads: the seed of a backward
+    pass from a loss that is not returned. The loss need not be computed then.
     """
     if node.target not in _FILLED_LIKE or node.meta["val"].ndim:
         return False
@@ -202,11 +200,11 @@ _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
-    """One name for each thing: no aliases, fills as constants, dims counted from the front, devices
-    without an index, nothing unused.
+    """Normalise a graph: no aliases, fills as constants, dims counted from the front, devices
+    without an index, no unused nodes.
 
-    Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by
-    chance where a shard is empty.
+    Dims are not negative because some kernels read the size of a negative dim from foreign memory,
+    and raise by chance where a shard is empty.
     """
     graph = gm.graph
     without_strides(graph)
@@ -228,12 +226,12 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             node.target, node.args = aten.view.default, node.args[:2]
         elif target is aten._to_copy.default and not isinstance(
             node.args[0], fx.Node
-        ):  # a number beside what torch.vmap maps over
+        ):  # a number beside a tensor that torch.vmap maps over
             node.target, node.args = aten.full.default, ([], node.args[0])
             node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
         elif (
             target is aten._efficientzerotensor.default
-        ):  # autograd's zero without memory, which a rank's program writes out
+        ):  # autograd's zero tensor without memory; a rank's program has real zeros
             node.target = aten.zeros.default
         elif target in (aten.fill.Scalar, aten.zero.default):
             of = node.args[0]
@@ -299,10 +297,10 @@ def _dim_arguments(target: Any) -> list[tuple[int, str]]:
 def from_the_front(
     target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any]
 ) -> tuple[Any, Any]:
-    """A call's arguments with its dims as numbers that are not negative.
+    """A call's arguments with its dims as non-negative numbers.
 
     Args:
-        val: the tensor that an argument stands for.
+        val: gives the tensor of an argument.
     """
     for i, name in _dim_arguments(target):
         given = args[i] if i < len(args) else kwargs.get(name)
@@ -314,7 +312,7 @@ def from_the_front(
         at = next(
             (k for k, a in enumerate(target._schema.arguments) if a.name == "input_sizes"), None
         )
-        if at is not None:  # of a gradient, dims of what it is a gradient of
+        if at is not None:  # a gradient op has the dims of its forward op's input
             ndim = len(args[at])
         ndim = max(ndim + (target._schema.name in _OF_ONE_MORE), 1)
         counted = [d + ndim if d < 0 else d for d in dims]
@@ -366,8 +364,8 @@ def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
 def constants_last(
     gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]
 ) -> tuple[Tensor, ...]:
-    """Captured tensors become inputs after the function's own; those that are not used go.
-    Inputs are named, and no op has their names.
+    """Make captured tensors inputs after the function's own inputs, and drop unused ones. Name the
+    inputs; no op has the name of an input.
     """
     graph = gm.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]

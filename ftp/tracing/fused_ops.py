@@ -1,5 +1,5 @@
-"""Fused ops in a trace: which torch computes as primitives where it lacks a derivative of theirs,
-and which have another kernel on the device that the program will run on.
+"""Fused ops in a trace: those that torch computes from primitives where it lacks one of their
+derivatives, and those with another kernel on the device that the program will run on.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +22,9 @@ class Fused:
     """Fused ops of one kind.
 
     Attributes:
-        as_primitives: within this context torch computes them from primitives, which have all
+        as_primitives: context in which torch computes the ops from primitives, which have all
             derivatives.
-        on_device: by type of device, replaces the ops that the CPU's kernels stood in for.
+        on_device: by device type, a pass that replaces the CPU's ops by that device's.
     """
 
     ops: frozenset[Any]
@@ -50,7 +50,7 @@ def as_primitives() -> Iterator[None]:
 def as_on_device(
     graph: fx.Graph, mode: FakeTensorMode, traced_on: torch.device, device_type: str
 ) -> None:
-    """Replace fused ops of a graph that is being traced by those of the device that it is for."""
+    """Replace the fused ops of a traced graph by those of the device that will run it."""
     if traced_on.type != device_type:
         for kind in KINDS:
             if device_type in kind.on_device:

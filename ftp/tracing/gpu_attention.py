@@ -1,7 +1,7 @@
-"""Fused attention of a GPU in a trace that CPU kernels stood in for.
+"""Replace the CPU's fused attention in a trace for a GPU by the GPU's.
 
-A build of torch without CUDA traces programs for GPUs on the CPU's kernels. Their attention differs
-in what it keeps for the backward pass and in what it takes; the GPU's is the one that will run.
+A build of torch without CUDA traces programs for GPUs with the CPU's kernels. The CPU's attention
+takes other arguments and saves other tensors for the backward pass than the GPU's.
 """
 
 import operator
@@ -20,8 +20,8 @@ FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 WIDEST_HEAD = 256  # of flash attention, in elements
-ALIGNED = 8  # elements that a head's size is a multiple of
-MASK_ALIGNED = 16  # elements that a mask's row is a multiple of
+ALIGNED = 8  # a head's size must be a multiple of this, in elements
+MASK_ALIGNED = 16  # a mask's row must be a multiple of this, in elements
 
 
 def with_gpu_attention(graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -88,7 +88,7 @@ def _replace(node: fx.Node, kernel: Any, mode: FakeTensorMode) -> None:
 
 
 def _expanded(node: fx.Node, mask: Any, q: Any, k: Any, mode: FakeTensorMode) -> Any:
-    """A mask that broadcasts, in full: the kernel reads it by strides."""
+    """A broadcast mask, expanded: the kernel reads it by strides."""
     if mask is None:
         return None
     b, h, s, _ = q.meta["val"].shape
@@ -133,7 +133,7 @@ def _replace_backward(node: fx.Node, made: fx.Node, mode: FakeTensorMode) -> Non
 
 
 def _ran(node: fx.Node, mode: FakeTensorMode) -> Any:
-    """What a call gives, by the shapes of its arguments."""
+    """The fake result of a call."""
 
     def value(x: fx.Node) -> Any:
         return x.meta["val"]

@@ -16,7 +16,7 @@ from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.tracing.explain_errors import defined_at
 
 aten = torch.ops.aten
-WAYS = ("func", "grad", "backward")  # each takes gradients of functions that those before refuse
+WAYS = ("func", "grad", "backward")  # each differentiates functions that those before it refuse
 
 
 @dataclass
@@ -43,7 +43,7 @@ def taking(by: str) -> Iterator[GradientWay]:
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees;
-    gradients as ``params`` is.
+    ``grads`` has the structure of ``params``.
 
     >>> fn = grad_and_value(lambda params, x: (params["w"] * x).sum())
     >>> fn({"w": torch.ones(2)}, torch.tensor([2.0, 3.0]))
@@ -63,8 +63,8 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         aux: list[Any] = []
 
         def scalar(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            # An alias, so that a write to a batch tensor is seen in the graph, where it can be
-            # named; torch.func's error cannot.
+            # An alias, so that the graph shows a write to a batch tensor and an error can name it;
+            # torch.func's own error does not.
             own = [
                 aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf
                 for leaf in batch_leaves
@@ -95,7 +95,7 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 def _differentiated(
     scalar: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]], leaves: list[Tensor]
 ) -> tuple[list[Tensor], tuple[Tensor, list[Tensor]]]:
-    """Gradients, and the loss with the function's other tensors."""
+    """The gradients, and the pair of the loss and the other results."""
     gradient = _gradient.get()
     if gradient is not None:
         gradient.is_taken = True

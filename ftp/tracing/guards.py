@@ -1,7 +1,8 @@
-"""Conditions on values that only guard: a statement that raises or warns, and decides nothing else.
+"""Guards: conditions on values whose statement only raises or warns, such as ``assert c``,
+``if c: raise ...``, ``if not c: warnings.warn(...)``.
 
-Code that asks for a condition's value is read where it stands: ``assert c``, ``if c: raise ...``,
-``if not c: warnings.warn(...)``. What lets the function go on is taken as the condition's value.
+The source of the statement that asks for a condition's value is read. If it is a guard, the trace
+takes the value with which the function goes on.
 """
 
 import ast
@@ -16,11 +17,11 @@ SourcePosition = tuple[int | None, int | None, int | None, int | None]  # line, 
 
 @dataclass(frozen=True)
 class Guard:
-    """The value that a guard's condition is taken to have.
+    """The assumed value of a guard's condition.
 
     Attributes:
-        value: of the bool that is asked for; None where a number of a comparison is.
-        claim: what is assumed, in the words of the code; "" where both ways come to the same.
+        value: the bool that the code asks for; None where it asks for a number to compare.
+        claim: the assumption in the words of the code; "" where both values give the same result.
     """
 
     value: bool | None
@@ -28,7 +29,7 @@ class Guard:
 
 
 def guard_at(frame: FrameType) -> Guard | None:
-    """The guard whose condition ``frame`` asks for now; None where the value may decide more."""
+    """The guard whose condition ``frame`` evaluates now; None where the value may decide more."""
     return _guard(frame.f_code, frame.f_lasti)
 
 
@@ -53,8 +54,8 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
 
 
 def _position(code: CodeType, instruction: int) -> SourcePosition | None:
-    """Where the expression stands whose value is asked for. A jump asks for that of the
-    instruction before it, and has itself the place of its statement.
+    """The position of the expression whose value is asked for. A conditional jump asks for the
+    value of the instruction before it; its own position is that of the statement.
     """
     found: SourcePosition | None = None
     for each in dis.get_instructions(code):
@@ -79,14 +80,14 @@ def _statements(file: str) -> list[ast.If | ast.Assert]:
         if isinstance(n, ast.Try | ast.TryStar) and n.handlers
         for statement in n.body
         for inner in ast.walk(statement)
-    }  # what is raised there may decide
+    }  # an except clause may turn an error into a decision
     found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert)]
     return [n for n in found[::-1] if id(n) not in caught]
 
 
 def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:
-    """With which value of its test a statement lets the function go on, and whether it would
-    otherwise warn only; None where it does more.
+    """The value of its test with which a statement lets the function go on, and whether the other
+    value only warns; None where the statement does more.
     """
     if isinstance(statement, ast.Assert):
         return True, False
@@ -100,7 +101,7 @@ def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Nothing but an error comes of it."""
+    """Whether the statements do nothing but raise an error."""
     return bool(body) and isinstance(body[-1], ast.Raise) and all(map(_is_plain, body[:-1]))
 
 
@@ -129,12 +130,12 @@ def _span(node: ast.expr | ast.stmt) -> SourcePosition:
 
 
 def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool) -> str | None:
-    """What is asked for at ``position`` where a statement's test is to be ``value``: "true" or
-    "false", or the "number" that a comparison reads; None where more than this makes it so.
+    """What the expression at ``position`` must be for the statement's test to be ``value``: "true",
+    "false", or the "number" that a comparison reads; None where this is not determined.
     """
     if _span(statement) != position:
         return _asked_in(statement.test, position, value)
-    # pytest writes asserts anew, part by part, each of which must then be true.
+    # pytest rewrites an assert part by part; each part must be true.
     parts = {type(n) for n in ast.walk(statement.test)}
     is_sure = isinstance(statement, ast.Assert) and not parts & {ast.Or, ast.IfExp, ast.Lambda}
     return "true" if is_sure else None
@@ -150,8 +151,8 @@ def _asked_in(node: ast.expr, position: SourcePosition, value: bool) -> str | No
         part = next((i for i, n in enumerate(node.values) if _spans(n, position)), None)
         if part is None:
             return None
-        # All parts of a true ``and`` are true, and of a false ``or`` false. Of a false ``and`` one
-        # may be: the last, which Python comes to when the others are true.
+        # All parts of a true ``and`` are true, all parts of a false ``or`` are false. In a false
+        # ``and`` the last part must be false: Python evaluates it when the others are true.
         is_sure = isinstance(node.op, ast.And) == value or part == len(node.values) - 1
         return _asked_in(node.values[part], position, value) if is_sure else None
     if isinstance(node, ast.Compare):

@@ -1,5 +1,5 @@
-"""Values that a trace knows: those that its recorded ops compute from numbers alone, such as the
-counter of a loop.
+"""Values known while tracing: those that recorded ops compute from numbers alone, such as a loop's
+counter.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What other libraries need while a program is traced: a context manager for each."""
+"""Patches of other libraries while a program is traced: a context manager for each."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ def patched_libraries() -> Iterator[None]:
 
 @contextmanager
 def _transformers() -> Iterator[None]:
-    """transformers builds its masks without reading values, and warns of none, when it believes
-    that it is traced.
+    """Tell transformers that it is traced: it then builds masks without reading values, and
+    without warnings.
     """
     found: list[Any] = [
         module
@@ -46,8 +46,8 @@ def _transformers() -> Iterator[None]:
 
 @contextmanager
 def _torch_nn() -> Iterator[None]:
-    """nn.Transformer compares a mask with a causal one, to say so to its layers; a mask that is
-    given as it is comes to the same, whatever its values.
+    """Skip nn.Transformer's comparison of a mask with a causal one, a hint to its layers: passing
+    the mask itself gives the same result.
     """
     original = transformer._detect_is_causal_mask
 
@@ -64,8 +64,8 @@ def _torch_nn() -> Iterator[None]:
 
 @contextmanager
 def _checkpoint() -> Iterator[None]:
-    """Blocks of torch.utils.checkpoint, in both of its forms, are recomputed as those of ``remat``
-    are. Random numbers are drawn from keys, so torch's generator is left alone.
+    """Recompute blocks of torch.utils.checkpoint, in both of its forms, like blocks of ``remat``.
+    Random numbers are drawn from keys, so torch's generator is left alone.
     """
     module: Any = sys.modules.get("torch.utils.checkpoint")
     if module is None:
@@ -84,7 +84,7 @@ def _checkpoint() -> Iterator[None]:
         return repeat
 
     def made(run: Callable[..., Any], preserve: bool, *args: Any, **kwargs: Any) -> Any:
-        # The generator calls its function to recompute alone.
+        # The generator calls its function only to recompute.
         return generator(repeated(run), False, *args, **kwargs)
 
     def entered(ctx: Any, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:

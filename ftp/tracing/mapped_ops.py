@@ -1,6 +1,5 @@
-"""Ops under torch.vmap that torch maps in a loop, or by looking up in all mapped tables at once:
-while a program is traced their mapped dim stays a dim, so that an axis which cuts it cuts the op,
-and nothing moves.
+"""vmap rules for ops that torch maps in a loop, or by a lookup in all mapped tables at once. With
+these the mapped dim stays a dim of the op, so that a mesh axis may cut it without collectives.
 """
 
 import warnings
@@ -19,13 +18,13 @@ from ftp.rules.op_kinds import ATTENTION
 
 aten = torch.ops.aten
 
-# A call on tensors whose mapped dim is 0, or that have none (False): results, and which are mapped.
+# ``(op, n, is_mapped, args, kwargs)``, with mapped dims first, to results and which are mapped.
 MappedForm = Callable[..., tuple[Any, Any]]
 
 
 @contextmanager
 def mapped_ops() -> Iterator[None]:
-    """The rules below in place of torch's."""
+    """Use the rules below in place of torch's."""
     lib = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -62,7 +61,7 @@ def _kernel(op: Any, call: MappedForm) -> Callable[..., Any]:
 
 
 def _embedding(op: Any, n: int, is_mapped: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Rows of a table for each, by a gather."""
+    """Rows of each table, by a gather."""
     table, ids, padding, *_ = (*args, -1)
     if not is_mapped[0][0]:
         return op(*args, **kwargs), True
@@ -98,7 +97,7 @@ def _of_rows(ids: Tensor, width: int) -> Tensor:
 
 
 def _attention(op: Any, n: int, is_mapped: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The mapped dim joins the batch; a bias is of all of it or of none."""
+    """Fold the mapped dim into the batch; a bias is expanded over it."""
     arguments = op._schema.arguments
     batch, *_ = next(
         x.shape[1 if mapped else 0 :]
@@ -133,7 +132,7 @@ def _attention(op: Any, n: int, is_mapped: Any, args: Any, kwargs: Any) -> tuple
 
 
 def _all(x: Tensor, n: int, mapped: bool) -> Tensor:
-    """With a mapped dim."""
+    """``x`` with a mapped dim, expanded if it has none."""
     return x if mapped else x.expand(n, *x.shape)
 
 

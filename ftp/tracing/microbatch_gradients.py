@@ -45,7 +45,7 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
             raise TraceError(
                 "The gradient is taken within torch.func.vmap or another transform. A pipeline"
                 " takes it once for each microbatch: call torch.func.grad_and_value outside of"
-                " them, or give the whole of it to ftp.optim.accumulate."
+                " transforms, or pass the transformed function to ftp.optim.accumulate."
             )
         grads = tree.unflatten(means.mean(x, leaf) for x, leaf in zip(found, leaves, strict=True))
         return grads, value_tree.unflatten(

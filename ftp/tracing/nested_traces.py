@@ -1,4 +1,4 @@
-"""Traces within a trace: what they would record is recorded by the outer one."""
+"""Traces within a trace: the outer trace records their ops."""
 
 import inspect
 import sys
@@ -14,14 +14,14 @@ from torch.utils import _pytree as pytree
 
 @contextmanager
 def nested_traces() -> Iterator[None]:
-    """What would trace or compile within the trace is called as it is: torch.func.linearize, and
-    helpers under torch.compile.
+    """Call functions directly that would otherwise be traced or compiled within the trace:
+    torch.func.linearize's, and helpers under torch.compile.
     """
     original = eager_transforms.lazy_dynamo_disallow
     eager_transforms.lazy_dynamo_disallow = lambda fn: (
         _uncalled if fn is make_fx else lambda traced: traced
     )
-    dynamo = sys.modules.get("torch._dynamo")  # imported where there is anything compiled
+    dynamo = sys.modules.get("torch._dynamo")  # imported if anything is compiled
     try:
         with (
             nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
@@ -32,8 +32,8 @@ def nested_traces() -> Iterator[None]:
 
 
 def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:
-    """In place of ``make_fx`` in torch.func.linearize: the function of tangents as
-    torch.func.jvp, which all transforms see through.
+    """Replaces ``make_fx`` in torch.func.linearize: the function of tangents by torch.func.jvp,
+    which all transforms see through.
     """
     known = inspect.getclosurevars(traced).nonlocals
     func, tree = known["func"], known["primals_argspec"]

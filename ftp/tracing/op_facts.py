@@ -40,8 +40,8 @@ def op_facts(func: OpOverload) -> OpFacts:
 
 
 def _unless_half(by: Callable[..., Any]) -> Callable[..., Any]:
-    """The decomposition, but for half precision: a fused matmul and sum rounds once, its parts
-    twice.
+    """The decomposition, except in half precision, where a fused matmul and sum rounds once and its
+    parts round twice.
     """
     return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
 
@@ -69,7 +69,7 @@ ALWAYS = {
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
 
 
-# Operands that must be of one dtype, though kernels for shapes alone take any.
+# Operands that kernels require to have one dtype, while shape functions take any.
 _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
     aten._cdist_forward.default: (0, 1),
     aten._prelu_kernel.default: (0, 1),
@@ -101,9 +101,8 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
 }
 
 
-# Autograd nodes (torch 2.13) whose formulas read values, to raise an error: a second derivative at
-# zeros, or a gradient that does not exist because the loss depends on the phase of singular
-# vectors.
+# Autograd nodes (torch 2.13) whose formulas read values to raise an error: for a second derivative
+# at zeros, or for a gradient that does not exist as the loss depends on singular vectors' phase.
 _CHECKING = (
     "IndexReduceBackward0",
     "LinalgEigBackward0",
@@ -114,7 +113,7 @@ _CHECKING = (
 
 
 def checks_in_gradient() -> bool:
-    """Whether torch reads a value in such a formula; answering ``True`` keeps the gradient, and
+    """Whether the value is asked for in such a formula. The answer ``True`` keeps the gradient and
     refuses the second derivative.
     """
     node = torch._C._current_autograd_node()
@@ -139,7 +138,7 @@ def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
-    """Refuse operands of different dtypes, where torch's kernels do."""
+    """Refuse operands of different dtypes where torch's kernels refuse them."""
     operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
     if (
         func in _NARROW_INPUT

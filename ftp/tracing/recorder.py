@@ -1,6 +1,4 @@
-"""What is traced, as it happens: every op is seen before it is recorded, with the user's line
-that called it.
-"""
+"""The recorder: sees every op before it is traced, with the user's line that called it."""
 
 import logging
 import sys
@@ -48,7 +46,7 @@ aten = torch.ops.aten
 deferred_compiler.defer()
 
 
-# What an exported graph says of where a node is from.
+# Metadata of an exported graph's nodes: where in the user's code each comes from.
 PROVENANCE = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
 
 
@@ -56,11 +54,11 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to
-    inputs, notes the user's line.
+    """Sees every op before it is traced: refuses ops that a program cannot hold, lifts captured
+    tensors to inputs, notes the user's line.
 
-    A node of the backward pass has the line of its forward op, which autograd's sequence numbers
-    tell.
+    A node of the backward pass gets the line of its forward op, found by autograd's sequence
+    numbers.
     """
 
     def __init__(
@@ -111,8 +109,8 @@ class Recorder(TorchDispatchMode):
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._tracer: Any = proxy_mode.tracer
-        # That of make_fx takes out symbolic numbers only, of which there are none, and looks at
-        # each node twice.
+        # make_fx's own dead code elimination removes symbolic numbers only, of which there are
+        # none, and visits each node twice.
         self._tracer.graph.eliminate_dead_code = lambda *_: False
         self._graph = self._tracer.graph
         self._last = None
@@ -123,7 +121,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while a program is traced; torch would say so around every call."""
+        """False: nothing is compiled while tracing, and torch would report a skip at every call."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -158,7 +156,7 @@ class Recorder(TorchDispatchMode):
         meta = {"source": line, "phase": phase, "region": region, "branch": branch}
         if (
             fx_traceback.has_preserved_node_meta()
-        ):  # which torch copies to what it records itself, and so not to what is remembered
+        ):  # torch copies it to nodes that it records itself, and not to replayed ones
             meta |= {k: v for k, v in fx_traceback.get_current_meta().items() if k in PROVENANCE}
         assert self._graph is not None
         root = self._graph._root
@@ -188,17 +186,15 @@ class Recorder(TorchDispatchMode):
     def _again(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedCall | None, Any]:
-        """The call, if it is one to remember, and its result, if it is remembered."""
+        """The call, if it can be cached, and its result, if it was replayed from the cache."""
         with (
             torch._C.DisableTorchFunction()
-        ):  # what is asked of tensors here is no call of the program
+        ):  # ops that run on tensors in here are no calls of the program
             call = self._recall.call(func, args, kwargs, self._tracer)
             return call, self._recall.again(call, self._tracer) if call else None
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
-        """Ops in place may change shapes; what nodes say of their values is not to change with
-        them.
-        """
+        """Give nodes a ``val`` of their own before an in-place op, which may change its shape."""
         for tensor in args:
             if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
                 node = self._tracer.tensor_tracker[tensor].proxy.node
@@ -227,9 +223,7 @@ class Recorder(TorchDispatchMode):
         return tuple(tensor for tensor, _ in self._known.values())
 
     def known(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or if it is not this trace's but a captured one, the input that stands for
-        it.
-        """
+        """``tensor`` if it belongs to this trace; for a captured tensor its input."""
         tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
             return tensor
@@ -263,9 +257,7 @@ class Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1]
 
     def _turn(self) -> tuple[int, Any, BranchPath]:
-        """The pass that is going on, even numbers forward and odd ones backward, the recomputation,
-        and the branch.
-        """
+        """The current pass (even numbers forward, odd ones backward), recomputation and branch."""
         if (of := self.replayed) is not None:
             return of.get("phase", 0), of.get("region"), of.get("branch", ())
         is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
@@ -309,8 +301,8 @@ def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
 
 
 def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The op's result; batch norms by the kernel that all devices have, with a schema that tells
-    when it writes to its statistics.
+    """The op's result. Batch norms use the kernel that all devices have, whose schema tells whether
+    it writes to its statistics.
     """
     if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
         return aten._native_batch_norm_legit.default(*args)
@@ -326,8 +318,8 @@ def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _has_guard(device_type: str) -> bool:
-    """Whether this build of torch knows the device; autograd aborts the process on one that it
-    does not. Its CPU kernels stand in.
+    """Whether this build of torch knows the device: autograd aborts the process on an unknown one.
+    CPU kernels stand in for those.
     """
     if device_type in ("cpu", "meta"):
         return True
@@ -357,8 +349,8 @@ def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """torch logs a traceback of its own for every op whose arguments are wrong, beside the error
-    that says so.
+    """Silence torch's log, which prints a traceback for every op with wrong arguments beside the
+    error that it raises.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level

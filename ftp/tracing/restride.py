@@ -16,8 +16,8 @@ def without_strides(graph: fx.Graph) -> None:
     """Replace each ``as_strided``, and each scatter of one, that reads or writes all of a dense
     tensor exactly once.
 
-    Pooling of tensors in channels-last memory, and its gradient, are such; what reads a part, or
-    reads twice, stays.
+    Pooling of tensors in channels-last memory and its gradient are examples. An ``as_strided`` that
+    reads a part of its tensor, or an element twice, stays.
     """
     for node in list(graph.nodes):
         if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
@@ -69,7 +69,7 @@ def _laid_out(
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The dims from the slowest to the fastest, where strides are those of a permuted contiguous
+    """The dims from the slowest to the fastest if the strides are those of a permuted contiguous
     tensor; else None.
 
     >>> memory_order((4, 8, 5, 5), (200, 1, 40, 8)), memory_order((3, 3), (1, 1))

@@ -1,4 +1,6 @@
-"""A function of one score, as torch's flex_attention takes it, as a graph and what it captures."""
+"""``score_mod`` and ``mask_mod`` of torch's flex_attention as graphs, with the tensors that they
+capture.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +36,7 @@ def as_program(
     def place(*dtypes: torch.dtype) -> list[Tensor]:
         return [torch.empty((), dtype=d, device=device) for d in dtypes]
 
-    # Hide the surrounding trace: it sees tensors, this one a score.
+    # Hide the surrounding trace: this one records ops on single scores.
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         at = (torch.int64,) * 4 if is_mask else (dtype, *(torch.int64,) * 4)
         with FakeTensorMode() as mode, torch.no_grad():
@@ -59,7 +61,7 @@ def as_program(
 
 
 def _constants(gm: torch.fx.GraphModule) -> list[Tensor]:
-    """The tensors that a graph has as constants, which become further inputs."""
+    """Turn a graph's constant tensors into further inputs, and return them."""
     found = []
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     for node in list(gm.graph.nodes):
@@ -77,7 +79,7 @@ class _Captures(TorchFunctionMode):
     """Puts stand-ins in the place of tensors that a function captured.
 
     Attributes:
-        stand_ins: per ``id`` of a captured tensor itself and its stand-in.
+        stand_ins: by ``id`` of a captured tensor, the tensor and its stand-in.
     """
 
     def __init__(self, mode: FakeTensorMode, known: dict[int, tuple[Tensor, Tensor]] | None = None):

@@ -1,11 +1,10 @@
 """Rows that a mask selects, while a program is traced: ``x[mask]`` and ``torch.where(mask)`` have
 shapes that depend on values, which a trace does not have.
 
-A selection stands for its rows by all rows, those that the mask leaves out replaced by a copy of
-one that it selects, so that nothing which is computed of them can be worse than what is computed of
-a selected row. Functions that take each row by itself give a selection again. A sum, a mean or a
-loss counts the selected rows only, and a write back leaves the others as they were: there the
-selection ends. Every other function is refused.
+A `Selected` holds all rows: each row that the mask leaves out is a copy of a selected row, so that
+no function can fail, or give inf or nan, on such a row alone. A function that acts on each row by
+itself gives a `Selected` again. A sum, a mean or a loss counts the selected rows only; a write back
+``x[mask] = rows`` leaves the other rows as they were. Every other function is refused.
 
 Above 450 lines: the functions that take selected rows are one table, each with its condition.
 """
@@ -30,8 +29,8 @@ class Selections:
     Attributes:
         mask: as the function gave it.
         valid: the same, flat.
-        first: the place of the first selected row, and whether there is one.
-        line: of the user's code that selected.
+        first: the index of the first selected row, and whether there is one.
+        line: the user's line that selects.
     """
 
     mask: Tensor
@@ -47,10 +46,10 @@ class Selected:
         self.rows, self.group = rows, group
 
     def refused_as(self, name: str) -> str:
-        """Why it cannot be a result of the function."""
+        """The message that the function cannot return a selection."""
         line = self.group.line
         return (
-            f"{name} gives a shape that depends on values{f' at {line}' if line else ''}: it is the"
+            f"{name} has a shape that depends on values{f' at {line}' if line else ''}: it is the"
             " rows that a mask selects, and a program has fixed shapes. Return their sum or mean,"
             " or torch.where(mask, x, 0)."
         )
@@ -148,7 +147,7 @@ def select(x: Tensor, group: Selections) -> Selected:
 
 
 def _unless_none(rows: Tensor, group: Selections) -> Tensor:
-    """The rows, where the mask selects any; else numbers at which most functions are smooth."""
+    """The rows if the mask selects any; else ones, at which most functions are smooth."""
     floats = rows.dtype.is_floating_point or rows.dtype.is_complex
     spare = torch.full((), 0.5 if floats else 0, dtype=rows.dtype, device=rows.device)
     return torch.where(group.first[1], rows, spare)
@@ -185,8 +184,8 @@ SELECTING = frozenset(
 
 
 def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function of plain tensors selects by a mask, in one of torch's ways; None where it
-    selects nothing.
+    """The selection that a call on plain tensors makes (``x[mask]``, ``masked_select``, ...); None
+    for a call that selects nothing.
     """
     if func is Tensor.__getitem__:
         return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
@@ -214,7 +213,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """A function of torch on selections.
 
     Raises:
-        TraceError: it does more than take each row by itself, reduce all, or write them back.
+        TraceError: a function other than one of each row, a reduction over rows, or a write back.
     """
     name = getattr(func, "__name__", str(func))
     given = [a for a in _flat((args, kwargs)) if isinstance(a, Selected)]
@@ -271,7 +270,7 @@ def _replaced(tree: Any) -> Any:
 
 
 def _check_plain(other: Tensor, rows: Tensor) -> None:
-    """An operand beside a selection may be broadcast over its rows, and no more."""
+    """Refuse a plain operand that is not broadcast over the rows of the selection beside it."""
     if other.ndim >= rows.ndim and other.shape[0] != 1:
         raise _refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
 
@@ -329,7 +328,7 @@ def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss of classes: rows that are not selected have the class that it ignores."""
+    """A loss of classes: rows that are not selected get the class ``ignore_index``."""
 
     def of(group: Selections, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
@@ -392,7 +391,7 @@ _POINTWISE = frozenset(_NAMES.split())
 
 
 def _keeps_rows(at: int, default: Any = None) -> Callable[..., bool]:
-    """Of a function along a dim, the ``at``-th argument."""
+    """For a function along the dim in argument ``at``: whether this is not the dim of rows."""
 
     def check(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         dim = args[at] if len(args) > at else kwargs.get("dim", default)

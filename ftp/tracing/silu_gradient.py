@@ -1,4 +1,4 @@
-"""The gradient of SiLU as one op. torch writes it out as seven, so that it has gradients itself."""
+"""Fuse the gradient of SiLU into one op. torch writes seven, so that they have gradients too."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ aten = torch.ops.aten
 
 
 def fuse_silu_gradients(graph: fx.Graph) -> None:
-    """Write ``grad * s * (1 + x * (1 - s))``, where ``s`` is ``sigmoid(x)``, as
-    ``silu_backward(grad, x)``. What the formula alone needed is unused then.
+    """Replace ``grad * s * (1 + x * (1 - s))``, where ``s`` is ``sigmoid(x)``, by
+    ``silu_backward(grad, x)``. Intermediate results of the formula stay, unused.
     """
     for node in graph.nodes:
         if (operands := _operands(node)) is not None:

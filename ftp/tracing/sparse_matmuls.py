@@ -1,5 +1,5 @@
 """Matmuls with a captured sparse matrix, such as a graph's adjacency, by its entries: a gather of
-rows and a sum, which have rules. Of sparse arguments, `ftp.sharding.sparse_matrix`.
+rows and a sum, which have rules. Sparse arguments are in `ftp.sharding.sparse_matrix`.
 """
 
 from collections.abc import Callable, Sequence

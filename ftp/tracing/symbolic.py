@@ -1,8 +1,8 @@
 """Dynamic sizes in a trace: ``DynamicInt`` to torch's symbolic ints and back, and torch's guards as
 conditions.
 
-torch's shape functions compute with ``SymInt``, and note as guards what they ask of sizes. Here a
-guard becomes a condition of the ``Sizes`` that the trace was made with, with the user's line.
+torch's shape functions compute with ``SymInt`` and record each comparison of sizes as a guard. Here
+a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 """
 
 import sys
@@ -50,7 +50,7 @@ class _Env(ShapeEnv):
 
 
 def _is_pythons() -> bool:
-    """Whether Python code asks, rather than C++, of a ``SymBool`` or a ``SymInt``."""
+    """Whether Python code, rather than C++, evaluates the ``SymBool`` or ``SymInt``."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _TORCH:
         if frame.f_code.co_name == "__torch_dispatch__":
@@ -135,7 +135,7 @@ class Symbolic:
         return x
 
     def replaced(self, tree: Any) -> Any:
-        """Nested arguments with symbolic numbers, and nodes that are some, as formulas."""
+        """Nested arguments with symbolic numbers, and nodes that hold one, replaced by formulas."""
 
         def number(x: Any) -> Any:
             if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SYMBOLIC):
@@ -157,7 +157,7 @@ class Symbolic:
         for node in graph.nodes:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
-        # Whether a dim of size one goes decides on the shape of what is computed.
+        # Whether a dim of size one is squeezed decides the shape of the result.
         self.keeps_ones = any(
             "squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes
         )
@@ -214,9 +214,9 @@ class Symbolic:
         return self.env.lines[first : self._noted]
 
     def _is_of_one(self, at: int) -> bool:
-        """Whether a guard excludes dynamic dims of size one, and nothing else. C++ asks so whether
-        strides allow a view, which does not change what is computed: where they do for other sizes,
-        the same view or copy is right for one.
+        """Whether a guard excludes dynamic dims of size one, and nothing else. C++ adds such guards
+        to see whether strides allow a view. They change no value: the view or copy that is right
+        for other sizes is right for size one.
         """
         e = self.env.guards[at].expr
         if type(e).__name__ != "Unequality":
@@ -250,8 +250,9 @@ class Symbolic:
 
     @contextmanager
     def generic(self, line: Callable[[], str]) -> Iterator[None]:
-        """Within it torch's shape functions take a dynamic size for other than one: what holds for
-        it holds for one as well, with a copy more where strides decide. Guards get their ``line``.
+        """Within the block torch's shape functions assume that a dynamic size is not one. The
+        result holds for size one as well, with one more copy where strides decide. Guards get
+        their ``line``.
         """
         self.env.line = line  # type: ignore[method-assign]
         # Some ops take symbolic ints in their Python form only.

@@ -1,5 +1,5 @@
-"""A function and abstract inputs to one functional aten graph, gradient included; nothing is
-allocated and nothing is run.
+"""Trace: a function and abstract inputs to one functional aten graph, gradient included. Nothing is
+allocated or run.
 
 torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a
 fake tensor of its own.
@@ -54,19 +54,18 @@ class Traced:
     Attributes:
         gm: functional aten graph; its placeholders are the tensor leaves in order, then the
             constants; it returns a flat tuple, last the means over microbatches that a pipeline
-            asks for (`ftp.ops.microbatch_means`). Every node knows its ``meta["val"]``, in
-            ``meta["source"]`` the user's line that caused it ("" if none did), in ``meta["phase"]``
-            how often forward and backward passes took turns before it, and in ``meta["region"]``
-            the recomputation that it is part of.
+            asks for (`ftp.ops.microbatch_means`). Every node has ``meta["val"]``;
+            ``meta["source"]``, the user's line that caused it ("" if none did);
+            ``meta["phase"]``, how often forward and backward passes took turns before it; and
+            ``meta["region"]``, the recomputation that it is part of.
         constants: tensors that the function captured, in the order of their first use.
         out_tree: the structure of the result.
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
-        captured: the tensors that the function found outside of its arguments, as the objects that
-            they are.
-        assumptions: claims about values that the function takes as true. Where they are kept to be
-            checked, the graph's last outputs are whether they hold.
-        symbolic: of a trace with dynamic sizes, what its symbolic numbers are.
+        captured: the tensor objects that the function found outside of its arguments.
+        assumptions: claims about values that the function takes as true. Where they are to be
+            checked, the graph's last outputs are bools that say whether they hold.
+        symbolic: for a trace with dynamic sizes, its symbolic numbers.
     """
 
     gm: fx.GraphModule
@@ -104,20 +103,20 @@ def trace(
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
-    A gradient that ``grad_and_value`` asks for is taken by torch.func, and where that refuses the
-    function by torch.autograd, which sees through fewer of torch.func's operators within it.
+    ``grad_and_value`` takes gradients by torch.func; if torch.func refuses the function, by
+    torch.autograd, which supports fewer of torch.func's operators inside the function.
 
     Args:
         leaves: tensors (real, fake or meta; only shape and dtype count) and static values.
-        device_type: where the program will run; on another one some ops have other kernels.
-        names: what each leaf is called in messages.
-        line: tells the user's line that is running, where ``fn`` replays a program and the stack
+        device_type: where the program will run; some ops have other kernels on another device.
+        names: name of each leaf, for messages.
+        line: gives the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
-        within: the call is in a function that is being traced, whose values may be captured.
+        within: the call is inside a function that is being traced, whose values may be captured.
         calls: numbers torch's calls in the lines of the nodes.
         shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
-        symbolic: of the dynamic sizes.
+        symbolic: the dynamic sizes.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -165,8 +164,8 @@ def trace(
 
 
 def _with_derivatives(made: Callable[[list[Recorder]], Traced]) -> Traced:
-    """A trace, with fused ops as primitives where torch may lack a derivative of theirs: it fails
-    after such an op was called, or with what it says of derivatives in forward mode.
+    """A trace. If it fails after a fused op was called, or with torch's error about derivatives in
+    forward mode, torch may lack a derivative of the op: trace again with fused ops as primitives.
     """
     recorders: list[Recorder] = []
     try:
@@ -181,7 +180,7 @@ def _with_derivatives(made: Callable[[list[Recorder]], Traced]) -> Traced:
 
 
 def _lacks_module(error: BaseException | None) -> bool:
-    """Whether an error is of a module of torch's that loading its compiler would have loaded."""
+    """Whether an error is about a module of torch that loading torch's compiler would load."""
     while error is not None:
         owner = error.obj if isinstance(error, AttributeError) else None
         if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch":
@@ -236,8 +235,8 @@ def _traced(
             noted = [] if means is None else [recorder.known(x) for x in means.tensors]
             return [*outputs, *assumed.conditions, *noted]
 
-    # A write to a view has its gradient by the view's own op, rather than by strides that a shard
-    # does not have.
+    # The gradient of a write to a view replays the view's op, rather than strides that a shard does
+    # not have.
     with (
         nested_traces(),
         patched_libraries(),
@@ -253,7 +252,7 @@ def _traced(
     if len(inputs) != len(at):
         raise TraceError(
             f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a"
-            " container that is not seen through."
+            " container that optree does not know."
         )
     check_writes(gm.graph)
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))

@@ -1,7 +1,7 @@
-"""Functions of torch that look at values, to check them or to choose among ways that come to the
-same: a trace has no values to look at.
+"""Functions of torch that read values, to check them or to choose among equivalent algorithms: a
+trace has no values, so they are replaced.
 
-Others that are here have no form without writes, or take parts of memory by strides.
+Also here: functions that torch can only compute by writes in place or by strides.
 """
 
 import math
@@ -27,8 +27,8 @@ from ftp.tracing.sparse_matmuls import MATMULS, matmul
 
 
 class unchecked(TorchFunctionMode):
-    """While it is on, the functions below read no values, nor do their gradients: what torch
-    refuses for its values is not refused.
+    """A mode in which the functions below, and their gradients, read no values. Values that torch
+    would refuse are not refused.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class unchecked(TorchFunctionMode):
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
 
 
-# How code asks for one value of a tensor.
+# The methods by which code reads one value of a tensor.
 _ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
 
 
 def _guarded(condition: Tensor) -> Any:
-    """The value that a condition which only guards is taken to have, or the tensor in place of a
-    number that is compared in one; None where the value decides more.
+    """The assumed value of a guard's condition, or the tensor in place of a number that a guard
+    compares; None where the value decides more.
     """
     if not is_listening() or is_inside() or condition.numel() != 1:
         return None  # in ftp.local each rank has values of its own
@@ -81,8 +81,8 @@ def _assert_async(condition: Tensor, message: str = "torch._assert_async: not ze
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 1 or tensor.dtype is not torch.int64:
         return F.one_hot(tensor, num_classes)  # for its error
-    # The layout tells these classes from those that somebody else compares with, so that
-    # check_inputs=True can find classes out of range (ftp.tensors.check_indices).
+    # The layout marks these classes, so that check_inputs=True can find classes out of range
+    # (ftp.tensors.check_indices).
     classes = torch.arange(num_classes, layout=torch.strided, device=tensor.device)
     return (tensor.unsqueeze(-1) == classes).to(torch.int64)
 
@@ -123,7 +123,7 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Of rows that are variables; weights multiply, and the norm is as NumPy's."""
+    """``torch.cov``: rows are variables, weights multiply, and the normalization is NumPy's."""
     if (
         input.ndim > 2
         or input.dtype is torch.bool
@@ -177,7 +177,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """By a tensor: where an index stands, however often."""
+    """By a mask of the positions that the index names, once or several times."""
     if not isinstance(value, Tensor) or value.ndim or index.ndim > 1:
         return torch.index_fill(input, dim, index, value)
     shape = [1] * max(input.ndim, 1)
@@ -189,8 +189,8 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-    """At a mask: what is one value for all that it holds, by ``where``; as many values as it
-    holds, by their indices.
+    """``x[mask] = value``: one value for all selected elements by ``where``; a value per selected
+    element by their indices.
     """
     at = [d for d, i in enumerate(indices) if i is not None]
     mask = indices[at[0]] if len(at) == 1 else None
@@ -231,7 +231,7 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
 
 
 def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """With lengths as tensors."""
+    """``ctc_loss`` with its lengths as tensors."""
 
     def fn(
         log_probs: Tensor,
@@ -261,8 +261,8 @@ def _istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """Frames are added where they overlap, and divided by the sum of their windows' squares,
-    which is not checked for zeros.
+    """Overlapping frames are added and divided by the sum of their windows' squares, which is not
+    checked for zeros.
     """
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
@@ -303,8 +303,8 @@ def _stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Tensor:
-    """Frames by ``unfold``, which cuts as the signal does; torch takes them by strides, which a
-    part of it does not have.
+    """Frames by ``unfold``, whose rule lets the signal be cut; torch's own code uses strides, which
+    a shard of the signal does not have.
     """
     spectra = input.is_complex() or (window is not None and window.is_complex())
     if (
@@ -386,5 +386,5 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.stft: _stft,
     Tensor.polygamma_: _in_place(
         lambda input, n: torch.polygamma(n, input.clone())
-    ),  # torch has no form of it that functionalizes
+    ),  # torch cannot functionalize it
 }

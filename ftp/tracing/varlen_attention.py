@@ -1,7 +1,7 @@
 """``varlen_attn`` by tiles while a program is traced.
 
-torch's own kernel sees whole sequences, and does not exist on a CPU. Derivatives of higher order,
-and in forward mode, take the scores.
+torch's own kernel needs whole sequences, and does not exist on a CPU. Derivatives of higher order
+and in forward mode use the full score matrix.
 """
 
 import math
@@ -42,8 +42,8 @@ def _varlen(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The result (tokens, heads, dim), the log-sum-exps (heads, tokens), and what stands for the
-    state of a generator.
+    """The result (tokens, heads, dim), the log-sum-exps (heads, tokens), and a placeholder for the
+    kernel's generator state.
     """
     if seqused_k is not None or block_table is not None:
         raise TraceError(
@@ -72,10 +72,10 @@ def _dense_varlen(
     scale: float,
     _: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The result and its log-sum-exps by the scores: what derivatives of higher order take."""
+    """The result and its log-sum-exps by the full score matrix, for derivatives of higher order."""
     of_query, query_at = in_documents(ends_q, torch.arange(q.shape[2], device=ends_q.device))
     of_key, key_at = in_documents(ends_k, torch.arange(k.shape[2], device=ends_k.device))
-    # Of a document with more keys than queries the last query stands beside the last key.
+    # In a document with more keys than queries, the last query is aligned with the last key.
     lengths = ends_k.diff() - ends_q.diff()
     more = torch.cat([lengths, lengths.new_zeros(1)]).index_select(0, of_query)
     ahead = key_at.unsqueeze(0) - (query_at + more).unsqueeze(1)
@@ -131,7 +131,7 @@ class _Varlen(torch.autograd.Function):
 
 
 class _VarlenGradient(torch.autograd.Function):
-    """The gradients of queries, keys and values; their own derivatives take the scores."""
+    """The gradients of queries, keys and values; their derivatives use the full score matrix."""
 
     @staticmethod
     def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, *rest):  # type: ignore[override]

@@ -40,7 +40,7 @@ from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
 from ftp.ops.fused_optimizer import UPDATES
-from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.local_program import LocalProgram
 from ftp.passes.buffer_reuse import in_place
 from ftp.report.lowered import Lowered
 from ftp.rules.local_op import RankGraph

@@ -519,7 +519,7 @@ def test_operators_of_functions():
 
     with pytest.raises(
         TraceError,
-        match=r"takes functions, into which a trace does not see"
+        match=r"takes functions, which a trace cannot see into"
         r" at(.|\n)*test_trace.py(.|\n)*Call the function itself",
     ):
         traced(grad_and_value(lambda x: strict(x).sum()), torch.ones(3))

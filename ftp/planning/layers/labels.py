@@ -1,10 +1,9 @@
 """The layer of each node of a graph, and whether two layers are equal.
 
-The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack
-(``ftp.scan``). Every other node belongs to the last layer that it is computed from, in a backward
-pass to the first one. What layers far apart read, such as a global norm, belongs to none. Two
-layers are equal where all of their nodes are, in order, each operand coming from an equally distant
-layer.
+An input's layer is in its name (``layers.3.attn.wq``), or is its index in a stack (``ftp.scan``).
+Every other node belongs to the last layer that it is computed from, in a backward pass to the first
+one. A value that distant layers read, such as a global norm, belongs to none. Two layers are equal
+if their nodes are equal, in order, with operands from equally distant layers.
 """
 
 import re
@@ -16,10 +15,10 @@ from ftp.functional.remat import Region
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.planning.graph import Graph, Node, Value
 
-FEWEST = 6  # equal layers in a row that are worth folding
+FEWEST = 6  # least number of equal layers in a row that are folded
 
-# A number after a word: layers.3, layers[3], layers']['3; of nn.Sequential after the tree itself:
-# params['3
+# A number after a word: layers.3, layers[3], layers']['3; for nn.Sequential after the argument's
+# name: params['3
 _INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
 
 _Layer = list[Any]
@@ -27,7 +26,7 @@ _Layer = list[Any]
 
 @dataclass
 class Layers:
-    """The nodes of each layer, in order; a node of no layer is shared. Each slice of one of the
+    """The nodes of each layer, in order; a node of no layer is shared. Each slice of a node in
     ``stacks`` belongs to a layer.
     """
 
@@ -58,8 +57,8 @@ def _labelled(
     users: Mapping[Node, int],
     shared: set[Node],
 ) -> Layers:
-    """Each node's layer. Of operands from layers far apart, the one with most users becomes
-    ``shared``.
+    """Each node's layer. If a node's operands are from distant layers, the operand with most users
+    becomes ``shared``.
     """
     stacks = {
         node
@@ -139,11 +138,11 @@ def named_layers(graph: Graph) -> dict[Node, str]:
 
 
 def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Source lines before the first layer or after the last that read a layer's result, such as the
-    head's: (layer, line).
+    """Source lines before the first layer or after the last one that read a layer's result, such as
+    the head's: (layer, line).
 
-    They are lines of no other layer, and read no parameter of this one. Backward ops have the lines
-    of their forward ops.
+    No other layer has such a line, and the line reads no parameter of the layer. Backward ops have
+    the lines of their forward ops.
     """
     layers: dict[str, set[int]] = {}
     reading: set[tuple[int, str]] = set()
@@ -156,7 +155,7 @@ def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tu
         {0, max(labels.values())},
         {line for line, found in layers.items() if len(found) == 1},
     )
-    if len(is_one) == len(layers):  # each layer is written out
+    if len(is_one) == len(layers):  # each layer has its own source lines
         return set()
     return {(layer, line) for line in is_one for layer in layers[line] & ends} - reading
 

@@ -1,7 +1,7 @@
-"""Fold repeated layers: a graph with most of them left out, to plan, and the facts to put them
-back.
+"""Fold repeated layers: make a graph with most of them left out, which is planned, and record how
+to put them back.
 
-Of a run of equal layers a few are kept; one of them counts for those left out.
+A few layers of a run of equal layers are kept; one of them counts for those left out.
 """
 
 from collections import Counter
@@ -24,8 +24,8 @@ from ftp.planning.layers.labels import (
 )
 from ftp.rules.rule import BoundRule
 
-# Of them at each end: one beside the layers that differ, and one that is planned as those left out
-# are.
+# Layers kept at each end of a run: one beside the layers that differ, and one that is planned like
+# those left out.
 KEPT = 2
 
 
@@ -34,10 +34,10 @@ class Ties:
     """Two adjacent layers that stand for a run of them: they share every decision.
 
     Attributes:
-        twins: per node of the later layer, that of the earlier.
-        layers: what is in which.
+        twins: per node of the later layer, its twin in the earlier one.
+        layers: the layer of each node.
         earlier: the number of the earlier layer.
-        left_out: how many layers are between them in the whole graph.
+        left_out: the number of layers between the two in the whole graph.
     """
 
     twins: Mapping[Node, Node]
@@ -52,15 +52,15 @@ class Ties:
         return Value(self.twins.get(value.node, value.node), value.index)
 
     def weight(self, node: Node) -> int:
-        """How many nodes of the whole graph a node stands for."""
+        """The number of nodes of the whole graph that a node stands for."""
         return self.left_out + 1 if self.layers.of.get(node) == self.earlier else 1
 
     def weight_of(self, value: Value) -> int:
         return self.left_out + 1 if self.layers.of_value(value) == self.earlier else 1
 
     def weight_between(self, value: Value, user: Node) -> int:
-        """How many uses of the whole graph one stands for; those across the two layers stand for
-        those between all that are left out.
+        """The number of uses in the whole graph that a use stands for: a use across the two layers
+        stands for those between all layers that are left out.
         """
         here, there = self.layers.of.get(user), self.layers.of_value(value)
         tied = (self.earlier, self.earlier + 1)
@@ -79,11 +79,11 @@ class Folded:
 
     Attributes:
         graph: copies of the nodes that are left.
-        origin: per copy, or what stands for it by now, its node in the whole graph.
-        kept: the outputs of the whole graph that it returns.
-        left_out: how many layers it lacks, after ``stands_for``.
+        origin: per node of ``graph``, as rewritten by passes so far, its node in the whole graph.
+        kept: indices of the whole graph's outputs that ``graph`` returns.
+        left_out: number of layers that are left out, after layer ``stands_for``.
         labels: the layers of its inputs.
-        slices: the number of slices of its stacks, where layers are slices; else 0.
+        slices: number of slices of its stacks, if layers are slices; else 0.
     """
 
     graph: Graph
@@ -97,7 +97,7 @@ class Folded:
     layers: Layers
 
     def on(self, copies: Mapping[Node, Node]) -> "Folded":
-        """The same of the graph rewritten."""
+        """The same for the rewritten graph."""
         origin = {copies[node]: of for node, of in self.origin.items() if node in copies}
         labels = {copies[node]: layer for node, layer in self.labels.items()}
         return replace(self, origin=origin, labels=labels)
@@ -116,15 +116,16 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
     """The graph with most of a run of equal layers left out; None where there is no such run.
 
     Args:
-        facts: what decides on a node beside its place in the graph, such as the spec of an input.
+        facts: properties of a node that matter beside its place in the graph, such as an input's
+            spec.
         out_facts: the same, per output.
     """
     labels = numbered({node: node.name for node in graph.inputs})
     slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
     found = None
     if labels and (named := max(labels.values()) + 1) >= FEWEST:
-        # A stack of one tensor of each layer, as of what an optimizer brings to owners, is taken
-        # apart into layers too.
+        # A stack of one tensor of each layer, as of gradients that an optimizer sends to owners, is
+        # split into layers too.
         found = _fold(graph, labels, named if named in slices else 0, facts, out_facts)
     if found is None and slices and max(slices) >= FEWEST:
         found = _fold(graph, {}, max(slices), facts, out_facts)
@@ -163,7 +164,7 @@ def _fold(
         else:
             target = (
                 (here if here < start else here - gone) + there - here
-            )  # as the folded graph counts
+            )  # in the folded graph's numbers
         if value.node in layers.stacks:
             return Value(copies[value.node], target)
         is_near = here is None or here == there
@@ -212,7 +213,7 @@ def _shortened(results: Sequence[Any], by: int) -> tuple[Any, ...]:
 
 
 def _with_slices(rule: BoundRule, n: int) -> BoundRule:
-    """The rule of a stack, or of what takes one apart, for fewer slices."""
+    """The rule of an op that stacks, or takes a stack apart, for ``n`` slices."""
     if len(rule.results) > 1:
         return replace(rule, results=rule.results[:n], pending=rule.pending[:n])
     return replace(rule, operands=rule.operands[:n])
@@ -230,8 +231,8 @@ def _longest(same: Sequence[bool]) -> tuple[int, int]:
 
 
 def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
-    """Whether layers that are left out, and those beside them, use and are used by what is next
-    to them alone.
+    """Whether the layers that are left out, and those beside them, use and are used by adjacent
+    layers and shared nodes only.
     """
     slices = len(layers.nodes) if layers.stacks else 0
     for node in graph.nodes:

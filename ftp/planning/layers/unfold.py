@@ -30,8 +30,8 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     made = [stamp.layer(step) for step in range(gone)]
 
     def placed(value: Value, user: int) -> Value:
-        """What a node or an output of layer ``user``, as the whole graph counts, takes in place of
-        ``value``, which layer t or another is given.
+        """The value that a node or an output of layer ``user`` (in the whole graph's numbers) takes
+        in place of ``value``, the operand in the layer that it copies.
         """
         there = layers.of_value(value)
         if there is None:
@@ -86,8 +86,8 @@ class _Stamp:
         self.anchors = self._anchors()
 
     def _anchors(self) -> dict[Node, tuple[Node | None, int]]:
-        """Per node an original one and how many places it comes after (or, negative, before) it:
-        the next, or the last of its own layer.
+        """Per node, an original node near it, the next one or the last of its layer, and the number
+        of places that the node stands after it (negative: before it).
         """
         layers, nodes = self.layers.of, self.planned.nodes
         found: dict[Node, tuple[Node | None, int]] = {}
@@ -121,7 +121,7 @@ class _Stamp:
         return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
 
     def layer(self, step: int) -> dict[Node, Node]:
-        """Of each node of layer t its copy in the n-th layer left out; operands are still those
+        """The copy of each node of layer t in the layer left out ``step``; operands are still those
         of layer t.
         """
         copies: dict[Node, Node] = {}
@@ -157,8 +157,8 @@ class _Stamp:
     def assembled(
         self, made: Sequence[Mapping[Node, Node]], placed: Callable[[Value, int], Value]
     ) -> tuple[Graph, list[int]] | None:
-        """All outputs in their places; nodes in an order in which they can run, near that of the
-        whole graph.
+        """The whole graph: all outputs in their places, and the nodes in an order in which they can
+        run, close to the original order.
         """
         folded, t = self.folded, self.folded.stands_for
         whole = folded.layers
@@ -181,7 +181,7 @@ class _Stamp:
                 if self.layers.of_value(self.planned.outputs[at]) is None:
                     return None
             returned = self.planned.outputs[at]
-            # The layer of a piece of what was decomposed may be the next one: ``placed`` finds it.
+            # A primitive of a decomposed op may belong to the next layer: ``placed`` finds it.
             outputs.append(returned if layer is None else placed(returned, layer))
             like.append(at)
         nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
@@ -193,7 +193,7 @@ def _flat(name: str) -> str:
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """A name, or what a cause says, made from the longest known name that it starts with."""
+    """A name or cause with the longest known name that it starts with replaced."""
     head = text
     while head not in names:
         cut = max(head.rfind(c) for c in "._ ")
@@ -204,9 +204,8 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
 
 
 def _sorted(nodes: Sequence[Node], order: Mapping[Node, tuple[int, int]]) -> list[Node]:
-    """In the given order, but each node after its operands, which come just before it where the
-    order has them later. So a parameter is gathered where it is used, and not while something else
-    waits.
+    """The nodes in the given order, with each node after its operands: an operand that the order
+    has later is placed just before its first user. So a parameter is gathered where it is used.
     """
     done: dict[Node, None] = {}
     for node in sorted(nodes, key=order.__getitem__):

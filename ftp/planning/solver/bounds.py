@@ -21,16 +21,16 @@ class Sweeps:
     """Sequential tree-reweighted message passing, TRW-S (Kolmogorov 2006), over the variables in
     the given order.
 
-    The network is read as a sum of chains, each ascending in the order. A variable's visit makes
-    the chains through it agree on what its values cost, and sends the messages to the variables
-    that come later. Variables that no message orders are visited together.
+    The network is read as a sum of chains, each ascending in the order. A visit of a variable makes
+    the chains through it agree on the costs of its values, and sends messages to later variables.
+    Variables that send each other no messages are visited together.
 
     - ``bound``: the sum of the chains' minima, which a pass never lowers.
-    - ``slack[n, a]``: how much dearer value a of the n-th variable makes the chains through it, as
-      of its last visit.
-    - ``floor[n, a]``: a lower bound on every assignment with that value: on a visit the chains
-      through the variable cost their minima and the slack, and all minima add up to no less than
-      after the pass before.
+    - ``slack[n, a]``: the extra cost of value a of the n-th variable in the chains through it, at
+      its last visit.
+    - ``floor[n, a]``: a lower bound on every assignment with that value: at a visit the chains
+      through the variable cost their minima plus the slack, and all minima add up to at least their
+      sum after the pass before.
     """
 
     def __init__(self, unary: Unary, tables: PairTables, order: Sequence[int], warm: EdgeMessages):
@@ -89,8 +89,8 @@ class Sweeps:
         }
 
     def shares(self) -> tuple[dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """The equivalent network whose tables hold the costs as the last downward pass left them:
-        the tables' minima add up to the bound.
+        """An equivalent network whose tables have the costs of the last downward pass: their minima
+        add up to the bound.
         """
         unary: dict[int, np.ndarray] = {}
         tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.order}
@@ -148,8 +148,8 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Variables that are visited together: the rows of the messages that each receives, from
-    ``starts`` on, and the inputs of each message that they send.
+    """Variables that are visited together: the rows of the messages that each receives (a
+    variable's rows begin at its ``starts``), and the inputs of each message that they send.
     """
 
     nodes: np.ndarray
@@ -165,12 +165,12 @@ class _Visit:
 def feasible(
     unary: Unary, tables: PairTables, order: Sequence[int], messages: EdgeMessages
 ) -> dict[int, int] | int:
-    """Find an assignment of finite cost, as positions; where there is none, return a variable that
-    has no value left.
+    """Find an assignment of finite cost, as positions; if there is none, return a variable that has
+    no value left.
 
-    Depth-first with arcs kept consistent; first the value that is cheapest by the choices made so
-    far and the messages of variables still open. It restarts with the variables that lost all
-    values in front and twice the patience, so it ends.
+    Depth-first search that keeps arcs consistent and tries first the value that is cheapest by the
+    choices so far and the messages of open variables. Each restart puts the variables that lost all
+    values first and doubles the limit of steps, so the search ends.
     """
     masks = {
         (v, u): [sum(1 << int(b) for b in np.flatnonzero(row)) for row in tables[v][u] < np.inf]

@@ -4,17 +4,17 @@ A cost network has variables with a few values each, a cost per value and a cost
 of neighbouring variables; infinity forbids. The minimum over all assignments is found in three
 stages:
 
-1. *Reduce* until nothing changes: drop values without support (arc consistency) and values than
-   which another is never worse (dominance), fold variables with at most two neighbours into those.
+1. *Reduce* until nothing changes: drop values without support (arc consistency) and values that
+   another is never worse than (dominance), fold variables with at most two neighbours into them.
 2. *Eliminate* what is left, component by component: bucket elimination (Dechter 1999) along the
    best of several greedy orders.
 3. Where a table would be too large, *bound* (``bounds.py``): TRW-S and mini-buckets (Dechter and
    Rish 2003) give a lower bound, repeated elimination of all but a cutset (Bidyuk and Dechter 2004)
-   an upper one. Values that cost more than the upper bound go, and the component returns to stage
-   1. What resists is left with its gap.
+   an upper bound. Values that cost more than the upper bound are dropped, and the component returns
+   to stage 1. A component that stays too large is returned with its gap.
 
-Everything is deterministic: no clock, no hash order, ties keep the lower index. Effort is counted
-in rounds and table entries.
+The result is deterministic: no clock, no hash order; among equal costs the lower index wins. Effort
+is limited in rounds and table entries.
 """
 
 import math
@@ -27,7 +27,7 @@ from ftp.planning.solver.bounds import PairTables, Sweeps, Unary, feasible
 from ftp.planning.solver.order import Order, best_order, elimination_order, table_size
 from ftp.planning.solver.reduce import Infeasible, Network
 
-SEARCH_WORK = 200_000_000  # entries that one elimination for bounds may form in all
+SEARCH_WORK = 200_000_000  # table entries in all that one elimination for bounds may form
 ROUNDS = 8  # of bounds, for a component that is too wide
 SWEEPS = 60  # of TRW-S in a round
 CUTSETS = 6  # tried in a round
@@ -59,7 +59,7 @@ def minimize(
     Args:
         unary: per variable its values' costs, shape (domains[i],).
         pairs: costs of shape (domains[i], domains[j]) for i < j; infinity forbids.
-        max_table: entries of the largest table to form; where that does not do, the result may have
+        max_table: most entries of a table; if a larger one is needed, the result may have
             ``bound < cost``.
 
     >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
@@ -150,8 +150,8 @@ def _eliminate(
     """Minimize over the variables of the order: the minimum, the minimizing positions among their
     values, and the entries of the largest table.
 
-    Where a table would pass the limit, the tables of a variable are minimised in groups
-    (mini-buckets): the number is then a lower bound, the assignment a guess.
+    If a table would exceed the limit, the tables of a variable are minimised in groups
+    (mini-buckets): the minimum is then a lower bound, the assignment a guess.
     """
     place = {v: n for n, v in enumerate(order)}
     buckets: dict[int, list[_Factor]] = {v: [((v,), unary[v])] for v in order}
@@ -198,8 +198,8 @@ def _eliminate(
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a component, by original values: the best assignment so far, and the
-    messages of the last sweeps.
+    """The best assignment of a component so far, by original values, and the messages of the last
+    sweeps.
     """
 
     choice: dict[int, int]
@@ -211,8 +211,8 @@ class _Known:
 def _tighten(
     net: Network, part: list[int], rounds: int, known: _Known
 ) -> tuple[int, float, _Known]:
-    """Bounds for a component too wide to eliminate, until values are dropped or little is
-    gained: rounds left (then 0), gap, best.
+    """Compute bounds for a component too wide to eliminate, until values are dropped or a round
+    gains little. Returns the rounds left (0 if little was gained), the gap, and the best known.
     """
     at = (
         {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part}
@@ -288,7 +288,7 @@ def _cost(net: Network, part: list[int], at: Mapping[int, int]) -> float:
 
 
 def _improve(net: Network, plan: Order, at: dict[int, int]) -> None:
-    """Improve the assignment in place: the best one with the cutset as it is."""
+    """Improve the assignment in place: to the best one with the same values of the cutset."""
     unary = {v: net.unary[v] for v in plan.order}
     for u in plan.cutset:
         for v, table in net.tables[u].items():

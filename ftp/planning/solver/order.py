@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ftp.planning.solver.reduce import Network
 
-EXACT_WORK = 400  # times max_table: entries that an exact elimination may form in all
+EXACT_WORK = 400  # an exact elimination may form so many times max_table entries in all
 
 
 @dataclass(frozen=True)
 class Order:
-    """An elimination order, the cutset of variables to fix beforehand, and the entries of the
-    largest and of all tables.
+    """An elimination order, the cutset (variables to fix before), the entries of the largest table,
+    and those of all tables.
     """
 
     order: list[int]
@@ -48,7 +48,7 @@ def best_order(net: Network, part: list[int]) -> Order | None:
         fill_in,
         table_size,
         lambda near, size, v: (-place[v],),
-    ):  # the last against the breadth-first search, for ladders
+    ):  # the last order is the reverse of breadth-first search, for ladders
         plan = elimination_order(net, part, score, net.max_table)
         if (
             plan
@@ -56,7 +56,7 @@ def best_order(net: Network, part: list[int]) -> Order | None:
             and (best is None or (plan.largest, plan.work) < (best.largest, best.work))
         ):
             best = plan
-        if best and best.work <= 1000 * len(part):  # to try another order costs more
+        if best and best.work <= 1000 * len(part):  # trying another order costs more
             break
     return best
 
@@ -68,8 +68,8 @@ def elimination_order(
     limit: int,
     fixed: dict[int, int] | None = None,
 ) -> Order | None:
-    """A greedy order by lowest score. Where a table would pass the limit: None, or a variable
-    joins the cutset, least ``fixed`` first.
+    """A greedy order by lowest score. If a table would exceed the limit: None, or with ``fixed`` a
+    variable joins the cutset, the least often fixed first.
     """
     near = {v: set(net.tables[v]) for v in part}
     size = {v: len(net.values[v]) for v in part}

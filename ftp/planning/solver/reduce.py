@@ -1,4 +1,4 @@
-"""Cost networks and what shrinks them: dominated values, folded variables, arc consistency."""
+"""Cost networks, and their reduction by arc consistency, dominance and folded variables."""
 
 import heapq
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Infeasible(Exception):
-    """No assignment has a finite cost; ``variable`` is one that is left without a value."""
+    """No assignment has a finite cost; ``variable`` has no value left."""
 
     def __init__(self, variable: int):
         super().__init__(
@@ -21,8 +21,8 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class _Fold:
-    """A folded variable: its best value for each choice of its neighbours, by positions among the
-    values that they had when it was folded.
+    """A folded variable: its best value for each choice of its neighbours, by positions among their
+    values at the time.
     """
 
     variable: int
@@ -31,8 +31,7 @@ class _Fold:
 
 
 class Network:
-    """The network that is left, reduced in place, and how to undo each step. Tables are never
-    written to.
+    """A network that is reduced in place, and how to undo each step. Tables are never written to.
 
     ``tables[v][u]`` has shape (values of v, values of u), ``tables[u][v]`` is its transpose; a
     folded variable is not in ``tables``. ``values[v]`` are the original indices of the values left,
@@ -195,8 +194,8 @@ class Network:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts about one table: f and g if it is f(row) + g(column); the rows that are infinite; at
-    [a, b], by how much row b can exceed row a.
+    """Facts about one table. ``split``: f and g if the table is f(row) + g(column). ``dead``: the
+    rows that are infinite. ``worse[a, b]``: the most by which row b exceeds row a.
     """
 
     split: tuple[np.ndarray, np.ndarray] | None
