@@ -1,4 +1,4 @@
-"""Fused attention: scores are never stored, so the keys stay whole and queries may be cut."""
+"""Rules of fused attention: scores are never stored, so keys stay whole; queries may be cut."""
 
 import math
 from collections.abc import Sequence
@@ -24,9 +24,7 @@ RING_FACTORS = (("s", "t"),)
 
 
 def factors_of_heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
-    """The factors of each letter: with fewer heads of keys than of queries, h of the queries is
-    (h r).
-    """
+    """The factors of each letter. If keys have fewer heads than queries, h of the queries is (h r)."""
     q, k = call.operands[at], call.operands[at + 1]
     more = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return {"h": ("h", "r") if more > 1 else ("h",)}
@@ -37,7 +35,7 @@ def dims_of(letters: tuple[str, ...], heads: dict[str, tuple[str, ...]] | None =
 
 
 def _mask_dims(heads: dict[str, tuple[str, ...]], mask: Meta, q: Meta, k: Meta) -> Dims:
-    """Columns of more than one query's mask are whole, also where a ring cuts the keys."""
+    """The mask's columns are whole unless it is one query's, even where a ring cuts the keys."""
     full = ("b", "h", "s", "t" if q.shape[2] == 1 else "m")
     sizes = (*q.shape[:3], k.shape[2])
     skip = 4 - mask.ndim
@@ -67,7 +65,7 @@ def flash_for_cpu(call: Call) -> Rule:
     notation = Notation(
         operands, (dims_of(OUT, heads), dims_of(LSE, heads)), frozenset(whole), ((), ())
     )
-    # Of one query, a token beside a cache, the scores are small and the keys may be cut.
+    # With one query, a token beside a cache, scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if is_token else RING_FACTORS
     sees = sees_of(call.arg("is_causal"))
@@ -99,8 +97,8 @@ def of_gpu(op: Any, causal: int, tensors: tuple[int, ...], is_padded: bool = Fal
     """Register the rule of a GPU's kernel, see `_of_gpu`.
 
     Args:
-        is_padded: whether the kernel may pad its log-sum-exps. Then, and with a bias, it is cut
-            over batch and heads alone.
+        is_padded: whether the kernel may pad its log-sum-exps. In that case, and with a bias, only
+            batch and heads may be cut.
     """
 
     def maker(call: Call) -> Rule:
@@ -125,11 +123,11 @@ of_gpu(
 
 
 def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
-    """Of a GPU's kernel, whose first operands and results are those of the CPU's; the others are
-    its own.
+    """The rule of a GPU's kernel. Its first operands and results are those of the CPU's kernel; the
+    others are its own.
 
     Args:
-        causal, tensors: which arguments ``is_causal`` and those operands are.
+        causal, tensors: positions of the argument ``is_causal`` and of the shared operands.
     """
     at = 0 if len(tensors) == 3 else 1
     heads = factors_of_heads(call, at)
@@ -150,7 +148,7 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
     whole = WHOLE | {f for dims in (*more[0], *more[1]) for dim in dims for f in dim}
     whole |= {"r"} & {f for dim in q for f in dim}
     ring = RING_FACTORS
-    if call.arg("dropout_p"):  # drawn for the whole
+    if call.arg("dropout_p"):  # the kernel draws for the whole tensor
         whole, ring = whole | {f for dims in operands for dim in dims for f in dim}, ()
     notation = Notation(
         (*operands, *more[0]),
@@ -166,24 +164,24 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
 def _by_position(
     call: Call, at: int, causal: int, tensors: Sequence[int] | None = None
 ) -> LocalHook:
-    """Where queries are cut, ``is_causal`` would count from this rank's first query: the op of
-    parts takes where they stand in the sequence.
+    """A local form for cut queries. ``is_causal`` of the op would count from this rank's first
+    query, so `ftp.ops.attention`'s op takes its place, which is given the queries' positions.
 
     Args:
-        at: which operand the queries are.
-        causal, tensors: which arguments ``is_causal`` and the operands of the op of parts are; by
-            default the first.
+        at: position of the queries among the operands.
+        causal, tensors: positions of ``is_causal`` and of the operands among the arguments; by
+            default the operands come first.
     """
     places = range(6 if at else 3) if tensors is None else tensors
     own = 3 if at else 2  # results of every kernel
-    # Memory-efficient attention pads log-sum-exps, which the op of parts does not.
+    # Memory-efficient attention pads log-sum-exps; ftp's op does not.
     is_padded = call.target in (
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_efficient_attention_backward.default,
     )
 
     def filled(op: LocalOp, made: Any) -> Any:
-        """With the results of a kernel of its own: no random numbers were drawn."""
+        """``made`` with placeholders for the kernel's own results: no random numbers were drawn."""
         if len(call.results) == own:
             return made
         first = made if isinstance(made, tuple) else tuple(op.item(made, i) for i in range(own))
@@ -203,7 +201,7 @@ def _by_position(
             return filled(op, tuple(zeros(op, i) for i in range(own)))
         if not (op.is_cut("s") and (is_causal or is_padded)):
             if op.target is aten._scaled_dot_product_flash_attention_backward.default:
-                return op.default(*op.args[:8], shapes[1][2], shapes[2][2])  # how many there are
+                return op.default(*op.args[:8], shapes[1][2], shapes[2][2])  # local lengths
             return op.default()
         part = PART_BACKWARD if at else PART
         return filled(op, op.emit(part, *given, op.part("s"), [], is_causal, **op.kwargs))
@@ -212,8 +210,8 @@ def _by_position(
 
 
 def ring_of(op: LocalOp) -> tuple[list[int], str]:
-    """Queries and keys are cut over one axis, whose ranks pass keys and values around: how, as
-    `ftp.ops.attention_ring.Ring` has it, and the group of the ranks.
+    """The cuts of queries and keys over one axis whose ranks pass keys and values around, as
+    numbers for `ftp.ops.attention_ring.Ring`, and the group of these ranks.
     """
     (keys,), queries = op.cuts["t"], op.cuts["s"]
     at = next(i for i, cut in enumerate(queries) if cut.axis == keys.axis)
@@ -244,7 +242,7 @@ def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
 
 @rule(VARLEN, VARLEN_BACKWARD)
 def varlen(call: Call) -> Rule:
-    """Queries may be cut: where they stand is a number. The ends of documents are whole."""
+    """Queries may be cut: the op takes their positions. The ends of documents are whole."""
     is_forward = call.target is VARLEN
     heads = factors_of_heads(call, 0 if is_forward else 1)
     out, q, ends = dims_of(OUT, heads), dims_of(Q, heads), ((("ends_q",),), (("ends_k",),))
@@ -277,11 +275,10 @@ BACKWARD = "b h s v, b h s e, b h t e, b h t v -> b h s e, b h t e, b h t v"
 
 
 def _by_heads(call: Call, text: str, query: int) -> Rule:
-    """Attention kernels of other devices: batch and heads are cut, as long as nothing is dropped at
-    random.
+    """Attention kernels of other devices: batch and heads may be cut if there is no dropout.
 
-    The text has the first operands and results; the others are (b, h, ...) where they have those
-    sizes, or else whole and the kernel's own. ``query`` is the index of the queries' operand.
+    The text has the first operands and results. Another tensor has dims (b, h, ...) if it has these
+    sizes; else it is whole. ``query`` is the index of the queries' operand.
     """
     known_dims = parse(text)
     b, h = call.operands[query].shape[:2]

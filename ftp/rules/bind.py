@@ -13,7 +13,7 @@ from ftp.rules.notation import BATCH, Dims, Notation
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule, Rule
 
-# Torch has no kernels that mask and add these: no value of such a dtype is a pending reduction.
+# Dtypes that torch has no kernels to mask and add: a value of such a dtype is never pending.
 NEVER_ADDED = frozenset(
     {
         torch.uint16,
@@ -25,10 +25,10 @@ NEVER_ADDED = frozenset(
 
 
 def lookup(call: Call) -> BoundRule | None:
-    """The rule of a call with all sizes known, or None where nothing is stated for it.
+    """The rule of a call with all sizes known; None if none is stated.
 
     Raises:
-        RuleError: where the rule does not fit the call's tensors.
+        RuleError: the rule does not fit the call's tensors.
     """
     entry = RULES.get(call.target)
     found = entry if isinstance(entry, Rule) or entry is None else entry(call)

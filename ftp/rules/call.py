@@ -35,11 +35,11 @@ class Call:
 
     @property
     def operands(self) -> tuple[Meta, ...]:
-        """Every tensor among the arguments, in order, list members too."""
+        """Every tensor among the arguments, in order, members of lists included."""
         return tuple(tensors((self.args, dict(self.kwargs)), Meta))
 
     def arg(self, name: str) -> Any:
-        """The argument called ``name`` in the op's schema, its default where it is not given."""
+        """The argument ``name`` of the op's schema; its default if it is not given."""
         for i, a in enumerate(self.target._schema.arguments):
             if a.name == name:
                 if not a.kwarg_only and i < len(self.args):
@@ -63,8 +63,8 @@ def tensors(tree: Any, kind: type) -> Iterator[Any]:
 
 
 def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:
-    """Nested arguments with each member of ``kind`` replaced by what ``new`` makes of it;
-    containers come out plain.
+    """Nested arguments with each member ``x`` of ``kind`` replaced by ``new(x)``, in plain
+    containers.
     """
     if isinstance(tree, kind):
         return new(tree)

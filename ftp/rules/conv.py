@@ -14,8 +14,8 @@ from ftp.rules.rule import Rule
 
 @rule(aten.convolution.default)
 def convolution(call: Call) -> Rule:
-    """``n (g i) [y], (g o) i [w], (g o) -> n (g o) [z] {i}``; the bias is added once. A
-    transposed one has z and y the other way round: positions of z meet all taps.
+    """``n (g i) [y], (g o) i [w], (g o) -> n (g o) [z] {i}``; the bias is added once. In a
+    transposed convolution z and y are swapped: positions of z meet all taps.
     """
     x, weight = call.operands[:2]
     dims = _conv_dims(call, x.ndim, 0)
@@ -73,7 +73,7 @@ def convolution_backward(call: Call) -> Rule:
         ) = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1), *op.operand_shape(2)):
             made = [zeros(op, i) if want else None for i, want in enumerate(mask)]
-            if mask[2]:  # it may lack input channels alone, of which the bias knows nothing
+            if mask[2]:  # a rank without input channels still has the bias' gradient
                 made[2] = op.emit(
                     aten.sum.dim_IntList, dy, [0, *range(2, len(op.operand_shape(0)))]
                 )
@@ -180,7 +180,7 @@ batched(
 
 # Sampling at points: points are cut, the image is whole. An affine map's grid is whole too.
 def _affine_grid_of_part(op: LocalOp) -> Any:
-    """The sizes name the batch, of which a rank has its part."""
+    """Replace the batch in the argument ``size`` by the local batch."""
     return op.replaced(1, [op.shape()[0], *op.args[1][1:]])
 
 

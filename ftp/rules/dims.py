@@ -20,8 +20,8 @@ def factors(*tensors: Dims) -> frozenset[str]:
 def broadcast_notation(
     operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> Notation:
-    """The factors of tensors that broadcast together from the right: one per dim, none where one
-    of them is stretched.
+    """The factors of tensors that broadcast together from the right: one per dim, none for a dim of
+    size one that is expanded.
     """
     ndim = max((len(s) for s in (*operands, *results)), default=0)
     sizes = [
@@ -50,7 +50,7 @@ def broadcast_notation(
 def reduced(
     call: Call, op: str | None, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
 ) -> Rule:
-    """The rule of a reduction over the argument ``dim``, where there is one, with ``keepdim``."""
+    """The rule of a reduction over the argument ``dim``, if there is one, with ``keepdim``."""
     (x, *_) = call.operands
     names = {a.name for a in call.target._schema.arguments}
     dim = call.arg("dim") if "dim" in names else None
@@ -79,8 +79,8 @@ def acting_on(
     linear: Sequence[Sequence[int]] = (),
     local: LocalHook | None = None,
 ) -> Rule:
-    """The rule of an op on tensors of one ndim that acts along ``dims``, where they may differ
-    in size; the other dims correspond.
+    """The rule of an op on tensors of equal ndim that acts along ``dims``, in which the tensors may
+    differ in size; the other dims correspond.
     """
     metas = (*call.operands, *call.results)
     ndim = metas[0].ndim
@@ -123,5 +123,5 @@ def core_dims(
 
 
 def all_whole(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
-    """The rule of an op of which no dim may be cut."""
+    """The rule of an op that keeps all dims whole."""
     return core_dims(call, 0, linear)

@@ -1,4 +1,4 @@
-"""Tensors made from sizes: every rank makes its own part."""
+"""Rules of ops that make tensors from sizes: every rank makes its shard."""
 
 from torch import fx
 
@@ -15,7 +15,7 @@ WINDOWS = (
 
 
 def _without_strides(op: LocalOp) -> fx.Node:
-    """A part has other strides."""
+    """The op without its strides: a shard has others."""
     dtype = op.call.results[0].dtype
     return op.emit(aten.empty.memory_format, op.shape(), dtype=dtype, device=op.device)
 
@@ -25,7 +25,7 @@ def _new_without_strides(op: LocalOp) -> fx.Node:
 
 
 def _arange_of_part(op: LocalOp) -> fx.Node:
-    """A cut range is made from the global positions of the part."""
+    """The range at the global positions of this rank's shard."""
     if not op.is_cut():
         return op.default()
     names = [a.name for a in op.target._schema.arguments]  # type: ignore[attr-defined]
@@ -65,5 +65,5 @@ rule(aten.eye.default, aten.eye.m, "-> m n", local=_eye_of_part)
 for _op in (aten.linspace, aten.logspace):
     whole(_op.default, _op.Tensor_Tensor, _op.Tensor_Scalar, _op.Scalar_Tensor)
 whole(aten.tril_indices.default, aten.triu_indices.default)
-# Windows are as short as a spectrum's frame.
+# Windows are short, like a spectrum's frame, and stay whole.
 whole(*(getattr(w, name) for w in WINDOWS for name in w.overloads() if not name.endswith("out")))

@@ -1,4 +1,4 @@
-"""Attention by tiles whose scores pass through functions: batch, heads and queries may be cut."""
+"""Rules of flex_attention by tiles: batch, heads and queries may be cut."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def _own(name: str, ndim: int) -> Dims:
 
 
 def _lead(x: Meta, lead: tuple[int, ...], heads: dict[str, tuple[str, ...]]) -> Dims:
-    """Batch and heads of a mask's blocks, which may be one for all."""
+    """Dims of batch and heads of a mask's block tables; a size of one serves all."""
     names = (("b",), heads["h"])
     return tuple(
         of if n == size else () for of, n, size in zip(names, lead, x.shape[:2], strict=True)
@@ -75,13 +75,13 @@ def _lead(x: Meta, lead: tuple[int, ...], heads: dict[str, tuple[str, ...]]) -> 
 
 
 def _of_captured(name: str, named: Letters, heads: dict[str, tuple[str, ...]]) -> Dims:
-    """What is looked up by key is whole, also where a ring cuts the keys."""
+    """Dims of a captured tensor: a dim indexed by key is whole, even where a ring cuts the keys."""
     factors = {"b": ("b",), "h": heads["h"], "q": ("s",)}
     return tuple(factors.get(c, (f"{name}{d}",)) for d, c in enumerate(named))
 
 
 def _local(op: LocalOp) -> Any:
-    """Where batch, heads, queries and keys stand are numbers."""
+    """The op with the offsets of batch, heads, queries and keys as numbers."""
     names = [a.name for a in op.call.target._schema.arguments]
     args = list(op.args)
     for factor, name in _PLACES.items():

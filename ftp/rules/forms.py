@@ -56,8 +56,8 @@ def pointwise(
         ops: op overloads.
         linear: groups of operands that may be pending sums together.
         local: emits the op's local form.
-        if_zero: the argument that must be 0 for ``linear`` to hold: a number that fills in for
-            values would otherwise be added once by each rank.
+        if_zero: the argument that must be 0 for ``linear`` to hold: each rank would add any other
+            fill value once.
         if_floats: whether ``linear`` holds for floating-point and complex tensors only.
 
     Raises:
@@ -83,7 +83,7 @@ def pointwise(
 
 
 def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
-    """The groups whose operands the call has; sums of bools are none."""
+    """The groups whose operands the call has, without operands of bools, which have no sums."""
     n = len(call.operands)
     return tuple(
         g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g)
@@ -96,8 +96,8 @@ def reduction(
     linear: LinearGroups = (),
     local: LocalHook | None = None,
 ) -> None:
-    """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
-    ``op=None``: the reduced dims stay whole.
+    """Ops over ``dim`` (all dims if it is missing, None or empty) with ``keepdim``; ``op=None``:
+    the reduced dims stay whole.
 
     Args:
         ops: op overloads.
@@ -122,10 +122,10 @@ def along_dim(
 ) -> None:
     """Ops that act along the dim that an argument names, or the dims that several name.
 
-    The text's dims beside ``...`` stand for those dims, wherever they are: in a tensor that has
-    them all, in their places, and what else it has at its end. The last tensor of a text stands for
-    each member of a list. Batch dims that differ in size between tensors are whole; all dims are,
-    where a call's tensors do not have the text's numbers of dims.
+    The text's dims beside ``...`` stand for the dims that the arguments name. A tensor that has
+    them all has them at these positions, and its further dims at its end. The last tensor of a text
+    stands for each member of a list. Batch dims that differ in size between tensors are whole. If a
+    call's tensors do not have the text's numbers of dims, all dims are whole.
 
     Args:
         ops: op overloads, then the text.
@@ -158,7 +158,7 @@ def along_dim(
 
 
 def _placed(notation: Notation, call: Call, dims: Sequence[int]) -> Notation | None:
-    """The text with its dims in the places that ``dims`` tell; None where it does not fit."""
+    """The text with its dims moved to the positions ``dims``; None if it does not fit."""
     n = len(call.operands)
     metas = (*call.operands, *call.results)
     written = (*_repeated(notation.operands, n), *_repeated(notation.results, len(call.results)))
@@ -218,8 +218,8 @@ def _repeated(written: tuple[Dims, ...], n: int) -> tuple[Dims, ...]:
 def along_dims(
     *ops: OpOverload, dims: str = "dim", linear: LinearGroups = (), local: LocalHook | None = None
 ) -> None:
-    """Ops that act along the dims that an argument lists, where tensors may differ in size; an
-    empty list stands for all dims. The other dims correspond.
+    """Ops that act along the dims that an argument lists, in which tensors may differ in size; an
+    empty list means all dims. The other dims correspond.
 
     >>> along_dims(torch.ops.aten.flip.default, dims="dims", linear=[(0,)])
     """
@@ -246,7 +246,7 @@ def batched(
 
 
 def whole(*ops: OpOverload, linear: LinearGroups = ()) -> None:
-    """Ops of which no dim may be cut.
+    """Ops that keep all dims whole.
 
     >>> whole(torch.ops.aten.bincount.default)
     """
@@ -256,8 +256,8 @@ def whole(*ops: OpOverload, linear: LinearGroups = ()) -> None:
 def like(
     *ops: OpOverload, local: LocalHook, linear: LinearGroups = (), if_zero: str | None = None
 ) -> None:
-    """Ops that take only the dtype and device of their operand. Dims of one size are taken for
-    the same, so that the operand need not be gathered.
+    """Ops that use only the dtype and device of their operand. Its dims are matched with the
+    result's by size, so that it need not be gathered.
 
     >>> from ftp.rules.local_forms import with_shape
     >>> like(torch.ops.aten.new_empty.default, local=with_shape(1))

@@ -23,8 +23,8 @@ from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
 from ftp.rules.rule import LocalHook, Rule
 
-# Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one
-# layer's.
+# Neither op passes a pending sum on: each slice is reduced by itself, so that a rank holds one
+# layer's terms at a time.
 
 
 def _emitting(target: OpOverload) -> LocalHook:
@@ -37,7 +37,7 @@ along_dim(STACK, "... -> ... [k]", dim=0, local=_emitting(aten.stack.default))
 
 @rule(MAP_SLICES)
 def map_slices(call: Call) -> Rule:
-    """Slices may be on any rank; each is whole, and so is what all share."""
+    """Slices may be on any rank; each slice is whole, and so are tensors that all slices share."""
     stacks, shared, _ = call.args
     names = (f"~{i}" for i in itertools.count())
     operands = [(("k",), *_whole(x.ndim - 1, names)) for x in stacks]
@@ -54,7 +54,7 @@ def _whole(ndim: int, names: Iterator[str]) -> Dims:
 
 
 def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
-    """The function's nodes once for each slice that the rank holds."""
+    """Emit the function's nodes once for each slice that the rank holds."""
     stacks, shared, key = op.args
     graph, count = slice_program_of(key).gm.graph, op.sizes["k"]
     if not count:
@@ -85,8 +85,8 @@ ALIGNMENT = 64  # bytes, of fresh memory
 
 
 def _slices(op: LocalOp, at: int, stack: fx.Node) -> list[fx.Node]:
-    """The slices of a stack that the rank holds, each as aligned as a tensor of its own: a kernel
-    may round otherwise where memory is not.
+    """The slices of a stack that the rank holds, each aligned like a tensor of its own: a kernel
+    may round differently on memory that is not aligned.
     """
     stack, meta = op.emit(aten.contiguous.default, stack), op.call.operands[at]
     count = op.sizes["k"]
@@ -142,8 +142,8 @@ def _part(op: LocalOp) -> fx.Node:
 def _pieces(
     op: LocalOp, cuts: Sequence[LocalCut], n: int, step: int, offset: Offset
 ) -> tuple[Pieces, Offset] | None:
-    """The part that the cuts leave of a dim, and where it begins; None where it is no box of
-    strides: cuts that do not fit each other.
+    """The part of a dim that the cuts leave, and its offset; None if nested cuts leave a part that
+    strides cannot describe.
     """
     pieces: Pieces = [(n, step)]
     for cut in cuts:
@@ -162,11 +162,10 @@ def _pieces(
 def _narrow(
     op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Offset
 ) -> tuple[Pieces, Offset] | None:
-    """``length`` of the elements that pieces make up, from ``start`` on, where those make up pieces
-    again.
+    """The pieces of elements ``start`` to ``start + length``; None if these are not pieces again.
 
-    Where the length is a multiple of the inner pieces' size, or divides it, so does the start: it
-    is a multiple of the length or, in the last part, what is left of the whole.
+    If the length is a multiple of the inner pieces' size, or divides it, so does the start, which
+    is a multiple of the length or, in the last part, the rest of the whole.
     """
     if not pieces or length == 0:
         return [(length, 1)], offset
@@ -183,7 +182,7 @@ def _narrow(
 
 
 def _split(pieces: Pieces, size: int) -> tuple[Pieces | None, Pieces | None]:
-    """The pieces that make up the first ``size`` of a dim, and those within it."""
+    """Split pieces in two: the major ones, whose sizes multiply to ``size``, and the others."""
     left: Pieces = []
     right = [p for p in pieces if p[0] != 1]
     while size != 1:

@@ -1,8 +1,7 @@
-"""Ops that read or write where an index says.
+"""Rules of ops that read or write at an index.
 
-Where the indexed dim is cut, a rank finds its own rows only: what it reads of others' is zero, so
-the sum over ranks is the lookup (the vocab-parallel embedding), and what it would write to others'
-it leaves out.
+If the indexed dim is cut, a rank has some rows only. It reads the rows of other ranks as zero, so
+that the sum over ranks is the lookup (the vocab-parallel embedding), and skips writes to them.
 """
 
 import math
@@ -46,8 +45,8 @@ rule(aten.embedding.default, "v d, ... -> ... d {v}", linear=[(0,)], local=maske
 
 
 def _to_held_rows(op: LocalOp) -> fx.Node:
-    """Gradients of rows that another rank holds go to a row beyond the last, which the kernel
-    takes for padding.
+    """Send gradients of rows that another rank holds to a row after the last, which the kernel
+    treats as padding.
     """
     if not op.is_cut("v"):
         return op.default()
@@ -94,7 +93,7 @@ def _read(op: LocalOp) -> fx.Node:
 
 
 def _add(op: LocalOp) -> fx.Node:
-    """Where the index is cut, the first rank alone adds ``self``; where x is, a rank adds to its
+    """If the index is cut, only the first rank adds ``self``; if x is cut, each rank adds to its
     own rows.
     """
     x, _, index, source = op.args
@@ -112,7 +111,7 @@ def _add(op: LocalOp) -> fx.Node:
 
 
 def _write(op: LocalOp) -> fx.Node:
-    """Rows that another rank holds are written to a row beyond the last, which is then cut off."""
+    """Write rows that another rank holds to a row after the last, which is then cut off."""
     if not op.is_cut("d"):
         return op.default()
     dim, after = _dim(op)
@@ -171,8 +170,8 @@ def index(call: Call) -> Rule:
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: Call) -> Rule:
-    """What is added may be cut, ``self`` is then added by the first rank alone; where writes
-    replace, all of them are needed.
+    """With ``accumulate`` the values may be cut, and the first rank adds ``self``. Writes that
+    replace need all values.
     """
     if any(i is not None and i.dtype in MASKS for i in call.args[1]):
         return _masked_put(call)
@@ -232,7 +231,7 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _masked_put(call: Call) -> Rule:
-    """One value put where a mask holds is elementwise; several are taken in order."""
+    """A mask with one value is elementwise; several values are assigned in order."""
     x, *masks, values = call.operands
     at = next(d for d, i in enumerate(call.args[1]) if i is not None)
     if len(masks) > 1 or math.prod(values.shape) != 1:
@@ -243,8 +242,8 @@ def _masked_put(call: Call) -> Rule:
 
 
 class _Indexed:
-    """The dims of ``x[indices]``: of x, of each index, of the result, which ends in ``after``
-    dims that no index stands for.
+    """The dims of ``x[indices]``: of x, of each index and of the result, whose last ``after`` dims
+    are not indexed.
     """
 
     def __init__(self, call: Call):
@@ -279,7 +278,7 @@ class _Indexed:
     def local_indices(
         self, op: LocalOp, indices: Sequence[fx.Node | None]
     ) -> tuple[list[fx.Node | None], fx.Node]:
-        """The indices into this rank's part, 0 for rows of others, and which are its own."""
+        """The indices into this rank's shard (0 for rows of others), and a mask of its own rows."""
         local, all_held = list(indices), None
         for d in self.at:
             (factor,) = self.x[d]
@@ -305,7 +304,7 @@ def take(call: Call) -> Rule:
     return Rule(Notation((x_dims, dims), (dims,), frozenset(f for (f,) in x_dims), ((),)), ((0,),))
 
 
-whole(aten.repeat_interleave.Tensor)  # the places of rows, as many as the call says
+whole(aten.repeat_interleave.Tensor)  # the indices of repeated rows, as many as the call states
 whole(
     aten.put.default,
     aten.masked_scatter.default,
@@ -346,13 +345,13 @@ def _and(op: LocalOp, a: fx.Node | None, b: fx.Node) -> fx.Node:
 
 
 def _from_the_front(op: LocalOp, index: fx.Node | None, size: int) -> fx.Node:
-    """Indices, of which negative ones count from the end, counted from the front."""
+    """Indices with negative ones replaced by their positions from the front."""
     is_negative = op.emit(aten.lt.Scalar, index, 0)
     return op.emit(aten.where.self, is_negative, op.emit(aten.add.Scalar, index, size), index)
 
 
 def _with_extra(op: LocalOp, x: fx.Node, after: int) -> fx.Node:
-    """``x`` with one more row at the end of the dim that ``after`` others follow."""
+    """``x`` with one more row at the end of the dim before the last ``after`` dims."""
     return op.emit(aten.constant_pad_nd.default, x, [0, 0] * after + [0, 1])
 
 

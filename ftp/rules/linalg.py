@@ -1,4 +1,4 @@
-"""Ops on each matrix of a batch, and on lines of it: spectra, distances."""
+"""Rules of linear algebra on batches of matrices, and of spectra and distances."""
 
 import math
 
@@ -36,14 +36,14 @@ def systems(
     """Solvers of batches of linear systems. Batches that broadcast are whole, and so are results
     that are not asked for.
 
-    None takes pending sums: solutions may be infinite.
+    They take no pending sums: solutions may be infinite.
 
     Args:
         op: the op overload.
-        operands, results: how many dims of each tensor are those of one system; those before them
-            are the batch.
-        rhs: the operand whose right-hand sides are independent. Those of least squares, whose
-            kernels crash where there are none, are whole.
+        operands, results: the number of dims of one system in each tensor; dims before them are the
+            batch.
+        rhs: the operand whose right-hand sides are independent. Right-hand sides of least squares
+            are whole, as its kernels crash without any.
         vectors: operand 1 may have one right-hand side, a vector, per matrix.
 
     >>> systems(aten.cholesky_solve.default, (2, 2), (2,), rhs=0)
@@ -83,7 +83,7 @@ def systems(
         notation = Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results))
         if len(call.results) == 1:
             return Rule(notation, (), unless_empty())
-        # Ranks without a right-hand side owe the results beside the solution too.
+        # Ranks without a right-hand side must compute the results beside the solution too.
         zero = unless_empty()
         return Rule(
             notation,
@@ -126,7 +126,7 @@ along_dim(aten.linalg_cross.default, "... [d], ... [d] -> ... [d]", linear=[(0,)
 
 
 def _by_size_of_whole(op: LocalOp) -> fx.Node:
-    """Large distances are matmuls, whatever the size of a part."""
+    """Use matmuls if the whole is large, whatever the size of the shard."""
     as_matmul = op.call.arg("compute_mode") or 0
     if as_matmul == 0:
         as_matmul = 1 if max(m.shape[-2] for m in op.call.operands) > 25 else 2
@@ -157,7 +157,7 @@ rule(
 
 @rule(aten._pdist_forward.default)
 def pairwise_distances(call: Call) -> str:
-    """Of all pairs of rows. Columns add up where no root is taken of the sum."""
+    """Distances of all pairs of rows. Columns add up if no root is taken of the sum."""
     columns = {0: "sum", 1: "sum", math.inf: "max"}.get(call.arg("p"))
     return f"[n] m -> [p] {{m:{columns}}}" if columns else "[n] [m] -> [p]"
 

@@ -39,11 +39,11 @@ def zeros(op: LocalOp, result: int = 0) -> fx.Node:
 
 
 def unless_empty(local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
-    """``local``, or zeros where a cut leaves this rank no element of the first result or (with
+    """``local``, or zeros if a cut leaves this rank no element of the first result or (with
     ``inputs``) of an operand: kernels differ on empty tensors.
 
-    The value of a call that is empty before any cut is the kernel's: the determinant of matrices
-    without rows is one.
+    A call that is empty before any cut gets the kernel's value: the determinant of matrices without
+    rows is one.
     """
 
     def guarded(op: LocalOp) -> Any:
@@ -63,8 +63,8 @@ def unless_empty(local: LocalHook | None = None, *, inputs: bool = True) -> Loca
 
 
 def is_first(op: LocalOp, *factors: str) -> fx.Node | None:
-    """A 0-d bool that one rank alone of those that ``factors`` are cut over finds true; None
-    where none is cut.
+    """A 0-d bool that is true on exactly one of the ranks that ``factors`` are cut over; None if
+    none is cut.
     """
     starts = [cut.start for f in factors for cut in op.cuts.get(f, ())]
     tests = [
@@ -83,21 +83,21 @@ def is_first(op: LocalOp, *factors: str) -> fx.Node | None:
 
 
 def contributed_once(op: LocalOp, value: fx.Node, *factors: str) -> fx.Node:
-    """``value`` on one of the ranks that ``factors`` are cut over, zero on the others, so that
-    the pending sum has it once.
+    """``value`` on one of the ranks that ``factors`` are cut over and zero on the others, so that
+    the pending sum counts it once.
     """
     first = is_first(op, *factors)
     return value if first is None else masked(op, value, first)
 
 
 def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
-    """``value`` where ``keep`` holds, zero elsewhere, NaNs too."""
+    """``value`` where ``keep`` is true, zero elsewhere, even in place of NaN."""
     return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), 0)
 
 
 def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Global indices along a cut factor as indices into this rank's part, 0 where others hold
-    the row, and which it holds.
+    """Global indices along a cut factor as indices into this rank's shard (0 for rows of others),
+    and a mask of the rows that it holds.
     """
     at, held = op.to_local(factor, index)
     assert held is not None

@@ -1,6 +1,4 @@
-"""One op of one rank: emits the op's local form into the rank's graph, through the rule's
-``local`` hook where it has one.
-"""
+"""Local forms: emit one op into a rank's graph, by the rule's ``local`` hook if it has one."""
 
 import math
 import operator
@@ -22,9 +20,9 @@ Offset = int | fx.Node
 
 
 class RankGraph(fx.Graph):
-    """A rank's graph. Its nodes get their arguments after they are made: fx looks for symbolic
-    numbers in those it is given, at half the price of a node, and a rank's graph has none. Setting
-    an attribute of a node costs half of another."""
+    """A rank's graph. Nodes get their arguments after creation: fx searches given arguments for
+    symbolic numbers, which takes half the time of making a node, and a rank's graph has none.
+    """
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
         node = super().create_node(op, target, None, None, name, type_expr)
@@ -40,19 +38,18 @@ class RankGraph(fx.Graph):
 
 
 def as_module(graph: fx.Graph) -> fx.GraphModule:
-    """A module that is read or interpreted: its code is generated when it is asked for."""
+    """A module to read or interpret: its code is generated only when asked for."""
     return _LazyGraphModule({}, graph)
 
 
 @dataclass(frozen=True)
 class LocalCut:
-    """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from
+    """A factor viewed as ``[outer, size, inner]``, of which this rank holds ``length`` from
     ``start`` on; ``start`` may be an input.
 
     Attributes:
-        second: of a zigzag start and length of the second piece; ``length`` counts both.
-        axis, n: the mesh axis and its size; a local form that passes parts around its ranks names
-            its process group by them.
+        second: start and length of a zigzag's second piece; ``length`` counts both pieces.
+        axis, n: the mesh axis and its size, by which a local form names its process group.
     """
 
     outer: int
@@ -74,18 +71,18 @@ class LocalCut:
 
 @dataclass(frozen=True)
 class LocalOp:
-    """What a ``local`` hook sees of an op: arguments as nodes of the rank's graph, local sizes, and
-    where cut factors begin.
+    """An op as a ``local`` hook sees it: arguments as nodes of the rank's graph, local sizes, and
+    the offsets of cut factors.
 
-    A hook returns the node of the op's value (which may be a tuple), or a tuple of nodes, one a
+    A hook returns the node of the op's value (which may be a tuple), or a tuple of nodes, one per
     result.
 
     Attributes:
         args, kwargs: the op's arguments, ``fx.Node`` in place of tensors, sizes still global.
         sizes: local size of each factor; ``rule.sizes`` has the global ones.
-        cuts: how each cut factor is cut, one entry a mesh axis, each within what the one before
-            left.
-        group: the name of an axis' process group.
+        cuts: the cuts of each cut factor, one per mesh axis, each within the part that the cut
+            before it leaves.
+        group: gives the name of an axis' process group.
     """
 
     graph: fx.Graph
@@ -100,7 +97,7 @@ class LocalOp:
 
     @property
     def call(self) -> Call:
-        """The call on the whole: its arguments, and the global shapes and dtypes of its tensors."""
+        """The global call: its arguments, and the global shapes and dtypes of its tensors."""
         assert self.rule.call is not None, "the rule of a local hook is bound to a call"
         return self.rule.call
 
@@ -108,7 +105,7 @@ class LocalOp:
         return self.graph.call_function(target, args, kwargs)
 
     def default(self, *args: Any) -> fx.Node:
-        """The op itself, with ``args`` in place of the first of its arguments."""
+        """The op itself, with ``args`` in place of its first arguments."""
         return self.emit(self.target, *args, *self.args[len(args) :], **self.kwargs)
 
     def replaced(self, at: int, value: Any) -> fx.Node:
@@ -132,10 +129,10 @@ class LocalOp:
         return self.emit(operator.getitem, node, index)
 
     def to_local(self, factor: str, index: Index) -> tuple[Index, Index | None]:
-        """A tensor of global indices along ``factor`` as indices into this rank's part, and a mask
-        of those it holds (None: all).
+        """Global indices along ``factor`` as indices into this rank's shard, and a mask of those
+        that it holds (None: all).
 
-        Indices outside the part are not clamped.
+        Indices outside the shard are not clamped.
         """
         mask = None
         for cut in self.cuts.get(factor, ()):
@@ -159,7 +156,7 @@ class LocalOp:
         return index, mask
 
     def to_global(self, factor: str, index: Index) -> Index:
-        """A tensor of indices into this rank's part of ``factor`` as global indices."""
+        """Indices into this rank's part of ``factor`` as global indices."""
         for cut in reversed(self.cuts.get(factor, ())):
             outer, inner = None, None
             if cut.inner != 1:
@@ -181,7 +178,9 @@ class LocalOp:
         return index
 
     def _in_pieces(self, cut: LocalCut, index: Index) -> tuple[Index, Index]:
-        """Indices along a cut's middle as indices into what this rank holds, and which it holds."""
+        """Indices along the cut dim as indices into this rank's pieces, and a mask of those that it
+        holds.
+        """
         found: list[tuple[Index, Index]] = []
         before = 0
         for start, length in cut.pieces:
@@ -214,7 +213,7 @@ class LocalOp:
         )
 
     def part(self, factor: str) -> list[Offset]:
-        """Which part of ``factor`` this rank holds, in numbers, as `ftp.ops.attention` has it."""
+        """This rank's part of ``factor`` as numbers, in the form of `ftp.ops.attention`."""
         return [
             number
             for cut in self.cuts.get(factor, ())
@@ -228,12 +227,12 @@ class LocalOp:
         ]
 
     def positions(self, factor: str) -> Index:
-        """The global indices along ``factor`` of what this rank holds, as an int64 vector."""
+        """The global indices along ``factor`` of this rank's part, as an int64 vector."""
         return self.to_global(
             factor, self.emit(aten.arange.default, self.sizes[factor], device=self.device)
         )
 
 
 def localize(op: LocalOp) -> Any:
-    """Emit one op of one rank; the value(s) as the op returns them."""
+    """Emit one op of one rank; returns its value or values as the op does."""
     return op.rule.local(op) if op.rule.local is not None else op.default()

@@ -1,4 +1,4 @@
-"""Losses: of elements, reduced as an argument says, and connectionist temporal classification."""
+"""Rules of losses: elementwise ones with a ``reduction``, margin losses, and CTC."""
 
 import math
 from typing import Any
@@ -28,7 +28,7 @@ def losses(*ops: OpOverload) -> None:
 
 
 def _loss(call: Call) -> Rule:
-    """A mean divides the sum by the size of the whole."""
+    """The local form of a mean divides the local sum by the global number of elements."""
     reduction, operands = call.arg("reduction"), [m.shape for m in call.operands]
     if reduction == 0:
         return Rule(broadcast_notation(operands, [m.shape for m in call.results]))
@@ -46,7 +46,7 @@ def _loss(call: Call) -> Rule:
 
 
 def _share_of_mean(op: LocalOp) -> fx.Node:
-    """The gradient of a mean is that of a sum over the number of elements of the whole."""
+    """The gradient of a mean: that of the sum, divided by the global number of elements."""
     if not op.is_cut() or op.call.arg("reduction") != 1:
         return op.default()
     count = math.prod(op.call.results[0].shape)
@@ -74,25 +74,25 @@ pointwise(
     linear=[(0,)], local=_share_of_mean,
 )  # fmt: skip
 
-# Margins between an example's classes, which are whole: a loss for each example, reduced.
+# Margins between an example's classes, which are whole: one loss per example, reduced.
 
 
 def _example_dims(call: Call, at: int) -> tuple[Dims, Dims]:
-    """Dims of the numbers of examples and classes, which are operand ``at``, and of a loss for
-    each; a single example has no dim.
+    """Dims of operand ``at``, (examples, classes), and of the losses, (examples,). A single example
+    has no dim.
     """
     ndim = call.operands[at].ndim
     return ((("n",), ("c",)) if ndim == 2 else (("c",),) * ndim), (("n",),) if ndim == 2 else ()
 
 
 def _of_one(ndim: int, dims: Dims) -> Dims:
-    """``dims``; of a single example, dims of size one."""
+    """``dims``; for a single example, dims of size one."""
     return dims or ((),) * ndim
 
 
 def _margin_operands(call: Call, at: int, x: Dims, one: Dims) -> tuple[Dims, ...]:
-    """Those of a margin loss from the numbers on: labels are one for each example, or as many as
-    classes, as what marks them is; weights are one for each class.
+    """Dims of a margin loss' operands from ``at`` on: there is one label per example, or a label
+    (and a mark) per class; there is one weight per class.
     """
     names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
     given = [name for name in names if call.arg(name) is not None][at:]
@@ -108,7 +108,7 @@ def _margin_operands(call: Call, at: int, x: Dims, one: Dims) -> tuple[Dims, ...
 
 @rule(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)
 def margin_loss(call: Call) -> Rule:
-    """A mean divides the sum by the number of examples of the whole."""
+    """The local form of a mean divides the local sum by the global number of examples."""
     x, one = _example_dims(call, 0)
     reduction, many = call.arg("reduction"), len(call.results) == 2
     loss = () if reduction else _of_one(call.results[0].ndim, one)
@@ -144,8 +144,8 @@ def margin_loss_backward(call: Call) -> Rule:
     return Rule(notation, ((0,),), unless_empty(local))
 
 
-# CTC: examples are independent. Targets in one row, of all examples, are whole, and so are the
-# examples.
+# CTC: examples are independent. If all examples' targets are in one row, targets and examples are
+# whole.
 rule(
     ctc_loss,
     "[t] n [c], n [l], n, n -> n, n [t] [w]",

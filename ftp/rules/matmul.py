@@ -25,8 +25,8 @@ einsum(aten.vdot.default, "k, k -> ()")
 
 @rule(aten._trilinear.default)
 def trilinear(call: Call) -> Rule:
-    """A product of three tensors, summed over some dims: ``nn.Bilinear``'s result and gradients.
-    Each tensor has the dims that it is not expanded in; those of size one are stretched.
+    """Three tensors multiplied and summed over some dims: ``nn.Bilinear``'s result and gradients.
+    A tensor has no factor for a dim in which it is expanded.
     """
     ndim = call.operands[0].ndim + len(call.arg("expand1"))
     at = [
@@ -52,8 +52,8 @@ def trilinear(call: Call) -> Rule:
 
 
 def added_matmul(op: OpOverload, text: str, local: LocalHook | None = None) -> None:
-    """A matmul to which ``self``, broadcast, is added. Every rank that holds a part of k would
-    add it, so that k is whole; the decomposition cuts k.
+    """A matmul to which ``self`` is added, broadcast. k is whole, as every rank with a part of k
+    would add ``self``; the decomposition allows cutting k.
 
     >>> added_matmul(aten.addmm.default, "m [k], [k] n -> m n")
     """
@@ -89,7 +89,7 @@ _ROWS = {(2, 3): "m", (3, 2): "n", (2, 2): "k"}
 @rule(GROUPED_MM)
 def grouped_mm(call: Call) -> Rule:
     """Groups are of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D). A rank
-    without a group, or without some of its rows, has zeros there.
+    that lacks a group, or some of its rows, has zeros for them.
     """
     form = (call.operands[0].ndim, call.operands[1].ndim)
     return Rule(parse(_GROUPED[form]), ((0,), (1,)), _own_groups(_ROWS[form]))
@@ -103,14 +103,14 @@ def _own_groups(rows: str) -> LocalHook:
         count = op.call.operands[2].shape[0]
         offs = op.emit(aten._to_copy.default, offs, dtype=torch.int64)
         bounds = op.emit(aten.constant_pad_nd.default, offs, [1, 0])
-        # A group that ends before the one before it has no rows.
+        # A group whose end is before the end of the group before it has no rows.
         bounds = op.item(op.emit(aten.cummax.default, bounds, 0), 0)
         starts = op.emit(aten.slice.Tensor, bounds, 0, 0, count)
         ends = op.emit(aten.slice.Tensor, bounds, 0, 1, count + 1)
         if op.is_cut("g"):
             held = op.positions("g")
             starts, ends = (op.emit(aten.index_select.default, x, 0, held) for x in (starts, ends))
-        if op.is_cut(rows):  # how many of the rank's rows are before
+        if op.is_cut(rows):  # number of the rank's rows before each end
             held = op.positions(rows)
             starts, ends = (op.emit(aten.searchsorted.Tensor, held, x) for x in (starts, ends))
         return op.emit(GROUPED_MM_PART, a, b, starts, ends, count, *rest, **op.kwargs)

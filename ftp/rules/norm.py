@@ -1,5 +1,5 @@
-"""Softmaxes and normalisations: fused while what they reduce is whole, primitives where it is
-cut.
+"""Rules of softmaxes and normalisations: fused if the dims that they reduce are whole, primitives
+if these are cut.
 """
 
 import math
@@ -111,7 +111,7 @@ rule(
 
 @rule(aten._weight_norm_interface.default)
 def weight_norm(call: Call) -> Rule:
-    """``v, g -> g * v / norm, norm``: what lies along ``dim`` is independent."""
+    """``v, g -> g * v / norm, norm``: slices along ``dim`` are independent."""
     full, kept = _along(call)
     results = (full, kept)
     whole = _names(full) - {"o"}
@@ -127,7 +127,7 @@ def weight_norm_backward(call: Call) -> Rule:
 
 
 def _along(call: Call) -> tuple[Dims, Dims]:
-    """The dims of a weight, and those of its norms, which are its size along ``dim`` alone."""
+    """The dims of a weight, and those of its norms, whose size is one in all dims but ``dim``."""
     ndim = call.operands[0].ndim
     dim = call.arg("dim") % ndim
     full = tuple(("o",) if i == dim else (f"d{i}",) for i in range(ndim))
@@ -144,8 +144,8 @@ def _names(dims: Dims) -> frozenset[str]:
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(call: Call) -> Rule:
-    """Whole but for losses that are not reduced; cut by its decomposition, which sums loss and
-    weight apart.
+    """Whole unless the losses are not reduced. The decomposition, which sums losses and weights
+    separately, may be cut.
     """
     reduced = call.arg("reduction") != 0
     x, target = _class_dims(call)
@@ -185,7 +185,7 @@ def _class_dims(call: Call, at: int = 0) -> tuple[Dims, Dims]:
     aten._native_batch_norm_legit_functional.default,
 )
 def batch_norm(call: Call) -> Rule:
-    """Channels are independent; with given statistics so are the others."""
+    """Channels are independent; with given statistics all dims are."""
     training = bool(call.arg("training"))
     x = call.operands[0]
     full, channel = _channels(x.ndim)
@@ -203,9 +203,7 @@ def batch_norm(call: Call) -> Rule:
 
     def local(op: LocalOp) -> Any:
         made = unless_empty(contiguous(0))(op)
-        if len(results) == 5 and isinstance(
-            made, tuple
-        ):  # statistics that were given come back as they are
+        if len(results) == 5 and isinstance(made, tuple):  # given statistics are returned unchanged
             return (*made[:3], *(op.emit(aten.clone.default, s) for s in op.args[3:5]))
         return made
 
@@ -218,7 +216,8 @@ def batch_norm(call: Call) -> Rule:
     )
 
 
-# With given statistics all elements are independent; those of the batch are empty on some devices.
+# With given statistics all elements are independent. The results for batch statistics are empty on
+# some devices.
 rule(
     aten._native_batch_norm_legit_no_training.default,
     "n c ..., c, c, c, c -> n c ..., c, c",
@@ -238,7 +237,7 @@ def batch_norm_backward(call: Call) -> Rule:
     wanted = call.arg("output_mask")
     shaped = [
         want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)
-    ]  # shapes alone do not tell what is not wanted
+    ]  # results that are not wanted have shapes too
     results = tuple(
         dims if has else () for dims, has in zip((full, channel, channel), shaped, strict=True)
     )

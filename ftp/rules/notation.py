@@ -23,8 +23,8 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Notation:
-    """Factors of every dim of every operand and result; ``whole`` factors; per result its
-    pending ``(factor, op)`` pairs.
+    """Factors of every dim of every operand and result; ``whole`` factors; per result its pending
+    ``(factor, op)`` pairs.
     """
 
     operands: tuple[Dims, ...]

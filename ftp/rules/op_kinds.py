@@ -20,8 +20,8 @@ VIEWS = frozenset(
         aten.split_with_sizes.default, aten.unbind.int,
     }
 )  # fmt: skip
-STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no choice avoids
-BY_SLICE = frozenset({MAP_SLICES})  # functions of slices, for which stacks are brought to owners
+STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no plan avoids
+BY_SLICE = frozenset({MAP_SLICES})  # functions of slices; each slice is sent to its owner
 MATMULS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,
@@ -51,17 +51,17 @@ BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target)
 
 
 def is_matmul(target: Any) -> bool:
-    """Whether an op's time is that of matmuls: matmuls, convolutions, attention."""
+    """Whether an op spends its time in matmuls: matmuls, convolutions, attention."""
     return target in MATMULS or target in ATTENTION
 
 
 def multiplications(
     target: Any, sizes: Mapping[str, int], wanted: Sequence[bool] = (True,)
 ) -> float:
-    """Multiplications of an op of `is_matmul` whose factors have these sizes; where rows are in
-    groups, in groups of equal size. ``wanted`` says which of its results it computes.
+    """Number of multiplications of an op of `is_matmul` whose factors have these sizes; groups of
+    rows are assumed to be equal. ``wanted``: which results the op computes.
     """
-    if target in ATTENTION:  # whose other factors are of masks, lengths and generators
+    if target in ATTENTION:  # its other factors belong to masks, lengths and generators
         sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
     total = math.prod(sizes.values())
     if target in CONVOLUTIONS:

@@ -1,7 +1,7 @@
 """Aten ops by name, on any torch: one that this torch lacks is skipped by the registries.
 
-``aten`` stands for ``torch.ops.aten``. Where torch has the op, ``aten.mm.default`` is torch's own
-overload; where it has not, it is a ``MissingOp``, which a registry takes and leaves out.
+``aten`` stands for ``torch.ops.aten``. ``aten.mm.default`` is torch's own overload. The name of an
+op that torch lacks gives a ``MissingOp``, which registries skip.
 """
 
 from dataclasses import dataclass

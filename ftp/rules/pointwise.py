@@ -12,7 +12,7 @@ from ftp.rules.rule import Rule
 
 
 def overloads(names: str, kinds: str = "default") -> list[OpOverload]:
-    """The overloads that exist of the named aten ops, those of Python numbers left out."""
+    """The existing overloads of the named aten ops, without those of Python numbers."""
     packets = [getattr(aten, name) for name in names.split()]
     found = [
         getattr(packet, kind)
@@ -101,19 +101,19 @@ pointwise(
 )
 
 
-# Zeros put in the place of values pass partial sums on; each rank would add any other number.
+# Filling with zeros passes pending sums on; each rank would add any other fill value.
 pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
 pointwise(aten.where.ScalarOther, linear=[(1,)], if_zero="other")
 pointwise(aten.where.ScalarSelf, linear=[(1,)], if_zero="self")
 
-# The weight comes in the shape of x's dims, its gradient in x's shape.
+# The weight broadcasts to x; its gradient has x's shape.
 pointwise(aten._prelu_kernel.default)
 pointwise(aten._prelu_kernel_backward.default, linear=[(0,)])
 
 
 @rule(aten.rrelu_with_noise_functional.default)
 def rrelu(call: Call) -> Rule | None:
-    """Slopes are drawn in training alone."""
+    """Elementwise in evaluation; in training slopes are drawn."""
     if call.arg("training"):
         return None
     shapes = [m.shape for m in call.operands], [m.shape for m in call.results]
@@ -129,7 +129,7 @@ def isin(call: Call) -> Rule:
     return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
 
 
-# A sum of floats rounds as its parts do; a sum of ints may not.
+# Casts: a sum of floats may be cast term by term; a sum of ints may overflow.
 pointwise(aten._to_copy.default, prims.convert_element_type.default, linear=[(0,)], if_floats=True)
 
 # The second result is a buffer, empty on some devices.

@@ -20,7 +20,7 @@ reduction(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansu
 
 
 def _mean_of_part(op: LocalOp) -> fx.Node:
-    """A part's share of the mean is its sum over the number of elements of the whole."""
+    """A rank's term of the mean: its sum divided by the global number of elements."""
     reduced = list(op.rule.pending[0])
     if not reduced or not op.is_cut(*reduced):
         return op.default()
@@ -33,7 +33,7 @@ def _mean_of_part(op: LocalOp) -> fx.Node:
 
 
 def _or_identity(*, lowest: bool) -> LocalHook:
-    """The op, or where a cut leaves nothing to reduce, which its kernel refuses, the identity."""
+    """The op; or its identity if a cut leaves nothing to reduce, which the kernel refuses."""
 
     def local(op: LocalOp) -> fx.Node:
         if math.prod(op.operand_shape(0)) or not op.is_cut():
@@ -59,7 +59,7 @@ reduction(aten.amin.default, aten.min.default, op="min", local=_or_identity(lowe
 
 @rule(moments)
 def moments_over_dims(call: Call) -> Rule:
-    """Two sums over the same dims, which are kept."""
+    """Two sums over the same kept dims."""
     x, gone = call.operands[0], {d % call.operands[0].ndim for d in call.arg("dims")}
     whole = tuple((f"~{d}",) for d in range(x.ndim))
     kept = tuple(() if d in gone else dim for d, dim in enumerate(whole))
@@ -80,7 +80,7 @@ reduction(
     op=None,
 )  # fmt: skip
 
-# The same, by kernels that raise or warn where there is nothing to reduce.
+# The same for kernels that raise or warn if there is nothing to reduce.
 reduction(
     aten.aminmax.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
@@ -93,7 +93,7 @@ reduction(
 
 @rule(aten.segment_reduce.default, aten._segment_reduce_backward.default)
 def segment_reduce(call: Call) -> Rule:
-    """Segments of one dim, which is whole; their lengths or offsets have the dims before it."""
+    """Segments of one whole dim; their lengths or offsets have the dims before it."""
     is_backward = len(call.operands) == 4
     ndim = (call.operands if is_backward else call.results)[0].ndim
     axis = call.arg("axis") % ndim
@@ -110,5 +110,5 @@ def segment_reduce(call: Call) -> Rule:
 
 
 def _around_axis(ndim: int, axis: int, own: str) -> Dims:
-    """A factor for each dim, of which that of ``axis`` is the tensor's own."""
+    """A factor for each dim; that of dim ``axis`` is the tensor's own."""
     return tuple((own,) if d == axis else (f"~{d}",) for d in range(ndim))

@@ -48,14 +48,14 @@ def rule(
 
     Args:
         ops: op overloads, then the text. Of several texts, the first that fits a call's dims
-            applies. A text has an operand for each tensor argument of the op; that of an optional
-            argument which a call does not give is left out.
+            applies. A text has an operand for each tensor argument of the op; operands of optional
+            arguments that a call does not give are skipped.
         linear: groups of operands that may be pending sums together.
         local: emits the op's local form.
         sizes: factors whose size is an argument of the op, by the argument's name.
         wanted: the argument that says which results to compute; the others have no dims.
-        whole_if: an argument for which, where it is true, factors to be summed are whole.
-        or_whole: whether all dims are whole in a call that no text fits; it is an error otherwise.
+        whole_if: an argument; if it is true, factors that would be summed over are whole.
+        or_whole: whether all dims are whole in a call that no text fits; otherwise it is an error.
         decompose: whether the op may be replaced by its decomposition.
 
     >>> import torch
@@ -91,7 +91,7 @@ def rule(
 
 
 def register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:
-    """Enter a rule, or a function that makes one of a call; ops that torch lacks are skipped."""
+    """Register a rule, or a function from a call to a rule; ops that torch lacks are skipped."""
     if not ops:
         raise RuleError("A rule names at least one op, such as torch.ops.aten.mm.default.")
     for op in ops:

@@ -18,17 +18,17 @@ class Rule:
     Attributes:
         notation: the factors.
         linear: groups of operand indices that may be pending sums together, giving a pending sum.
-        local: emits the op's local form, where that is more than the op itself (see
-            ``partition.LocalOp``).
-        sizes: sizes of factors that the shapes do not tell.
-        decompose: whether the op is worth replacing by primitives when a whole factor is within
-            reach.
-        ring: pairs of factors that one axis may cut together, the second of which is whole
-            otherwise: the local form then passes its parts around the ranks of the axis.
-        sees: of attention, which keys some queries see at most, as far as the trace knows
+        local: emits the op's local form, if that is more than the op itself (see
+            ``local_op.LocalOp``).
+        sizes: sizes of factors that cannot be found from the shapes.
+        decompose: whether to replace the op by primitives where an axis may cut a factor that it
+            keeps whole.
+        ring: pairs of factors that one axis may cut together; alone the second is whole. The local
+            form then passes parts around the ranks of the axis.
+        sees: for attention, the most keys that given queries see, as far as the trace knows
             (`ftp.ops.key_ring.Sees`). None: all.
-        resized: factors that are whole dims whose size the op changes, and with it that of each
-            rank's chunk. ``sizes`` has those of the result; an operand's chunks are of its own.
+        resized: factors that are whole dims whose size the op changes, so that each rank's chunk
+            changes too. ``sizes`` has the result's size; an operand's chunks follow its own size.
     """
 
     notation: Notation
@@ -49,8 +49,8 @@ class BoundRule:
     """A rule fitted to a call: one factor list per dim, all sizes known.
 
     Attributes:
-        is_found: the rule is not stated, but found by trial.
-        call: the call, for local hooks; None for a rule that no registry states.
+        is_found: whether the rule was found by trial rather than stated.
+        call: the call, for local hooks; None for a rule that is not from the registry.
     """
 
     operands: tuple[Dims, ...]

@@ -1,4 +1,4 @@
-"""Views, and ops that move elements without looking at them."""
+"""Rules of views, and of ops that copy elements without reading their values."""
 
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -28,7 +28,7 @@ from ftp.rules.rule import Rule
     aten._reshape_alias.default,
 )
 def view(call: Call) -> Rule:
-    """Both shapes in the factors that they have in common; what does not divide is whole."""
+    """Both shapes in their common factors; a dim that does not divide into these is whole."""
     operand, result, whole, sizes = common_factors(call.operands[0].shape, call.results[0].shape)
     return Rule(Notation((operand,), (result,), frozenset(whole), ((),)), ((0,),), _reshape, sizes)
 
@@ -40,7 +40,8 @@ def _reshape(op: LocalOp) -> fx.Node:
 def common_factors(
     old: Sequence[int], new: Sequence[int]
 ) -> tuple[Dims, Dims, list[str], dict[str, int]]:
-    """Two shapes of one number of elements as lists of factors: dims of each, whole factors, sizes.
+    """Two shapes with equal numbers of elements in common factors: dims of each, whole factors,
+    sizes.
 
     >>> common_factors((4, 6), (24,))[:2]
     ((('a',), ('b',)), (('a', 'b'),))
@@ -91,8 +92,7 @@ def common_factors(
 
 
 def reordered(*ops: OpOverload, order: Callable[[Call, int], Sequence[int]]) -> None:
-    """Ops whose result has the operand's dims in another order, which a call and the number of dims
-    tell.
+    """Ops whose result has the operand's dims in another order: ``order(call, number of dims)``.
 
     >>> reordered(aten.permute.default, order=lambda call, n: call.arg("dims"))
     """
@@ -133,7 +133,7 @@ along_dim(aten.unsqueeze.default, aten.unsqueeze_copy.default, "... -> ... 1", l
     aten.squeeze_copy.dims,
 )
 def squeeze(call: Call) -> Rule:
-    """A dim that is of size one on some rank alone stays."""
+    """A dim whose size is one only on some ranks stays."""
     x = call.operands[0]
     asked = call.arg("dim") if len(call.args) > 1 else range(x.ndim)
     asked = [d % max(x.ndim, 1) for d in ([asked] if isinstance(asked, int) else asked)]
@@ -147,9 +147,9 @@ def squeeze(call: Call) -> Rule:
     )
 
 
-# Parts of a dim. Where all of them, and what lies around them, are whole numbers of s elements, the
-# dim is seen as (k s), and s may be cut within each of the k alike: three packs of heads, of which
-# a part takes one or two.
+# Parts of a dim. If all parts, and the elements around them, are multiples of s elements, the dim
+# is viewed as (k s), and s may be cut within each of the k alike: such as three packs of heads, of
+# which a part takes one or two.
 
 
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor)
@@ -181,7 +181,7 @@ def slice_backward(call: Call) -> Rule:
         call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
     )
     size = gcd(x.shape[dim], start, y.shape[dim])
-    # The op spreads a gradient of one element over a longer slice.
+    # The op broadcasts a gradient of one element over a longer slice.
     if (
         step != 1
         or end - start != y.shape[dim]
@@ -263,7 +263,7 @@ along_dim(aten.unbind.int, aten.unbind_copy.int, "... [k] -> ...", linear=[(0,)]
 
 
 def _selected(op: LocalOp) -> fx.Node:
-    """The rank that holds the element gives it, the others zero."""
+    """The rank that holds the element returns it; the others return zero."""
     if not op.is_cut("d"):
         return op.default()
     if not op.sizes["d"]:
@@ -312,7 +312,7 @@ along_dim(
 along_dim(aten.select_scatter.default, "... [d], ... -> ... [d]", linear=[(0, 1)])
 
 
-# Windows of a dim stand in its place, what each holds in the last dim.
+# The windows of a dim replace it; the elements of each are in a new last dim.
 along_dim(
     aten.unfold.default, aten.unfold_copy.default, "... [d] -> ... [y] [w]",
     dim="dimension", linear=[(0,)],
@@ -348,7 +348,7 @@ def repeat(call: Call) -> Rule:
     x, counts = call.operands[0], call.arg("repeats")
     skip = len(counts) - x.ndim
     operand = tuple((f"x{d}",) for d in range(x.ndim))
-    # Of no copies nothing of the dim is left to cut.
+    # With zero copies there is nothing of the dim to cut.
     result = tuple(
         (f"r{d}", *(operand[d - skip] if d >= skip and counts[d] else ()))
         for d in range(len(counts))
@@ -362,7 +362,7 @@ def repeat(call: Call) -> Rule:
     return Rule(Notation((operand,), (result,), whole, ((),)), ((0,),), local, sizes)
 
 
-# A pixel's parts, and a channel's groups, are whole.
+# The parts of a pixel and the groups of channels are whole.
 rule(
     aten.pixel_shuffle.default, "... (c [a] [b]) h w -> ... c (h [a]) (w [b])",
     sizes={"a": "upscale_factor", "b": "upscale_factor"}, linear=[(0,)], local=unless_empty(),
@@ -386,12 +386,12 @@ rule(
     aten.view_as_complex.default, aten.view_as_complex_copy.default, "... [c] -> ...",
     linear=[(0,)], local=_of_pairs,
 )  # fmt: skip
-# Bits read as another type: a last dim that shrinks or grows is whole.
+# Bits read as another dtype: a last dim that changes its size is whole.
 rule(aten.view.dtype, "... -> ...", "... [x] -> ... [y]")
 
 
 def _triangle_of_part(op: LocalOp) -> fx.Node:
-    """Where rows or columns are cut, a mask of the global positions says what is kept."""
+    """If rows or columns are cut, keep elements by a mask of global positions."""
     if not op.is_cut("m", "n"):
         return op.default()
     keep = aten.le.Scalar if op.target is aten.tril.default else aten.ge.Scalar
@@ -409,8 +409,10 @@ rule(
 def _in_parts(
     dims: Dims, dim: int, size: int, all_of: int, parts: Sequence[int], *, reverse: bool
 ) -> tuple[Notation, dict[str, int]]:
-    """A tensor of ``all_of`` elements along ``dim``, seen as (k s) with s of ``size``, and
-    ``parts`` of it, each a (k s) of its own; the latter first if ``reverse``. Each k is whole."""
+    """The notation of a tensor and its ``parts`` along ``dim``. The dim, of ``all_of`` elements, is
+    viewed as (k s) with s of ``size``; each part is a (k s) of its own. Each k is whole. If
+    ``reverse``, the parts are the operands.
+    """
     sizes = {"s": size}
 
     def seen(name: str, length: int) -> Dims:

@@ -1,4 +1,4 @@
-"""Which of a rule's texts fits a call, and what of it applies where arguments are optional."""
+"""Choose the text of a rule that fits a call, without operands and results that the call lacks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def by_text(
 
 
 def _without_unwanted(rule: Rule, call: Call, wanted: Sequence[bool]) -> Rule:
-    """The rule with no dims for results that are not computed, or empty shapes of them."""
+    """The rule with no dims, or empty ones, for results that the call does not compute."""
     n = rule.notation
     results = tuple(
         dims if want or meta.ndim else ()
@@ -72,8 +72,8 @@ def _without_absent(rule: Rule, call: Call) -> Rule:
 
 
 def fits(notation: Notation, call: Call) -> bool:
-    """Whether the call has the text's tensors, of its numbers of dims, with one batch shape and
-    one size for each factor that is a dim of its own.
+    """Whether the call has the text's tensors with its numbers of dims, one batch shape, and one
+    size for each factor that is a whole dim.
     """
     if len(notation.operands) != len(call.operands) or len(notation.results) != len(call.results):
         return False

@@ -1,5 +1,5 @@
-"""This machine's own rates, measured: matmuls by dtype, memory, what issuing an op costs, and
-the links of a mesh of processes.
+"""Measure this machine's rates: matmuls by dtype, memory, the cost of issuing an op, and the links
+of a mesh of processes.
 """
 
 import math
@@ -22,16 +22,16 @@ from ftp.sharding.mesh import AnyMesh, resolve
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMUL = 512  # rows and columns of the matmuls that are timed
-CACHED, LARGE = 6 << 20, 96 << 20  # bytes of the tensors that are in cache, and that are not
+CACHED, LARGE = 6 << 20, 96 << 20  # bytes of tensors that fit in the cache, and that do not
 FRESH = (
     1 << 18,
     1 << 21,
     1 << 23,
     40 << 20,
-)  # bytes of results: allocators give large ones pages that the system has to find
+)  # bytes of results: allocators ask the system for the pages of large ones
 BESIDE = (
     64 << 20
-)  # bytes of other results that are alive, so that a new one is not what was just freed
+)  # bytes of other live results, so that a new one does not get memory that was just freed
 BEFORE = (128, 512, 1024)  # rows and columns of the matmuls after which an op is issued
 WIRE = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes of the collectives that are timed
 BETWEEN = (2e-4, 5e-3)  # seconds that ranks compute between collectives
@@ -45,16 +45,16 @@ def calibrate(
     dtypes: Sequence[torch.dtype] = DTYPES,
     seconds: float = 0.05,
 ) -> Hardware:
-    """The ``Hardware`` that this machine is, for ``lowered.cost``; call it on all ranks of a mesh,
-    or with none.
+    """Measure this machine: its ``Hardware``, for ``lowered.cost``. Call it on all ranks of a mesh,
+    or without a mesh.
 
     Args:
-        mesh: of processes: its ranks are timed at the same time, as they run, and the links between
-            them, axis by axis; every rank gets the mean. On any other mesh, or none, ranks are
-            taken to share one memory.
+        mesh: of processes: all ranks are timed at the same time, as in a step, and the links
+            between them axis by axis; every rank gets the mean. On any other mesh, or without one,
+            ranks are assumed to share one memory.
         device_type: default the mesh's, else ``cpu``.
         dtypes: of the matmuls that are timed.
-        seconds: for each of some twenty measurements, and some forty an axis, about.
+        seconds: for each measurement, of which there are about twenty, and about forty per axis.
 
     Raises:
         MeshError: on a mesh of processes, a rank that is missing.
@@ -104,11 +104,11 @@ def calibrate(
 
 
 class _Clock:
-    """Typical seconds of repeated calls, on the ranks of some groups at the same time and the mean
-    of theirs.
+    """Typical seconds of repeated calls: the mean over the ranks of some groups, which are timed at
+    the same time.
 
-    On one thread of a CPU they are seconds of the processor, which other work beside it changes
-    little, longer where ranks share a core.
+    On one thread of a CPU these are seconds of processor time, which other work on the machine
+    changes little; they are longer if ranks share a core.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class _Clock:
     def __call__(
         self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 5
     ) -> float:
-        """``before`` is called before each call, and not timed."""
+        """Median seconds of ``run``. ``before`` is called before each call, and is not timed."""
         self._timed(run, before)
         self.mean(0.0)  # ranks begin together
         times: list[float] = []
@@ -136,8 +136,9 @@ class _Clock:
     def together(
         self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 8
     ) -> float:
-        """As a call, of what ranks do together: each as often as the others, and not the median but
-        the mean of the middle half, as what a step takes is a sum of such."""
+        """Seconds of a ``run`` that ranks do together, all equally often: the mean of the middle
+        half rather than the median, because a step's time is a sum of such times.
+        """
         self._timed(run, before)
         began = time.perf_counter()
         self._timed(run, before)
@@ -147,7 +148,7 @@ class _Clock:
         return self.mean(statistics.fmean(times[quarter : len(times) - quarter]))
 
     def mean(self, x: float) -> float:
-        """Over the ranks of all groups, which are the axes of a mesh."""
+        """The mean over the ranks of all groups, which are the axes of a mesh."""
         held = torch.tensor(
             [x], dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu"
         )
@@ -232,7 +233,7 @@ _KINDS: tuple[Callable[[torch.Tensor], object], ...] = (
 
 
 def _small_ops(device: torch.device) -> Callable[[], object]:
-    """A few kinds of op on tensors of next to no size."""
+    """A few kinds of ops on tiny tensors."""
     a = torch.ones(8, 8, device=device)
 
     def run() -> None:
@@ -266,7 +267,9 @@ def _stream(clock: _Clock, nbytes: int, overhead: float) -> float:
 
 
 def _fresh(clock: _Clock, nbytes: int) -> float:
-    """Bytes a second of a result's memory, from what an op takes beyond the same in place."""
+    """Bytes a second at which new memory is provided: by the extra time of an op over its in-place
+    form.
+    """
     a, b = (clock.ones(nbytes // 4) for _ in range(2))
     results: deque[torch.Tensor] = deque(maxlen=max(2, BESIDE // nbytes))
     for _ in range(results.maxlen or 0):
@@ -302,8 +305,8 @@ def _elements(clock: _Clock) -> dict[str, float]:
 
 
 def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -> Link:
-    """Collectives of each kind at several sizes, of ranks that compute for a while before each,
-    and what of them computing can hide.
+    """A link, by timing collectives of each kind at several sizes, with some computation before
+    each, and the share of their time that computation can hide.
     """
     n, a = group.size(), clock.ones(128, 128)
     each = clock(lambda: aten.mm.default(a, a))
@@ -349,7 +352,7 @@ def _hidden(
     issue: Callable[[], torch.Tensor],
     wait: Callable[..., object],
 ) -> float:
-    """The share of a collective's time that computing meanwhile saves."""
+    """The share of a collective's time that is hidden if ranks compute meanwhile."""
 
     def overlapped() -> None:
         out = issue()
@@ -363,7 +366,7 @@ def _hidden(
 
 
 def _line(points: Curve, ring: float) -> tuple[float, float]:
-    """Latency, and bytes a second that a rank sends of a ring's ``ring`` times the bytes."""
+    """Latency and bandwidth by a line through the points. A rank sends ``ring`` times the bytes."""
     (_, latency), (nbytes, seconds) = points[0], points[-1]
     return latency, ring * (nbytes - points[0][0]) / max(seconds - latency, 1e-9)
 
@@ -371,7 +374,7 @@ def _line(points: Curve, ring: float) -> tuple[float, float]:
 def _collective(
     op: str, group: dist.ProcessGroup, shared: SharedGroup | None, whole: torch.Tensor
 ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]:
-    """What issues a collective of ``whole`` on the larger side, and what waits for it."""
+    """Two functions: to issue a collective with ``whole`` on the larger side, to wait for it."""
     n, name = group.size(), group.group_name
     part, split = whole[: whole.numel() // n].clone(), [whole.numel() // n] * n
     if shared is not None:

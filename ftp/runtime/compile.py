@@ -1,4 +1,4 @@
-"""From a rank's graph to a function that runs it: fx's eager code, or inductor's without
+"""Make a function that runs a rank's graph: by fx's eager code, or by inductor's code without
 torch.compile's guards and wrappers.
 """
 
@@ -37,12 +37,13 @@ def eager(
     host: bool = True,
     empties: bool = False,
 ) -> Run:
-    """Runs the nodes one after another and writes to donated inputs; ``inputs`` have the shapes and
-    strides that it will be given. Of a cond the host runs one branch, or without it both run.
+    """A function that runs the nodes one after another and writes to donated inputs.
 
     Args:
-        empties: it takes a list, and empties it: an input that nobody else holds is freed after its
-            last use.
+        inputs: of the shapes and strides that the function will be given.
+        host: the host chooses one branch of a cond to run; otherwise both run.
+        empties: the function takes a list and empties it, so that an input which nobody else holds
+            is freed after its last use.
     """
     inputs = _dense(inputs, donated)
     gm = with_values(as_module(ordered(graph)), inputs)
@@ -95,9 +96,9 @@ def compiled(
     """Inductor's code for the subgraphs between collectives, called directly. A step has checked
     its arguments, so there are no guards.
 
-    An output that an elementwise chain makes of a donated input is written to that input's memory.
-    Numbers among the inputs, the offsets of this rank's parts, become constants of the code. Equal
-    subgraphs are compiled once. ``choose`` picks the matmuls that oneDNN does.
+    An output that a chain of elementwise ops computes from a donated input is written to that
+    input's memory. Numbers among the inputs, the offsets of this rank's shards, become constants of
+    the code. Equal subgraphs are compiled once. ``choose`` picks the matmuls for oneDNN.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
@@ -122,12 +123,12 @@ def compiled(
         with_subgraphs(graph, subgraphs, [made[subgraph.key()] for subgraph in subgraphs])
     )
     forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
-    return lambda given: forward(*_dense(given, tensors))  # the strides that the code is compiled
-    # for
+    # The code is compiled for dense inputs.
+    return lambda given: forward(*_dense(given, tensors))
 
 
 def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor's code for one subgraph; it takes a list, which it empties."""
+    """Inductor's code for one subgraph: a function that takes a list and empties it."""
     deferred_compiler.load()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -156,8 +157,8 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     output.meta["user_visible_output_idxs"] = list(range(count))  # others rely on their strides
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    # A step is recorded as a whole, if at all. It has checked sizes and strides, and made others
-    # dense: on a CPU, to check them once more takes as long as a small subgraph itself.
+    # A step is recorded as a whole, if at all. It has checked sizes, and made inputs dense: on a
+    # CPU a second check of sizes and strides takes as long as a small subgraph itself.
     changes: dict[str, Any] = {"triton.cudagraphs": False}
     if all(x.device.type == "cpu" for x in fake):
         changes |= {"size_asserts": False, "alignment_asserts": False}
@@ -172,8 +173,8 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Per output the donated input of its shape that elementwise ops on first operands compute it
-    from; each input at most once.
+    """Per output, the donated input of its shape from which a chain of elementwise ops computes it
+    (through their first operands); each input at most once.
     """
     found: dict[fx.Node, fx.Node] = {}
     for value in graph.output_node().args[0]:  # type: ignore[union-attr]

@@ -1,9 +1,9 @@
 """Record a rank's step, its collectives included, as one CUDA graph, and replay it by one call.
 
-Recorded kernels read and write fixed addresses. An input at the address of the recording is used
-there; what comes from elsewhere at each call, as a batch does, is copied to memory of the
-recording first. Donated inputs that the step updates in place come back in the same memory, and
-cost no copy; any other output is copied, for the next replay overwrites it.
+Recorded kernels read and write fixed addresses. An input at its recorded address is used in place.
+An input with a new address at each call, as a batch, is first copied to the recording's memory.
+Donated inputs that the step updates in place come back in the same memory without a copy. Any other
+output is copied, because the next replay overwrites it.
 """
 
 import gc
@@ -22,10 +22,10 @@ from ftp.errors import InputError
 from ftp.paused_gc import collection_paused
 from ftp.sharding.process_group import endings
 
-# Calls that run as they are: kernels are compiled, communicators connected, and it is seen which
-# inputs come from elsewhere.
+# Calls before the recording: they compile kernels, connect communicators, and show which inputs
+# change their address.
 WARM_UP = 2
-PATIENCE = 8  # recordings after which a step warns that its state has a new address at each call
+PATIENCE = 8  # recordings before a step warns that its state has a new address at each call
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]
 AddressAndStrides = tuple[int, tuple[int, ...]]  # address and strides
@@ -35,21 +35,19 @@ class Graphs(Protocol):
     """The interface of a recorder of kernels."""
 
     def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
-        """Run it on the stream where it will be recorded: libraries allocate their workspaces
-        there.
-        """
+        """Run on the stream of the later recording: libraries allocate their workspaces there."""
         ...
 
     def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Notes what a run would do, without doing it: what does it, as often as it is called,
-        and the outputs that it writes to.
+        """Record a run without executing it. Returns a function that replays it, and the outputs
+        that each replay writes to.
         """
         ...
 
 
 class CudaGraphs:
-    """torch's, on one device; all recordings share a pool of memory, as no two are replayed at a
-    time.
+    """torch's CUDA graphs on one device. All recordings share a memory pool, as no two are replayed
+    at the same time.
     """
 
     def __init__(self, device: torch.device):
@@ -58,7 +56,7 @@ class CudaGraphs:
         self._renew()
 
     def _renew(self) -> None:
-        # Held as a pool, it stays one while no recording uses it.
+        # A reference to the pool keeps it alive while no recording uses it.
         self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.MemPool()
 
     def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
@@ -73,15 +71,15 @@ class CudaGraphs:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         pool: Any = self.pool.id
         try:
-            # Threads of NCCL's watchdog and of ftp's own go on while this one records.
+            # NCCL's watchdog thread and ftp's own threads go on while this thread records.
             with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
                 outputs = run(given)
         except BaseException:
-            torch.cuda.set_stream(before)  # which a recording that failed does not set back
-            with suppress(RuntimeError):  # of one that ended all the same
+            torch.cuda.set_stream(before)  # a failed recording does not restore it
+            with suppress(RuntimeError):  # if the recording has ended already
                 torch._C._cuda_endAllocateToPool(self.device.index, pool)
                 torch._C._cuda_releasePool(self.device.index, pool)
-                # That of pinned memory goes on asking the graph what is its own: no call ends it.
+                # The allocator of pinned memory keeps querying the graph; no call ends that.
                 self._failed.append((graph, self.stream, self.pool))
             self._renew()
             raise
@@ -95,7 +93,7 @@ def graphs_of(device: torch.device) -> Graphs:
 
 @dataclass(frozen=True)
 class _Alias:
-    """An output in the memory of a donated input, ``offset`` elements behind its first."""
+    """An output in the memory of donated input ``of``, ``offset`` elements after its start."""
 
     of: int
     size: tuple[int, ...]
@@ -113,7 +111,7 @@ class _Alias:
 class _Recording:
     """
     Attributes:
-        buffers: position of an input and the memory that it is copied to.
+        buffers: positions of inputs, and the memory that each is copied to.
         outputs: in memory that the next replay overwrites, or in that of an input.
     """
 
@@ -134,17 +132,17 @@ class _Recording:
 
 
 class RecordedRun:
-    """A run that is recorded at its third call and replayed from then on; it takes tensors, always
-    of one form, and numbers that stay.
+    """A run that is recorded at its third call and replayed from then on. It takes tensors, always
+    of the same shapes and strides, and numbers that never change.
 
     An input seen at two addresses is copied from then on. Donated inputs that come back in place
-    are recorded at their addresses: should these change, as after a checkpoint is loaded, the run
-    is recorded once more, and both recordings are kept.
+    are recorded at their addresses. If these change, as after a checkpoint is loaded, the run is
+    recorded once more, and both recordings are kept.
 
     Args:
         donated: positions of inputs whose memory a run may use for its outputs.
         names: of the inputs, for messages.
-        explain: which op raised an error, "" if that is not known.
+        explain: names the op that raised an error; "" if unknown.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class RecordedRun:
             warnings.warn(
                 f"The step has been recorded {PATIENCE} times as a CUDA graph, as donated"
                 f" arguments ({named}, ...) have new addresses at each"
-                " call. Give a call what the last one returned in their place, or leave out"
+                " call. Pass each call the last call's results in their place, or leave out"
                 " cuda_graph=True.",
                 stacklevel=2,
             )
@@ -221,12 +219,10 @@ class RecordedRun:
                 raise
 
         try:
-            with collection_paused():  # what it frees on the GPU would end the recording
+            with collection_paused():  # freeing GPU memory would end the recording
                 replay, outputs = self._graphs.record(run, fixed)
         except RuntimeError as error:
-            first = (
-                errors[0] if errors else error
-            )  # a recording that has failed raises once more as it ends
+            first = errors[0] if errors else error  # a failed recording raises again when it ends
             what = self._explain(first)
             raise InputError(
                 f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}:"
@@ -234,7 +230,7 @@ class RecordedRun:
                 "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave"
                 " out cuda_graph=True, or the op."
             ) from first
-        if len(self._made) > 1:  # of all but the newest two the memory is given back
+        if len(self._made) > 1:  # keep the newest two, and free the memory of the others
             self._made.pop(next(iter(self._made)))
         return _Recording(
             replay, tuple(buffers.items()), tuple(self._kept(out, fixed) for out in outputs)
@@ -256,9 +252,9 @@ _alive: weakref.WeakSet[RecordedRun] = weakref.WeakSet()
 
 
 def forget_recordings() -> None:
-    """Gives back the recordings of all steps, once the GPU is through with them.
+    """Free the recordings of all steps once the GPU has finished them.
 
-    NCCL ends no communicator while a graph lives that holds its collectives (pytorch#115388).
+    NCCL does not destroy a communicator while a graph holds its collectives (pytorch#115388).
     """
     held = [recorded for recorded in _alive if recorded._made]
     if not held:

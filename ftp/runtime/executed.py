@@ -21,9 +21,10 @@ class Executed:
     """A rank's graph as it runs.
 
     Attributes:
-        ordered: in the order in which it runs, without writes; ``shapes`` are those of its values.
-        graph: with the rows that arrive in place of the room for them, and results written to
-            operands' memory.
+        ordered: the nodes in the order in which they run, without writes in place.
+        shapes: of the values of ``ordered``.
+        graph: ``ordered`` with exchanges that return only the rows that arrive, and with results
+            written to operands' memory.
     """
 
     ordered: fx.Graph
@@ -34,7 +35,7 @@ class Executed:
 def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int]) -> Executed:
     """The eager runner's form of a rank's graph, for contiguous inputs.
 
-    Inductor's code (``compile=True``) is made of the ordered graph with its updates merged.
+    Inductor's code (``compile=True``) is made from the ordered graph with its updates merged.
     """
     device = mesh_device(program.mesh).type
     graph = ordered(local.gm.graph)

@@ -11,7 +11,7 @@ def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
     """The nodes of a rank's graph that ran or began before the error; None if unknown.
 
     Args:
-        preparing: the function that compiles the graph: nothing has run where it raised the error.
+        preparing: the function that compiles the graph; if it raised the error, nothing has run.
     """
     traceback = error.__traceback__
     while traceback is not None:
@@ -27,8 +27,8 @@ def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
 
 
 def failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
-    """The node of a rank's graph that raised the error, within a branch or (not ``is_inner``) the
-    cond; None where the graph was compiled.
+    """The node of a rank's graph that raised the error; None if the graph was compiled. For a node
+    in a branch of a cond: the node if ``is_inner``, else the cond.
     """
     traceback, node = error.__traceback__, None
     while traceback is not None and (is_inner or node is None):

@@ -1,5 +1,5 @@
-"""The program of a stage's first microbatch, whose gradients are the sums so far: that of the
-others, its additions left out.
+"""The program of a stage's first microbatch, whose gradients are the first terms of the sums: the
+program of the other microbatches without its additions.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ ADD = torch.ops.aten.add.Tensor
 def without_sums(
     program: Program, subgraph: StageGraph, summed: StageGraph, given_up: tuple[int, ...]
 ) -> Program | None:
-    """The program of ``subgraph``, planned as ``program`` of ``summed`` is; None where the plan
-    does more to a sum than add to it.
+    """The program of ``subgraph`` with the plan of ``program``, which is that of ``summed``; None
+    if that plan does anything to a sum but add to it.
     """
     params, batch, sums = len(subgraph.params), len(subgraph.batch), len(summed.sums)
     begin = params + batch + len(subgraph.values)
@@ -51,7 +51,7 @@ def _without(plan: Plan, sums: range, outputs: Sequence[int]) -> Plan | None:
     """A plan without some inputs, each of which is added to an output.
 
     Args:
-        outputs: of the plan, in the order in which the new one returns them.
+        outputs: indices of the plan's outputs, in the order in which the new plan returns them.
     """
     graph, copies = plan.graph.copied()
     inputs, users = graph.inputs, graph.users()

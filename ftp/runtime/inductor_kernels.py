@@ -1,6 +1,6 @@
 """Compile inductor's C++ kernels of several graphs as one file.
 
-Inductor compiles each alone, and the compiler spends most of a second on the headers each time.
+Inductor compiles each kernel alone, and the compiler spends most of a second on headers each time.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ class _Pending:
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Within it, kernels for CPUs are collected; they are compiled together at the end."""
+    """Within the block, kernels for CPUs are collected; at its end they are compiled together."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpu_vec_isa import VecISA
@@ -42,7 +42,7 @@ def compiled_together() -> Iterator[None]:
     def builds(self: Any, code: str) -> bool:
         return ("fp16" not in code and _knows_extensions()) or tried(self, code)
 
-    # What torch itself runs on needs no trial, and a file of all kernels no precompiled headers.
+    # torch's own vector extensions need no trial, and one file needs no precompiled headers.
     changes: dict[str, Any] = {"cpp_cache_precompile_headers": False}
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         changes["cpp.vec_isa_ok"] = True
@@ -65,11 +65,10 @@ def compiled_together() -> Iterator[None]:
 
 @cache
 def _knows_extensions() -> bool:
-    """Whether the compiler is a GCC that has the vector extensions which inductor looks for, all
-    since version 11 but AMX for fp16.
+    """Whether the compiler is a GCC with the vector extensions that inductor tests for. GCC 11 has
+    all but AMX for fp16.
 
-    Inductor finds out by compiling, linking and loading a file for each, a second and a half in
-    all.
+    Inductor tests each by compiling, linking and loading a file, which takes 1.5 seconds in all.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -106,13 +105,13 @@ def _load(kernels: list[_Pending]) -> list[Any]:
         RuntimeError,
         AttributeError,
         ValueError,
-    ):  # definitions that do not go together in one file
+    ):  # definitions that conflict in one file
         return [Cache.load_pybinding(list(kernel.argtypes), kernel.source) for kernel in kernels]
 
 
 def _joined(kernels: list[_Pending], template: str) -> str:
-    """One source, each kernel under a name and a binding of its own, by inductor's template for
-    one.
+    """One source in which each kernel has its own name and binding, by inductor's template for one
+    kernel.
     """
     ending = template.format(
         arg_len=0, call_entry_func="Py_RETURN_NONE;", entry_func="kernel", extra_parse_arg=""

@@ -34,8 +34,12 @@ class LocalTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalShapes:
-    """Per node of a rank's graph its result's tensors (a tuple's elements in order), per storage
-    the node that allocates it, and the numbers that are computed from the rank's offsets.
+    """The tensors, storages and numbers of a rank's graph.
+
+    Attributes:
+        values: per node the tensors of its result (of a tuple in order).
+        makers: per storage the node that allocates it.
+        numbers: the numbers that nodes compute from the rank's offsets.
     """
 
     values: Mapping[fx.Node, tuple[LocalTensor, ...]]
@@ -65,8 +69,8 @@ def local_shapes(
 
 
 def annotate(shapes: LocalShapes, device: str) -> None:
-    """Give every node that is one tensor a fake one of its shape, strides and dtype as
-    ``meta["val"]``, as passes over a graph expect.
+    """Give every node whose result is one tensor a fake tensor of its shape, strides and dtype in
+    ``meta["val"]``, as passes expect.
     """
     mode, known = FakeTensorMode(), {}
     for node, values in shapes.values.items():
@@ -155,8 +159,8 @@ class _Shapes:
             return argument
 
         args, kwargs = map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
-        # Which operands share memory does not matter for a functional op; repeated layers then
-        # share an entry.
+        # For a functional op it does not matter which operands share memory: without it, repeated
+        # layers share an entry.
         key = (
             node.target,
             repr(args),
@@ -213,10 +217,10 @@ class _Shapes:
         return tuple(found)
 
 
-_OPERAND = "an operand"  # the next one, in place of its node
+_OPERAND = "an operand"  # in a key, in place of the next operand's node
 
-# What torch's own ops return for such operands, by device: the same in every program of a process,
-# as in the many that a search plans.
+# Results of torch's own ops by device and key: equal in all programs of a process, such as the many
+# that a search plans.
 _KNOWN: dict[torch.device, dict[Any, tuple[tuple[Any, ...], ...]]] = {}
 MOST_KNOWN = 20_000
 _PLAIN = (
@@ -229,7 +233,7 @@ def _is_torch_op(target: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``repr`` tells a value from every other."""
+    """Whether different values have different ``repr``."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -9,8 +9,8 @@
 5. ``ordered``: drop copies, put nodes in the order in which they run.
 6. ``only_arrived`` for eager runs: compute the rows of an exchange that arrive.
 7. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results to the memory
-   of operands that are not needed any more.
-8. ``outline_branches``, where the host may choose: of a ``torch.cond`` one branch runs.
+   of operands that no later node reads.
+8. ``outline_branches``, if the host may choose: run one branch of a ``torch.cond``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ from ftp.runtime.options import Options
 
 @dataclass(frozen=True)
 class Decided:
-    """What to do with collectives, decided on the plan.
+    """Decisions about collectives, made on the plan.
 
     Attributes:
         graph: the plan's graph, its gathers in the order in which they are issued.
@@ -70,7 +70,7 @@ class Decided:
 
     @property
     def changes_ranks(self) -> bool:
-        """Whether a rank's graph is another than the plan's, partitioned."""
+        """Whether a rank's graph differs from the partitioned plan."""
         return bool(
             self.packs.groups or self.chunks.reshards or self.joints or self.narrowed or self.spans
         )
@@ -83,8 +83,8 @@ def decide(
     prefetched.
 
     Args:
-        axes: the mesh's; none where the collectives of several axes cannot be merged.
-        hardware: its links by axis say which sums over two axes go in three steps.
+        axes: of the mesh; empty if collectives of several axes cannot be merged.
+        hardware: its links by axis decide which sums over two axes take three steps.
     """
     narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     spanned = spans(graph, hardware, without=narrowed)
@@ -130,7 +130,7 @@ def ordered(graph: fx.Graph) -> fx.Graph:
 
 
 def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
-    """An ordered graph, for eager runs: results written to memory that is not needed any more.
+    """An ordered graph for eager runs: results are written to memory that no later node reads.
 
     Args:
         donated: positions of the inputs that may be written to.
@@ -141,8 +141,8 @@ def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
 
 
 def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.Graph:
-    """An ordered graph, for compiled runs, which reuse memory themselves: optimizer updates merged,
-    matmuls on the kernels that ``choose`` picks.
+    """An ordered graph for inductor, which reuses memory itself: optimizer updates are merged, and
+    matmuls use the kernels that ``choose`` picks.
     """
     graph = merge_updates(small_updates(graph), donated)
     return mark(by_onednn(graph, choose(matmuls(graph))))

@@ -8,12 +8,12 @@ import torch
 
 from ftp.planning.machine import GivenHardware
 
-PROGRAMS = 64  # that a step keeps
+PROGRAMS = 64  # programs that a step keeps
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a step; ``ftp.shard`` says what each does, ``checked_options`` checks them.
+    """The options of a step; ``ftp.shard`` describes them, ``checked_options`` checks them.
 
     >>> Options(bucket=False).chunks
     1

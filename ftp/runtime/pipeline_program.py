@@ -1,4 +1,4 @@
-"""A pipeline's step as a program: each rank runs its actions in order, and sends what crosses
+"""A pipeline's step as a program: each rank runs its actions in order, and sends values to other
 stages.
 """
 
@@ -29,12 +29,12 @@ class PipelineProgram(ProgramOfSubgraphs):
     then gradients.
 
     Attributes:
-        on_their_way: per pair of ranks the most messages between stages at once.
+        on_their_way: per pair of ranks, the most messages that are in flight at once.
         made: the stages' programs, over the other axes.
-        leaves: the parameters, within their stage.
-        stage_of: per parameter its stage; None of one that is on every rank.
+        leaves: the parameters, with their layout within a stage.
+        stage_of: per parameter its stage; None for a parameter on every rank.
         batch: the batch tensors.
-        measured: this process' actions in its last call.
+        measured: the timed actions of this process in its last call.
     """
 
     pipeline: Pipeline
@@ -68,7 +68,7 @@ class PipelineProgram(ProgramOfSubgraphs):
 
     @cached_property
     def known_read(self) -> Mapping[Action, Sequence[Action]]:
-        """Per action those of its rank whose messages have been read by then."""
+        """Per action, the actions of its rank whose messages have been read before it."""
         return known_read(self.actions, len(self.made.stages.forward))
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ class PipelineProgram(ProgramOfSubgraphs):
         return worker.outputs(self._shared(worker, rank))
 
     def _shared(self, worker: "Worker", rank: int) -> list[torch.Tensor]:
-        """The results, which all ranks get from the stages that computed them."""
+        """The results, broadcast to all ranks from the stages that computed them."""
         assert self.mesh.torch is not None
         group = self.mesh.torch.get_group(self.axis)
         found = []
@@ -102,7 +102,7 @@ class PipelineProgram(ProgramOfSubgraphs):
 
     @cached_property
     def _tags(self) -> dict[Key, int]:
-        """A number for each message that ranks may exchange; its values have the next ones."""
+        """The first tag of each message between ranks; its values have consecutive tags."""
         stages = self.made.stages
         counts: dict[Key, int] = {}
         for i in range(self.pipeline.microbatches):

@@ -32,7 +32,7 @@ class Worker:
         self.program, self.rank, self.posts, self.local = program, rank, posts, local
         n = len(program.leaves)
         self.given, batch = inputs[:n], inputs[n:]
-        self.params = list(self.given)  # with those of other stages, once they are borrowed
+        self.params = list(self.given)  # later with parameters borrowed from other stages
         self.batch = [x.unflatten(0, (-1, program.pipeline.microbatches)) for x in batch]
         self.values: dict[tuple[int, int], Values] = {}
         self.results: dict[int, torch.Tensor] = {}  # sums over microbatches
@@ -40,10 +40,10 @@ class Worker:
         self.parts: dict[tuple[int, int], torch.Tensor] = {}  # of a parameter's gradient, by stage
         self.gradients: dict[int, torch.Tensor] = {}
         self.begin = time.perf_counter()
-        self.borrowed: list[tuple[Key, int]] = []  # messages on their way, and their leaves
+        self.borrowed: list[tuple[Key, int]] = []  # messages in flight, and their leaves
 
     def run(self) -> Generator[None, None, None]:
-        """Yields while it waits for a message."""
+        """Run all actions; yields while waiting for a message."""
         program, stages = self.program, self.program.made.stages
         self._lend()
         own = program.actions[self.rank]
@@ -75,7 +75,7 @@ class Worker:
         self._reduce()
 
     def _reduce(self) -> None:
-        """Reduce what is pending over the data axes, once for all microbatches."""
+        """Reduce the sums that are pending over the data axes, once for all microbatches."""
         reduction = self.program.made.reductions.get(self.rank)
         if reduction is None:
             return
@@ -86,8 +86,8 @@ class Worker:
             sums[at] = value
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Means over the microbatches; an empty tensor for a gradient of another rank's stage, and
-        a parameter that has none itself.
+        """Means over the microbatches. For a gradient of another rank's stage an empty tensor; for
+        a parameter without a gradient the parameter itself.
         """
         program = self.program
         count = program.pipeline.microbatches
@@ -104,13 +104,13 @@ class Worker:
                 gradients.append(total.div_(count))
         return [*(x / count for x in results), *gradients]
 
-    # Messages. Those between stages of one rank are handed over.
+    # Messages. Between stages of one rank values are handed over without a message.
 
     def _is_here(self, stage: int) -> bool:
         return stage % self.program.ranks == self.rank
 
     def _lend(self) -> None:
-        """Send parameters to the other stages that read them, and take those of others."""
+        """Send parameters to other stages that read them, and receive those of other stages."""
         program = self.program
         for receives in (False, True):
             for leaf, borrowers in enumerate(program.made.stages.borrowed):
@@ -205,13 +205,13 @@ class Worker:
             return
         for leaf, found in enumerate(stages.gradients):
             if stage in found and found[stage] not in sums:
-                # A value that the subgraph did not compute: it may share memory with what it read.
+                # The subgraph did not compute this value: it may share memory with an input.
                 _add(self.parts, (leaf, stage), own[found[stage]].clone())
         del self.values[stage, i]
 
     def _run(self, subgraph: StageGraph, microbatch: int, own: Values) -> None:
-        """Run a subgraph on the values that its stage holds, and give up to it those that nobody
-        reads later.
+        """Run a subgraph on the values that its stage holds. Values that nobody reads later are
+        passed on for it to free.
         """
         made, stage, sums = self.program.made, subgraph.stage, subgraph.sums
         key: Any = subgraph.kind, stage
@@ -251,7 +251,9 @@ class Worker:
         return found
 
     def _part(self) -> None:
-        """Give each parameter its sums; two of one gradient have one each."""
+        """Give each parameter the sum of its gradient; two parameters with one gradient get a copy
+        each.
+        """
         taken: set[tuple[int, str]] = set()
         for leaf, found in enumerate(self.program.made.stages.gradients):
             for stage, name in found.items():
@@ -306,7 +308,7 @@ class Worker:
                 self.gradients[leaf] = part
 
     def _share(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
-        """The gradient of a parameter on every rank: each stage's part goes to all."""
+        """The gradient of a parameter on every rank: each stage sends its part to all."""
         others = [r for r in range(self.program.ranks) if r != self.rank]
         for stage in found:
             if self._is_here(stage):

@@ -1,5 +1,5 @@
-"""A rank's graph on process groups: groups over several axes, shared memory, and checks that ranks
-make together.
+"""Bind a rank's graph to process groups: groups over several axes, shared memory, and checks that
+ranks make together.
 """
 
 import json
@@ -103,8 +103,8 @@ def _axes_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
-    """Shared memory by the name of its process group: of the groups that the graph's collectives
-    use, or of every axis.
+    """Shared memory by name of process group, for the groups that the graph's collectives use, or
+    without a graph for every axis.
     """
     assert mesh.torch is not None
     wanted = (
@@ -132,8 +132,8 @@ _memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
 
 
 def faster_by_onednn(mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
-    """The matmuls that oneDNN does faster, as the first rank measured it: all ranks use one kernel,
-    so that replicas stay equal.
+    """The matmuls that oneDNN computes faster, as measured on the first rank: all ranks use the
+    same kernels, so that replicas stay equal.
     """
     if mesh.device_type != "cpu":
         return ()

@@ -58,23 +58,21 @@ class Program:
 
     Attributes:
         traced: the single-device program as it was traced.
-        tensor_leaves: which leaves of the arguments are inputs of the graph, in order.
+        tensor_leaves: indices of the leaves of the arguments that are inputs of the graph.
         in_specs, out_specs: a spec per input and per output.
         constants: closure tensors, inputs after the arguments' tensors.
         out_leaves, is_static: per leaf of the result the index of an output, or a static value (see
             ``trace.Traced``).
-        leaf_specs: per leaf of the arguments, static ones too.
-        roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
-            ``batch``.
+        leaf_specs: per leaf of the arguments, static leaves included.
+        roles: per tensor leaf: ``parameters``, ``optimizer`` or ``batch``.
         donated: positions of inputs whose memory a run may use for its outputs.
-        given_up: positions of inputs that the caller does not need after a run. Where there are
-            any, ``run`` takes a list and empties it, and an eager rank frees each of them after its
-            last use.
+        given_up: positions of inputs that the caller does not need after a run. If there are any,
+            ``run`` takes a list and empties it, and an eager rank frees each after its last use.
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``bucket``, ``prefetch``,
             ``chunks``, ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
-        hardware: what it was planned for.
+        hardware: the hardware that it was planned for.
     """
 
     mesh: Mesh
@@ -100,7 +98,7 @@ class Program:
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        """Makes the ranks' programs without buckets, chunks and fused matmuls."""
+        """The partitioner of the plan itself, without buckets, chunks and fused matmuls."""
         plain = replace(self.options, bucket=False, chunks=1, async_tp=False, reduce_dtype=None)
         return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
@@ -125,8 +123,8 @@ class Program:
         return self.plan.out_specs
 
     def check_assumptions(self, outputs: Sequence[torch.Tensor], when: str) -> None:
-        """Raises an InputError that lists the assumptions which do not hold, after a run; every
-        rank has the same answers.
+        """Raises an InputError that lists the assumptions which do not hold after a run; all ranks
+        have the same answers.
         """
         answers = outputs[len(outputs) - len(self.assumptions) :]
         failures = [
@@ -153,19 +151,19 @@ class Program:
 
     @cached_property
     def renewed(self) -> tuple[tuple[int, str], ...]:
-        """The outputs that are copied, as they share memory, and how."""
+        """The outputs that must be copied because they share memory, and how each is copied."""
         inputs = self.plan.graph.inputs
         return renewed(self.plan.graph, {inputs[at].name for at in self.donated})
 
     @cached_property
     def index_bounds(self) -> dict[int, list[IndexBound]]:
-        """What inputs that index may hold."""
+        """The ranges of inputs that index a dim."""
         return index_bounds(self.traced.graph)
 
     @property
     def description(self) -> str:
-        """The program as text that is equal on all ranks: the plan, and what else decides which
-        collectives are issued, in what order.
+        """The program as text that is equal on all ranks: the plan, and the options that decide
+        which collectives are issued in which order.
         """
         o = self.options
         return (
@@ -183,7 +181,7 @@ class Program:
         local = partitioner.program(coordinate)
         if decided is None or not decided.changes_ranks:
             return local
-        # Of dynamic sizes the passes ask anew for each rank, which notes it.
+        # With dynamic sizes the passes compare sizes for each rank anew, and note conditions.
         if local.gm not in self._changed or self.plan.sizes is not None:
             graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
@@ -196,7 +194,7 @@ class Program:
 
     @property
     def _in_use(self) -> tuple[Decided | None, Partitioner]:
-        """What makes the ranks' programs; no decisions where the options ask for none."""
+        """The decisions (None if the options ask for none) and the partitioner in use."""
         o = self.options
         is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
         if is_plain and not (self.hardware.links and self._decided[0].spans):
@@ -204,7 +202,7 @@ class Program:
         return self._decided
 
     def alike(self) -> list[list[list[int]]]:
-        """Per mesh axis its coordinates, together where exchanging them changes no rank's graph."""
+        """Per mesh axis, its coordinates in groups within which all ranks have the same graph."""
         return classes(self.mesh.axes, self._in_use[1].tables(self.mesh.axes))
 
     def decide(self) -> None:
@@ -213,9 +211,7 @@ class Program:
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        """Takes this rank's input tensors (all of the global ones, when simulated) and returns
-        its outputs.
-        """
+        """A function from this rank's input tensors (global ones if simulated) to its outputs."""
         if self.mesh.kind == "abstract":
             raise MeshError(
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
@@ -243,11 +239,11 @@ class Program:
 
     @cached_property
     def _runs(self) -> list[Run]:
-        """The function that runs this rank's graph, once it is there."""
+        """The function that runs this rank's graph, as a list; empty until it is made."""
         return []
 
     def _beside_inputs(self) -> list[Any]:
-        """What this rank's graph takes after the inputs."""
+        """The arguments of this rank's graph after the inputs: constants and offsets."""
         mesh = self.mesh
         constants = [c.to(mesh_device(mesh)) for c in self.constants]
         return [*constants, *self.local().offsets_at(self._own_coordinate)]
@@ -259,11 +255,11 @@ class Program:
         return require_coordinate(mesh) if is_process else dict.fromkeys(mesh.axes, 0)
 
     def prepare(self, metas: Sequence[Meta]) -> None:
-        """Make what runs this rank's graph, compiled where the options ask for it, ahead of the
+        """Make the function that runs this rank's graph, compiled under ``compile``, before the
         first run. On processes all ranks call it together.
 
         Args:
-            metas: of the inputs, whole.
+            metas: of the inputs, global.
         """
         if self.mesh.kind == "simulated" and self.mesh.size() > 1:
             for coordinate in self.mesh.coordinates():
@@ -293,7 +289,7 @@ class Program:
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
             graph = through_memory(graph, memory_of(mesh, graph))
-        host = not self.options.cuda_graph  # a recording runs without it
+        host = not self.options.cuda_graph  # a recording runs without the host
         if self.options.compile:
             made = compiled(
                 graph,
@@ -338,8 +334,8 @@ class Program:
         return [i for i in self.donated if root[inputs[i]] in written]
 
     def describe_failure(self, error: BaseException) -> str:
-        """The collective of this rank's graph that raised ``error`` and the line it is for; ""
-        where the graph was compiled.
+        """The collective of this rank's graph that raised ``error``, and its line; "" if the graph
+        was compiled.
         """
         node = failing(error)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
@@ -401,7 +397,7 @@ def join_parts(
 
 
 def axes_of_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Per name of a process group, along an axis or a product of axes, these axes."""
+    """The axes of each process group, by its name: one axis or a product of axes."""
     names = mesh.axis_names
     return {
         mesh.group_name(*axes): axes

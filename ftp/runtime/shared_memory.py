@@ -1,10 +1,10 @@
-"""Collectives of ranks on one machine through memory that they share, in place of gloo's sockets;
-with ``FTP_SHM=1``.
+"""Collectives through memory that ranks on one machine share, in place of gloo's sockets; with
+``FTP_SHM=1``.
 
-The ranks of a mesh agree once, through the store, whether all of them can: they are on one host,
-have a C compiler, and the memory is reserved. If one cannot, all stay with gloo and say so. The
-memory has no name in a file system at any time, so nothing is left of it, however the ranks end. A
-rank that dies, is late, or is told to stop makes the others raise.
+The ranks of a mesh agree once, through the store, whether all of them can use it: they must be on
+one host, have a C compiler, and reserve the memory. If one cannot, all use gloo and warn. The
+memory has no name in a file system, so none is left over, however the ranks end. If a rank dies, is
+late, or is told to stop, the others raise.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ from ftp.passes.copy_elimination import copied
 from ftp.sharding.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
-SLOT_BYTES = 4 << 20  # of a part of a tensor; two slots a rank
+SLOT_BYTES = 4 << 20  # bytes that hold a part of a tensor; each rank has two slots
 _HEADER_BYTES = 128
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 _OPS = {"sum": 0, "max": 1, "min": 2}
@@ -61,7 +61,7 @@ class SharedGroup:
         ).value = os.getpid()
 
     def stop(self) -> None:
-        """Makes every rank's collectives fail, one that is under way included."""
+        """Make every rank's collectives fail, including one that is running."""
         ctypes.c_int64.from_address(self._base).value = 1
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
@@ -105,7 +105,7 @@ class SharedGroup:
         fits: bool,
         source: str,
     ) -> torch.Tensor:
-        """An all-to-all of unequal parts, each with room for the largest of all ranks'."""
+        """An all-to-all of unequal parts; each has room for the largest part of all ranks."""
         sizes = checked_counts(counts, x.shape[0], bound, back, source, fits)
         most, mine = max(map(max, sizes)), self.rank
         groups = counts[:, mine].tolist() if counts.ndim == 3 else [[s[mine]] for s in sizes]
@@ -131,7 +131,7 @@ class SharedGroup:
         return out
 
     def shift(self, send: Send) -> torch.Tensor | None:
-        """What a rank before this one sends, once this rank's own is sent."""
+        """Send this rank's tensor, and return the one that a rank before this one sends."""
         like, x, out = send.like, send.tensor, None
         if x is not None and x.numel() < send.most:
             x = torch.cat([x.reshape(-1), like.new_empty(send.most - x.numel())])
@@ -151,7 +151,9 @@ class SharedGroup:
         op: str | int = "sum",
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Args: op: of a sum; places that a shift moves by."""
+        """Issue collective ``what``. ``op`` is the reduction, or for a shift the number of ranks to
+        shift by.
+        """
         if not each:
             return out
         x = None if x is None else x.contiguous()
@@ -173,8 +175,8 @@ class SharedGroup:
         if found:
             self.stop()
             name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring")[what]
-            # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is
-            # missing.
+            # torch's own collectives raise this type: `agreement` recognises it, and asks which
+            # rank is missing.
             why = self._why(found, timeout)
             raise dist.DistBackendError(f"The {name} through shared memory failed: {why}.")
         return out
@@ -191,11 +193,11 @@ _groups: dict[str, SharedGroup] = {}
 
 
 def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, SharedGroup]:
-    """By the name of its process group each group's memory; empty where a rank of the mesh cannot.
-    All ranks of the mesh call it together.
+    """The shared memory of each group, by name of its process group; empty if a rank of the mesh
+    cannot use shared memory. All ranks of the mesh call it together.
 
     Args:
-        groups: this rank's, by what all ranks call them alike.
+        groups: of this rank, by names that are equal on all ranks.
     """
     if not is_asked_for() or mesh.device_type != "cpu":
         return {}
@@ -222,8 +224,8 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
                     handles[key] = os.memfd_create(name)
                     places[key] = os.getpid(), handles[key], name
                     size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
-                    # Reserved, as the first use of a page that the system does not have is a
-                    # SIGBUS.
+                    # Reserve it: otherwise the first use of a page that the system does not have
+                    # is a SIGBUS.
                     os.posix_fallocate(handles[key], 0, size)
         except OSError as error:
             lack = f"has no memory to share ({error})"
@@ -253,7 +255,7 @@ MemoryHandle = tuple[
 def _opened(place: MemoryHandle) -> mmap.mmap:
     pid, descriptor, name = place
     path = f"/proc/{pid}/fd/{descriptor}"
-    if name not in (target := os.readlink(path)):  # a container numbers its processes by itself
+    if name not in (target := os.readlink(path)):  # process ids differ between containers
         raise ValueError(f"{path} is {target}")
     handle = os.open(path, os.O_RDWR)
     try:
@@ -263,7 +265,7 @@ def _opened(place: MemoryHandle) -> mmap.mmap:
 
 
 def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
-    """Every rank's value; None on every rank, with a warning, where one rank lacks something."""
+    """Every rank's value; None on every rank, with a warning, if one rank lacks something."""
     everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
     lacks = [
         f"rank {rank} {of_rank}"
@@ -283,7 +285,7 @@ def _say(mesh: Mesh, why: str) -> None:
 
 
 def is_asked_for() -> bool:
-    """Read from the environment, which ranks compare before they run a program."""
+    """Whether ``FTP_SHM=1``; ranks compare their environments before they run a program."""
     return os.environ.get("FTP_SHM") == "1"
 
 
@@ -297,8 +299,8 @@ interrupts.append(stop)
 
 
 def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
-    """The graph with its collectives over these groups done in shared memory; unequal
-    all-to-alls and sums of other dtypes are left.
+    """The graph with its collectives over these groups in shared memory, except unequal all-to-alls
+    and sums in dtypes that it does not support.
     """
     if not groups:
         return graph
@@ -314,7 +316,7 @@ def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
 
 
 def exchanges_of_rows() -> tuple[Any, ...]:
-    """The ops that exchange rows whose numbers are values."""
+    """The ops that exchange rows, whose counts are values."""
     return ALL_TO_ALL_ROWS, _IN_MEMORY[ALL_TO_ALL_ROWS]
 
 
@@ -327,10 +329,10 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
-    """A function that does a node's collective in shared memory without torch's dispatcher, which
-    costs more than a small collective; else None.
+    """A function that runs a node's collective in shared memory without torch's dispatcher, which
+    costs more than a small collective; None for other nodes.
 
-    A profiler that looks is shown the op.
+    While a profiler is on, it calls the op, so that the profile shows it.
     """
     op: Any = node.target
     run = _RUN.get(op)
@@ -363,7 +365,9 @@ _RUN: dict[Any, Callable[..., torch.Tensor]] = {}
 def _define(
     collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]
 ) -> torch._ops.OpOverload:
-    """An op with the arguments of a collective of torch's, done at once in shared memory."""
+    """An op with the arguments of one of torch's collectives, which runs in shared memory and has
+    finished when it returns.
+    """
     plain = collective._schema.name.partition("::")[2].removesuffix("_tensor")
     made = define(like(f"{plain.removesuffix('_into')}_in_memory", collective))
     torch.library.impl(made._name, "CPU", run)

@@ -163,7 +163,7 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
 }
-# From the arguments of each rank, where these are not the same but for the tensor.
+# Collectives whose ranks differ in more arguments than the tensor: functions of all arguments.
 BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
     ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,

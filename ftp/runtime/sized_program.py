@@ -1,8 +1,8 @@
 """One plan for many sizes: a program's rank graphs, which take sizes and offsets as inputs, and the
 program at one size.
 
-A rank has a graph for each answer to what partitioning asks of sizes: whether its shard is full,
-shorter, or empty. A graph is made when a size first needs it.
+A rank has a graph for each set of answers to the conditions that partitioning has on sizes: whether
+its shard is full, shorter, or empty. A graph is made when a size first needs it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from ftp.sharding.spec import PartitionSpec, local_shape
 
 @dataclass(frozen=True)
 class Number:
-    """An int input of a rank's graph, at one size; see `partition.Offset`."""
+    """An int input of a rank's graph, at one size; see `local_program.ShardOffset`."""
 
     value: int
 
@@ -40,12 +40,13 @@ class Number:
 
 @dataclass
 class RankProgram:
-    """One rank's graph for the sizes that ``conditions`` hold for.
+    """One rank's graph for the sizes that meet ``conditions``.
 
     Attributes:
         local: takes the local tensors, then offsets, then sizes.
-        taken: the ints that it takes, as formulas. numbers: from sizes to their values.
-        run: what runs it, once it has run.
+        taken: the ints that it takes, as formulas.
+        numbers: function from sizes to the values of ``taken``.
+        run: the function that runs the graph; None before its first run.
     """
 
     conditions: Conditions
@@ -66,7 +67,7 @@ class RankPrograms:
         assert program.plan.sizes is not None
         self.program, self.sizes = program, program.plan.sizes
         self._known: dict[tuple[int, ...], list[RankProgram]] = {}
-        program.decide()  # what it asks of sizes is asked for all ranks
+        program.decide()  # its conditions on sizes hold for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
         self._ndims = [len(shape) for shape in shapes]
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
@@ -136,7 +137,7 @@ class SizedProgram(Program):
         return [[[i] for i in range(n)] for n in self.mesh.axes.values()]
 
     def make_graph(self) -> None:
-        """Make this rank's graph, so that what it lacks is known before the ranks agree."""
+        """Make this rank's graph, so that errors are known before the ranks agree."""
         self.ranks.at(self._own_coordinate, self.values)
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -156,9 +157,7 @@ class SizedProgram(Program):
         return run
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        """Which results are written to which memory is decided for all sizes that the graph is
-        for.
-        """
+        """As `Program`, with memory reuse decided for all sizes that the graph serves."""
         from ftp.tracing.symbolic import Symbolic
 
         symbolic, coordinate = Symbolic(self.ranks.sizes), dict(self._own_coordinate)

@@ -1,6 +1,6 @@
-"""Split a rank's graph into subgraphs at its collectives, so that equal subgraphs, as of repeated
-layers, are compiled once. Little fusion is lost: an op before a collective cannot be fused with one
-that reads its result.
+"""Split a rank's graph into subgraphs at its collectives, so that equal subgraphs, such as those of
+repeated layers, are compiled once. Little fusion is lost: an op before a collective cannot be fused
+with an op that reads its result.
 """
 
 import operator
@@ -32,7 +32,8 @@ class Subgraph:
         nodes: of the whole graph, in its order.
         graph: takes ``inputs``, returns ``outputs`` and then the values of ``writes``.
         inputs, outputs: nodes of the whole graph.
-        writes: ``(value, input)``: nodes of the whole graph, a value that is written to an input.
+        writes: pairs (value, input) of nodes of the whole graph: the value is written to the
+            input's memory.
     """
 
     nodes: Sequence[fx.Node]
@@ -46,7 +47,7 @@ class Subgraph:
         return [node.meta["val"] for node in self.inputs]
 
     def key(self) -> str:
-        """Equal for subgraphs that one compilation serves."""
+        """A text that is equal for subgraphs that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
         lines = [f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}" for v in self.values()]
         lines += [
@@ -60,13 +61,13 @@ class Subgraph:
 def split(
     graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]
 ) -> list[Subgraph]:
-    """The subgraphs of a graph of `with_values`. Nodes in none of them, collectives and lone
-    matmuls, are run eagerly. A view is recomputed in every subgraph that uses it, so that no two
-    inputs of one share memory.
+    """The subgraphs of a graph from `with_values`. Nodes in no subgraph, collectives and single
+    matmuls, run eagerly. A view is recomputed in every subgraph that uses it, so that no two inputs
+    of a subgraph share memory.
 
     Args:
         numbers: the values of inputs that are numbers, which become constants.
-        writes: value -> the input that it should be written to; left undone where a later subgraph
+        writes: value -> the input that it should be written to; ignored where a later subgraph
             still reads the input.
     """
     for node in list(graph.nodes):
@@ -137,7 +138,7 @@ def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Nod
 
 
 def _last_reads(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Per input where it or a view of it is last used, other than as an output."""
+    """Per input, the position of the last use of it or a view of it, outputs aside."""
     last: dict[fx.Node, int] = {}
     for node in nodes:
         for operand in node.all_input_nodes if node.op != "output" else ():
@@ -160,14 +161,14 @@ def _stands_alone(node: fx.Node) -> bool:
 
 
 def is_drawn_by_itself(node: fx.Node) -> bool:
-    """Whether random words come from ftp's compiled C, which is faster on a CPU than inductor's
-    kernel.
+    """Whether a node draws random words by ftp's compiled C, which is faster on a CPU than
+    inductor's kernel.
     """
     return node.meta["val"].device.type == "cpu"
 
 
 def _views_behind(node: fx.Node) -> list[fx.Node]:
-    """The views among a node's operands, and the views that those are views of."""
+    """The views among a node's operands, and their operands that are views, and so on."""
     found, stack = [], list(node.all_input_nodes)
     while stack:
         view = stack.pop()
@@ -196,7 +197,7 @@ def _piece(
     writes: list[tuple[fx.Node, fx.Node]],
     numbers: Mapping[fx.Node, Any],
 ) -> Subgraph:
-    written = {new for new, _ in writes}  # whoever needs them reads them from the input
+    written = {new for new, _ in writes}  # readers get them from the input's memory
     subgraph, mine = (
         Subgraph(run, outputs=[node for node in outputs if node not in written], writes=writes),
         set(whole),
@@ -236,8 +237,8 @@ def with_subgraphs(
         elif at not in done:
             done.add(at)
             subgraph = subgraphs[at]
-            # By a call of its own, so that the list alone holds what is used here last, and the
-            # subgraph frees it as it goes.
+            # Make the list by a call of its own: then only the list holds values whose last use is
+            # here, and the subgraph frees them as it runs.
             before = new._root.prev
             given = new.call_function(_listed, tuple(env[x] for x in subgraph.inputs))
             call = new.call_function(runs[at], (given,))

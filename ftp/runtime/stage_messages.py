@@ -9,11 +9,11 @@ import torch.distributed as dist
 from ftp.runtime.stage_programs import as_bytes
 from ftp.sharding.mesh import Mesh
 
-Key = tuple[str, int, int, int]  # what for, from stage, to stage, microbatch or leaf
+Key = tuple[str, int, int, int]  # kind, from stage, to stage, microbatch or leaf
 
 
 class Mailbox:
-    """Messages between simulated ranks; ``count`` is how often one was sent or taken."""
+    """Messages between simulated ranks; ``count`` counts sent and taken messages."""
 
     def __init__(self):
         self.sent: dict[Key, list[torch.Tensor]] = {}
@@ -60,7 +60,7 @@ class Messages:
                 sending.append((work, data))
 
     def release(self, key: Key) -> None:
-        """Free what was sent in a message that has been read."""
+        """Free the tensors of a sent message that has been read."""
         for work, _ in self.sending.pop(key, ()):
             work.wait()
 
@@ -85,6 +85,6 @@ class Messages:
         return values
 
     def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
+        """Wait until all sent messages have been received."""
         for key in list(self.sending):
             self.release(key)

@@ -1,5 +1,5 @@
 """The subgraphs of a pipeline's stages as planned programs: each over the mesh axes other than the
-pipeline's, with what crosses stages sharded as its producer leaves it.
+pipeline's. A value that crosses stages keeps the sharding that its producer gives it.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Reduction:
-    """What one rank of the pipeline's axis reduces over the data axes, once all microbatches are
-    added up.
+    """The sums that one rank of the pipeline's axis reduces over the data axes after all
+    microbatches are added up.
 
     Attributes:
         results, leaves: positions of the results and of the parameters, in the program's order.
@@ -47,11 +47,11 @@ class StagePrograms:
     Attributes:
         mesh: the axes other than the pipeline's, for the ranks that share this rank's stage.
         subgraphs: those of ``stages``, with the sums of gradients inside.
-        first: for a stage's first microbatch, of which gradients are the sums so far: programs of
-            the subgraphs without sums.
-        copied: per batch tensor whether its microbatches are copies.
-        values: what crosses subgraphs, by name; a gradient's name, too, for the sum of it.
-        reductions: per rank of the pipeline's axis; a rank without any has none.
+        first: programs of the subgraphs without sums, for a stage's first microbatch, whose
+            gradients start the sums.
+        copied: per batch tensor, whether its microbatches are copies.
+        values: values that cross subgraphs, by name; the name of a gradient is that of its sum too.
+        reductions: by rank of the pipeline's axis; ranks without pending sums have no entry.
     """
 
     mesh: Mesh
@@ -65,20 +65,20 @@ class StagePrograms:
 
     @cached_property
     def kept(self) -> dict[tuple[str, int], set[str]]:
-        """Per kind and stage the values that the stage holds after such an action."""
+        """Per kind of action and stage, the values that the stage holds after it."""
         return {(kind, k): self.stages.read_after(kind, k) for kind, k in self.subgraphs}
 
 
 @dataclass(kw_only=True)
 class ProgramOfSubgraphs:
-    """A program of which ranks of one axis run different subgraphs; ``Step`` runs it as a
+    """A program in which the ranks of one axis run different subgraphs; ``Step`` runs it like a
     ``Program``.
 
     Attributes:
-        mesh: all axes.
-        axis: the one that holds the stages.
+        mesh: the whole mesh.
+        axis: the axis of the stages.
         out_specs, out_shapes: per output.
-        stacks: inputs and outputs that the axis cuts, of which the subgraphs know one part a rank.
+        stacks: inputs and outputs that the axis cuts; the subgraphs have one part per rank.
         tensor_leaves, leaf_specs, out_tree, out_leaves, is_static, assumptions: as of ``Program``.
     """
 
@@ -125,16 +125,16 @@ class ProgramOfSubgraphs:
         return True
 
     def describe_failure(self, error: BaseException) -> str:
-        """What raised ``error``."""
+        """The part of the program that raised ``error``."""
         return "a subgraph, or a message between stages"
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
-        """No input's memory is written to."""
+        """None: no input's memory is written to."""
         return ()
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Takes this rank's tensors (all of the global ones, when simulated)."""
+        """A function of this rank's tensors (of global tensors when simulated)."""
         if self.mesh.kind == "abstract":
             raise MeshError(
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
@@ -156,7 +156,7 @@ class ProgramOfSubgraphs:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory, flat: backends do not send every dtype."""
+    """A contiguous tensor's memory as flat bytes: backends do not send every dtype."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -184,16 +184,17 @@ def plan_stages(
     ranks: int,
     copied: Sequence[bool],
 ) -> StagePrograms:
-    """Plan every subgraph, forward passes first: what a stage takes is sharded as it was left.
+    """Plan every subgraph, forward passes first: a value that a stage takes has the sharding that
+    its producer gave it.
 
     Args:
-        mesh: as `within_stage` gives it.
+        mesh: from `within_stage`.
         names: of the parameters, and of the batch tensors.
         params, batch: their specs, without stages.
-        stage_of: per parameter its stage; None of one that is on every rank.
-        ranks: along the pipeline's axis.
-        copied: per batch tensor whether its microbatches are copies.
-        hardware: that plans are made for.
+        stage_of: per parameter its stage; None for a parameter on every rank.
+        ranks: number of ranks along the pipeline's axis.
+        copied: per batch tensor, whether its microbatches are copies.
+        hardware: the hardware that plans are made for.
         check: raises for constraints that do not fit the mesh.
     """
     if options.data_axes is None:
@@ -244,7 +245,7 @@ def plan_stages(
 
 
 def _given_up(subgraph: StageGraph, stages: Stages, copied: Sequence[bool]) -> tuple[int, ...]:
-    """The inputs that nobody reads after an action."""
+    """The inputs that nothing reads after an action."""
     params, batch = len(subgraph.params), len(subgraph.batch)
     kept = stages.read_after(subgraph.kind, subgraph.stage)  # type: ignore[arg-type]
     return (
@@ -269,7 +270,7 @@ class _Sums:
         }
 
     def pending(self, name: str, spec: PartitionSpec) -> PartitionSpec:
-        """``spec`` with the sums over data axes that do not cut the value left pending."""
+        """``spec``, unreduced over the data axes that do not cut the value."""
         axes = [axis for axis in self.data_axes if axis not in spec.axes]
         return (
             spec
@@ -284,8 +285,8 @@ class _Sums:
         stage_of: Sequence[int | None],
         asked: dict[str, PartitionSpec],
     ) -> tuple[tuple[int, ...], tuple[int, ...], StageGraph]:
-        """The results and parameters of which a rank's sums are not in their specs yet, and the
-        subgraph that brings them there.
+        """The results and parameters of a rank whose sums are not in their final specs, and the
+        subgraph that reshards them to these.
         """
         results = [
             (i, name, PartitionSpec())

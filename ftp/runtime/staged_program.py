@@ -1,4 +1,4 @@
-"""A program whose arguments belong to stages, run in rounds: subgraphs, then an exchange."""
+"""A program whose arguments belong to stages. It runs in rounds: subgraphs, then an exchange."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class StagedProgram(ProgramOfSubgraphs):
     """The program of ranks that hold different stages, for one set of abstract inputs.
 
     Attributes:
-        within: the axes but that of the stages.
-        programs: per round and rank of the axis.
-        values: what crosses rounds and ranks, and the inputs, by name.
+        within: the mesh without the axis of the stages.
+        programs: by round and rank of the axis.
+        values: the inputs, and values that cross rounds and ranks, by name.
         inputs: names of the arguments' tensors, then of the captured ones in ``constants``.
         due: per output the rank that returns it, or ``ALL``.
     """
@@ -90,7 +90,7 @@ class StagedProgram(ProgramOfSubgraphs):
         held: Values,
         coordinate: Mapping[str, int],
     ) -> None:
-        """One broadcast of several values' bytes."""
+        """Broadcast the bytes of several values in one message."""
         assert self.mesh.torch is not None
         group = self.mesh.torch.get_group(self.axis)
         axes = self.within.axes

@@ -1,5 +1,5 @@
-"""Plan the subgraphs of a pipeline: what one takes is sharded as its producer leaves it, and equal
-ones share a program.
+"""Plan the subgraphs of a pipeline: an input keeps the sharding that its producer gives it, and
+equal subgraphs share a program.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +33,14 @@ class StoredValue:
 
 @dataclass
 class SubgraphPlanner:
-    """Plans subgraphs in an order in which each comes after those whose values it reads.
+    """Plans subgraphs, each after those whose values it reads.
 
     Attributes:
-        mesh: as `within_stage` gives it.
+        mesh: from `within_stage`.
         names, params, batch: of `plan_stages`.
-        asked: specs of values that are decided, by name.
+        asked: specs of values whose layout is decided, by name.
         check: raises for constraints that do not fit the mesh.
-        values: what the subgraphs so far give, by name.
+        values: the results of the subgraphs so far, by name.
     """
 
     mesh: Mesh
@@ -57,7 +57,7 @@ class SubgraphPlanner:
     _first: dict[tuple[int, tuple[bool, ...]], Program] = field(default_factory=dict)
 
     def start_sum(self, name: str, subgraph: StageGraph) -> None:
-        """Decide how the sum of a gradient over microbatches is sharded: as the gradient is."""
+        """Shard the sum of a gradient over microbatches like the gradient."""
         val = outputs_of(subgraph.gm)[subgraph.outputs.index(name)].meta["val"]
         held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
         self.values[name] = self.values[f"{name}, summed"] = held
@@ -67,7 +67,7 @@ class SubgraphPlanner:
         """The program of a subgraph; the one of an equal subgraph, if there was one.
 
         Args:
-            given_up: inputs that nobody reads after it, beside the sums.
+            given_up: inputs that nothing reads after it, beside the sums.
         """
         given = [
             *(self.params[i] for i in subgraph.params),
@@ -175,7 +175,7 @@ def _planned(
 def _describe(
     subgraph: StageGraph, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
 ) -> str:
-    """A subgraph as text without names, equal for those that one program serves."""
+    """A subgraph as text without names, equal for subgraphs that one program serves."""
     number: dict[fx.Node, str] = {}
     lines = [subgraph.kind, str(given), str(asked), str(subgraph.constants)]
     lines += [str(len(subgraph.params)), str(len(subgraph.sums))]

@@ -20,9 +20,9 @@ class TrainingProgram(ProgramOfSubgraphs):
     """The program of a pipeline's ranks for a whole train step.
 
     Attributes:
-        parts: how the step was cut.
+        parts: the step's graph, cut into gradient and update.
         pipeline: runs the microbatches.
-        update: takes their means.
+        update: runs once, on the means over microbatches.
         inputs: of the step.
     """
 

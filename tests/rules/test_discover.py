@@ -228,7 +228,7 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.undo()
     monkeypatch.setattr(discovery, "_known", {})
     monkeypatch.setenv("FTP_CACHE", str(tmp_path))
-    with pytest.warns(UserWarning, match="is passed over: JSONDecodeError"):
+    with pytest.warns(UserWarning, match="is ignored: JSONDecodeError"):
         assert discover(call(aten.mm.default, floats(16, 32), floats(32, 5))) == found
     assert json.loads(written.read_text())["finding"]["rule"] == found.rule
 
@@ -269,7 +269,7 @@ def test_a_finding_that_others_can_write_is_passed_over():
     cache_file(signature(made)).chmod(0o666)
     with pytest.warns(
         UserWarning,
-        match=r"is passed over: PermissionError: .* can be written by others \(mode 666\)",
+        match=r"is ignored: PermissionError: .* can be written by others \(mode 666\)",
     ):
         assert discover(made).rule == "a [b] -> a [c]"
     assert cache_file(signature(made)).stat().st_mode & 0o777 == 0o600

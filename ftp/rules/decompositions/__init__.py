@@ -1,8 +1,8 @@
-"""Fused ops as primitives that have rules, for when a factor that the fused op keeps whole is cut.
+"""Fused ops as primitives with rules, used where a factor that the fused op keeps whole is cut.
 
-Written so that a cut dim costs few small collectives: reductions before anything else, sums rather
-than means, nothing materialised that the fused op does not hold. Half precision is computed in
-float32 and rounded at the end, as the kernels do.
+They are written so that a cut dim costs few small collectives: reductions first, sums rather than
+means, no tensor stored that the fused op does not store. Half precision is computed in float32 and
+rounded at the end, as in the kernels.
 """
 
 from ftp.rules.decompositions import index, matmul, norm, reduce, softmax

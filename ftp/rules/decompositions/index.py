@@ -21,7 +21,7 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     return x.masked_fill(filled.reshape(shape[: x.ndim]), value)
 
 
-# Gathers that a mask guards.
+# Gathers and writes under a mask.
 
 
 def _clamped(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -40,8 +40,8 @@ def masked_index_put(
     return aten.index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
 
 
-# Bags of embeddings: rows are looked up, then added to the bag that they belong to, so that the
-# table may be cut along either dim.
+# Embedding bags: rows are looked up, then added to their bag, so that the table may be cut along
+# either dim.
 
 MAX = 2
 

@@ -20,7 +20,7 @@ def added_matmul(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: flo
 
 
 def _scale(x: Tensor, factor: float) -> float:
-    """``factor`` as the kernels take it: of integers its whole part."""
+    """``factor`` as the kernels use it: truncated for integer tensors."""
     return factor if x.is_floating_point() or x.is_complex() else int(factor)
 
 

@@ -13,7 +13,7 @@ from ftp.rules.overloads import aten
 
 
 def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Centred ``x``, its mean and reciprocal standard deviation over ``dims``, kept."""
+    """Centred ``x``, and its mean and reciprocal standard deviation over ``dims`` (kept dims)."""
     n = element_count(x, dims)
     mean = x.sum(dims, True) / n
     centred = x - mean
@@ -224,8 +224,8 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """With the statistics that it leaves, whose variance is divided by one less than the number
-    of elements.
+    """The results and the new running statistics, whose variance is divided by one less than the
+    number of elements.
     """
     dims, wide = [0, *range(2, x.ndim)], widened(x)
     n = element_count(x, dims)
@@ -254,8 +254,9 @@ def _batch_norm(
 
 
 def _mean_and_variance(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """Over ``dims``, kept. By one reduction of sums in float64, whose rounding is below that of
-    ``x``; of float64 by two, as the square of a mean would round away a small variance.
+    """Mean and variance over ``dims`` (kept dims). By one reduction of sums in float64, which
+    rounds less than ``x``'s dtype. For float64 by two reductions, as the square of a mean would
+    round away a small variance.
     """
     n = element_count(x, dims)
     if x.dtype == torch.float64:
@@ -289,7 +290,7 @@ def batch_norm_backward(
         rstd = torch.rsqrt(var + eps)
     normal = (widened(x) - mean) * rstd
     dx = dweight = dbias = None
-    # Of these two sums also the gradient of ``x`` is made, so that each is reduced once.
+    # The gradient of ``x`` uses these two sums too, so that each is reduced once.
     total, products = wide.sum(dims, True), (wide * normal).sum(dims, True)
     if output_mask[0]:
         scale = rstd if weight is None else rstd * _of_channels(x, weight)[0]
@@ -321,6 +322,6 @@ def weight_norm_backward(
 
 
 def _along(x: Tensor, dim: int) -> Tensor:
-    """The sums of what lies along ``dim``; of a vector it is one element each."""
+    """Sums over all dims but ``dim``; a vector stays as it is."""
     dims = [i for i in range(x.ndim) if i != dim % x.ndim]
     return x.sum(dims, True) if dims else x

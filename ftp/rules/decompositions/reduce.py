@@ -177,7 +177,9 @@ def _of_bytes(
 
 
 def _first_of(x: Tensor, value: Tensor, dim: int, keepdim: bool) -> Tensor:
-    """Where ``value`` (kept dim) first stands along ``dim``; NaN counts as equal to NaN."""
+    """The index of the first element along ``dim`` that equals ``value`` (kept dim); NaN equals
+    NaN.
+    """
     here = (x == value) | ((x != x) & (value != value))
     shape = [1] * x.ndim
     shape[dim] = n = x.shape[dim]

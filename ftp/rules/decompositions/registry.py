@@ -1,4 +1,4 @@
-"""Registry of decompositions, and what they share."""
+"""Registry of decompositions, and the helpers that they share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def from_torch(*ops: OpOverload) -> None:
-    """Register torch's own decompositions, where they cost no more collectives than ours would and
-    lose no precision.
+    """Register torch's own decompositions, if they cost as few collectives as ours would and lose
+    no precision.
     """
     DECOMPOSITIONS.update((op, decomposition_table[op]) for op in ops if op in decomposition_table)
 
@@ -40,7 +40,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, dim: Any) -> Tensor:
-    """The largest along ``dim``, which stays; ``-inf`` of none."""
+    """The maximum along ``dim`` (kept dim); ``-inf`` if there is no element."""
     dims = wrapped_dims(x, dim)
     if any(x.shape[d] == 0 for d in dims):
         return x.new_full([1 if d in dims else size for d, size in enumerate(x.shape)], -math.inf)

@@ -28,7 +28,7 @@ def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 @decomposition(aten._safe_softmax.default)
 def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of nothing but ``-inf`` are zero."""
+    """A row in which all elements are ``-inf`` gives zeros."""
     x = x if dtype is None else x.to(dtype)
     wide = widened(x)
     top = largest(wide, dim)
@@ -48,8 +48,8 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each key's product with its value waits for no other: where keys are cut, a maximum, a sum
-    and the result are reduced.
+    """Weights are normalised after the matmul with the values, so that cut keys cost three
+    reductions: of the maximum, the sum and the result.
     """
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -91,7 +91,7 @@ def log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch
     return (wide - torch.exp(widened(out)) * wide.sum(dim, True)).to(input_dtype)
 
 
-# Losses. The mean divides two sums, so that uneven parts and ignored targets weigh right.
+# Losses. The mean divides two sums, so that uneven shards and ignored targets have their weight.
 
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)

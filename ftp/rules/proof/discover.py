@@ -1,9 +1,9 @@
-"""Rules for ops that have none: placements found by trial on small calls, and used only where they
-are proven on more of them.
+"""Rules for ops that have none: placements found by trial on small calls, and used only if they are
+proven on more of them.
 
-What is found depends on the call's form alone (seeds are fixed, limits are counted in processor
-time), so that all ranks find the same; if one does not, the ranks' programs differ, and they are
-compared before they run.
+The rule depends on the call's form alone (seeds are fixed, limits are in processor time), so that
+all ranks find the same. If one does not, the ranks' programs differ; ranks compare programs before
+they run.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from ftp.rules.rule import Rule
 
 CPU_SECONDS = 10  # per form of a call
 SECONDS = 45.0
-TIMEOUTS = 2  # after as many in one process nothing more is tried
+TIMEOUTS = 2  # after so many in one process no more ops are tried
 LARGEST_RANK = 6
 OPERANDS = 6
 TORCH = (
@@ -53,12 +53,12 @@ _timeouts = 0
 
 
 def discover(call: Call) -> TrialFinding:
-    """What trials find for a call: from memory, from the cache on disk, or by running the op in a
-    child process for a few seconds.
+    """The finding of trials for a call: from memory, from the cache on disk, or by running the op
+    in a child process for a few seconds.
 
     Never tried: ops whose result's shape depends on values, that draw random numbers, or that
-    change or alias an argument. Set ``FTP_DISCOVERY=0`` to try none, and ``FTP_CACHE`` to another
-    folder than the user's cache.
+    change or alias an argument. Set ``FTP_DISCOVERY=0`` to try none, and ``FTP_CACHE`` to use
+    another folder than the user's cache.
     """
     if os.environ.get("FTP_DISCOVERY", "1") == "0":
         return TrialFinding(reason="FTP_DISCOVERY is 0")
@@ -97,7 +97,7 @@ def _found(call: Call, key: str) -> TrialFinding:
 
 
 def _unfit(call: Call) -> str:
-    """Why an op is never tried; empty where it may be."""
+    """The reason why an op is never tried; empty if it may be."""
     op, schema = call.target, call.target._schema
     if any(tag in op.tags for tag in TAGS):
         return "its result depends on values in shape, or on random numbers"
@@ -121,7 +121,9 @@ def _unfit(call: Call) -> str:
 
 
 def signature(call: Call) -> str:
-    """A call up to the values of its sizes: which of them are equal, zero or one counts."""
+    """The form of a call: all but the values of its sizes, of which it has which are equal, zero or
+    one.
+    """
     names: dict[int, str] = {}
 
     def size(s: Any) -> Any:
@@ -188,10 +190,10 @@ def _search(call: Call) -> dict[str, Any]:
 
 
 def _proven_again(call: Call, cached: TrialFinding) -> dict[str, Any]:
-    """What is cached, where it holds; else what is found now.
+    """The cached finding if it holds, else a new one.
 
-    Torch's own ops change with its version only and are tried on few calls; the code behind another
-    op may have changed under its name.
+    torch's own ops change with its version only and are tried on few calls; other ops may have
+    changed under the same name.
     """
     cases, rule = _trials(call), parse(cached.rule)
     few = _one_of_each_size(cases)
@@ -202,8 +204,8 @@ def _proven_again(call: Call, cached: TrialFinding) -> dict[str, Any]:
 
 
 def _trials(call: Call) -> "list[_Trial]":
-    """Small calls of several sizes and values, in double precision and with sizes among the
-    arguments renamed if the op takes that.
+    """Small calls of several sizes and values, if the op takes them in double precision and with
+    sizes among the arguments replaced too.
     """
     for exact, renamed in itertools.product((True, False), (True, False)):
         make = partial(_Trial.of, call, renamed=renamed, exact=exact)
@@ -232,7 +234,7 @@ def _one_of_each_size(cases: "Sequence[_Trial]") -> "list[_Trial]":
 
 @dataclass(frozen=True)
 class _Trial:
-    """A small call of the form of another."""
+    """A small call of the same form as another."""
 
     op: OpOverload
     args: list[Any]
@@ -243,8 +245,8 @@ class _Trial:
     def of(
         cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int
     ) -> "_Trial | None":
-        """None where the op takes no such call, what it gives is not a function of it, or says
-        nothing.
+        """None if the op refuses the call, its result differs between two runs, or cannot tell
+        placements apart.
         """
         distinct = dict.fromkeys(
             s for m in (*call.operands, *call.results) for s in m.shape if s > 1
@@ -320,9 +322,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _tells(result: Any) -> bool:
-    """Whether a result can tell placements apart: what is zero or undefined everywhere is so
-    whatever is cut.
-    """
+    """Whether a result can tell placements apart: one that is zero or undefined everywhere cannot."""
     return (
         not isinstance(result, Tensor)
         or not result.numel()
@@ -335,8 +335,8 @@ def _useful(held: SoundPlacement) -> bool:
 
 
 def _preference(held: SoundPlacement) -> tuple[Any, ...]:
-    """Cut results before pending ones before whole ones; the more operands cut the better, as
-    they move less.
+    """Sort key: cut results before pending ones before whole ones, then more cut operands, which
+    need less communication.
     """
     kinds = [sum(r is None for r in held.results), sum(isinstance(r, str) for r in held.results)]
     return (
@@ -347,7 +347,7 @@ def _preference(held: SoundPlacement) -> tuple[Any, ...]:
 
 
 def _apart(a: SoundPlacement, b: SoundPlacement) -> bool:
-    """Whether two placements cut different dims everywhere, so that each is a factor of its own."""
+    """Whether two placements cut different dims in every tensor, so that each is its own factor."""
     pairs = [*zip(a.operands, b.operands, strict=True), *zip(a.results, b.results, strict=True)]
     return all(x is None or isinstance(x, str) or x != y for x, y in pairs)
 
@@ -394,7 +394,7 @@ def _notation(call: Call, chosen: Sequence[SoundPlacement]) -> Notation:
 
 
 def _groups(call: Call) -> list[tuple[int, ...]]:
-    """The operands that may be sums: each alone, and all floating ones together."""
+    """Groups of operands that may be pending sums: each alone, and all floating ones together."""
     floats = [
         i for i, m in enumerate(call.operands) if m.dtype.is_floating_point or m.dtype.is_complex
     ]

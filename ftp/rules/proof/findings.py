@@ -1,4 +1,4 @@
-"""Findings: what trials say of a call, kept in files of the user's cache."""
+"""Findings of trials for a form of call, stored in the user's cache."""
 
 import hashlib
 import json
@@ -18,18 +18,18 @@ from ftp.ops.native import cache_folder, read_own
 from ftp.rules.notation import parse
 from ftp.rules.rule import Rule
 
-FORMAT = 2  # of the files, and of what counts as proven: a new one forgets the old
+FORMAT = 2  # version of the files and of what counts as proven; others are ignored
 
 
 @dataclass(frozen=True)
 class TrialFinding:
-    """What trials say of one form of call.
+    """The finding of trials for one form of call.
 
     Attributes:
         rule: the text in factor notation; empty where no placement is proven.
         linear: groups of operands that may be pending sums together.
-        cases: generated calls on which the rule was proven.
-        reason: why there is none.
+        cases: number of generated calls on which the rule was proven.
+        reason: why there is no rule.
     """
 
     rule: str = ""
@@ -42,7 +42,7 @@ class TrialFinding:
         return Rule(parse(self.rule), self.linear) if self.rule else None
 
     def line(self, op: OpOverload) -> str:
-        """The line of code that states it."""
+        """The line of code that states the rule."""
         linear = f", linear={[tuple(g) for g in self.linear]}" if self.linear else ""
         return f"ftp.rule(torch.ops.{op}, {self.rule!r}{linear})"
 
@@ -52,8 +52,8 @@ def cache_file(key: str) -> Path:
 
 
 def load(key: str) -> TrialFinding | None:
-    """What the cache says, or None; a file that is another user's or cannot be read is passed
-    over with a warning.
+    """The cached finding, or None. A file that another user owns or that cannot be read is ignored
+    with a warning.
     """
     path = cache_file(key)
     try:
@@ -67,16 +67,16 @@ def load(key: str) -> TrialFinding | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RuleError) as error:
         warnings.warn(
-            f"{path} is passed over: {type(error).__name__}: {error}. It is written anew.",
+            f"{path} is ignored: {type(error).__name__}: {error}. It is written anew.",
             stacklevel=2,
         )
         return None
 
 
 def save(key: str, finding: TrialFinding) -> None:
-    """Written aside and renamed, so that ranks that share a folder never read half a file."""
+    """Write to another name and rename, so that ranks with one folder never read half a file."""
     path = cache_file(key)
-    with suppress(OSError):  # a folder that cannot be written costs the next run a few seconds
+    with suppress(OSError):  # without the file the next run repeats the trial
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
             json.dump({"key": key, "finding": asdict(finding)}, f, indent=1)
         try:
@@ -86,7 +86,7 @@ def save(key: str, finding: TrialFinding) -> None:
 
 
 def cached_findings() -> dict[str, TrialFinding]:
-    """By op, a rule that this machine's cache holds for this version of torch."""
+    """Findings with a rule in this machine's cache for this version of torch, by op."""
     found = {}
     for path in sorted(cache_folder("discovery").glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError, RuleError):

@@ -1,6 +1,6 @@
 """Proofs of sharding rules: the op on every rank's shards, joined, equals the op on the whole.
 
-Above 450 lines: cutting a case's inputs and joining its results follow one another's choices.
+Above 450 lines: `_join` undoes what `_run` cuts, and reads the choices that it records.
 """
 
 import itertools
@@ -37,21 +37,21 @@ def check_rule(
 ) -> list[str]:
     """Prove the rule that is stated for ``op`` on samples of its arguments.
 
-    For every strategy that follows from the rule (each factor that may be cut, also as a part of
-    ``[outer, f, inner]``, in uneven and empty shards, over two axes at once; each linear group with
-    its operands as random sums) the op's local form runs on every rank's shards, and the results
-    are joined and compared with the op on the whole. Give floats as float64, sizes small and not
-    all alike.
+    For every strategy of the rule the op's local form runs on every rank's shards; the results are
+    joined and compared with the op on the whole. Strategies: each factor that may be cut, also as
+    the middle of ``[outer, f, inner]``, in uneven and empty shards, and over two axes; each linear
+    group with random terms of a sum as operands. Give floats as float64, and small sizes that are
+    not all equal.
 
     Args:
         op: such as ``torch.ops.aten.mm.default``.
         samples: pairs of positional and keyword arguments.
-        ranks: sizes of the axis; each factor is also cut over as many as leave one with nothing.
+        ranks: sizes of the axis; each factor is also cut over so many that one rank has nothing.
         pairs: also prove every two cuts together.
         kernel: computes the op, if it has no kernel here.
 
     Returns:
-        What was proven, a line each.
+        A line per proven strategy.
 
     >>> x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
     >>> for line in check_rule(torch.ops.aten.t.default, [((x,), {})], ranks=[2], pairs=False):
@@ -92,7 +92,7 @@ def prove(case: "Case", ranks: Sequence[int], pairs: bool, generator: torch.Gene
 
 @dataclass(frozen=True)
 class _TrialCut:
-    """Factor ``f`` as ``[outer, size, inner]`` cut in ``n``."""
+    """Factor ``f``, viewed as ``[outer, size, inner]``, of which ``size`` is cut in ``n``."""
 
     factor: str
     outer: int
@@ -131,7 +131,7 @@ class Case:
         kernel: Callable[..., Any] | None = None,
         rule: Rule | None = None,
     ) -> "Case":
-        """Runs the op; the rule is the one that is stated for it where none is given."""
+        """Runs the op; ``rule`` is by default the rule stated for it."""
         kernel = kernel or op
         results = results_of(kernel, args, kwargs)
         call = call_of(op, args, kwargs, results)
@@ -165,7 +165,7 @@ class Case:
 
 
 def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """What the op returns, on arguments of its own."""
+    """The op's results on copies of the arguments."""
     return _tuple(
         kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone))
     )
@@ -203,7 +203,7 @@ def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple
 
 
 def _leaves_one_empty(size: int) -> int:
-    """The fewest ranks of which the last holds nothing of ``size``.
+    """The smallest number of ranks whose last one holds nothing of ``size``.
 
     >>> [_leaves_one_empty(size) for size in (1, 2, 3, 4, 9)]
     [2, 3, 4, 3, 4]
@@ -220,7 +220,7 @@ def _cuts(factor: str, size: int, n: int) -> Iterator[_TrialCut]:
 
 @dataclass
 class _RankFactors:
-    """One rank's part of the factors: what of each it holds, and how that came about."""
+    """One rank's part of each factor: the positions that it holds, and the cuts that led to it."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[str, list[LocalCut]] = field(default_factory=dict)
@@ -292,7 +292,7 @@ def _prove(
 def _sharded(
     case: Case, strategy: Sequence[_TrialCut], operands: Sequence[Tensor]
 ) -> tuple[Any, ...]:
-    """The op done by all ranks."""
+    """The op's results, computed on all ranks' shards and joined."""
     coordinates = itertools.product(*(range(cut.n) for cut in strategy))
     return _join(case.rule, strategy, {c: _run(case, strategy, c, operands) for c in coordinates})
 

@@ -20,11 +20,11 @@ import torch
 
 @dataclass(frozen=True)
 class Ended:
-    """A child that brought nothing back.
+    """A child that ended without a result.
 
     Attributes:
-        timed_out: whether a limit ended it.
-        how: in words.
+        timed_out: whether a time limit ended it.
+        how: how it ended, in words.
     """
 
     timed_out: bool
@@ -32,16 +32,16 @@ class Ended:
 
 
 def apart(work: Callable[[], Any], cpu_seconds: int, seconds: float) -> Any:
-    """What ``work`` returns, as JSON has it, computed on one thread of a forked child; ``Ended``
-    where it crashed or ran too long.
+    """The result of ``work`` as JSON, computed on one thread of a forked child; ``Ended`` if the
+    child crashed or ran too long.
 
     The child is a copy of this process, so ops that were registered here are known there. It must
     use CPU tensors only.
 
     Args:
-        cpu_seconds: limit on the processor time that the child uses, so that a busy machine changes
-            no answer.
-        seconds: limit on the time that passes, for work that hangs without computing.
+        cpu_seconds: limit on the child's processor time, so that the result does not depend on
+            other work of the machine.
+        seconds: limit on elapsed time, for work that hangs without computing.
 
     >>> apart(lambda: [1, 2], cpu_seconds=5, seconds=5)
     [1, 2]
@@ -81,7 +81,7 @@ def apart(work: Callable[[], Any], cpu_seconds: int, seconds: float) -> Any:
 
 
 def _work(work: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
-    """The child's whole life; it leaves no trace of the parent's exit handlers."""
+    """Run in the child: work, write the result, and exit without the parent's exit handlers."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(time.process_time()) + 1
@@ -111,7 +111,7 @@ def _work(work: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
 
 
 def _read(reader: int, deadline: float) -> tuple[bytes, bool]:
-    """All that is written until the end, and whether that came in time."""
+    """All that the child writes, and whether it finished in time."""
     said = b""
     while True:
         left = deadline - time.monotonic()

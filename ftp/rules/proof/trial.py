@@ -1,5 +1,5 @@
-"""Which placements an op upholds, by trying them: every way to cut its operands, and what its
-results then are.
+"""Find the placements that hold for an op by trying every cut of its operands and comparing the
+results.
 """
 
 import itertools
@@ -25,9 +25,8 @@ class SoundPlacement:
     """A placement over one axis that holds.
 
     Attributes:
-        operands: per operand the dim that is cut, None where it is whole.
-        results: per result the dim that comes out cut, a reduction that is pending, or None: equal
-            on all ranks.
+        operands: per operand the dim that is cut; None if it is whole.
+        results: per result the dim that is cut, the pending reduction, or None: equal on all ranks.
     """
 
     operands: tuple[int | None, ...]
@@ -113,7 +112,7 @@ def _outcome(
 
 
 def _place(whole: Tensor, parts: Sequence[Tensor]) -> int | str | bool | None:
-    """How the parts make up the whole; False where they do not."""
+    """The place by which the parts make up the whole; False if there is none."""
     if any(p.ndim != whole.ndim or p.dtype != whole.dtype for p in parts):
         return False
     if all(_same(p, whole) for p in parts):
@@ -150,9 +149,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def stated(rule: BoundRule) -> set[SoundPlacement]:
-    """The contiguous cuts that a rule states: those of factors that come first in every dim they
-    are in.
-    """
+    """The contiguous cuts that a rule states: of factors that are major in every dim they are in."""
     found = set()
     for factor in rule.sizes:
         if factor in rule.whole:
@@ -177,11 +174,11 @@ def resized(
     fill: Fill,
     arguments: bool = True,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A call of the same form: sizes renamed wherever they occur, each tensor made anew by
+    """A call of the same form with sizes replaced wherever they occur; each tensor is made anew by
     ``fill(shape, old tensor)``.
 
     Args:
-        arguments: whether to rename sizes among the arguments that the schema says are sizes, too.
+        arguments: whether to replace sizes in arguments too that are sizes by the op's schema.
 
     >>> view, zeros = torch.ops.aten.view.default, lambda shape, old: old.new_zeros(shape)
     >>> args, _ = resized(view, [torch.ones(2, 3), [3, 2]], {}, {2: 4}, zeros)
@@ -208,5 +205,5 @@ def resized(
 
 
 def size_arguments(op: OpOverload) -> set[str]:
-    """The arguments of an op that are sizes, or lists of them."""
+    """The names of an op's arguments that are sizes, or lists of sizes."""
     return set(re.findall(r"SymInt(?:\[\d*\])?\??\s+(\w+)", str(op._schema)))
