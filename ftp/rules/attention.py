@@ -24,7 +24,7 @@ RING_FACTORS = (("s", "t"),)
 
 
 def factors_of_heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
-    """The factors of each letter. If keys have fewer heads than queries, h of the queries is (h r)."""
+    """Each letter's factors. If keys have fewer heads than queries, h of the queries is (h r)."""
     q, k = call.operands[at], call.operands[at + 1]
     more = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return {"h": ("h", "r") if more > 1 else ("h",)}

@@ -1,9 +1,9 @@
-"""``balance``: an order of blocks in which every rank has as much attention to compute.
+"""``balance``: an order of blocks in which all ranks have about equal attention work.
 
-A block's work is the number of pairs of a query in it and a key that the mask leaves, counted
-exactly. Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are dealt from the
-heaviest to the lightest, each to the rank with the least work that still has room; then blocks of
-the busiest rank change places with lighter ones of others while that helps.
+The work of a block is the exact number of unmasked (query, key) pairs with a query in the block.
+Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are assigned from the heaviest to
+the lightest, each to the rank with the least work that still has room. Then blocks of the busiest
+rank are swapped with lighter blocks of other ranks while that helps.
 """
 
 import heapq
@@ -24,34 +24,33 @@ if TYPE_CHECKING:
 
     from ftp.sharding.spec import PartitionSpec
 
-_AT_ONCE = 1 << 22  # pairs of a query and a key for which a mask is evaluated in one call
+_AT_ONCE = 1 << 22  # (query, key) pairs for which a mask is evaluated in one call
 
-# For how many ranks an index tensor was made, while it lives.
+# By id of a live index tensor, the number of ranks that it was made for.
 _made_for: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
 def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
-    """An order of a sequence's blocks in which each of ``n`` ranks has as much attention to
-    compute: an argument of the step, so that all batches share one plan.
+    """An order of a sequence's blocks in which ``n`` ranks have about equal attention work. It is
+    an argument of the step, so that all batches share one plan.
 
-    Permute tokens, positions and labels by it before they are placed, cut over the axis in plain
-    chunks, and let the mask compare the positions that the permuted tokens carry (see
-    docs/attention.md).
+    Permute tokens, positions and labels by it before they are placed, cut them over the axis in
+    plain chunks, and let the mask compare the permuted positions (see docs/attention.md).
 
     Args:
         mask: a BlockMask, whose work is summed over its batch and heads; or ``cu_seqlens``, the
             ends of packed documents from 0 on, each with causal attention within it.
-        n: the size of the mesh axis that cuts the sequence; of the product, where several do.
+        n: the size of the mesh axis that cuts the sequence, or the product of several axes.
         block: elements of a block, which stay together.
 
     Returns:
-        An int64 tensor of (length / block): which block stands where. Ranks hold equally many;
-        where n does not divide their number, cut by ``ftp.units(axis, block)``.
+        An int64 tensor of shape (length / block,): the block at each place. Ranks hold equal
+        numbers of blocks; if n does not divide the number, cut by ``ftp.units(axis, block)``.
 
     Raises:
         SpecError: a length that is no whole number of blocks, numbers that are not the ends of
-            documents, an ``n`` below one. Also where the tensor is placed or given to a step, if
-            its axis, or without a cut every axis, is of another size than ``n``.
+            documents, an ``n`` below one. Later, when the tensor is placed or given to a step: an
+            axis that cuts it (or, if none does, every axis) has another size than ``n``.
 
     >>> ends = torch.tensor([0, 6, 8])
     >>> order = balance(ends, 2, block=1)
@@ -86,13 +85,13 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
 
 
 def ranks_of(tensor: Any) -> int | None:
-    """For how many ranks `balance` made a tensor; None for any other."""
+    """The number of ranks that `balance` made a tensor for; None for any other tensor."""
     entry = _made_for.get(id(tensor)) if _made_for else None
     return entry[1] if entry is not None and entry[0]() is tensor else None
 
 
 def misfits(tensor: Any, spec: "PartitionSpec", axes: Mapping[str, int], where: str) -> list[str]:
-    """What is wrong with a mesh for an index tensor of `balance`; nothing for any other value."""
+    """Why an index tensor of `balance` does not fit a mesh; empty if it does, or for other values."""
     n = ranks_of(tensor)
     if n is None or n == 1:
         return []
@@ -117,7 +116,7 @@ def _is_product(n: int, sizes: list[int]) -> bool:
 
 
 def _of_documents(ends: Tensor) -> np.ndarray:
-    """Per token of packed documents how many keys it sees."""
+    """The number of keys that each token of packed documents sees."""
     at = ends.detach().cpu().numpy().astype(np.int64) if ends.dim() == 1 else np.zeros(0, np.int64)
     if ends.is_floating_point() or len(at) < 2 or at[0] != 0 or (np.diff(at) < 0).any():
         raise SpecError(
@@ -129,7 +128,7 @@ def _of_documents(ends: Tensor) -> np.ndarray:
 
 
 def _of_block_mask(mask: "BlockMask") -> np.ndarray:
-    """Per query how many keys a BlockMask leaves, in all its batch and heads."""
+    """The number of keys that a BlockMask leaves each query, summed over batch and heads."""
     queries, keys = mask.seq_lengths
     rows, columns = mask.BLOCK_SIZE
     total = torch.zeros(queries, dtype=torch.int64)
@@ -157,7 +156,7 @@ def _of_block_mask(mask: "BlockMask") -> np.ndarray:
 
 
 def _listed(count: Tensor, index: Any) -> tuple[Tensor, ...]:
-    """Batch, head, block of queries and block of keys of every listed pair of blocks."""
+    """Batch, head, query block and key block of every listed pair of blocks."""
     count, index = count.cpu(), index.cpu().long()
     is_listed = torch.arange(index.shape[-1]) < count.unsqueeze(-1)
     *places, at = (x.contiguous() for x in is_listed.nonzero().unbind(1))
@@ -165,7 +164,7 @@ def _listed(count: Tensor, index: Any) -> tuple[Tensor, ...]:
 
 
 def _dealt(work: np.ndarray, room: list[int]) -> list[list[int]]:
-    """Blocks per rank, as many as there is room for, so that the most work of a rank is small."""
+    """The blocks of each rank, as many as it has room for, so that the largest work is small."""
     held: list[list[int]] = [[] for _ in room]
     least = [(0, rank) for rank, places in enumerate(room) if places]
     for at in np.argsort(-work, kind="stable").tolist():
@@ -181,8 +180,8 @@ def _dealt(work: np.ndarray, room: list[int]) -> list[list[int]]:
 
 
 def _improved(work: np.ndarray, held: list[list[int]], total: list[int]) -> bool:
-    """Swap a block of the busiest rank with one of another, as near to their mean as can be; False
-    where no swap makes both less busy.
+    """Swap a block of the busiest rank with one of another rank, so that both come close to their
+    mean; False if no swap lowers the larger work of the two.
     """
     most = max(range(len(total)), key=total.__getitem__)
     for other in sorted(range(len(total)), key=total.__getitem__):

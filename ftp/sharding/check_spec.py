@@ -13,12 +13,12 @@ def check_spec(
     *,
     takes_sums: bool = False,
 ) -> list[str]:
-    """What is wrong with ``spec`` for a tensor of global ``shape``; empty if nothing.
+    """Error messages about ``spec`` for a tensor of global ``shape``; empty if it fits.
 
     Args:
-        shape: None where it is not known.
+        shape: None if unknown.
         axes: the mesh, {name: size}.
-        where: what messages call the tensor, as ``params['mlp']['up']``.
+        where: the tensor's name in messages, such as ``params['mlp']['up']``.
         takes_sums: whether the spec may have unreduced axes.
     """
     failures = []
@@ -51,7 +51,7 @@ def check_spec(
 def _ragged(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str
 ) -> list[str]:
-    """Units and packs that do not fit their dim, on any rank."""
+    """Error messages about units and packs that do not fit their dim on some rank."""
     failures = []
     for dim in range(len(spec)):
         sizes = {shape[dim]}

@@ -1,5 +1,5 @@
-"""DTensor's placements as specs, and specs as placements; every answer is checked against what
-each rank would hold.
+"""DTensor's placements as specs, and specs as placements. Each result is checked: every rank must
+hold the same elements under both.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from ftp.sharding.spec import Interval, P, Units, chunk, local_pieces, pieces_wi
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 
-# Per cut dim: the axis, how many ranks it has, and the split factor, 1 for a plain Shard; in the
-# order of the mesh.
+# The cuts of a dim in the mesh's order: axis, number of ranks, split factor (1 for a plain Shard).
 _Cuts = list[tuple[str, int, int]]
 
 
@@ -32,7 +31,7 @@ def is_placements(value: Any) -> bool:
 def spec_of_placements(
     placements: Sequence[Any], mesh: Mesh, shape: Sequence[int], where: str
 ) -> P:
-    """The spec that shards a tensor of global ``shape`` as DTensor placements do, one for each axis
+    """The spec that shards a tensor of global ``shape`` like these DTensor placements, one per axis
     of ``mesh``; dims may be negative.
 
     Raises:
@@ -71,7 +70,8 @@ def spec_of_placements(
         found = _entry_of(cuts, int(shape[dim]), mesh)
         if found is None:
             raise SpecError(
-                f"{where} is {tuple(placements)}: no spec cuts dim {dim} of size {shape[dim]} so."
+                f"{where} is {tuple(placements)}: no spec cuts dim {dim} of size {shape[dim]} like"
+                " this."
                 " Redistribute it to plain Shard placements."
             )
         entries[dim] = found
@@ -79,7 +79,7 @@ def spec_of_placements(
 
 
 def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) -> tuple[Any, ...]:
-    """The DTensor placements that shard a tensor of global ``shape`` as ``spec`` does.
+    """The DTensor placements that shard a tensor of global ``shape`` like ``spec``.
 
     Raises:
         SpecError: there are none, as for uneven shards of two axes in some orders.
@@ -113,8 +113,8 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
         if cuts and (at := _differs(cuts, spec, dim, int(shape[dim]), mesh)) is not None:
             raise SpecError(
                 f"{where}, of spec {spec} and shape {tuple(shape)}: DTensor has no placements for"
-                " it; what comes nearest,"
-                f" {tuple(placements)}, differs on rank {mesh.ranks[at] if mesh.ranks else at}."
+                " it; the nearest ones,"
+                f" {tuple(placements)}, differ on rank {mesh.ranks[at] if mesh.ranks else at}."
                 " Pad the dim to a multiple of the ranks, or ftp.reshard it to a spec of one axis"
                 " a dim."
             )
@@ -122,8 +122,8 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
 
 
 def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
-    """A spec tree with every sequence of placements, for one leaf or all leaves below, replaced by
-    specs.
+    """A spec tree in which every sequence of placements (for a leaf, or all leaves below) is
+    replaced by specs.
     """
     if is_placements(specs):
         if isinstance(tree, torch.Tensor):
@@ -154,7 +154,7 @@ def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
 
 
 def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
-    """The entry of a spec that cuts a dim as DTensor does; None if there is none."""
+    """The entry of a spec that cuts a dim like DTensor; None if there is none."""
     position = {axis: i for i, (axis, _, _) in enumerate(cuts)}
     candidates = []
     for order in permutations(cuts):
@@ -189,8 +189,8 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
 
 
 def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | None:
-    """The first rank, by position on the mesh, whose part of a dim differs between DTensor and the
-    spec.
+    """The position on the mesh of the first rank whose part of a dim differs between DTensor and
+    the spec; None if there is none.
     """
     axes = [axis for axis, _, _ in cuts]
     for at in product(*(range(n) for _, n, _ in cuts)):
@@ -202,8 +202,8 @@ def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | Non
 
 
 def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]:
-    """What a rank holds of a dim in DTensor: the dim is cut axis by axis in the mesh's order, each
-    of ``factor`` chunks by itself.
+    """The pieces of a dim that a rank holds in DTensor: the dim is cut axis by axis in the mesh's
+    order, each of ``factor`` chunks by itself.
     """
     held = [(0, size)]
     for (_, n, factor), index in zip(cuts, at, strict=True):
@@ -218,7 +218,7 @@ def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]
 
 
 def _joined(pieces: Sequence[Interval]) -> list[Interval]:
-    """Without empty pieces, and with neighbours as one."""
+    """The pieces without empty ones, and with adjacent ones joined."""
     found: list[Interval] = []
     for a, b in pieces:
         if a == b:

@@ -16,7 +16,7 @@ from ftp.errors import MeshError
 class Launched:
     """
     Attributes:
-        local_rank: which of its host's processes this is.
+        local_rank: this process' number on its host.
         meets_at: the URL of the rendezvous.
     """
 
@@ -65,13 +65,13 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     if not host:
         raise MeshError(
             f"mpirun has launched {world} ranks on several hosts, and does not say which is first."
-            " Give its name to all of them: mpirun -x MASTER_ADDR=HOST ..."
+            " Give all of them the first host's name: mpirun -x MASTER_ADDR=HOST ..."
         )
     return Launched(rank, world, local_rank, f"tcp://{host}:{port}?rank={rank}&world_size={world}")
 
 
 def host_name(environment: Mapping[str, str] | None = None) -> str:
-    """The host of this process: torchrun's and SLURM's number of it, else its name."""
+    """The host of this process: its number in torchrun or SLURM, else its name."""
     given = os.environ if environment is None else environment
     node = given.get("GROUP_RANK", given.get("SLURM_NODEID"))
     return socket.gethostname() if node is None else f"node {node}"
@@ -80,8 +80,8 @@ def host_name(environment: Mapping[str, str] | None = None) -> str:
 def known_hosts(
     ranks: Sequence[int], world: int, environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """The hosts of some ranks, as torchrun tells every one of them; none where it is not said, or
-    all are on one.
+    """The hosts of some ranks, which torchrun tells every rank; empty if unknown, or if all ranks
+    are on one host.
 
     >>> torchrun = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
     >>> known_hosts(range(4), 4, torchrun)
@@ -89,7 +89,7 @@ def known_hosts(
     """
     given = os.environ if environment is None else environment
     each, hosts = (int(given.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    if hosts < 2 or each * hosts != world:  # hosts of different sizes tell at the first call
+    if hosts < 2 or each * hosts != world:  # unequal hosts are exchanged at the first call
         return ()
     return tuple(f"node {rank // each}" for rank in ranks)
 
@@ -104,5 +104,5 @@ def _first_host(nodes: str) -> str:
 
 
 def _port(job: str) -> int:
-    """One of the last 4096 ports, which Linux does not assign by itself."""
+    """One of the last 4096 ports, which Linux never assigns by itself."""
     return 65536 - 4096 + zlib.crc32(job.encode()) % 4096

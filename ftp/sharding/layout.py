@@ -1,10 +1,10 @@
 """How a value is sharded over one mesh axis, and sizes that may differ from rank to rank.
 
-A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut
-(``S``). Cut means: dim ``dim`` is seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk``
-cuts, or in zigzag: of 2n chunks rank r holds chunks r and 2n-1-r. Sizes are ints wherever all ranks
-agree; the length of an uneven chunk is a ``Chunk``, and a product with such a length in it is a
-``Product``, so that a decision never looks at one rank's shard.
+For one axis, a layout is replicated (``R``), a pending reduction (``P``) or cut (``S``). If it is
+cut, dim ``dim`` is viewed as ``[outer, f, inner]``, and ``f`` is cut like ``torch.chunk``, or in
+zigzag: of 2n chunks rank r holds chunks r and 2n-1-r. A size is an int if all ranks agree on it;
+the length of an uneven chunk is a ``Chunk``, and a product with such lengths is a ``Product``. So
+no decision depends on one rank's shard.
 """
 
 import math
@@ -18,8 +18,8 @@ from ftp.dynamic_int import is_dynamic, value_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """How much of ``size`` a rank holds when it is cut in ``n`` over mesh axis ``axis``; uneven,
-    or it would be an int.
+    """The length of a rank's part of ``size``, cut in ``n`` over mesh axis ``axis``. The cut is
+    uneven; the length of an even cut is an int.
     """
 
     size: "Size"
@@ -73,7 +73,7 @@ def div(a: Size, b: Size) -> Size | None:
 
 
 def _divides(b: int, a: int) -> bool:
-    """Whether ``a`` is a multiple of ``b``; of a dynamic ``b``, whatever the sizes."""
+    """Whether ``a`` is a multiple of ``b``; for a dynamic ``b``, at all sizes."""
     if is_dynamic(b):
         rest = a % b
         return not is_dynamic(rest) and rest == 0
@@ -97,7 +97,7 @@ def nominal(size: Size) -> int:
 
 
 def estimated(size: Size) -> int:
-    """``nominal`` for prices: where sizes are dynamic, at those that the plan is made for."""
+    """``nominal`` for prices: dynamic sizes have the values that the plan is made for."""
     return size if type(size) is int else nominal(_at_values(size))
 
 
@@ -139,17 +139,15 @@ def pieces_at(chunk: Chunk, coordinate: Mapping[str, int]) -> list[tuple[int, in
 
 
 def chunk_at(chunk: Chunk, coordinate: Mapping[str, int]) -> tuple[int, int]:
-    """Offset and length of what the rank at ``coordinate`` holds; of a zigzag the offset of the
-    first piece and the length of both.
+    """Offset and length of the part of the rank at ``coordinate``; for a zigzag the offset of the
+    first piece and the length of both pieces.
     """
     found = pieces_at(chunk, coordinate)
     return found[0][0], sum(length for _, length in found)
 
 
 def cut_size(size: Size, axis: str, n: int, zigzag: bool = False) -> Size:
-    """The length of a rank's part of ``size``: an int or a product of what was there if all
-    ranks hold as much.
-    """
+    """The length of a rank's part of ``size``. If all ranks' parts are equal, it adds no ``Chunk``."""
     if is_even(size, n, zigzag):
         if isinstance(size, int):
             return size // n
@@ -158,7 +156,7 @@ def cut_size(size: Size, axis: str, n: int, zigzag: bool = False) -> Size:
 
 
 def is_even(size: Size, n: int, zigzag: bool = False) -> bool:
-    """Whether all ranks hold as much: a zigzag cuts in twice as many chunks as ranks."""
+    """Whether all ranks hold equal parts: a zigzag has twice as many chunks as ranks."""
     return (size if isinstance(size, int) else size.const) % (2 * n if zigzag else n) == 0
 
 
@@ -173,8 +171,8 @@ def _product(const: int, chunks: tuple[Chunk, ...]) -> Size:
 
 
 class Layout(NamedTuple):
-    """One axis' placement of a value: kind ``R``, ``P`` (pending reduction ``op``) or ``S``
-    (cut: dim, outer, inner, and whether the chunks are dealt in zigzag).
+    """The placement of a value on one axis: kind ``R``, ``P`` (pending reduction ``op``) or ``S``
+    (cut: dim, outer, inner, and whether the chunks are in zigzag order).
     """
 
     kind: str
@@ -201,8 +199,8 @@ def partial(op: str) -> Layout:
 
 
 def shard(dim: int, outer: Size, f: Size, inner: Size, n: int, zigzag: bool = False) -> Layout:
-    """The cut of ``f`` in ``[outer, f, inner]``, by its one name: units matter only where they
-    move a boundary.
+    """The layout that cuts ``f`` in ``[outer, f, inner]``, in normal form: ``inner`` units matter
+    only if they change a boundary.
     """
     if inner != 1:
         whole, parts = mul(f, inner), 2 * n if zigzag else n
@@ -217,7 +215,7 @@ def shard(dim: int, outer: Size, f: Size, inner: Size, n: int, zigzag: bool = Fa
 
 
 def cut_extent(size: Size, layout: Layout) -> Size | None:
-    """``f`` of a cut of a dim of ``size``, or None where the layout does not fit the dim."""
+    """``f`` of a cut of a dim of ``size``; None if the layout does not fit the dim."""
     rest = div(size, layout.outer)
     return None if rest is None else div(rest, layout.inner)
 

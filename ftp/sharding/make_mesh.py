@@ -60,8 +60,8 @@ def make_mesh(
     if not dist.is_initialized():
         init_process_group(device_type=device_type)
     if device_type == "cuda" and not torch.cuda.is_initialized():
-        # Of a process group that others initialised: processes beyond the devices share them, which
-        # gloo allows.
+        # If others initialised the process group, there may be more processes than devices: they
+        # share devices, which gloo allows.
         local_rank = dist.get_rank() if launch is None else launch.local_rank
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
@@ -86,7 +86,7 @@ def simulated_mesh(
         shape: the size of each axis, or one int.
         axis_names: a name for each axis, or one str.
         device_type: "cpu" or "cuda": where all ranks' tensors are.
-        hosts: as of ``AbstractMesh``: the hosts that the ranks stand for.
+        hosts: as in ``AbstractMesh``: the hosts that the ranks stand for.
 
     Raises:
         MeshError: sizes and names that do not match, or a device that is not there.

@@ -31,12 +31,12 @@ class AbstractMesh:
         shape: the size of each axis, or one int.
         axis_names: a name for each axis, or one str.
         device_type: what programs are planned for: "cpu", "cuda" or "meta".
-        hosts: a name of each rank's host, row-major, so that axes that leave a host are planned
-            with the network's link; None: all ranks are on one host.
+        hosts: the name of each rank's host, row-major: axes that leave a host are planned with the
+            network's link. None: all ranks are on one host.
 
     Raises:
         MeshError: sizes and names that do not match, names used twice, an unknown device type,
-            hosts that are not one a rank.
+            hosts that are not one per rank.
 
     >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
     >>> mesh.axes, mesh.size()
@@ -74,7 +74,7 @@ class AbstractMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, axis_names: str | tuple[str, ...]) -> Self:
-        """The submesh of some axes, in this mesh's order, as of a DeviceMesh.
+        """The submesh of some axes, in this mesh's order, like a DeviceMesh's.
 
         >>> AbstractMesh((4, 2), ("dp", "tp"))["tp"]
         AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
@@ -103,23 +103,23 @@ class AbstractMesh:
             hosts=kept or None,
         )
 
-    # In a rank program that ftp.equivalent runs, the mesh stands for the DeviceMesh of the rank.
+    # In a rank program under ftp.equivalent the mesh stands for the rank's DeviceMesh.
 
     def get_group(self, axis_name: str | None = None) -> dist.ProcessGroup:
-        """The process group along an axis, as of a DeviceMesh: in a rank program of
-        ``ftp.equivalent`` only.
+        """The process group along an axis, like a DeviceMesh's; only in a rank program under
+        ``ftp.equivalent``.
         """
         return self._stand_in.get_group(axis_name)
 
     def get_local_rank(self, axis_name: str | None = None) -> int:
-        """This rank's index along an axis, as of a DeviceMesh: in a rank program of
-        ``ftp.equivalent`` only.
+        """This rank's index along an axis, like a DeviceMesh's; only in a rank program under
+        ``ftp.equivalent``.
         """
         return self._stand_in.get_local_rank(axis_name)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The rank's DeviceMesh: in a rank program of ``ftp.equivalent`` only."""
+        """The rank's DeviceMesh; only in a rank program under ``ftp.equivalent``."""
         return self._stand_in
 
     @property
@@ -128,7 +128,7 @@ class AbstractMesh:
         if found is None:
             raise MeshError(
                 f"{describe_axes(self.shape, self.axis_names)} has no process groups: it is a mesh"
-                f" without processes. Only a program that ftp.equivalent runs sees it as one rank."
+                f" without processes. It has them only in a program that ftp.equivalent runs."
             )
         return found[self.axis_names] if self.axis_names != found.mesh_dim_names else found
 
@@ -144,15 +144,15 @@ class SimulatedMesh(AbstractMesh):
 class Mesh:
     """A mesh of any kind as a value; `resolve` makes it.
 
-    Two meshes of the same ranks are equal within one life of the default process group, whatever
-    groups they made.
+    Two meshes of the same ranks are equal until the default process group ends, whatever groups
+    they made.
 
     Attributes:
         ranks: the global ranks, row-major; empty without processes.
         rank: this process' global rank.
         world: the number of the default process group, counted in this process.
         groups: the names of this rank's process groups, one for each axis.
-        hosts: the host of each rank, row-major; empty where all ranks are on one.
+        hosts: the host of each rank, row-major; empty if all ranks are on one.
     """
 
     shape: tuple[int, ...]
@@ -191,8 +191,8 @@ class Mesh:
         ]
 
     def hosts_along(self, *axes: str) -> list[list[str]]:
-        """Per line of ranks that differ in these axes only, row-major, the hosts of its ranks;
-        none where all ranks are on one host.
+        """The hosts of each line of ranks that differ in these axes only, row-major; empty if all
+        ranks are on one host.
 
         >>> mesh = AbstractMesh((2, 2), ("dp", "tp"), hosts=["a", "a", "b", "b"])
         >>> resolve(mesh).hosts_along("dp")
@@ -208,9 +208,9 @@ class Mesh:
         return any(len(set(line)) > 1 for line in self.hosts_along(*axes))
 
     def group_name(self, axis: str, *others: str) -> str:
-        """The group name that functional collectives along an axis take; it may differ from rank
-        to rank. For the product of several axes it is a stand-in until the run, when all ranks make
-        the group (`product_group`).
+        """The group name for functional collectives along an axis; it may differ from rank to rank.
+        For the product of several axes it is a placeholder until all ranks make the group before
+        the run (`product_group`).
         """
         for name in (axis, *others):
             if name not in self.axis_names:
@@ -328,7 +328,7 @@ def mesh_device(mesh: Mesh) -> torch.device:
 
 
 def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
-    """``rank``, one of ``ranks``; True and 1.0 are none, though they equal one."""
+    """``rank``, checked to be an int in ``ranks``; True and 1.0 are refused."""
     is_int = hasattr(rank, "__index__") and not isinstance(rank, bool)
     if not is_int or rank not in ranks:
         kind = "" if is_int else f", a {type(rank).__name__},"

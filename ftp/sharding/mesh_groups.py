@@ -18,8 +18,8 @@ from ftp.sharding.process_group import (
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank.
 
-    NCCL's watchdog ends the process after its timeout. It is given longer, so that ranks first find
-    out who is missing.
+    NCCL's watchdog ends the process after its timeout. It gets a longer one, so that ranks first
+    find out which rank is missing.
     """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
         longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
@@ -36,8 +36,8 @@ def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over the product of some axes; the first time, all ranks of the mesh call
-    this together, which makes the group.
+    """This rank's group over the product of some axes. The first call makes the group; all ranks of
+    the mesh make it together.
     """
     key = mesh, tuple(axes)
     if key not in product_groups:

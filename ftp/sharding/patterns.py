@@ -1,4 +1,4 @@
-"""Path patterns: which leaves of a tree they match, and what they resemble when they match none."""
+"""Path patterns: the leaves of a tree that they match, and similar paths if they match none."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class IfPresent(str):
-    """A pattern that may match nothing: of a part that only some models have, such as a bias."""
+    """A pattern that may match nothing: for a part that only some models have, such as a bias."""
 
 
 def dotted(path: Path) -> str:
@@ -31,11 +31,12 @@ def match_patterns(
 
     Args:
         answers: the paths of each leaf; a tied weight has several.
-        names: what messages call the leaves.
-        where: what messages call the tree.
-        failures: gains each pattern that matches nothing, each pair that disagrees on a leaf while
-            neither is more specific, and each value that ``check`` refuses.
-        check: what is wrong with a pattern's value, None if nothing.
+        names: of the leaves, for messages.
+        where: the tree's name in messages.
+        failures: gets a message for each pattern that matches nothing, each pair of patterns that
+            disagree on a leaf while neither is more specific, and each value that ``check``
+            refuses.
+        check: gives the error message for a pattern's value, or None.
     """
     found: list[list[tuple[str, T]]] = [[] for _ in answers]
     for pattern, value in patterns.items():
@@ -84,7 +85,7 @@ def _most_specific(given: list[tuple[str, T]]) -> list[tuple[str, T]]:
 
 
 def narrows(pattern: str, other: str) -> bool:
-    """Whether ``pattern`` is more specific: ``other`` matches all that it can match, and more.
+    """Whether ``pattern`` is more specific: ``other`` matches all paths that it matches, and more.
 
     >>> narrows("layers.0.**", "layers.**"), narrows("layers.**", "**.norm")
     (True, False)
@@ -113,8 +114,8 @@ _TOKEN = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
 
 
 def _tokens(element: str) -> tuple[Any, ...]:
-    """The parts of a path element's pattern: ``_ANY``, or the set of characters that one place
-    takes as ``(is_all_but, characters)``.
+    """The parts of a path element's pattern: ``_ANY``, or the characters that one place may be, as
+    ``(is_all_but, characters)``.
     """
     found: list[Any] = []
     for token in _TOKEN.findall(element):
@@ -198,7 +199,7 @@ def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: s
 
 
 def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
-    """The candidates most like ``name``, whatever their case; of those that differ in numbers only,
+    """The candidates most like ``name``, ignoring case; of candidates that differ in numbers only,
     the first.
 
     >>> nearest("layers.*.atn", ["layers.0.attn", "layers.1.attn", "head"], n=2)

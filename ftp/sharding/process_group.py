@@ -40,10 +40,10 @@ product_groups: dict[tuple[Any, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
 endings: list[Callable[[], None]] = []
-"""Called before the default process group ends, to release what would keep it from ending."""
+"""Called before the default process group ends, to release objects that would keep it alive."""
 failed: list[Callable[[], tuple[bool, FtpError | None]]] = []
-"""Called then: whether a mesh has failed, so that ranks cannot wait for each other any more; and
-why, if no exception has told the program.
+"""Called when the default process group ends. Each returns whether a mesh has failed, so that ranks
+cannot wait for each other, and the reason if no exception has been raised for it.
 """
 
 
@@ -56,12 +56,12 @@ def init_process_group(
     """Initialise the default process group from the environment of torchrun, srun or mpirun.
     ``make_mesh`` does it with the defaults.
 
-    A launcher's restarts use keys of their own in its store, so that none meets the addresses of
-    processes that are gone.
+    Each restart by a launcher uses its own keys in the launcher's store, so that it does not find
+    the addresses of processes that have ended.
 
     Args:
-        timeout: seconds that a rank waits for a missing one until a program has run once, while
-            ranks trace, compile and connect.
+        timeout: seconds that a rank waits for a missing one until the first run of a program has
+            ended, while ranks trace, compile and connect.
         step_timeout: seconds that it waits in later runs; default 100, or ``timeout`` if less.
         device_type: "cuda" uses NCCL, and the device of the local rank, or the only one that the
             process sees; "cpu" uses gloo. Default: "cuda" where there is a GPU.
@@ -99,8 +99,8 @@ def init_process_group(
         )
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(rendezvous(launch.meets_at, timeout=wait))
-    # A restarted attempt finds the agent's store as the last one left it, with the addresses of
-    # processes that are gone.
+    # After a restart the agent's store still has the last attempt's keys, with the addresses of
+    # processes that have ended.
     store = c10d.PrefixStore(f"ftp/attempt{restart_count()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     _timeouts[current_world()] = Timeouts(
@@ -111,17 +111,17 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Wait for saves and for all ranks, then destroy the default process group; without one, as in
-    a simulation, wait for saves alone.
+    """Wait for saves and for all ranks, then destroy the default process group. Without one, as in
+    a simulation, wait for saves only.
 
-    A process that ends without it may take the store with it that others still use.
+    A process that ends without this call may end the store that others still use.
 
-    After a failure that a call has raised, it does not wait. The process group is destroyed in any
+    After a failure that a call has raised, it does not wait for other ranks. The process group is destroyed in any
     case.
 
     Raises:
-        CheckpointError: a save failed, and nobody has asked for its result.
-        CollectiveError, MismatchError: a rank has ended or failed, which no call has raised.
+        CheckpointError: a save failed whose result was never asked for.
+        CollectiveError, MismatchError: a rank has ended or failed, and no call has raised it.
 
     >>> destroy_process_group()
     """
@@ -139,7 +139,7 @@ def destroy_process_group() -> None:
 
 
 def _wait_for_all() -> list[Exception]:
-    """Why ranks do not all come, where no exception has told the program."""
+    """Wait for all ranks. Returns the errors why some do not come that no call has raised."""
     found = [end() for end in failed]
     if not any(has_failed for has_failed, _ in found):
         try:
@@ -168,13 +168,13 @@ def own_timeouts() -> Timeouts:
 
 
 def restart_count() -> int:
-    """How often the launcher has restarted the job."""
+    """The number of times that the launcher has restarted the job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def current_world() -> int:
-    """The number of the default process group, counted from 0 in this process; names of groups are
-    valid within one.
+    """The number of the default process group, counted from 0 in this process. Names of groups are
+    valid within one default process group.
     """
     if not dist.is_initialized():
         raise MeshError(
@@ -213,7 +213,7 @@ def check_mesh_shape(
     if repeated:
         raise MeshError(
             f"{given}: axis name {repeated[0]!r} is used {axis_names.count(repeated[0])} times."
-            " Give each axis a name of its own."
+            " Give each axis its own name."
         )
     for name, size in zip(axis_names, shape, strict=True):
         if size < 1:
@@ -250,7 +250,7 @@ def default_device_type() -> str:
 
 
 def gpu_uuid(index: int) -> str:
-    """A GPU's name, equal in all processes, whatever indices they give it."""
+    """A GPU's id, equal in all processes even if they index it differently."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -268,8 +268,8 @@ def _own_device(launch: Launched) -> int:
 
 
 def _require_own_gpus() -> None:
-    """Raises on every rank where several use one GPU, which NCCL refuses, and destroys the process
-    group.
+    """Raise on every rank if several ranks use one GPU, which NCCL refuses; destroys the process
+    group then.
     """
     uuid = gpu_uuid(torch.cuda.current_device()).encode()
     name = int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest())

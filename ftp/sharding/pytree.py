@@ -1,4 +1,4 @@
-"""Pytrees: leaves, their names and paths; spec trees and prefixes of them; ``plan``."""
+"""Pytrees: leaves with their names and paths, spec trees and prefixes of them, and ``plan``."""
 
 import difflib
 from collections import OrderedDict, defaultdict
@@ -22,7 +22,7 @@ NAMESPACE = "ftp"
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves of ``tree`` in optree's order, and its structure; ``None`` is no leaf.
+    """The leaves of ``tree`` in optree's order, and its structure. ``None`` is not a leaf.
 
     >>> flatten({"b": [1, None], "a": 2})[0]
     [2, 1]
@@ -31,7 +31,7 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def leaf_names(tree: Any, root: str) -> list[str]:
-    """What messages call each leaf.
+    """The name of each leaf in messages.
 
     >>> leaf_names({"mlp": {"up": 1}, "norms": [2]}, "params")
     ["params['mlp']['up']", "params['norms'][0]"]
@@ -56,7 +56,7 @@ _paths_of_tied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_tied(tensor: torch.Tensor, paths: Sequence[str]) -> None:
-    """Remembers all dotted paths of a tied weight, its own first."""
+    """Remember all dotted paths of a tied weight, its own first."""
     _paths_of_tied[tensor] = tuple(tuple(path.split(".")) for path in paths)
 
 
@@ -155,8 +155,9 @@ def plan(
             paths such as ``layers.0.attn.wq.weight``.
         patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` is any one
             element or a part of one, ``**`` any number of elements, ``w[qkv]`` is wq, wk or wv.
-            Dots inside a key separate elements. Of two patterns the more specific one wins, whose
-            every possible match the other matches too. Or a function ``(path, leaf) -> P``.
+            Dots inside a key separate elements. If two patterns match, the more specific one
+            applies: the other one matches every path that it can match. Or a function
+            ``(path, leaf) -> P``.
         strict: raise for a leaf that no pattern matches. Otherwise the leaf is replicated, and the
             printed table says so.
 

@@ -1,5 +1,5 @@
-"""Sparse matrices as pytrees of their entries: no spec describes a sparse layout, and entries are
-vectors, which specs cut.
+"""Sparse matrices as pytrees of their entries: no spec describes a sparse layout, but entries are
+vectors, which a spec can cut.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,12 +34,12 @@ _OF_PAIRS: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class SparseMatrix:
-    """What a step's function gets for a sparse matrix among its arguments.
+    """A sparse matrix as a step's function gets it.
 
     Attributes:
         rows, columns: of each entry, int64 of shape (entries,).
-        entries: their values; equal places add up.
-        whole: rows and columns of the matrix.
+        entries: their values; entries at the same place are added.
+        whole: numbers of rows and columns of the matrix.
     """
 
     rows: Tensor
@@ -176,8 +176,8 @@ optree.register_pytree_node(
 def product(
     rows: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int], x: Tensor
 ) -> Tensor:
-    """A sparse matrix times a dense matrix or vector, as a gather of rows and a sum, which have
-    rules.
+    """The matmul of a sparse matrix with a dense matrix or vector, as a gather of rows and a sum,
+    which have rules.
     """
     if x.ndim not in (1, 2) or x.shape[0] != size[1]:
         raise InputError(
@@ -203,8 +203,8 @@ def entries_of(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def of_values(
     indices: Any, values: Any, size: Any = None, *, is_coalesced: bool | None = None, **unknown: Any
 ) -> SparseMatrix | None:
-    """As ``torch.sparse_coo_tensor``, of values that a trace computes; None for what is no
-    matrix of numbers.
+    """``torch.sparse_coo_tensor`` of values that a trace computes; None if it is not a matrix of
+    numbers.
     """
     if not isinstance(indices, Tensor) or not isinstance(values, Tensor) or size is None:
         return None

@@ -1,6 +1,6 @@
 """PartitionSpec: which mesh axes cut which dim of a tensor.
 
-Above 450 lines: an entry, the spec, and what a rank holds under it define one another.
+Above 450 lines: entries, specs and the pieces that a rank holds are defined in terms of each other.
 """
 
 import itertools
@@ -17,8 +17,8 @@ class Units:
     """A cut of a dim over a mesh axis in whole units of ``size`` elements; `units` makes it.
 
     Attributes:
-        pack: how many equal packs the dim holds one after another, each cut by itself; or the size
-            of each.
+        pack: the number of equal packs along the dim, each of which is cut by itself; or the size
+            of each pack.
     """
 
     axis: str
@@ -31,7 +31,7 @@ class Units:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a bare axis name says the same."""
+        """Whether the axis name alone means the same."""
         return self.size == 1 and self.pack == 1
 
     @property
@@ -49,8 +49,8 @@ class Units:
         return sum(sizes) == size and not any(s % self.size for s in sizes)
 
     def repeats(self, size: int, n: int) -> int:
-        """How many ranks of ``n`` share a unit of a pack of ``size``: more than one where there
-        are fewer units than ranks.
+        """The number of ranks of ``n`` that share a unit of a pack of ``size``: more than one if
+        there are fewer units than ranks.
         """
         count = size // self.size
         return n // count if self.size > 1 and 0 < count < n and n % count == 0 else 1
@@ -97,18 +97,18 @@ class Zigzag(Units):
 
 
 def zigzag(axis: str) -> Zigzag:
-    """An entry of a ``P`` that cuts a dim over ``axis`` so that causal attention along it is even
-    work: the dim as 2n chunks of ``torch.chunk`` (the last may be short or empty), of which rank r
-    holds chunks r and 2n-1-r, one after the other.
+    """An entry of a ``P`` that cuts a dim over ``axis`` so that all ranks have equal work in causal
+    attention along it. The dim is cut in 2n chunks like ``torch.chunk`` (the last may be short or
+    empty); rank r holds chunks r and 2n-1-r, one after the other.
 
-    Everything else follows by the spec: shards, checkpoints, positions, masks, random draws and
-    labels are those of the elements that a rank holds.
+    Shards, checkpoints, positions, masks, random draws and labels follow the spec: they are those
+    of the elements that a rank holds.
 
     Args:
         axis: a mesh axis.
 
     Raises:
-        SpecError: what is no axis name.
+        SpecError: ``axis`` is no axis name.
 
     >>> P(None, zigzag("cp"))
     P(None, zigzag('cp'))
@@ -121,22 +121,22 @@ def zigzag(axis: str) -> Zigzag:
 
 
 def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
-    """An entry of a ``P`` that cuts a dim over ``axis`` in whole units of ``size`` elements:
-    attention heads, say.
+    """An entry of a ``P`` that cuts a dim over ``axis`` in whole units of ``size`` elements, such
+    as attention heads.
 
-    Where the ranks are a multiple of the units, as 4 ranks for 2 heads, neighbouring ranks hold the
-    same unit, and its gradient is the sum of theirs.
+    If the number of ranks is a multiple of the number of units, as 4 ranks for 2 heads, adjacent
+    ranks hold the same unit, and its gradient is the sum of theirs.
 
     Args:
         axis: a mesh axis.
         size: elements that stay together; the dim, or each pack, is a multiple of it.
         pack: the tensors that are concatenated along the dim, each of which is cut by itself: a
-            shard is this rank's part of the first, then of the second, and so on. Their number
-            where all have one size (3 for q, k and v; Megatron's ``partition_stride``), else the
-            size of each: ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
+            shard is this rank's part of the first, then of the second, and so on. Give their number
+            if all have one size (3 for q, k and v; Megatron's ``partition_stride``), else the size
+            of each: ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
 
     Raises:
-        SpecError: what is no axis name, or no positive number.
+        SpecError: ``axis`` is no axis name, or a number is not positive.
 
     >>> P(units("tp", 64), None), P(units("tp", 64, pack=3))
     (P(units('tp', 64), None), P(units('tp', 64, pack=3)))
@@ -162,11 +162,11 @@ Entry = None | str | Units | EllipsisType | tuple["str | Units", ...]
 
 
 class PartitionSpec:
-    """How a tensor is sharded: which mesh axes cut each dim. ``P`` is short for it.
+    """The sharding of a tensor: which mesh axes cut each dim. ``P`` is an alias.
 
     Args:
-        entries: one for each dim: ``None`` where the dim is whole, an axis name, ``units(...)``, or
-            a tuple of these, major to minor. Missing trailing entries are ``None``. In a constraint
+        entries: one for each dim: ``None`` if the dim is whole, an axis name, ``units(...)``, or a
+            tuple of these, major to minor. Missing trailing entries are ``None``. In a constraint
             a leading ``...`` stands for any number of ``None``: ``P(..., "tp")`` cuts the last dim.
         unreduced: axes over which a sum is pending: the value is the sum of the ranks' tensors.
 
@@ -237,7 +237,7 @@ class PartitionSpec:
         return bool(self._unreduced) or any(e is not None and e is not ... for e in self._entries)
 
     def at_rank(self, ndim: int) -> "PartitionSpec":
-        """The spec of a tensor of ``ndim`` dims: a leading ``...`` is as many ``None`` as it takes.
+        """The spec for a tensor of ``ndim`` dims, with a leading ``...`` written out as ``None``.
 
         >>> P(..., "tp", None).at_rank(3)
         P(None, 'tp', None)
@@ -294,7 +294,7 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
 
 
 def _repeated(spec: PartitionSpec) -> str:
-    """What is wrong with a spec that uses an axis twice, and a spec with its first use alone."""
+    """The error message for a spec that uses an axis twice, with a spec that keeps its first use."""
     first: dict[str, int] = {}
     again, kept = [], []
     for dim in range(len(spec)):
@@ -311,8 +311,8 @@ def _repeated(spec: PartitionSpec) -> str:
             a for i, a in enumerate(spec.unreduced) if a in spec.unreduced[:i]
         ]
         return (
-            f"{spec!r} uses mesh axis {twice[0]!r} twice: the sum over an axis is pending once, and"
-            " of a tensor that is whole along it."
+            f"{spec!r} uses mesh axis {twice[0]!r} twice: a sum over an axis is pending once, and"
+            " only for a tensor that the axis does not cut."
         )
     axis, dim = again[0]
     return (
@@ -327,8 +327,8 @@ def local_shape(
     axes: dict[str, int],
     coordinate: dict[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the shard at ``coordinate`` {axis: index}; default the largest in each dim: that
-    of the first rank, but for a zigzag.
+    """The shape of the shard at ``coordinate`` {axis: index}; by default the largest in each dim,
+    which is the first rank's, except in a zigzag.
 
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     ((3, 3), (2, 3))
@@ -345,14 +345,14 @@ def local_shape(
 def local_bounds(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
 ) -> list[tuple[int, int]]:
-    """Per dim the (start, stop) that the rank at ``coordinate`` holds, of a spec under which
-    that is one piece (`local_pieces`).
+    """Per dim the (start, stop) that the rank at ``coordinate`` holds, for a spec under which it
+    holds one piece (else see `local_pieces`).
     """
     found = local_pieces(spec, shape, axes, coordinate)
     if scattered := [dim for dim, pieces in enumerate(found) if len(pieces) != 1]:
         raise SpecError(
             f"Under {spec} a shard of {tuple(shape)} is several pieces along dim {scattered[0]},"
-            " no single slice."
+            " not one slice."
         )
     return [pieces[0] for pieces in found]
 
@@ -364,9 +364,9 @@ def local_pieces(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
 ) -> list[list[Interval]]:
     """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
-    order: several only of a packed dim and of a zigzag.
+    order. Only packed dims and zigzags have several.
 
-    Cut as ``torch.chunk`` cuts, one axis after another.
+    Dims are cut like ``torch.chunk``, one axis after another.
 
     >>> local_pieces(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     [[(3, 5)], [(0, 3)]]
@@ -426,8 +426,8 @@ def cut_length(size: int, n: int, index: int, cut: Units) -> int:
 
 
 def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) -> bool:
-    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``: not where packs
-    differ, nor where ranks share units.
+    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``. False if packs
+    differ in size, or ranks share units.
     """
     sizes = {size}
     for cut in spec.cuts(dim):
@@ -466,15 +466,15 @@ def without_stage(spec: PartitionSpec) -> PartitionSpec:
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:
-    """The global size of a dim that its spec alone gives: the sum of the packs, where the major
-    cut lists their sizes.
+    """The global size of a dim if its spec determines it: the sum of the packs, if the major cut
+    lists their sizes.
     """
     cuts = spec.cuts(dim)
     return sum(cuts[0].pack) if cuts and isinstance(cuts[0].pack, tuple) else None
 
 
 def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Offset and length of chunk ``index`` of ``n``, in whole units, as ``torch.chunk``; the last
+    """Offset and length of chunk ``index`` of ``n``, like ``torch.chunk`` in whole units; the last
     unit may be short.
 
     >>> [chunk(5, 4, i) for i in range(4)]

@@ -15,16 +15,16 @@ _specs: ContextVar[dict[int, P]] = ContextVar("specs of traced arguments", defau
 
 @contextmanager
 def arguments_with(leaves: Sequence[Any], specs: Sequence[P]) -> Iterator[None]:
-    """While it lasts, ``spec_of_argument`` knows the leaves' specs."""
+    """Within the block ``spec_of_argument`` knows the leaves' specs."""
     known = {id(x): spec for x, spec in zip(leaves, specs, strict=True) if isinstance(x, Tensor)}
     with set_within(_specs, known):
         yield
 
 
 def spec_of_argument(x: Tensor) -> P | None:
-    """The spec of a tensor that is an argument of the step being traced; None of any other.
+    """The spec of a tensor that is an argument of the step being traced; None for any other.
 
-    It may decide how a program is written, never what it computes: a traced program is planned for
-    other specs too.
+    A spec may decide which ops a function uses, never what it computes: a traced program is planned
+    for other specs too.
     """
     return _specs.get().get(id(x))

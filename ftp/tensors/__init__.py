@@ -1,1 +1,1 @@
-"""Placed tensors: full tensors to shards and back, what is known of each, global shapes."""
+"""Placed tensors: full tensors to shards and back, placements, global shapes."""

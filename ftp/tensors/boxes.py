@@ -24,7 +24,7 @@ class Box:
         return prod(self.size)
 
     def meet(self, other: "Box") -> "Box | None":
-        """The intersection, None where it is empty.
+        """The intersection; None if it is empty.
 
         >>> Box((0, 0), (4, 4)).meet(Box((2, 3), (4, 4)))
         Box(start=(2, 3), size=(2, 1))
@@ -38,7 +38,7 @@ class Box:
         return Box(start, size) if all(n > 0 for n in size) else None
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """The slices of the box in a tensor that begins at ``origin`` of the global tensor.
+        """The slices of the box in a local tensor that starts at ``origin`` of the global tensor.
 
         >>> Box((2, 3), (2, 1)).slices((2, 0))
         (slice(0, 2, None), slice(3, 4, None))
@@ -55,8 +55,8 @@ class Box:
         """
         if self.numel <= numel:
             return [self]
-        # Whole rows of the inner dims as far as they fit, then a part of one dim, then one index at
-        # a time of the outer ones.
+        # Inner dims are whole as far as they fit, then comes a part of one dim; outer dims have one
+        # index per box.
         dim, inner = len(self.size) - 1, 1
         while inner * self.size[dim] <= numel:
             inner *= self.size[dim]
@@ -76,7 +76,7 @@ class Box:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of the global tensor, and where in the local shard it begins."""
+    """A box of the global tensor, and its start in the local shard."""
 
     box: Box
     origin: Shape
@@ -99,7 +99,8 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """
     if len(boxes) < 2:
         return None
-    # A sweep along the dim of the most starts: a box is compared with those that reach past it.
+    # Sweep along the dim with the most starts: compare each box with open boxes, which reach past
+    # its start.
     dim = max(
         range(len(boxes[0].start)), key=lambda d: len({b.start[d] for b in boxes}), default=None
     )
@@ -135,8 +136,8 @@ def parts_of(pieces: Sequence[Sequence[Interval]]) -> list[ShardBox]:
 
 @lru_cache(maxsize=4096)
 def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[ShardBox, ...], ...]:
-    """The parts that each rank of a mesh holds, row-major; on a simulated mesh one process holds
-    all.
+    """The parts that each rank of a mesh holds, row-major. On a simulated mesh one process holds
+    the whole tensor.
     """
     if mesh.kind != "process":
         return (tuple(parts_of([[(0, n)] for n in shape])),)
@@ -164,8 +165,8 @@ def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[in
 
 
 def _joined(pieces: Sequence[Interval], size: int) -> Sequence[Interval]:
-    """One piece where the pieces are the whole dim in order. Joined further, boxes of ranks that
-    share units would differ.
+    """One piece if the pieces are the whole dim in order. Otherwise pieces are not joined, as boxes
+    of ranks that share units would differ.
     """
     ends = [0, *(b for _, b in pieces)]
     return (

@@ -1,5 +1,5 @@
-"""Integer inputs that index a dim: what their values may be, read off a traced program, and a
-check of what ranks give.
+"""Integer inputs that index a dim: their ranges, read off a traced program, and a check of the
+values that ranks give.
 
 >>> from ftp.sharding.pytree import flatten
 >>> from ftp.tracing.trace import trace
@@ -31,13 +31,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class IndexBound:
-    """What the elements of an input may be where one op reads them as indices.
+    """The range of an input's elements that one op reads as indices.
 
     Attributes:
-        least, size: the least value, and the first that is too large.
-        ignored: a value that is allowed besides.
+        least, size: the smallest value, and the first that is too large.
+        ignored: another value that is allowed.
         line: the user's line.
-        reaches: which elements of the whole input the op reads, of its shape; None for all.
+        reaches: a mask, of the global input's shape, of the elements that the op reads; None: all.
     """
 
     least: int
@@ -62,7 +62,7 @@ _LISTS = (
     aten.index_put.default,
 )  # these count negative ones from the end
 
-# Ops whose result holds elements of their operands, and zeros, at places that no value decides.
+# Ops whose result has elements of their operands, and zeros, at places that depend on no value.
 _SAME_ELEMENTS = {
     aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default,
 }  # fmt: skip
@@ -78,10 +78,10 @@ _RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def index_bounds(graph: fx.Graph) -> dict[int, list[IndexBound]]:
-    """Bounds of the inputs that index a dim, by the inputs' places.
+    """Bounds of the inputs that index a dim, by the inputs' positions.
 
     Elements are followed through ops that select or rearrange them. Indices that are computed (by
-    arithmetic, or chosen by other values) have no bound here.
+    arithmetic, or chosen by other values) get no bound.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     followed: list[dict[fx.Node, Any]] = [{} for _ in inputs]
@@ -138,7 +138,7 @@ def check_indices(
     record: Calls,
     when: str = "",
 ) -> None:
-    """Checks what ranks give for inputs that index, inside of a call that all of them have begun.
+    """Check the values that ranks give for inputs that index, in a call that all ranks have begun.
 
     Raises:
         InputError: on all ranks, with each input that is out of range, a value of it, the bound and
@@ -185,7 +185,7 @@ def check_indices(
 
 
 def _numbers(node: fx.Node, source: fx.Node, known: dict[fx.Node, Any]) -> Any:
-    """Per element of a value its number in the input ``source``, from 1; 0 where it is none."""
+    """Per element of a value, its number in the input ``source``, from 1; 0 if not from there."""
     if node not in known:
         value = node.meta["val"]
         if node is source:
@@ -213,7 +213,7 @@ def _rearranged(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
 
 
 def _followed(node: fx.Node) -> list[fx.Node]:
-    """The operands whose elements a value holds; none where its elements are other ones."""
+    """The operands whose elements a value holds; empty if it computes new elements."""
     target = node.target
     if target is operator.getitem:
         return node.all_input_nodes if _followed(node.all_input_nodes[0]) else []
@@ -237,7 +237,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
 
 
 def _one_hot_classes(node: Any) -> int | None:
-    """How many classes ``one_hot`` compares with, where this is what it compares with."""
+    """The number of classes, if ``node`` is the range that ``one_hot`` compares with; else None."""
     while isinstance(node, fx.Node) and (operands := _followed(node)):
         node = operands[0]
     is_of_one_hot = (

@@ -36,11 +36,11 @@ def device_put(
     """Shard full tensors: copy this rank's part of each to the mesh's device.
 
     Args:
-        tree: full tensors, equal on every rank, or right on rank ``src`` alone. Other leaves pass
-            through, and so do tensors that are placed with this mesh and spec already.
+        tree: full tensors, equal on every rank, or with ``src`` valid on that rank only. Other
+            leaves pass through, and so do tensors that are placed with this mesh and spec already.
         mesh: a torch DeviceMesh, or an ftp mesh; default that of ``ftp.use_mesh``.
-        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. Of a sum that
-            is unreduced over an axis the first rank gets the value, the others zeros. DTensor
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. Under a spec
+            with an unreduced axis, its first rank gets the value, the others zeros. DTensor
             placements may stand for a spec, one for each axis of the mesh: ``(Shard(-1),
             Replicate())``.
         src: a rank of the world. Its tensors are broadcast to the other ranks first.
@@ -50,8 +50,8 @@ def device_put(
             under way when this returns, so leave that memory unchanged until the GPU has it.
 
     Returns:
-        The tree of local shards, cut as ``torch.chunk`` cuts; on a simulated mesh copies of the
-        full tensors. A shard is a leaf that requires a gradient where the full tensor does; a
+        The tree of local shards, cut like ``torch.chunk``; on a simulated mesh copies of the full
+        tensors. A shard is an autograd leaf that requires a gradient if the full tensor does; a
         Parameter stays a Parameter. Meta tensors stay on meta.
 
     Raises:
@@ -90,7 +90,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 
     Args:
         tree: this rank's shards, placed or not; other leaves pass through.
-        mesh, specs: what the shards are placed with, as for ``device_put``.
+        mesh, specs: of the shards, as for ``device_put``.
 
     Returns:
         The tree of full tensors, copies that require no gradient.
@@ -98,7 +98,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     Raises:
         SpecError: a spec that does not fit its tensor or the mesh.
         PlacementError: a tensor that is placed with another spec or on another mesh.
-        MismatchError: ranks that call something else, or shards that are not those of one tensor.
+        MismatchError: ranks that call something else, or shards that do not belong to one tensor.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -126,7 +126,7 @@ def _is_unknown(leaf: Leaf) -> bool:
 
 
 def _running(what: str, tree: ShardedTree) -> Running:
-    """The call in which ranks communicate, named alike on all of them."""
+    """The call in which ranks communicate; it has the same name on all ranks."""
     dtypes = [
         leaf.dtype if isinstance(leaf.value, torch.Tensor) else "static" for leaf in tree.leaves
     ]
@@ -135,7 +135,7 @@ def _running(what: str, tree: ShardedTree) -> Running:
 
 
 def _check_sources(tree: ShardedTree) -> None:
-    """Raises for tensors without values, and for those that would lose their gradient."""
+    """Raises for tensors without values, and for tensors that would lose their gradient."""
     failures = []
     for leaf in tree.leaves:
         x = leaf.value
@@ -203,8 +203,8 @@ def specs_of(tree: Any) -> Any:
 def local_slice(
     mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]
 ) -> tuple[slice | torch.Tensor, ...]:
-    """The slices of a global tensor that this rank holds, for loaders; all of it on a simulated
-    mesh.
+    """The slices of a global tensor that this rank holds, for data loaders; the whole tensor on a
+    simulated mesh.
 
     Args:
         mesh: default that of ``ftp.use_mesh``.
@@ -212,19 +212,11 @@ def local_slice(
         shape: the global shape.
 
     Returns:
-        One slice a dim. A packed dim (``ftp.units(..., pack=)``) or a zigzag of which this rank
+        One slice per dim. A packed dim (``ftp.units(..., pack=)``) or a zigzag of which this rank
         holds several pieces has an index tensor instead.
 
     Raises:
         SpecError: a spec that does not fit the shape or the mesh, or that packs several dims.
-
-    Args:
-        mesh: None takes that of the surrounding ``ftp.use_mesh``.
-        spec: of the tensor.
-        shape: the tensor's global shape.
-
-    Raises:
-        SpecError: a spec that does not fit the shape or the mesh.
 
     >>> import ftp
     >>> local_slice(ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"), (6, 3))
@@ -238,7 +230,7 @@ def local_slice(
     pieces = local_pieces(spec, shape, m.axes, require_coordinate(m))
     if len(packed := [dim for dim, found in enumerate(pieces) if len(found) > 1]) > 1:
         raise SpecError(
-            f"{spec} packs dims {packed}: no tuple of slices and one index is that part. Take"
+            f"{spec} packs dims {packed}: slices and one index tensor cannot select that part. Use"
             " ftp.device_put."
         )
     return tuple(
@@ -257,7 +249,7 @@ def take(full: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> torch.Tens
 
 
 def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> None:
-    """Writes a shard to where ``take`` reads it."""
+    """Write a shard to the places that ``take`` reads it from."""
     starts = [list(accumulate((b - a for a, b in p), initial=0)) for p in pieces]
     for at in product(*(range(len(p)) for p in pieces)):
         there = tuple(slice(*pieces[d][k]) for d, k in enumerate(at))
@@ -272,7 +264,7 @@ def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh, non_blocking: bo
         coordinate = require_coordinate(mesh)
         full = take(full, local_pieces(spec, full.shape, mesh.axes, coordinate))
         if any(coordinate[axis] for axis in spec.unreduced):
-            full = torch.zeros_like(full)  # the first rank of the axis brings the value
+            full = torch.zeros_like(full)  # the first rank of the axis has the value
     if full.device.type == "meta":
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     return full.to(
@@ -287,8 +279,7 @@ def _broadcast(full: torch.Tensor, mesh: Mesh, src: int) -> torch.Tensor:
     assert mesh.torch is not None
     at = mesh.coordinates()[mesh.ranks.index(src)]
     data = full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)
-    # Along one axis after another: each time, the ranks that have it already hand it to all of
-    # their group.
+    # Along one axis after another: ranks that have the tensor broadcast it to their group.
     for axis in mesh.axis_names:
         group = mesh.torch.get_group(axis)
         dist.broadcast(_bytes(data), dist.get_global_rank(group, at[axis]), group=group)

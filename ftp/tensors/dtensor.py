@@ -21,9 +21,9 @@ from ftp.tensors.sharded_tree import agree_on_shapes, sharded_tree
 def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
     """Wrap this rank's shards as DTensors over the same memory.
 
-    Ranks compare the shapes that they hold through the store; no collective is issued. A leaf stays
-    a leaf, with its ``requires_grad``, and a Parameter a Parameter; through other tensors gradients
-    flow as through ``DTensor.from_local``.
+    Ranks compare the shapes of their shards through the store; no collective is issued. An autograd
+    leaf stays a leaf, with its ``requires_grad``, and a Parameter a Parameter; through other
+    tensors gradients flow as through ``DTensor.from_local``.
 
     Args:
         tree: this rank's shards, placed or not; leaves that are no tensors pass through.
@@ -35,7 +35,7 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         The tree of DTensors.
 
     Raises:
-        MismatchError: on every rank: shards that are not those of one tensor, with rank and path.
+        MismatchError: on every rank, with rank and path: shards that do not belong to one tensor.
         SpecError: a spec that does not fit, or that DTensor has no placements for.
         MeshError: a mesh without processes.
 
@@ -78,16 +78,13 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 def from_dtensor(tree: Any) -> Any:
     """Unwrap DTensors to this rank's shards, placed. Nothing is sent.
 
-    A leaf stays a leaf, with its ``requires_grad``, and a Parameter a Parameter.
+    An autograd leaf stays a leaf, with its ``requires_grad``, and a Parameter a Parameter.
 
     Args:
         tree: DTensors; other leaves pass through.
 
     Returns:
         The tree of shards; ``ftp.specs_of`` gives their specs.
-
-    Args:
-        tree: any tree with DTensors.
 
     Raises:
         SpecError: placements that no spec states, as pending sums, and shards that are not cut as

@@ -17,14 +17,14 @@ from ftp.tensors.placement import placement_of
 
 
 def abstract(leaf: Any, shape: Shape | None) -> Any:
-    """A leaf as the tracer takes it: of global shape, on meta where it is a shard."""
+    """A leaf as the tracer takes it: of global shape; a shard is replaced by a meta tensor."""
     if not isinstance(leaf, torch.Tensor) or shape is None or tuple(leaf.shape) == shape:
         return leaf
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
 def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] | None:
-    """The global shape of a leaf as far as one rank can tell: that of its placement, else as if all
+    """The global shape of a leaf as far as one rank can tell: by its placement, else as if all
     shards were equal.
     """
     if not isinstance(leaf, torch.Tensor):
@@ -42,11 +42,11 @@ def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] 
 
 
 def describe_held(leaf: Any, spec: PartitionSpec, *, hashed: bool = True) -> Any:
-    """What this rank holds of a leaf, as JSON for the other ranks.
+    """A description of this rank's part of a leaf, as JSON for the other ranks.
 
     Args:
-        hashed: of an unplaced tensor that ``spec`` cuts, a digest too: ranks that pass the full
-            tensor are found by it.
+        hashed: add a digest of an unplaced tensor that ``spec`` cuts, by which ranks that pass the
+            full tensor are found.
     """
     if not isinstance(leaf, torch.Tensor):
         return f"{without_addresses(repr(leaf))}, {kind_of(leaf)}"
@@ -60,7 +60,7 @@ def describe_held(leaf: Any, spec: PartitionSpec, *, hashed: bool = True) -> Any
 
 
 def without_addresses(text: str) -> str:
-    """Text that is equal on all ranks, whatever the addresses of objects in it.
+    """The text without addresses of objects, so that it is equal on all ranks.
 
     >>> without_addresses("<function f at 0x7f00d0>")
     '<function f>'
@@ -69,7 +69,7 @@ def without_addresses(text: str) -> str:
 
 
 def content_hash(tensor: torch.Tensor) -> str | None:
-    """A digest of a tensor's values; None where all are equal, as of zeros on every rank."""
+    """A digest of a tensor's values; None if all values are equal, such as zeros on every rank."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() < 2 or bool((flat == flat[0]).all()):
         return None

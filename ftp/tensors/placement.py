@@ -1,4 +1,4 @@
-"""Placements: the mesh, spec and global shape that ftp remembers of a tensor; donations."""
+"""Placements: the mesh, spec and global shape that ftp remembers for a tensor; donations."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """How a tensor that ftp made is sharded. Equal placements are one object."""
+    """The sharding of a tensor that ftp made. Equal placements are one object."""
 
     mesh: Mesh
     spec: PartitionSpec
@@ -37,7 +37,7 @@ def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placem
 
 @dataclass(frozen=True, eq=False)
 class Donated:
-    """Remembered of a tensor whose memory a call may reuse: ``by`` names the argument."""
+    """The fact that a call may reuse a tensor's memory: ``by`` names the argument."""
 
     by: str
 
@@ -51,7 +51,7 @@ class _TensorRef(weakref.ref):
 
 Fact = Placement | Donated
 
-# By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price.
+# Keyed by identity, with weak references. torch's WeakTensorKeyDictionary takes ten times as long.
 _known: dict[int, tuple[_TensorRef, Fact, int | None]] = {}
 
 
@@ -61,13 +61,13 @@ def _forget(ref: _TensorRef) -> None:
 
 
 class Returned:
-    """Tensors that one call returned, remembered together, in a third of the time that one by one
-    takes.
+    """Tensors that one call returned, remembered together: this takes a third of the time of
+    remembering each.
 
     Attributes:
-        facts: what is known of each: the object that `returned` was given while nothing has
+        facts: the fact of each tensor: the object that `returned` was given as long as nothing has
             changed, None once the tensors are remembered one by one.
-        call: its number on its mesh.
+        call: the call's number on its mesh.
     """
 
     __slots__ = ("at", "call", "facts", "refs")
@@ -83,14 +83,14 @@ class Returned:
         return at if at is not None and self.refs[at]() is tensor else None
 
 
-_LATEST = 8  # calls whose tensors are noted together: of a few steps that take turns, the last ones
+_LATEST = 8  # last calls whose tensors are remembered together, for a few steps that take turns
 _latest: tuple[Returned, ...] = ()
 _noting = threading.Lock()
 
 
 def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) -> Returned:
-    """Remembers a fact for each of these new tensors while it lives, and that call number ``call``
-    made it.
+    """Remember a fact for each of these new tensors while it lives, and the number of the call that
+    made them.
     """
     global _latest
     made = Returned(tensors, facts, call)
@@ -106,7 +106,7 @@ def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) 
 
 
 def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch.Tensor:
-    """Remembers ``fact`` while the tensor lives, and the number of the call that made it."""
+    """Remember ``fact`` while the tensor lives, and the number of the call that made it."""
     key = id(tensor)
     for latest in _latest:
         if (at := latest.find(tensor)) is not None and latest.facts is not None:
@@ -124,17 +124,15 @@ def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch
 def placed(
     tensor: torch.Tensor, like: Any, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """A fresh ``tensor`` as the shard of a tensor of global ``shape``: its placement remembered, a
-    Parameter or a leaf that requires a gradient where ``like`` is one.
+    """A new ``tensor`` as the shard of a tensor of global ``shape``: its placement is remembered,
+    and it is a Parameter, or a leaf that requires a gradient, if ``like`` is.
     """
     tensor = leaf_like(tensor, like) if isinstance(like, torch.Tensor) else tensor
     return remember(tensor, placement(mesh, spec, shape))
 
 
 def leaf_like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """A fresh tensor that requires a gradient where ``old`` does, and is a Parameter where it is
-    one.
-    """
+    """A new tensor that requires a gradient if ``old`` does, and is a Parameter if ``old`` is."""
     if isinstance(old, nn.Parameter):
         return nn.Parameter(tensor, old.requires_grad)
     return tensor.requires_grad_() if old.requires_grad else tensor
@@ -151,7 +149,7 @@ def known_of(tensor: torch.Tensor) -> Fact | None:
 
 
 def call_of(tensor: torch.Tensor) -> int | None:
-    """The number, on its mesh, of the step's call that made a tensor; None of other tensors."""
+    """The number, on its mesh, of the step's call that made a tensor; None for other tensors."""
     entry = _known.get(id(tensor))
     if entry is not None and entry[0]() is tensor:
         return entry[2]

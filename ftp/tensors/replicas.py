@@ -1,5 +1,5 @@
-"""``check_replicas``: digests of replicated tensors, compared by a few small all-reduces. Only
-where some differ are the ranks looked for.
+"""``check_replicas``: digests of replicated tensors, compared by a few small all-reduces. If some
+differ, ranks exchange more to find which.
 """
 
 import json
@@ -24,11 +24,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, step: int | None = None
 ) -> None:
-    """Raise on every rank where replicas differ: values that several ranks should hold alike, and
-    that have drifted apart.
+    """Raise on every rank if replicas differ: copies of a value that ranks should hold equal.
 
     Ranks compare a 64-bit digest of each shard along the axes that do not cut the tensor. Each
-    shard is read once, and 16 bytes a tensor are sent along each axis. All ranks of the mesh call
+    shard is read once, and 16 bytes per tensor are sent along each axis. All ranks of the mesh call
     it together; without processes there is nothing to compare.
 
     Args:
@@ -38,7 +37,7 @@ def check_replicas(
         step: the number of the step, for the message.
 
     Raises:
-        ReplicaError: with each leaf, the ranks whose copy differs from that of most, and the step.
+        ReplicaError: each leaf that differs, the ranks whose copy is not that of most, the step.
         SpecError: specs that do not fit the tree.
 
     >>> import ftp
@@ -72,13 +71,13 @@ def compare_copies(
     if mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake" or not chosen:
         return
     assert mesh.torch is not None
-    # Tensors of the host may be among them, which NCCL does not take.
+    # Some tensors may be on the host, which NCCL does not take.
     mine = torch.stack([digest(leaves[i]).to(mesh_device(mesh)) for i in chosen])
     differs = torch.zeros(1, dtype=torch.int64, device=mine.device)
     for axis in mesh.axis_names:
         shared = [k for k, i in enumerate(chosen) if axis not in specs[i].axes]
         if shared and mesh.axes[axis] > 1:
-            # The maxima of a number and of its complement are complements where all ranks agree.
+            # If all ranks agree, the maxima of a number and of its complement are complements.
             both = torch.stack([mine[shared], ~mine[shared]])
             dist.all_reduce(both, dist.ReduceOp.MAX, mesh.torch.get_group(axis))
             differs |= (both[0] != ~both[1]).any()
@@ -105,8 +104,8 @@ def compare_copies(
 
 
 def digest(x: Tensor) -> Tensor:
-    """64 bits of a tensor's bytes in order, 0-d on its device; tensors that differ in one element
-    never have the same.
+    """A 64-bit digest of a tensor's bytes in order, as a 0-d tensor on its device. Tensors that
+    differ in one element never have equal digests.
 
     >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
     tensor(False)
@@ -141,7 +140,7 @@ def _odd(i: int) -> int:
 def _odd_ranks(
     digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh: Mesh, when: str
 ) -> list[str]:
-    """A sentence for each group of ranks that should hold one tensor alike, and do not."""
+    """A message for each group of ranks that should hold equal copies of a tensor and do not."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
         groups.setdefault(tuple(i for axis, i in at.items() if axis in spec.axes), []).append(rank)

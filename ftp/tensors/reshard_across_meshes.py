@@ -1,4 +1,4 @@
-"""``reshard`` between meshes: the ranks of both agree on what is sent, then exchange boxes."""
+"""``reshard`` between meshes: the ranks of both agree on the transfers, then exchange boxes."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def relocate(
 def _sent(
     sources: ShardedTree, targets: ShardedTree, is_here: bool, max_bytes: int | None
 ) -> list[Any]:
-    """The leaves on the new mesh, once all ranks agree on what they send."""
+    """The leaves on the new mesh. All ranks agree before anything is sent."""
     pairs = zip(sources.leaves, targets.leaves, strict=True)
     tensors = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.shape is not None]
     given = [ReshardedTensor(a.known_shape, a.value.dtype, a.spec, b.spec) for _, a, b in tensors]
@@ -65,7 +65,7 @@ def _sent(
 
 
 def _both(old: Mesh, new: Mesh) -> Mesh:
-    """A mesh of the ranks of two meshes, to agree on; a simulated mesh is in every process."""
+    """A mesh of the ranks of two meshes, for agreement; a simulated mesh is in every process."""
     for mesh in (old, new):
         if mesh.kind == "abstract":
             raise MeshError(
@@ -105,7 +105,7 @@ def _check_values(tree: ShardedTree, is_here: bool) -> None:
 
 
 def _facts(sources: ShardedTree, targets: ShardedTree) -> list[str]:
-    """What must be equal on all ranks, for each leaf."""
+    """A text per leaf that must be equal on all ranks."""
     return [
         f"{leaf.value!r}"
         if leaf.shape is None
@@ -117,7 +117,7 @@ def _facts(sources: ShardedTree, targets: ShardedTree) -> list[str]:
 def _check_equal(
     facts: list[str] | Exception, names: Sequence[str], both: Mesh, max_bytes: int | None
 ) -> None:
-    """Raises on all ranks where they would not reshard the same."""
+    """Raise on all ranks if they would reshard different trees."""
     is_error = isinstance(facts, Exception)
     told = (
         facts

@@ -1,5 +1,5 @@
-"""A tree of tensors on a mesh, flattened and checked once: what `device_put`, `device_get`,
-`reshard`, `save`, `load`, `check_replicas` and `to_dtensor` work on.
+"""A tree of tensors on a mesh, flattened and checked once: the value that `device_put`,
+`device_get`, `reshard`, `save`, `load`, `check_replicas` and `to_dtensor` work on.
 
 `sharded_tree` takes five steps:
 
@@ -9,8 +9,8 @@
 4. `check_fit`: every spec fits its leaf's shape and the mesh.
 5. `check_placement`: no tensor is placed on another mesh, or with another spec.
 
-Where ranks pass shards whose global shapes they do not know, `agree_on_shapes` or
-`with_agreed_shapes` finds the shapes from what all ranks hold.
+If ranks pass shards of unknown global shape, `agree_on_shapes` or `with_agreed_shapes` finds the
+shapes from all ranks' shards.
 """
 
 import hashlib
@@ -51,10 +51,10 @@ class Leaf:
 
     Attributes:
         value: a tensor, a stand-in for one (anything with a shape and a dtype), or another value.
-        name: what messages call it, as ``tree['w']``.
+        name: its name in messages, such as ``tree['w']``.
         path: its keys joined by dots, as ``ftp.plan`` matches them.
         spec: of a tensor, without a leading ``...``.
-        shape: the global shape of a tensor; None of other values, and of a shard until the ranks
+        shape: the global shape of a tensor; None for other values, and for a shard until the ranks
             have agreed on it.
     """
 
@@ -73,7 +73,7 @@ class Leaf:
 
     @property
     def dtype(self) -> str:
-        """As torch names it, without the prefix: ``"float32"``."""
+        """The dtype's name without torch's prefix: ``"float32"``."""
         return str(self.value.dtype).removeprefix("torch.")
 
     @property
@@ -85,7 +85,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class ShardedTree:
-    """Leaves in optree's order, what their tree is, and the mesh that their specs are for."""
+    """Leaves in optree's order, the structure of their tree, and the mesh of their specs."""
 
     mesh: Mesh
     treedef: Any
@@ -123,7 +123,7 @@ class ShardedTree:
         return other
 
     def facts(self) -> list[list[Any]]:
-        """What must be equal on all ranks, for each leaf."""
+        """Per leaf, the facts that must be equal on all ranks."""
         return [
             [leaf.name, "tensor", str(leaf.value.dtype), str(leaf.spec)]
             if isinstance(leaf.value, Tensor)
@@ -132,7 +132,9 @@ class ShardedTree:
         ]
 
     def digest(self) -> str:
-        """Equal on ranks that hold shards of one tree and know its global shapes alike."""
+        """A digest that is equal on ranks that hold shards of one tree and know the same global
+        shapes.
+        """
         shapes = [leaf.shape for leaf in self.leaves]
         return hashlib.sha256(json.dumps([self.facts(), shapes]).encode()).hexdigest()
 
@@ -146,7 +148,7 @@ def sharded_tree(
     holds: Holds = "shards",
     takes_sums: bool = False,
 ) -> ShardedTree:
-    """`fitted_tree`, and no tensor in it is placed otherwise.
+    """`fitted_tree`, with step 5: no tensor in it has another placement.
 
     >>> from ftp.sharding.make_mesh import simulated_mesh
     >>> from ftp.sharding.mesh import resolve
@@ -176,9 +178,9 @@ def fitted_tree(
     Args:
         specs: a spec tree, a prefix of one, or one ``P`` for all; None is ``P()``. DTensor
             placements, one for each axis of the mesh, may stand where a spec may.
-        root: what messages call the tree.
-        holds: what the tensors are: this rank's ``"shards"``, ``"full"`` tensors that may not be
-            placed yet, or ``"shapes"`` alone, global ones.
+        root: the tree's name in messages.
+        holds: the kind of the tensors: this rank's ``"shards"``, ``"full"`` tensors that may not be
+            placed yet, or only global ``"shapes"``.
         takes_sums: whether a spec may have unreduced axes.
 
     Raises:
@@ -214,7 +216,7 @@ def _at_rank(spec: PartitionSpec, value: Any) -> PartitionSpec:
 
 
 def check_leaves(tree: ShardedTree) -> None:
-    """Step 2: raises for DTensors, donated tensors and sparse ones."""
+    """Step 2: raises for DTensors, donated tensors and sparse tensors."""
     check_plain(tree.values, tree.names)
     check_alive(tree.values, tree.names)
     failures = [
@@ -228,7 +230,7 @@ def check_leaves(tree: ShardedTree) -> None:
 
 
 def with_known_shapes(tree: ShardedTree, holds: Holds = "shards") -> ShardedTree:
-    """Step 3: the global shapes of placed tensors, of full ones, and of all without processes."""
+    """Step 3: add the global shapes of placed and full tensors; without processes, of all."""
 
     def known(leaf: Leaf) -> Shape | None:
         where = placement_of(leaf.value)
@@ -243,15 +245,15 @@ def with_known_shapes(tree: ShardedTree, holds: Holds = "shards") -> ShardedTree
 def check_fit(tree: ShardedTree, takes_sums: bool = False) -> None:
     """Step 4: raises for specs that do not fit the global shapes, or the mesh.
 
-    The sizes of a shard of unknown global shape are checked when the ranks have agreed on them:
-    under uneven specs this rank cannot tell them.
+    A shard of unknown global shape is checked after the ranks have agreed on its shape: under
+    uneven specs this rank cannot know it.
     """
     failures: list[str] = []
     for leaf in tree.leaves:
         if leaf.is_tensor:
             shape = leaf.shape
             if shape is None and len(leaf.spec) > leaf.value.ndim:
-                shape = tuple(leaf.value.shape)  # it lacks dims, whatever their sizes
+                shape = tuple(leaf.value.shape)  # the number of dims is wrong at any sizes
             failures += check_spec(
                 leaf.spec, shape, tree.mesh.axes, leaf.name, takes_sums=takes_sums
             )
@@ -267,15 +269,15 @@ def check_placement(tree: ShardedTree) -> None:
     check_placed(tree.values, tree.specs, tree.names, tree.mesh)
 
 
-# Shapes that ranks find together.
+# Agreement on shapes.
 
 
 def agree_on_shapes(tree: ShardedTree, what: str) -> ShardedTree:
-    """The tree with all global shapes, from the shards of all ranks; every rank calls it, where
-    each has passed the steps above, or failed within `raise_on_all_ranks`.
+    """The tree with all global shapes, from the shards of all ranks. Every rank calls it, after the
+    steps above have passed or failed within `raise_on_all_ranks`.
 
     Raises:
-        MismatchError: ranks that call something else, or whose shards are not those of one tensor.
+        MismatchError: ranks that call something else, or shards that do not belong to one tensor.
     """
     record = calls(tree.mesh)
     specs = {leaf.name: leaf.spec for leaf in tree.leaves}
@@ -288,12 +290,12 @@ def agree_on_shapes(tree: ShardedTree, what: str) -> ShardedTree:
 def with_agreed_shapes(
     tree: ShardedTree, key: str, digests: Sequence[str], timeout: float | None
 ) -> ShardedTree:
-    """The tree with all global shapes; ``digests`` are those of all ranks, and equal ones of trees
-    whose shapes are known save an exchange.
+    """The tree with all global shapes. If all ranks' ``digests`` are equal and the shapes known,
+    nothing is exchanged.
 
     Raises:
-        MismatchError: on every rank: the first leaf in which ranks differ, or shards that are not
-            those of one tensor.
+        MismatchError: on every rank: the first leaf in which ranks differ, or shards that do not
+            belong to one tensor.
     """
     is_known = all(
         leaf.shape is not None or not isinstance(leaf.value, Tensor) for leaf in tree.leaves
@@ -310,7 +312,7 @@ def with_agreed_shapes(
 
 
 def _with_shapes_of(tree: ShardedTree, everyone: Sequence[Sequence[Any]]) -> ShardedTree:
-    """``everyone``: what each rank holds of each leaf, as `describe_held` says."""
+    """The tree with global shapes from ``everyone``: `describe_held` of each leaf, per rank."""
     if len(everyone) < tree.mesh.size():  # the "fake" backend has no other ranks
         shapes = [global_shape(leaf.value, leaf.spec, tree.mesh) for leaf in tree.leaves]
     else:

@@ -1,5 +1,5 @@
-"""Boxes of tensors sent from the ranks that hold them to those that need them, in rounds of bounded
-size.
+"""Send boxes of tensors from the ranks that hold them to the ranks that need them, in rounds of
+bounded size.
 """
 
 from collections import defaultdict
@@ -15,13 +15,13 @@ from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.tensors.boxes import Box, Shape, ShardBox, parts_on
 
-ALIGNMENT = 16  # bytes; an element of any dtype may begin there
-DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time where no bound is given
+ALIGNMENT = 16  # bytes; enough for an element of any dtype
+DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time if no bound is given
 
 
 @dataclass(frozen=True)
 class ReshardedTensor:
-    """A tensor to reshard: its global shape and dtype, its spec now and then."""
+    """A tensor to reshard: its global shape and dtype, its old and new spec."""
 
     shape: Shape
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class ReshardedTensor:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One box of one tensor on its way between two ranks of the world."""
+    """One box of one tensor, to be sent from one rank of the world to another."""
 
     tensor: int
     box: Box
@@ -44,8 +44,8 @@ class Transfer:
 
 
 def members(mesh: Mesh, world: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of the world that hold what is stored on a mesh; each of them holds a simulated
-    mesh whole.
+    """The ranks of the world that hold tensors of a mesh. Each rank holds whole tensors of a
+    simulated mesh.
     """
     return mesh.ranks if mesh.kind == "process" else tuple(world)
 
@@ -66,8 +66,8 @@ def routes(
     shape: Shape,
     world: tuple[int, ...],
 ) -> tuple[tuple[Box, int, int], ...]:
-    """``(box, source, target)`` of all boxes that the new ranks need, from the rank itself where it
-    holds the box, else from one that does. Replicas take turns to send.
+    """``(box, source, target)`` of all boxes that the new ranks need. The source is the target
+    itself if it holds the box, else a rank that does; replicas take turns.
     """
     holding: dict[Box, list[int]] = defaultdict(list)
     for rank in members(old, world):
@@ -102,7 +102,7 @@ def rounds(
     )
     found: list[list[Transfer]] = []
     room: list[dict[int, int]] = []
-    first: dict[int, int] = defaultdict(int)  # of each rank the first round that may have room
+    first: dict[int, int] = defaultdict(int)  # by rank, the first round that may have room
     for piece in pieces:
         m = tensors[piece.tensor]
         for box in piece.box.split(max(1, limit // m.dtype.itemsize)):

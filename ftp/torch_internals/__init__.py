@@ -1,3 +1,3 @@
-"""What ftp takes from torch beside its public names: private names, the compiler's late start, and
-what torch's errors say in their text alone.
+"""torch beside its public names: the private names that ftp uses, deferred loading of the compiler,
+and the meaning of error texts.
 """

@@ -1,10 +1,10 @@
-"""torch's compiler, ``torch._dynamo`` and ``torch._inductor``, loaded where something of it is used
-rather than wherever it is imported.
+"""Load torch's compiler, ``torch._dynamo`` and ``torch._inductor``, when one of its names is used
+rather than when it is imported.
 
-Torch imports it for each fake mode, trace and optimizer, to keep them out of what is being
-compiled: a second of processor time at each start. Deferred are the two packages themselves: each
-loads whole, in its place, at the first look at one of its names. `importlib.util.LazyLoader` does
-the same, but also loads a package when a module inside of it is imported.
+torch imports it for each fake mode, trace and optimizer, to keep them out of compilation: a second
+of processor time at each start. The two packages are deferred: each loads as a whole at the first
+use of one of its names. `importlib.util.LazyLoader` would also load a package when a module inside
+it is imported.
 """
 
 import importlib
@@ -41,7 +41,8 @@ class _Deferred(ModuleType):
     def __getattribute__(self, name: str) -> Any:
         own = ModuleType.__getattribute__(self, "__dict__")
         full = f"{own['__name__']}.{name}"
-        # The import system reads the dunder names to import a module of the package, and sets it.
+        # To import a module of the package, the import system reads dunder names and sets the
+        # module as an attribute.
         if name.startswith("__") or (name in own and full in sys.modules):
             return own[name] if name in own else ModuleType.__getattribute__(self, name)
         if not _is_loading:
@@ -55,7 +56,7 @@ class _Deferred(ModuleType):
 
 
 class _Loader(Loader):
-    """Gives a module that is there already."""
+    """A loader that returns an existing module."""
 
     def __init__(self, module: ModuleType, run: Loader | None):
         self.module, self.run, self.spec = module, run, module.__spec__
@@ -70,8 +71,8 @@ class _Loader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the deferred packages when they are to run, and runs them before any module of theirs
-    but the light ones.
+    """Finds the deferred packages, and runs a package before one of its modules is imported, except
+    light modules.
     """
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
@@ -103,7 +104,7 @@ def defer() -> None:
         sys.modules[full] = module
         setattr(torch, full.rpartition(".")[2], module)
     sys.meta_path.insert(0, _finder)
-    # make_fx takes for granted that the compiler has loaded it.
+    # make_fx assumes that the compiler has loaded this module.
     importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
 
 
@@ -113,7 +114,7 @@ def is_deferred() -> bool:
 
 
 def load() -> None:
-    """Load torch's compiler, where it is to be used."""
+    """Load torch's compiler now."""
     global _is_loading
     with _loading:
         if _is_loading or not _deferred:
@@ -131,13 +132,13 @@ def load() -> None:
                 for module in _deferred.values():
                     module.__class__ = ModuleType
                 _deferred.clear()
-        while _unmarked:  # from now on torch marks them itself
+        while _unmarked:  # torch marks later ones itself
             vars(_unmarked.pop()).pop("__dynamo_disable", None)
 
 
 def _outside_of_traces() -> ExitStack:
-    """A context in which no trace or transform of this thread sees the ops that the compiler runs
-    while it loads.
+    """A context that hides the ops that the compiler runs while it loads from traces and transforms
+    of this thread.
     """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.overrides import _pop_mode_temporarily
@@ -151,7 +152,7 @@ def _outside_of_traces() -> ExitStack:
     return stack
 
 
-# What torch asks of the compiler where nothing is compiled, by who asks.
+# Stand-ins for functions of the compiler that torch calls while nothing is compiled, by caller.
 
 
 def _disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

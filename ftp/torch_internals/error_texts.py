@@ -1,9 +1,9 @@
-"""What torch's errors mean where torch tells it by their text alone: errors of one type, mostly
-``RuntimeError``, with no code and no attribute. No other file of ftp decides by an error's text.
+"""The meaning of torch's errors that differ only in their text: of one type, mostly
+``RuntimeError``, without code or attribute. No other file of ftp decides by an error's text.
 
-Read at torch 2.13. Where another release words an error otherwise, the caller gets torch's own
-message in place of ftp's advice; tests of the advice (tests/tracing, tests/api/test_errors.py,
-tests/dist) notice. The first meaning in the table that fits counts.
+The texts are those of torch 2.13. If another release words an error differently, the caller gets
+torch's own message instead of ftp's advice, and tests of the advice fail (tests/tracing,
+tests/api/test_errors.py, tests/dist). The first meaning in the table whose text matches applies.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Meaning(Enum):
-    """What a function that is traced did, by torch's error."""
+    """What a traced function did, by torch's error."""
 
     NEEDS_VALUE = "needs value"  # a number of a tensor that has none in a trace
     TAKES_FUNCTIONS = "takes functions"  # a higher-order operator without a rule for the mode
@@ -76,7 +76,7 @@ def operator_of(error: BaseException) -> str:
 
 
 def times_too_large(error: BaseException) -> int | None:
-    """By which whole factor the tensor of a failed view or reshape is too large; None for other
+    """The whole factor by which the tensor of a failed view or reshape is too large; None for other
     errors.
 
     >>> times_too_large(RuntimeError("shape '[2, 3]' is invalid for input of size 24"))
@@ -92,7 +92,7 @@ def times_too_large(error: BaseException) -> int | None:
 
 def is_of_collective(error: RuntimeError) -> bool:
     """Whether a collective raised it, rather than an op on local tensors."""
-    # Gloo's messages name its source path, but for a connection that a timeout has closed.
+    # gloo's messages name its source path, except for a connection that a timeout has closed.
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text.lower() or "pair closure" in text
 

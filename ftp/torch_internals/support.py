@@ -1,7 +1,7 @@
 """The releases of torch that ftp runs on, and the private names of torch that it uses.
 
-``import ftp`` checks both, as far as ``import torch`` has loaded the modules of these names; the
-rest is checked when a public name fails to load.
+``import ftp`` checks both, the names only in modules that ``import torch`` has loaded; the others
+are checked when a public name fails to load.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 
 OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 
-# Private names by module; a module without names is itself what is needed. Read at torch 2.13.
+# Private names by module (read at torch 2.13); of a module without names the module itself is used.
 NEEDED = {
     "torch": "_assert_async _check _grouped_mm _is_all_true _is_any_true _sample_dirichlet"
     " _standard_gamma",

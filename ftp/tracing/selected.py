@@ -49,7 +49,7 @@ class Selected:
         """The message that the function cannot return a selection."""
         line = self.group.line
         return (
-            f"{name} has a shape that depends on values{f' at {line}' if line else ''}: it is the"
+            f"{name} gives a shape that depends on values{f' at {line}' if line else ''}: it is the"
             " rows that a mask selects, and a program has fixed shapes. Return their sum or mean,"
             " or torch.where(mask, x, 0)."
         )

@@ -87,7 +87,7 @@ def test_use_mesh_supplies_the_mesh_and_nests():
 @pytest.mark.parametrize(
     ("shape", "names", "message"),
     [
-        ((2, 2), ("tp", "tp"), "axis name 'tp' is used 2 times. Give each axis a name of its own."),
+        ((2, 2), ("tp", "tp"), "axis name 'tp' is used 2 times. Give each axis its own name."),
         ((2, 0), ("dp", "tp"), "axis 'tp' has size 0. A size is at least 1."),
         ((2,), ("dp", "tp"), "1 sizes but 2 names. Give each axis one size and one name."),
         ((2.0,), ("dp",), "a mesh takes ints for its shape"),

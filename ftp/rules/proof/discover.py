@@ -322,7 +322,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _tells(result: Any) -> bool:
-    """Whether a result can tell placements apart: one that is zero or undefined everywhere cannot."""
+    """Whether a result tells placements apart: one that is zero or undefined everywhere cannot."""
     return (
         not isinstance(result, Tensor)
         or not result.numel()

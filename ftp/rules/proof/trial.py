@@ -149,7 +149,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def stated(rule: BoundRule) -> set[SoundPlacement]:
-    """The contiguous cuts that a rule states: of factors that are major in every dim they are in."""
+    """The contiguous cuts that a rule states: of factors that are major in all their dims."""
     found = set()
     for factor in rule.sizes:
         if factor in rule.whole:
