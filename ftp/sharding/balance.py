@@ -91,7 +91,7 @@ def ranks_of(tensor: Any) -> int | None:
 
 
 def misfits(tensor: Any, spec: "PartitionSpec", axes: Mapping[str, int], where: str) -> list[str]:
-    """Why an index tensor of `balance` does not fit a mesh; empty if it does, or for other values."""
+    """Why an index tensor of `balance` does not fit a mesh; empty for any other value."""
     n = ranks_of(tensor)
     if n is None or n == 1:
         return []

@@ -147,7 +147,7 @@ def chunk_at(chunk: Chunk, coordinate: Mapping[str, int]) -> tuple[int, int]:
 
 
 def cut_size(size: Size, axis: str, n: int, zigzag: bool = False) -> Size:
-    """The length of a rank's part of ``size``. If all ranks' parts are equal, it adds no ``Chunk``."""
+    """The length of a rank's part of ``size``; with a ``Chunk`` if the ranks' parts differ."""
     if is_even(size, n, zigzag):
         if isinstance(size, int):
             return size // n

@@ -116,8 +116,8 @@ def destroy_process_group() -> None:
 
     A process that ends without this call may end the store that others still use.
 
-    After a failure that a call has raised, it does not wait for other ranks. The process group is destroyed in any
-    case.
+    After a failure that a call has raised, it does not wait for other ranks. The
+    process group is destroyed in any case.
 
     Raises:
         CheckpointError: a save failed whose result was never asked for.

@@ -294,7 +294,7 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
 
 
 def _repeated(spec: PartitionSpec) -> str:
-    """The error message for a spec that uses an axis twice, with a spec that keeps its first use."""
+    """The error for a spec that uses an axis twice, with a spec that keeps its first use."""
     first: dict[str, int] = {}
     again, kept = [], []
     for dim in range(len(spec)):
