@@ -13,7 +13,6 @@ from ftp.certification.certificate import Operation, Spec, shrunk
 from ftp.certification.element_map import DimPart, MeshAxis
 from ftp.certification.positions import (
     Index,
-    Positions,
     concatenated,
     from_array,
     whole,
@@ -294,25 +293,26 @@ class ExpectedParts:
         ranks = [along.n if d == along.dim else 1 for d in range(len(self.axes))]
         return shrunk(lengths[which.reshape(before.shape), np.arange(along.n).reshape(ranks)])
 
+    def positions_along(
+        self, dim: Dim, index: Mapping[str, DimPart], sizes: Mapping[str, int]
+    ) -> DimPart:
+        """The part of a dim composed of factors, major to minor."""
+        if len(dim) == 1:
+            return index[dim[0]]
+        ndim = len(self.axes) + 1
+        found = self.whole(1)
+        for name in dim:
+            part = index[name]
+            places = list(range(ndim))
+            major = found.index.renamed(places, ndim + 1).scaled(sizes[name])
+            minor = part.index.renamed([*places[:-1], ndim], ndim + 1)
+            both = major.plus(minor).merged(ndim - 1, found.size, part.size)
+            found = DimPart(both, found.size * part.size)
+        return found
+
     def _sizes(self, size: Any) -> Index:
         const, chunks = (size, ()) if isinstance(size, int) else size
         found = np.full((1,) * len(self.axes), const)
         for inner, axis, _, zigzag in chunks:
             found = found * self._lengths(inner, axis, zigzag)
         return found
-
-
-def positions_along(dim: Dim, index: Mapping[str, DimPart], sizes: Mapping[str, int]) -> DimPart:
-    """The part of a dim composed of factors, major to minor."""
-    if len(dim) == 1:
-        return index[dim[0]]
-    ndim = next(iter(index.values())).index.ndim if index else 1
-    found = DimPart(Positions(ndim, 0, ()), 1)
-    for name in dim:
-        part = index[name]
-        places = list(range(ndim))
-        major = found.index.renamed(places, ndim + 1).scaled(sizes[name])
-        minor = part.index.renamed([*places[:-1], ndim], ndim + 1)
-        both = major.plus(minor).merged(ndim - 1, found.size, part.size)
-        found = DimPart(both, found.size * part.size)
-    return found

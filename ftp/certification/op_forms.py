@@ -21,7 +21,7 @@ from ftp.certification.element_map import (
     is_same,
     slice_dim,
 )
-from ftp.certification.expected_parts import ExpectedParts, positions_along
+from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.local_form import local_form, rule_of
 from ftp.certification.op_matching import COPIES, Matcher
 from ftp.certification.packed_values import PackedValues
@@ -278,7 +278,7 @@ class OpForms:
         expected = element_map(
             self.key(ref, cell),
             [
-                positions_along(dim, index, rule.sizes)
+                self.parts.positions_along(dim, index, rule.sizes)
                 if math.prod(rule.sizes[f] for f in dim) == size
                 else self.parts.cut(size, self.cuts_of(op, dim), cell)
                 for dim, size in zip(rule.operands[slot], shape, strict=True)
@@ -305,7 +305,7 @@ class OpForms:
                 pending.add((claim.axis, reduction))
         return element_map(
             self.key(Ref(op.name, at), cell),
-            [positions_along(dim, index, rule.sizes) for dim in dims],
+            [self.parts.positions_along(dim, index, rule.sizes) for dim in dims],
             frozenset(pending),
         )
 

@@ -741,6 +741,17 @@ def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
 
 
+def test_a_dim_made_of_a_scalar_is_gathered_beside_an_empty_part():
+    def program(x, at):
+        row = (x + x).unsqueeze(0)
+        return torch.einsum("p,a->", row[at % 1], ftp.constrain(row, P("a")))
+
+    mesh = ftp.simulated_mesh((2,), ("a",))
+    x, at = torch.tensor(1.5, dtype=torch.float64), torch.tensor([3])
+    step = ftp.spmd(program, mesh, (P(), P("a")), P(), certify=True)
+    assert step(x, at) == program(x, at) == 9
+
+
 def test_a_bucket_of_which_a_rank_has_empty_parts():
     """The gradients of a layer with one output, cut over tp, are empty on the second rank."""
     params = {
