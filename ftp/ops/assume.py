@@ -1,4 +1,4 @@
-"""Claims about values: a trace, which has no values to check, takes a function's claims as true."""
+"""Claims about values. A trace has no values to check, so it takes a function's claims as true."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ _listener: ContextVar[_Listener | None] = ContextVar("listener", default=None)
 
 
 def assume(condition: Condition, claim: str) -> None:
-    """Claim that ``condition``, a bool tensor, holds. Outside of a trace it does nothing. A
-    function of no arguments is called where claims are checked, and only there.
+    """Claim that ``condition`` holds: a bool tensor, or a function that returns one, which is
+    called only if claims are checked. Outside of a trace it does nothing.
     """
     if (listener := _listener.get()) is not None:
         listener(condition, claim)

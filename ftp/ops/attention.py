@@ -1,14 +1,15 @@
 """Attention between parts of a sequence: the kernel gets the positions of queries and keys as
 numbers and makes no mask.
 
-A dim's part is a list of ints, one group for each cut of the dim, major to minor: ``outer, size,
-inner, count, start, length, ...``. A cut sees what the cuts before it left as ``[outer, size,
-inner]``, and holds ``count`` pieces of ``size``, each from ``start`` on. No group: the whole dim.
+A part of a dim is a list of ints, one group per cut of the dim, major to minor: ``outer, size,
+inner, count, start, length, ...``. A cut views the part that the cuts before it leave as ``[outer,
+size, inner]``, and keeps ``count`` pieces of ``size``, each given by ``start`` and ``length``. An
+empty list is the whole dim.
 
-Queries and keys are taken in tiles. A causal mask rules a tile out, leaves it whole, or leaves the
+Queries and keys are computed in tiles. A causal mask hides a tile, leaves all of it, or leaves the
 keys up to its diagonal, where the kernel's own causal mask applies. The results of one block of
 queries are merged by their log-sum-exps; the gradients of a tile follow from the merged result and
-log-sum-exp. So memory beside the operands and results is that of a tile.
+log-sum-exp. So the memory beside operands and results is that of one tile.
 
 Source: Dao (2023), FlashAttention-2, sections 3.1 and 3.2.
 """
@@ -26,7 +27,7 @@ from ftp.ops.define import define
 from ftp.sharding.spec import Interval
 
 aten = torch.ops.aten
-QUERIES, KEYS = 1024, 8192  # of a tile, forward
+QUERIES, KEYS = 1024, 8192  # sizes of a tile, forward
 TILE = 1024  # queries and keys of a tile, backward
 
 PART = define(
@@ -77,7 +78,7 @@ def pieces_of(part: Sequence[int], size: int) -> list[Interval]:
 
 
 def _within(held: Sequence[Interval], start: int, length: int) -> Iterator[Interval]:
-    """The pieces of ``length`` elements of those held, from ``start`` on."""
+    """The pieces of elements ``start`` to ``start + length`` of the concatenation of ``held``."""
     stop, before = start + length, 0
     for first, size in held:
         low, high = max(start, before), min(stop, before + size)
@@ -119,7 +120,7 @@ def blocks(part: Sequence[int], size: int, most: int) -> list[Block]:
 
 
 def tiles(rows: Block, columns: Block, is_causal: bool) -> list[Tile]:
-    """What a mask leaves of a block of queries and a block of keys.
+    """The tiles that a mask leaves of a block of queries and a block of keys.
 
     >>> for tile in tiles(Block(2, 0, 3), Block(0, 0, 4), True):
     ...     print(tile.queries, tile.keys, tile.is_diagonal)
@@ -160,7 +161,7 @@ def visible(rows: Sequence[Interval], columns: Sequence[Interval], is_causal: bo
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parts are summed, and of log-sum-exps."""
+    """The dtype of log-sum-exps, and of sums over parts."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -205,7 +206,7 @@ def _forward(
             attend(result, total, q, k, v, block, keys, is_causal, scale, attn_mask)
         if result is not merged:
             merged.copy_(result)
-        total.masked_fill_(total == -math.inf, 0)  # as the kernel of rows that see nothing
+        total.masked_fill_(total == -math.inf, 0)  # like the kernel, for rows that see nothing
     return out, logsumexp
 
 
@@ -221,8 +222,8 @@ def attend(
     scale: float,
     mask: Tensor | None = None,
 ) -> None:
-    """Merge what a block of queries sees of a block of keys into ``result`` and ``total``, its
-    log-sum-exps, which have the block's rows alone.
+    """Merge the attention of a block of queries to a block of keys into ``result`` and ``total``
+    (its log-sum-exps), which have only the block's rows.
     """
     for tile in tiles(rows, keys, is_causal):
         part, weight = _tile(q, k, v, mask, tile, scale)
@@ -231,11 +232,11 @@ def attend(
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, of_part: Tensor) -> None:
-    """Merge the attention to further keys into that to other keys, in place.
+    """Merge the attention to more keys into the attention so far, in place.
 
     Args:
         out, logsumexp: so far: (batch, heads, queries, dim), (batch, heads, queries).
-        part, of_part: the same, to the further keys.
+        part, of_part: the same, for the new keys.
     """
     both = torch.logaddexp(logsumexp, of_part)
     shift = both.masked_fill(both == -math.inf, 0)
@@ -267,7 +268,7 @@ def _tile(
 
 
 def _sees(mask: Tensor, tile: Tile, q: Tensor) -> Tensor:
-    """Which queries of a tile see a key at all."""
+    """Whether each query of a tile sees any key."""
     sees = mask > -math.inf if mask.is_floating_point() else mask
     if tile.is_diagonal:
         size = q.shape[2]
@@ -340,10 +341,10 @@ def add_gradients(
     scale: float,
     mask: Tensor | None = None,
 ) -> None:
-    """Add the gradients that a block of queries and a block of keys give each other.
+    """Add the gradients from the attention of a block of queries to a block of keys.
 
     Args:
-        sums: the gradients of all queries, and of the block's keys and values alone.
+        sums: the gradients of all queries, and of only this block's keys and values.
         given: the result's gradient, q, k, v, the result, its log-sum-exps.
     """
     grad_q, grad_k, grad_v = sums

@@ -1,8 +1,8 @@
-"""Attention whose scores pass through functions (``flex_attention``), tile by tile: only one tile's
-scores exist at a time, and tiles that the mask does not list are skipped.
+"""flex_attention tile by tile: only one tile's scores exist at a time, and tiles that the mask does
+not list are skipped.
 
-Where queries, keys, batch and heads stand reaches the op as numbers, as in `ftp.ops.attention`; the
-functions are graphs, as in `ftp.ops.score_functions`.
+The positions of queries, keys, batch and heads are arguments of the op, as in `ftp.ops.attention`;
+``score_mod`` and ``mask_mod`` are graphs, see `ftp.ops.score_functions`.
 
 Source: Dong et al. (2024), Flex Attention.
 """
@@ -22,7 +22,7 @@ from ftp.ops.define import define
 from ftp.ops.listed_blocks import listed
 from ftp.ops.score_functions import PLACE, evaluate, letters
 
-PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
+PAIRS = 1 << 21  # most (query, key) pairs, over all heads, whose scores exist at a time
 
 # ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
 # come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
@@ -50,8 +50,8 @@ class ScoreTile:
 
     Attributes:
         of_keys: the heads of keys; ``heads`` are those of queries.
-        first: where its keys begin in the sequence.
-        is_masked: whether the mask hides pairs of it.
+        first: the position of its first key in the sequence.
+        is_masked: whether the mask hides some of its pairs.
     """
 
     batch: slice
@@ -68,7 +68,7 @@ class ScoreTile:
 
     @property
     def captured(self) -> tuple[slice, slice, slice, slice]:
-        """Of captured tensors, which have all keys."""
+        """The slices of captured tensors, which have all keys."""
         keys = slice(self.first, self.first + self.keys.stop - self.keys.start)
         return *self.places[:3], keys
 
@@ -81,7 +81,7 @@ class ScoreTile:
 
 @dataclass(frozen=True)
 class Given:
-    """One call: its tensors, where they stand, and the functions of its scores."""
+    """One call: its tensors, their positions, and the functions of its scores."""
 
     q: Tensor
     k: Tensor
@@ -126,7 +126,7 @@ class Given:
     def blocks_listed(
         self, group: tuple[slice, slice, slice], first: int, last: int
     ) -> tuple[Tensor, Tensor]:
-        """Of some blocks of queries the blocks of keys that the mask's function reaches, and full
+        """For some query blocks, the listed key blocks to which ``mask_mod`` applies, and the full
         ones.
         """
         columns = self.tables[1].shape[-1]
@@ -170,7 +170,7 @@ class Given:
                 first = last
 
     def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
-        """Per block of keys: 0 where none of a block of queries sees one, 2 where all see all."""
+        """Per key block: 0 if no query of block ``row`` sees a key, 2 if all see all, else 1."""
         if not self.tables:
             return None
         first, last = row.first // self.block[0], (row.first + row.length - 1) // self.block[0]
@@ -190,7 +190,7 @@ class Given:
         """A tile's scores, after its functions.
 
         Args:
-            of_score: what it captures, within the tile.
+            of_score: the tensors that ``score_mod`` captures, cut to the tile.
         """
         if not self.score:
             return scores
@@ -199,7 +199,7 @@ class Given:
         return found.to(scores.dtype).expand(scores.shape)
 
     def sees(self, part: ScoreTile) -> Tensor | None:
-        """Which pairs of a tile see each other, a mask that broadcasts to it; None: all."""
+        """The mask of a tile, which broadcasts to it; None: nothing is hidden."""
         if not part.is_masked:
             return None
         at = [x[p] for x, p in zip(self.at, part.places, strict=True)]
@@ -267,7 +267,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
 
 
 def attend(call: Given, out: Tensor, logsumexp: Tensor, top: Tensor) -> None:
-    """Merge what queries see of the keys into their results, log-sum-exps and highest scores."""
+    """Merge the attention to the call's keys into results, log-sum-exps and highest scores."""
     if 0 in out.shape or not call.k.shape[2]:
         return
     wide = sum_dtype(call.q.dtype)
@@ -374,7 +374,7 @@ def _add(
     del weights
     if vjp is not None:
         of_scores, *made = vjp(of_scores)
-        if sees is not None:  # a function may be of no derivative where nothing is seen
+        if sees is not None:  # a function may have no derivative at hidden pairs
             of_scores = torch.where(sees, of_scores, 0)
         shapes = [x for x, is_wanted in zip(named, wants, strict=True) if is_wanted]
         for total, x in zip(call.within(part, of_captured, shapes), made, strict=True):

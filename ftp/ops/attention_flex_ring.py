@@ -1,7 +1,7 @@
-"""Attention whose scores pass through functions, with queries and keys cut over one axis: keys and
-values travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attention_flex`.
+"""flex_attention with queries and keys cut over one axis: keys and values are passed around as in
+`ftp.ops.attention_ring`, and a piece is computed as in `ftp.ops.attention_flex`.
 
-Blocks that a mask lists and tensors that functions capture are whole on each rank along the keys.
+Block tables and captured tensors are whole on each rank along the keys.
 """
 
 import functools
@@ -35,10 +35,10 @@ FLEX_RING_BACKWARD = define(
 
 @functools.lru_cache(256)
 def sees_of(rows: int, columns: int, known: str) -> Sees:
-    """Of known blocks: those of keys that a query's block lists.
+    """`Sees` of a BlockMask that the trace knows: the key blocks that a query block lists.
 
     Args:
-        rows, columns: queries and keys of a block.
+        rows, columns: numbers of queries and keys of a block.
     """
     if not known:
         return attention_ring.sees_of(False)
@@ -57,7 +57,7 @@ def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], kno
 
 
 def _check_known(call: Given) -> None:
-    """That the queries of a rank list no block that the trace did not know."""
+    """Raise if the queries of a rank list a key block that they did not list in the trace."""
     if not call.known:
         return
     known = known_blocks(call.known)

@@ -1,8 +1,8 @@
 """Ring attention: queries, keys and values are cut over one axis. Each rank computes its queries
-against one block of keys and values after another, while the next block travels
+against one block of keys and values after another, while the next block is being sent
 (`ftp.ops.key_ring`).
 
-A mask that is given is cut as the scores are: it has the rank's rows, and all columns.
+A given mask has this rank's rows and all columns.
 
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
@@ -40,7 +40,7 @@ RING_BACKWARD = define(
 
 @functools.cache
 def sees_of(is_causal: bool) -> Sees:
-    """Of a causal mask: no keys after the last query."""
+    """`Sees` of a causal mask: no keys after the last query."""
     return lambda first, stop: [(0, stop) if is_causal else EVERY]
 
 
@@ -129,7 +129,7 @@ def _add_all(
 def _alone(
     held: Block, tensors: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[Block, list[Tensor], Tensor | None]:
-    """A block of keys without the others of its piece, and its columns of the mask."""
+    """The keys and values of one block of a piece, and its columns of the mask."""
     if mask is not None and mask.shape[-1] != 1:
         mask = mask.narrow(-1, held.first, held.length)
     near = [x[:, :, held.at : held.at + held.length] for x in tensors]

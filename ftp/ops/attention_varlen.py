@@ -1,8 +1,8 @@
-"""Attention within packed documents, by tiles: a tile whose queries and keys are of no common
-document is not computed, and no mask is larger than a tile.
+"""Attention within packed documents, by tiles: a tile whose queries and keys have no document in
+common is skipped, and no mask is larger than a tile.
 
-Where queries stand reaches the op as numbers, as in `ftp.ops.attention`; where documents end are
-values.
+The positions of queries are arguments of the op, as in `ftp.ops.attention`; the ends of documents
+are values.
 """
 
 import math
@@ -17,7 +17,7 @@ from ftp.ops import attention
 from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
 from ftp.ops.define import define
 
-# ``is_self``: queries and keys are of the same documents, so that a window is one of positions.
+# ``is_self``: queries and keys are in the same documents, so that a window is a range of positions.
 GIVEN = (
     "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale,"
     " bool is_self"
@@ -44,8 +44,8 @@ def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Documents:
-    """Packed documents in one call, as `GIVEN` lists them: where they end, which queries and keys
-    are held, and how many keys before and after it a query sees.
+    """The arguments `GIVEN` of one call: ends of documents, parts of queries and keys on this rank,
+    and the numbers of keys before and after it that a query sees.
     """
 
     ends_q: Tensor
@@ -58,19 +58,19 @@ class Documents:
     is_self: bool
 
     def with_keys(self, columns: Sequence[int]) -> "Documents":
-        """The same for some of the keys."""
+        """The same call with some of the keys."""
         return replace(self, columns=columns)
 
 
 @dataclass(frozen=True)
 class _DocumentPlaces:
-    """Documents and places of the queries and the keys that a rank holds.
+    """Documents and positions of a rank's queries and keys.
 
     Attributes:
-        of_query, of_key: the document.
-        query_at: the place of the key beside which a query stands; of a document with more keys
-            than queries the last of both stand beside each other.
-        left, right: how many keys before and after that place a query sees; -1: all.
+        of_query, of_key: the document of each.
+        query_at: the position of the key that a query is aligned with; in a document with more keys
+            than queries, the last query is aligned with the last key.
+        left, right: the numbers of keys before and after that position that a query sees; -1: all.
     """
 
     of_query: Tensor
@@ -138,7 +138,7 @@ def _tiles(q: Tensor, k: Tensor, documents: Documents) -> Iterator[tuple[Tile, T
         mask.masked_fill_(sees.logical_not_(), -math.inf)
         held = [mask[None, None]]
         del sees, mask
-        yield tile, held.pop()  # so that one tile's mask exists at a time
+        yield tile, held.pop()  # only one tile's mask exists at a time
 
 
 def _within(x: Tensor, part: slice) -> Tensor:
@@ -168,7 +168,7 @@ def merge_tiles(
     v: Tensor,
     documents: Documents,
 ) -> None:
-    """Merge what queries see of the keys into their results and log-sum-exps."""
+    """Merge the attention to these keys into results and log-sum-exps."""
     if not into[0].numel() or not k.shape[2]:
         return
     for tile, mask in _tiles(q, k, documents):

@@ -1,5 +1,5 @@
-"""Attention within packed documents, with queries and keys cut over one axis: keys and values
-travel as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attention_varlen`.
+"""Attention within packed documents, with queries and keys cut over one axis: keys and values are
+passed around as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops.attention_varlen`.
 """
 
 import functools
@@ -30,8 +30,8 @@ VARLEN_RING_BACKWARD = define(
 
 @functools.cache
 def sees_of(left: int, right: int, is_self: bool) -> Sees:
-    """Of a window: no keys before the first query's and after the last query's, wherever
-    documents end.
+    """`Sees` of a window: no keys before the first query's window or after the last query's,
+    wherever documents end.
     """
 
     def sees(first: int, stop: int) -> list[tuple[int, int]]:

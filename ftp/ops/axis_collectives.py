@@ -33,7 +33,7 @@ def _scaled(x: Tensor, dim: int, times: int = 1, by: int = 1) -> list[int]:
 
 
 def _batched_dim(at: int, dim: int) -> int:
-    """``dim`` once a batch dim is inserted at ``at``."""
+    """``dim`` after a batch dim is inserted at ``at``."""
     return dim + (dim >= at)
 
 

@@ -1,8 +1,8 @@
-"""``ftp::choose``: the results of one of two branches, as ``torch.cond`` gives them.
+"""``ftp::choose``: the result of one of two branches, as of ``torch.cond``.
 
-A program holds the ops of both branches, each marked with its ``BranchPath``. As they stand, both
-are computed and one is chosen. What runs a rank's program leaves out the ops of the branch not
-taken.
+A program has the ops of both branches, each marked with its ``BranchPath``. By itself the graph
+computes both branches and chooses one result. A runner of a rank's program skips the ops of the
+branch that is not taken.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 from ftp.context import set_within
 from ftp.ops.define import define
 
-# From the outermost: the number of a cond, and its side. A negative number is of one whose branches
-# are both computed.
+# From the outermost cond: its number and the side. The number is negative if both branches of the
+# cond are computed.
 BranchPath = tuple[tuple[int, bool], ...]
 
 CHOOSE = define("choose(Tensor predicate, Tensor if_true, Tensor if_false, int number) -> Tensor")
@@ -50,7 +50,7 @@ _current: ContextVar[BranchPath] = ContextVar("ftp.ops.branch", default=())
 
 @contextmanager
 def branch(number: int, side: bool) -> Iterator[None]:
-    """Mark what is traced inside the block as part of a branch."""
+    """Mark ops traced inside the block as part of a branch."""
     with set_within(_current, (*_current.get(), (number, side))):
         yield
 
@@ -66,8 +66,8 @@ def number_of(target: Any, args: Sequence[Any]) -> int:
 
 
 def read_in(target: Any, args: Sequence[Any], branch: BranchPath, slot: int) -> BranchPath:
-    """The branch in which a call in ``branch`` reads an operand: a choice reads each result in its
-    branch.
+    """The branch in which a call in ``branch`` reads an operand: ``branch``, but a choice reads
+    each result in that result's branch.
     """
     number = number_of(target, args)
     return (*branch, (number, slot == 1)) if number >= 0 and slot else branch

@@ -23,7 +23,7 @@ from ftp.source import at_line
 
 @dataclass(frozen=True)
 class Pin:
-    """A spec and the mesh axes that it speaks of; None for all of the mesh."""
+    """A spec and the mesh axes that it fixes; None for all axes of the mesh."""
 
     spec: P
     axes: tuple[str, ...] | None = None
@@ -52,8 +52,7 @@ class Gradient:
 def constrain(
     x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, grad: bool = True
 ) -> Tensor:
-    """``x``, laid out as ``spec`` says where this runs inside ``ftp.shard`` or ``ftp.spmd``; so is
-    its gradient.
+    """``x``, sharded by ``spec`` inside ``ftp.shard`` or ``ftp.spmd``; its gradient is too.
 
     Outside it is a copy of ``x``. Under ``torch.vmap`` the spec is that of one example; the mapped
     dim is not cut.
@@ -61,10 +60,10 @@ def constrain(
     Args:
         spec: an entry per dim; missing trailing entries, and ``None``, mean that the dim is whole.
             A leading ``...`` stands for the dims before the last ones.
-        axes: the mesh axes that the spec speaks of. On any other the planner chooses, as if the
-            constraint were not there: with ``axes="tp"``, ``P()`` means whole over tp, and a batch
-            stays cut over dp. By default the spec speaks of every axis.
-        grad: whether the gradient is laid out so too, or left to the planner.
+        axes: the mesh axes that the spec fixes. On other axes the planner chooses, as if there were
+            no constraint: with ``axes="tp"``, ``P()`` means whole over tp, and a batch stays cut
+            over dp. Default: all axes.
+        grad: whether the gradient is sharded by ``spec`` too, or left to the planner.
 
     >>> constrain(torch.ones(2, 3), P("dp", None)).sum()
     tensor(6.)
@@ -103,7 +102,7 @@ def constrain(
 
 
 def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None) -> Tensor:
-    """``x``, its gradient laid out as ``spec`` says; the arguments are those of `constrain`.
+    """``x``, with its gradient sharded by ``spec``; the arguments are those of `constrain`.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> constrain_gradient(x, P("tp")).sum().backward()
@@ -121,15 +120,15 @@ _MARKED: ContextVar[bool] = ContextVar("ftp.ops.constrain", default=False)
 
 @contextmanager
 def marked_gradients() -> Iterator[None]:
-    """Inside the block a constraint that leaves its gradient to the planner says where that
-    gradient is, by one that holds no axis.
+    """Inside the block, a constraint that leaves its gradient to the planner marks the gradient by
+    a constraint that fixes no axis.
     """
     with set_within(_MARKED, True):
         yield
 
 
 def asked_for(x: Tensor) -> Tensor:
-    """``x``, whole on every rank because a function of ftp says so, where that is noted."""
+    """``x``, marked as whole on every rank because a function of ftp asks for it."""
     return constrain(x, P()) if _MARKED.get() else x
 
 
@@ -151,17 +150,14 @@ def entries_over(spec: P, ndim: int) -> bool:
 
 
 def misnamed(spec: P, axes: tuple[str, ...] | None) -> str | None:
-    """What is wrong with a spec limited to ``axes``, or with ``axes`` themselves; None where
-    nothing is.
-    """
+    """The error message for a spec limited to ``axes``, or for ``axes``; None if both are right."""
     if axes is None:
         return None
     if not axes or not all(isinstance(axis, str) for axis in axes):
         return f"axes={axes!r}: it takes the name of a mesh axis, or several, as axes='tp'."
     beside = [axis for axis in dict.fromkeys(spec.axes) if axis not in axes]
     return (
-        f"{spec} names {', '.join(map(repr, beside))}, but axes={axes!r} says that it speaks of no"
-        " such axis."
+        f"{spec} names {', '.join(map(repr, beside))}, which axes={axes!r} does not list."
         if beside
         else None
     )
@@ -200,7 +196,7 @@ def _entry(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-MARK = pin_to_str(Pin(P(), ()))  # where a gradient is that no constraint fixes
+MARK = pin_to_str(Pin(P(), ()))  # marks a gradient that no constraint fixes
 
 CONSTRAIN = define("constrain(Tensor x, str entries) -> Tensor")
 
@@ -226,8 +222,8 @@ torch.library.register_vmap("ftp::constrain", _batched)
 
 
 class _Constrain(torch.autograd.Function):
-    """Carries the op through autograd and torch.func: a gradient registered for the op itself
-    does not pass their transforms.
+    """Carries the op through autograd and torch.func, whose transforms do not see a gradient that
+    is registered for the op itself.
     """
 
     generate_vmap_rule = True
@@ -275,6 +271,6 @@ def _run_forward(interpreter: Any, function: type[torch.autograd.Function], *ope
     return function.forward(*operands)
 
 
-# torch leaves functionalization of autograd.Functions open. Outside all differentiation one is its
-# forward, whose ops are functionalized.
+# torch does not functionalize autograd.Functions. Outside all differentiation run the forward,
+# whose ops are functionalized.
 custom_function_call.functorch_table[TransformType.Functionalize] = _run_forward

@@ -1,4 +1,4 @@
-"""Define an op of torch in the namespace ``ftp``."""
+"""Define a torch op in the namespace ``ftp``."""
 
 import torch
 from torch._ops import OpOverload

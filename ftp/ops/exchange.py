@@ -1,8 +1,8 @@
-"""Ops that a recorded rank program holds in place of torch's collectives; they are never run.
+"""Ops that stand for torch's collectives in a recorded rank program; they are never run.
 
-``exchange`` is a collective or one side of a send: what it sends, the buffers that it writes (none
-where its results are new tensors), the ranks of its group from first to last. ``arrived`` waits for
-it. ``literal`` is a constant tensor.
+``exchange`` is a collective or one side of a send. Its arguments are the tensors that it sends, the
+buffers that it writes (none if its results are new tensors), and the ranks of its group in order.
+``arrived`` waits for it. ``literal`` is a constant tensor.
 """
 
 import torch

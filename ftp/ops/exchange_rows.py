@@ -1,10 +1,10 @@
-"""All-to-all of rows whose part sizes are values.
+"""All-to-all of rows whose counts are values.
 
-Two ops: ``exchange_rows`` stands for the exchange while a program is traced, with its gradient and
-its rule for vmap; ``all_to_all_rows`` runs it in a rank's graph. Both take the counts of all ranks:
-``counts[i, j]`` rows travel from rank i to rank j, so that every rank can check every other's.
-Counts of groups, ``counts[i, j, g]``, say of which group of rank j the rows are, such as of which
-of its experts: rows leave sorted by rank, then by group, and arrive sorted by group, then by rank.
+There are two ops: ``exchange_rows`` stands for the exchange in a trace, with its gradient and its
+vmap rule; ``all_to_all_rows`` runs it in a rank's graph. Both take the counts of all ranks, so that
+every rank can check all of them: rank i sends ``counts[i, j]`` rows to rank j. Counts of groups,
+``counts[i, j, g]``, are for group g of rank j, such as one of its experts: rows are sent sorted by
+rank, then by group, and arrive sorted by group, then by rank.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ Counts = list[list[int]]
 EXCHANGE_ROWS = define(
     "exchange_rows(Tensor x, Tensor counts, str axis, int n, int bound, bool back) -> Tensor"
 )
-# ``fits``: where rows arrive on the way there, and leave on the way back, a tensor has as many as
-# do, and not room for ``bound``. ``source`` is the user's line, for errors.
+# ``fits``: the tensor that receives rows, or sends them back, has exactly these rows rather than
+# room for ``bound``. ``source`` is the user's line, for errors.
 ALL_TO_ALL_ROWS = define(
     "all_to_all_rows"
     "(Tensor x, Tensor counts, int bound, bool back, bool fits, str source, str group) -> Tensor"
 )
-# The same where a rank is alone on its axis.
+# The same for an axis of one rank.
 FIRST_ROWS = define(
     "first_rows(Tensor x, Tensor counts, int bound, bool back, str source) -> Tensor"
 )
@@ -46,7 +46,7 @@ def _exchanged_shape(
 
 def _batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, counts: Tensor, *rest: Any) -> Any:
     of_x, of_counts = in_dims[:2]
-    if of_counts is None:  # the rows of all batch members travel together
+    if of_counts is None:  # the rows of all batch members are sent together
         return EXCHANGE_ROWS(x.movedim(of_x, 1), counts, *rest), 1
     xs = [x] * info.batch_size if of_x is None else x.unbind(of_x)
     made = [EXCHANGE_ROWS(a, c, *rest) for a, c in zip(xs, counts.unbind(of_counts), strict=True)]
@@ -57,7 +57,7 @@ torch.library.register_vmap("ftp::exchange_rows", _batched)
 
 
 class ExchangeRows(torch.autograd.Function):
-    """The exchange with its gradient, which goes back the same way."""
+    """The exchange with its gradient, the exchange in the opposite direction."""
 
     generate_vmap_rule = True
 
@@ -133,7 +133,7 @@ def by_group(rows: Tensor, groups: Counts, out: Tensor | None = None) -> Tensor:
 
 
 def by_rank(rows: Tensor, groups: Counts) -> Tensor:
-    """What ``by_group`` sorted, as it was before.
+    """The inverse of ``by_group``.
 
     >>> by_rank(torch.tensor([0, 3, 4, 1, 2]), [[1, 2], [2, 0]])
     tensor([0, 1, 2, 3, 4])
@@ -182,8 +182,8 @@ def checked_counts(
     """The number of rows from each rank to each rank, checked.
 
     Raises:
-        InputError: on all ranks alike, as all see all counts: a rank sends more rows than its
-            tensor has, or receives more than ``bound``; a negative count.
+        InputError: on all ranks, as all see all counts: a rank sends more rows than its tensor has,
+            or receives more than ``bound``; a negative count.
     """
     totals = counts.sum(2) if counts.ndim == 3 else counts
     sizes: Counts = (totals.mT if back else totals).tolist()

@@ -1,4 +1,4 @@
-"""Rows filled up with zeros until the ranks of an axis hold equally many, and cut off again."""
+"""Pad rows with zeros until the ranks of an axis hold equal numbers, and remove the padding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from ftp.ops.define import define
 
 
 def _define(name: str, kernel: Callable[[Tensor, int], Tensor]) -> Any:
-    """``axis`` and ``n`` say along which ranks; on each rank ``rows`` are those that it holds."""
+    """Define an op over the ``n`` ranks of ``axis``; on each rank ``rows`` is its own number."""
     target = define(f"{name}(Tensor x, str axis, int n, int rows) -> Tensor")
     torch.library.impl(f"ftp::{name}", "CompositeExplicitAutograd")(
         lambda x, axis, n, rows: kernel(x, rows)
@@ -60,8 +60,8 @@ class _Resized(torch.autograd.Function):
 
 
 def filled_up(x: Tensor, axis: str, n: int) -> Tensor:
-    """``x`` with zeros after its rows, so that the ``n`` ranks of ``axis`` hold equally many: those
-    that they held, and zeros after them. Nothing moves.
+    """``x`` with zeros after its rows, so that the ``n`` ranks of ``axis`` hold equal numbers of
+    rows. Each rank keeps its rows, and nothing is sent.
 
     >>> filled_up(torch.ones(5), "ep", 3)
     tensor([1., 1., 1., 1., 1., 0.])

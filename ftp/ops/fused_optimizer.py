@@ -1,8 +1,8 @@
 """torch's fused optimizer updates as pure ops of a program, one parameter each.
 
-``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` gives the new ``[param,
-exp_avg, exp_avg_sq, step]``, by torch's own kernel for lists of tensors. As a program runs, updates
-that stand together are one call of that kernel, in place (`passes.updates`).
+``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` returns the new ``[param,
+exp_avg, exp_avg_sq, step]``, by torch's own kernel for lists of tensors. In a rank's graph adjacent
+updates become one call of that kernel, in place (`passes.fuse_optimizer_updates`).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Update:
 
     Attributes:
         kernel: aten's op, in place on lists: parameters, gradients, moments, steps.
-        columns: how many lists it takes.
+        columns: number of lists that it takes.
         optional: position of the list that may be empty, if any.
-        counts: whether the last list holds steps, to be counted up before.
+        counts: whether the last list holds steps, which are incremented before the update.
     """
 
     kernel: Any
@@ -54,7 +54,7 @@ _BY_KERNEL: dict[str, dict[str, Any]] = {}
 
 
 def update_of(kernel: str, rate: Any) -> Any:
-    """The op for a kernel of torch, by name, and a learning rate that is a number or a tensor."""
+    """The op for one of torch's kernels, by its name and the kind of the learning rate."""
     return _BY_KERNEL[kernel]["tensor_lr" if isinstance(rate, Tensor) else "default"]
 
 

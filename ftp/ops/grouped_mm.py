@@ -2,8 +2,8 @@
 ``torch._grouped_mm`` for all dtypes and strides, and for a rank that holds some of the groups or
 some of the rows.
 
-torch's kernel takes no float64 and no expanded gradients on CPU, and its kernel for shapes alone
-takes bfloat16 only. What no group has is zero here; torch leaves it undefined.
+torch's kernel takes no float64 and no expanded gradients on CPU, and its shape function takes
+bfloat16 only. Rows of no group are zero here; torch leaves them undefined.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 from ftp.ops.define import define
 
 aten = torch.ops.aten
-# ``offs``: where each group ends.
+# ``offs``: the end of each group.
 GROUPED_MM = define(
     "grouped_mm(Tensor a, Tensor b, Tensor offs, ScalarType? out_dtype=None) -> Tensor"
 )
-# ``starts``, ``ends``: of the groups that the rank has, of ``groups`` in all.
+# ``starts``, ``ends``: of the rank's groups; ``groups``: the number of all groups.
 GROUPED_MM_PART = define(
     "grouped_mm_part"
     "(Tensor a, Tensor b, Tensor starts, Tensor ends, int groups, ScalarType? out_dtype=None)"
@@ -47,7 +47,7 @@ def as_matmuls(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same result by matmuls of all rows with every matrix, and masks; for proofs."""
+    """The same result by masked matmuls of all rows with every matrix; for proofs."""
     assert bias is None
     ends = offs.to(torch.int64).cummax(0).values
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -70,7 +70,7 @@ def _masked(mask: Tensor, x: Tensor) -> Tensor:
 
 @torch.library.impl("ftp::grouped_mm", "CompositeExplicitAutograd")
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    # A group that ends before the one before it has no rows.
+    # A group whose end is before the end of the group before it has no rows.
     bounds = torch.nn.functional.pad(offs, (1, 0)).cummax(0).values
     return _part(a, b, bounds[:-1], bounds[1:], offs.shape[0], out_dtype)
 
@@ -89,7 +89,7 @@ def _part(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     out = _fake_part(a, b, starts, ends, groups, out_dtype)
-    dim = 0 if a.ndim == 2 else 1  # along which groups lie, where no dim of the result counts them
+    dim = 0 if a.ndim == 2 else 1  # the dim that groups divide, if the result has no dim of groups
     filled = 0
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if start >= end:
@@ -149,7 +149,7 @@ torch.library.register_fake("ftp::grouped_mm_part", _fake_part)
 
 @register_flop_formula(torch.ops.ftp.grouped_mm)
 def _flops(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Each row, or each term of a sum, belongs to one group."""
+    """FLOPs: each row, or each term of a sum, belongs to one group."""
     return 2 * a[-2] * a[-1] * b[-1]
 
 
@@ -157,5 +157,5 @@ def _flops(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
 def _part_flops(
     a: Any, b: Any, starts: Any, ends: Any, groups: int, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
-    """Of groups of equal size."""
+    """FLOPs, as if groups were of equal size."""
     return 2 * a[-2] * a[-1] * b[-1] * starts[0] // max(groups, 1)

@@ -1,14 +1,13 @@
-"""Keys and values that ranks pass around a ring, and their gradients on the way back.
+"""Pass keys and values around the ranks of an axis, and their gradients back.
 
-A rank's keys and values travel in ``PIECES`` pieces, each straight from its owner: in step h every
-rank sends to the rank h places after it. The gradients of a piece go back the same way and are
-summed by its owner. Keys that no query of a rank sees, by what is known of the mask beforehand, are
-not sent to it. So a rank holds two received pieces at a time, not all ranks' keys and values.
+A rank sends its keys and values in ``PIECES`` pieces, each directly from its owner: in step h every
+rank sends to the rank h places after it. The gradients of a piece are sent back to its owner, which
+sums them. Keys that no query of a rank sees, as far as the mask is known before, are not sent to
+it. So a rank holds two received pieces at a time, not all ranks' keys and values.
 
-What a piece is computed with is the caller's: it visits one piece after another. The programs are
-written once, for one rank, as generators: what they yield is sent, and they are given what arrived
-of what they yielded before, so that a transfer has the time of a computation to complete
-(`ftp.ops.sends`).
+The caller computes with a piece: it visits one piece after another. The programs are written once,
+for one rank, as generators: they yield tensors to send, and receive those that arrived for the
+yield before, so that a transfer overlaps with a computation (`ftp.ops.sends`).
 
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
@@ -31,23 +30,24 @@ from ftp.ops.sends import OneRank, Send, Sends
 from ftp.sharding.layout import pieces
 from ftp.sharding.spec import Interval
 
-PIECES = 16  # in which a rank's keys and values travel
-SHORTEST = 1024  # keys of a piece, where there are more
+PIECES = 16  # pieces in which a rank's keys and values are sent
+SHORTEST = 1024  # least number of keys of a piece, if a rank has more
 
 
 Sees = Callable[[int, int], Sequence[tuple[int, int]]]
-"""Which keys the queries ``first`` to ``stop`` see at most, as runs from and to a key, which may be
-outside the sequence. Functions of equal masks are one object: they are keys of caches."""
-EVERY = (0, sys.maxsize)  # a run of all keys, however many there are
+"""Function ``(first, stop)`` to the most keys that these queries see, as runs (start, stop) of
+keys, which may exceed the sequence. Equal masks have one function object, as it is a cache key."""
+EVERY = (0, sys.maxsize)  # the run of all keys
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How keys are cut over the axis of ``n`` ranks, and which group of numbers of the queries'
-    part is of that axis; as ints ``(size, n, is_zigzag, group, is_zigzag of the queries)``.
+    """The cut of keys over an axis of ``n`` ranks, and the axis' group in the queries' part; as
+    ints ``(size, n, is_zigzag, group, is_zigzag_of_queries)``.
 
     Attributes:
-        group: -1 where other axes cut the queries within it: then every block is sent.
+        group: index of the axis' group of numbers in the queries' part; -1 if other axes cut the
+            queries within it: then every block is sent.
     """
 
     size: int
@@ -78,12 +78,12 @@ class Ring:
 
     @functools.cached_property
     def count(self) -> int:
-        """In how many pieces keys travel."""
+        """The number of pieces of a rank's keys."""
         return max(1, min(PIECES, self.longest // SHORTEST))
 
     @functools.cached_property
     def width(self) -> int:
-        """Keys of a piece, at most."""
+        """The most keys of a piece."""
         return -(-self.longest // self.count)
 
     def piece(self, rank: int, at: int) -> slice:
@@ -92,7 +92,7 @@ class Ring:
         return slice(min(at * self.width, length), min((at + 1) * self.width, length))
 
     def blocks(self, rank: int, at: int, most: int) -> list[Block]:
-        """A piece in blocks, which stand in a tensor of the piece alone."""
+        """A piece in blocks of at most ``most`` keys, placed in a tensor of only this piece."""
         part, found, before = self.piece(rank, at), [], 0
         for first, length in self.keys_of(rank):
             low, high = max(part.start, before), min(part.stop, before + length)
@@ -103,7 +103,7 @@ class Ring:
         return found
 
     def queries_of(self, rows: Sequence[int], rank: int) -> list[Interval] | None:
-        """The runs of queries of a rank; None where they are not known.
+        """The runs of queries of a rank; None if unknown.
 
         Args:
             rows: the queries' part of one of the ranks.
@@ -121,10 +121,10 @@ class Ring:
 
 
 class Needs:
-    """Which keys of each piece each rank needs; the same on all ranks.
+    """The keys of each piece that each rank needs; equal on all ranks.
 
     Args:
-        seen: per rank the runs of keys that its queries see, in order.
+        seen: per rank, the runs of keys that its queries see, in order.
     """
 
     def __init__(self, ring: Ring, seen: Sequence[Sequence[Interval]]):
@@ -133,7 +133,7 @@ class Needs:
 
     @classmethod
     def of(cls, ring: Ring, rows: Sequence[int], sees: Sees) -> "Needs":
-        """From what each run of queries sees.
+        """The needs by the keys that each run of queries sees.
 
         Args:
             rows: the queries' part of one of the ranks.
@@ -155,7 +155,7 @@ class Needs:
         return cls(ring, seen)
 
     def held(self, rank: int, owner: int, at: int) -> list[Block]:
-        """The keys of an owner's piece that a rank needs, as they stand in it; all of its own."""
+        """The keys of an owner's piece that a rank needs, as blocks of it; of its own, all."""
         key = rank, owner, at
         if key not in self._held:
             every = self.ring.blocks(owner, at, self.ring.size + 1)
@@ -166,11 +166,10 @@ class Needs:
         return sum(block.length for block in self.held(rank, owner, at))
 
     def traffic(self, returns: bool) -> tuple[int, int]:
-        """How many keys, with their values, the rank that sends most sends, and the one that
-        receives most receives.
+        """The most keys (with their values) that a rank sends, and the most that a rank receives.
 
         Args:
-            returns: whether their gradients go back.
+            returns: whether their gradients are sent back.
         """
         moved = self.overlap.copy()
         np.fill_diagonal(moved, 0)
@@ -181,7 +180,7 @@ class Needs:
 
     @functools.cached_property
     def overlap(self) -> np.ndarray:
-        """How many keys of each owner each rank needs, (rank, owner)."""
+        """The number of each owner's keys that each rank needs, of shape (rank, owner)."""
         held = [(first, n, owner) for owner, of in enumerate(self.ring._keys) for first, n in of]
         first, length, owner = np.array(held, np.int64).T
         found = np.zeros((self.ring.n, self.ring.n), np.int64)
@@ -191,7 +190,7 @@ class Needs:
             start, count = np.array(runs, np.int64).T
             before = np.cumsum(count) - count
             both = []
-            for x in (first, first + length):  # how many keys before x are seen
+            for x in (first, first + length):  # the number of keys seen before x
                 at = np.searchsorted(start, x, "right") - 1
                 seen = before[at] + np.minimum(x - start[at], count[at])
                 both.append(np.where(at < 0, 0, seen))
@@ -200,13 +199,13 @@ class Needs:
 
     @property
     def steps(self) -> int:
-        """In how many steps something travels, at most."""
+        """The most steps in which a rank sends."""
         rank, owner = self.overlap.nonzero()
         return self.ring.count * len(set(((rank - owner) % self.ring.n).tolist()) - {0})
 
 
 def _seen(blocks: Sequence[Block], seen: Sequence[Interval]) -> Iterator[Block]:
-    """What of blocks stands in some runs of the sequence."""
+    """The parts of blocks that are in some runs of the sequence."""
     for block in blocks:
         start = bisect.bisect_right(seen, (block.first, math.inf)) - 1
         for first, length in itertools.islice(seen, max(start, 0), None):
@@ -229,7 +228,7 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequenc
 def pass_keys(
     steps: "Steps", k: Tensor, v: Tensor, visit: Callable[[int, int, list[Tensor]], None]
 ) -> OneRank:
-    """Visit the pieces that a rank needs: their owner, which piece it is, its keys and values."""
+    """Visit the pieces that a rank needs: ``visit(owner, piece, [keys, values])``."""
     ring, rank = steps.ring, steps.rank
     for at, (piece, step) in enumerate(steps.all):
         near: Any = yield steps.sends_keys(at + 1, k, v)
@@ -246,8 +245,8 @@ def return_gradients(
     v: Tensor,
     visit: Callable[[int, int, list[Tensor], list[Tensor]], None],
 ) -> OneRank:
-    """The gradients of a rank's keys and values. A visit adds those of a piece to sums, which it is
-    given beside the piece.
+    """The gradients of a rank's keys and values. A visit gets a piece and the sums of its
+    gradients, and adds to them.
     """
     ring, rank, wide = steps.ring, steps.rank, sum_dtype(k.dtype)
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
@@ -284,7 +283,7 @@ def return_gradients(
 
 
 def steps_of(needs_of: Callable[..., Needs], rank: int, *given: Any) -> "Steps":
-    """A rank's steps, made once for all calls alike: at many ranks they take long.
+    """A rank's steps, cached for equal calls: with many ranks they take long to make.
 
     Args:
         given: to ``needs_of``.
@@ -298,11 +297,11 @@ def _steps_of(needs_of: Callable[..., Needs], rank: int, given: tuple[Any, ...])
 
 
 class Steps:
-    """What a rank computes: pairs of a piece and the places that it comes from, 0 its own; steps
-    in which no rank needs anything are left out.
+    """The steps of a rank: pairs of a piece and the distance of its owner, 0 for its own. Steps in
+    which no rank needs keys are left out.
 
     Attributes:
-        needs: the same on all ranks.
+        needs: equal on all ranks.
     """
 
     def __init__(self, needs: Needs, rank: int):
@@ -320,11 +319,11 @@ class Steps:
         return self._last[piece]
 
     def at(self, at: int) -> tuple[int, int]:
-        """The piece and step of a pair; before the first and after the last there is no piece."""
+        """The piece and distance of a pair; before the first and after the last there is none."""
         return self.all[at] if 0 <= at < len(self.all) else (-1, 0)
 
     def received(self, owner: int, piece: int) -> list[Block]:
-        """What the rank holds of a piece, as it stands in the tensor that arrived."""
+        """The rank's part of a piece, as blocks of the tensor that arrived."""
         found, before = [], 0
         for block in self.needs.held(self.rank, owner, piece):
             found.append(Block(block.first, before, block.length))
@@ -346,11 +345,11 @@ class Steps:
         return [1, self.ring.size, 1, len(held), *numbers]
 
     def sent(self, piece: int, step: int) -> list[Block]:
-        """What of the rank's piece is sent in a step."""
+        """The blocks of the rank's own piece that it sends in a step."""
         return self.needs.held((self.rank + step) % self.ring.n, self.rank, piece)
 
     def sends_keys(self, at: int, k: Tensor, v: Tensor) -> Sends:
-        """The keys and values that travel for step ``at``."""
+        """The keys and values to send for step ``at``."""
         piece, step = self.at(at)
         if not step:
             return []
@@ -369,7 +368,7 @@ class Steps:
         ]
 
     def returns(self, at: int, made: Sequence[Tensor], k: Tensor, v: Tensor) -> Sends:
-        """The gradients of step ``at`` on their way back."""
+        """The gradients of step ``at``, to send back."""
         piece, step = self.at(at)
         if not step:
             return []
@@ -387,7 +386,7 @@ class Steps:
 
 
 def _runs(held: Sequence[Block]) -> list[Interval]:
-    """Where blocks stand in a tensor, those beside each other as one."""
+    """The positions of blocks in a tensor, with adjacent ones joined."""
     found: list[Interval] = []
     for block in held:
         if found and sum(found[-1]) == block.at:

@@ -1,4 +1,4 @@
-"""Which blocks of keys the tables of a BlockMask list, and what a trace knows of them, as text."""
+"""The key blocks that the tables of a BlockMask list, and a text of them that a trace can keep."""
 
 import base64
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Which blocks of keys are listed: (batch or 1, heads or 1, blocks of queries, ``columns``)."""
+    """Whether each key block is listed: (batch or 1, heads or 1, query blocks, ``columns``)."""
     is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
     at = torch.where(is_listed, index, columns).long()
     table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
@@ -19,7 +19,7 @@ def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
 
 
 def known_of(tables: Sequence[Tensor]) -> str:
-    """Which blocks of keys a block of queries lists in any batch or head, as text."""
+    """The key blocks that each query block lists in any batch or head, as text."""
     columns = tables[1].shape[-1]
     found = [
         listed(count, index, columns).flatten(0, 1).any(0)
@@ -32,7 +32,7 @@ def known_of(tables: Sequence[Tensor]) -> str:
 
 @functools.lru_cache(64)
 def known_blocks(known: str) -> np.ndarray:
-    """The table of `known_of`, (blocks of queries, blocks of keys)."""
+    """The table in the text of `known_of`, (query blocks, key blocks)."""
     rows, columns, packed = known.split(" ")
     shape = int(rows), int(columns)
     bits = np.frombuffer(zlib.decompress(base64.b85decode(packed)), np.uint8)

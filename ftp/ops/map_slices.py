@@ -25,7 +25,7 @@ class SliceProgram:
     """A function of one slice.
 
     Attributes:
-        gm: takes a slice of each stack, then what all slices share; returns a tuple.
+        gm: takes a slice of each stack, then the tensors that all slices share; returns a tuple.
         inputs: shape and dtype of each of these.
         results: shape and dtype of each result.
         key: hash of the content, equal on all ranks.
@@ -45,7 +45,7 @@ def slice_program_of(key: str) -> SliceProgram:
 
 
 def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
-    """The one object for all programs of this content.
+    """The program of this graph; equal graphs give one object.
 
     Args:
         inputs: tensors like those that ``gm`` takes.
@@ -58,7 +58,7 @@ def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
 def remembered(
     gm: fx.GraphModule, inputs: tuple[Described, ...], results: tuple[Described, ...]
 ) -> SliceProgram:
-    """The one object for all programs of these attributes."""
+    """The program with these attributes; equal ones give one object."""
     lines = [node.format_node() or repr(node.args) for node in gm.graph.nodes]
     text = "\n".join([*map(str, lines), repr((inputs, results))])
     key = hashlib.sha256(text.encode()).hexdigest()[:16]

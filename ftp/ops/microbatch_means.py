@@ -1,5 +1,5 @@
-"""Means over microbatches in a traced function: a pipeline runs what comes before them once per
-microbatch, and what follows once per step.
+"""Means over microbatches in a traced function: a pipeline runs the ops before them once per
+microbatch, and the ops after them once per step.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ class Means:
     """The means of one trace.
 
     Attributes:
-        microbatches: of a step.
+        microbatches: number of microbatches of a step.
         values: each mean's value for one microbatch, a tensor of its own.
-        of: per mean the parameter that it is the gradient of; None of another result.
-        batch: tensors that ``ftp.optim.accumulate`` was to cut into microbatches.
-        calls: how many gradients were taken, those within others not counted.
-        is_within: whether one is being taken.
+        of: per mean, the parameter whose gradient it is; None for another result.
+        batch: tensors that ``ftp.optim.accumulate`` was given to cut into microbatches.
+        calls: number of gradients taken, without those inside others.
+        is_within: whether a gradient is being taken.
     """
 
     microbatches: int
@@ -49,7 +49,7 @@ class Means:
 
     def mean(self, value: Tensor, of: Tensor | None = None) -> Tensor:
         """The mean of ``value`` over the microbatches."""
-        # Copies: the first is a node of its own for each mean, the second may be written to.
+        # Two copies: the first gives each mean its own node, the second may be written to.
         own = value.clone()
         self.values.append(own)
         self.of.append(of)
@@ -65,7 +65,7 @@ _means: ContextVar[Means | None] = ContextVar("microbatch means", default=None)
 
 
 def current_means() -> Means | None:
-    """The current trace's means; None where no pipeline asks for them, and inside a gradient."""
+    """The current trace's means; None if no pipeline asks for them, or inside a gradient."""
     means = _means.get()
     return None if means is None or means.is_within else means
 

@@ -26,8 +26,8 @@ def sums(
 ) -> tuple[Any, Any]:
     """Emit the ops that compute the sums over ``dims``.
 
-    Elements are centred in their own dtype by a rounded mean m before they are squared; what m
-    squared adds, which rounds most, is in float64: ``sum x² = sum (x - m)² + m (2 sum x - n m)``.
+    Elements are centred in their own dtype by a rounded mean m before they are squared. The terms
+    with m, which would round most, are in float64: ``sum x² = sum (x - m)² + m (2 sum x - n m)``.
     """
     n = max(math.prod(shape[d] for d in dims), 1)
     total = emit(aten.sum.dim_IntList, x, dims, True, dtype=torch.float64)

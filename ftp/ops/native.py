@@ -1,9 +1,7 @@
-"""The package's C sources, compiled on first use, and the cache folder that keeps them and other
-findings.
+"""The package's C sources, compiled on first use, and the cache folder for them and other data.
 
-What the cache holds is run and believed, so it must be this user's own: folders and files that
-another user owns or can write to are passed over. Without a compiler callers do without compiled
-code.
+Code in the cache is run and its data are trusted, so it must be this user's own: folders and files
+that another user owns or can write to are ignored. Without a compiler callers use no compiled code.
 """
 
 import ctypes
@@ -25,7 +23,7 @@ _FLAGS = ("-O3", "-shared", "-fPIC")
 def cache_folder(part: str = "") -> Path:
     """A folder of ftp's cache: in ``$FTP_CACHE``, else in ``ftp`` of the user's cache folder.
 
-    Where that is not the user's own, it is in a private folder of the system's temporary one.
+    If that folder is not the user's own, a private folder in the system's temporary folder.
     """
     given, usual = os.environ.get("FTP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return _own_folder(
@@ -34,11 +32,11 @@ def cache_folder(part: str = "") -> Path:
 
 
 def open_own(path: Path) -> int:
-    """A descriptor of a file of the cache. The descriptor is what is checked: the path may name
-    another file later.
+    """A descriptor of a file of the cache. The descriptor is checked rather than the path, which
+    may name another file later.
 
     Raises:
-        OSError: where there is none, or another user owns it or can write to it.
+        OSError: there is no file, or another user owns it or can write to it.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     found = os.fstat(handle)
@@ -56,9 +54,9 @@ def read_own(path: Path) -> bytes:
 
 @cache
 def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
-    """The library of a C source with these functions; None where it cannot be built or loaded.
+    """The library of a C source with these functions; None if it cannot be built or loaded.
 
-    Its file is known by the hashes of its source and of its own content: a damaged one is built
+    Its file name has the hashes of its source and of its own content: a damaged file is built
     again.
     """
     stem = f"{source.stem}-{_digest(source.read_bytes() + ' '.join(_FLAGS).encode())}"
@@ -72,7 +70,7 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     for place in (
         folder,
         None,
-    ):  # a folder that cannot be written, or not executed from, costs a build
+    ):  # a folder that cannot be written to, or executed from: build again
         try:
             with tempfile.TemporaryDirectory(dir=place) as scratch:
                 draft = Path(scratch) / "draft.so"
@@ -93,8 +91,8 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
 
 
 def _load(path: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library at a path that ends in the hash of its content; None where it is not that, or
-    lacks a function.
+    """The library at a path that ends in the hash of its content; None if the hash differs or a
+    function is missing.
     """
     try:
         handle = open_own(path)
@@ -102,8 +100,8 @@ def _load(path: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
         return None
     with open(handle, "rb", closefd=False) as file:
         is_whole = path.stem.rpartition("-")[2] == _digest(file.read())
-    # Loaded through the descriptor that was checked. It stays open, as the loader knows libraries
-    # by name.
+    # Load through the checked descriptor. It stays open, as the loader identifies libraries by
+    # name.
     own = f"/proc/self/fd/{handle}"
     with suppress(OSError):
         if is_whole:
@@ -139,7 +137,7 @@ _ABSENT = "cannot be made"
 
 
 def _refused(folder: Path) -> str:
-    """Why a folder cannot hold the cache; empty where it can, and then it exists."""
+    """Why a folder cannot hold the cache; empty if it can, and then the folder exists."""
     if str(folder).startswith("~"):
         return f"{_ABSENT}: this user has no home"
     try:
@@ -151,7 +149,7 @@ def _refused(folder: Path) -> str:
 
 
 def _not_own(found: os.stat_result) -> str:
-    """Root's files count as one's own: root needs no cache to run code."""
+    """Why a file or folder is not the user's own. Root's are allowed: root can run code anyway."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}, not to {os.geteuid()} who runs this"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -3,9 +3,8 @@
 
 The stream of a key (k, t), two int64, is the words w_0, w_1, ...: w_n is lane n % 4 of
 Philox4x32-10 with key k and counter (n // 4, t), low words first. ``random_bits`` reads any strided
-part of it, so that a shard of a random tensor costs what the shard's size says. On a CPU the words
-come from philox.c where it can be compiled, else, as on other devices, from integer operations on
-tensors.
+part of it, so that the cost of a shard is proportional to its size. On a CPU the words come from
+philox.c if it can be compiled; else, as on other devices, from integer ops on tensors.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), and its
 library Random123.
@@ -28,9 +27,9 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
 ROUNDS = 10
-# Blocks made at a time on a CPU: what a core's cache holds.
+# Blocks made at a time on a CPU, to fit a core's cache.
 CHUNK = 1 << 17
-# Counters from here on make keys, so that they are no part of any stream.
+# Counters from here on make keys; no stream uses them.
 KEYS = 1 << 62
 
 Word = Any  # an int or an int64 tensor holding one in its lower half
@@ -53,8 +52,8 @@ def block(
 
 
 def _product(word: Word, factor: int) -> tuple[Word, Word]:
-    """High and low word, by halves: signed overflow is undefined where a compiler makes C++ of
-    this.
+    """High and low word of the product, computed by halves: a compiler may turn this into C++,
+    where signed overflow is undefined.
     """
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
@@ -62,12 +61,12 @@ def _product(word: Word, factor: int) -> tuple[Word, Word]:
 
 
 def bits_by_index(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """``random_bits``, one element at a time: four times the work, but one loop where a compiler
-    fuses it.
+    """``random_bits``, one element at a time: four times the work, but a compiler fuses it into one
+    loop.
     """
     at = torch.zeros((), dtype=torch.int64, device=key.device) + offset
     for d, (n, step) in enumerate(zip(size, stride, strict=True)):
-        # The mask changes no number; without it inductor's Triton code multiplies in int32.
+        # The mask changes no value; without it inductor's Triton code multiplies in int32.
         along = (torch.arange(n, device=key.device) & (KEYS - 1)) * step
         at = at + along.view(-1, *(1,) * (len(size) - 1 - d))
     k, t = (half.reshape((*key.shape[:-1], *(1,) * at.ndim)) for half in key.unbind(-1))
@@ -117,8 +116,7 @@ def _bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     bases = torch.full((1,), offset, dtype=torch.int64, device=key.device)
     for n, step in rows:
         bases = (bases.unsqueeze(1) + torch.arange(n, device=key.device) * step).flatten()
-    # A run's first and last block have words too many. Runs that begin at different lanes are read
-    # from their own on.
+    # The first and last block of a run have extra words. Runs may begin at different lanes.
     same = all(step % 4 == 0 for _, step in rows)
     first = offset & 3 if same else 3
     blocks = (first + run + 3) // 4
@@ -171,7 +169,7 @@ def _read_natively(
 
 
 def _runs(size: Sequence[int], stride: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """The dims that count runs of neighbours, each with its stride, and how long a run is."""
+    """The dims over runs of adjacent words, each with its stride, and the length of a run."""
     dims: list[tuple[int, int]] = []
     for n, step in zip(size, stride, strict=True):
         if n == 1:
@@ -202,8 +200,8 @@ def _blocks(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def _write(out: Tensor, counter: Tensor, k: Any, t: Any) -> None:
-    """Philox in place on int64 lanes; what is only ever xored keeps garbage in its upper half
-    until the end.
+    """Philox in place on int64 lanes. Words that are only xored may have garbage in their upper
+    half until the end.
     """
     shape = out.shape[:-1]
     c0 = (counter & MASK).expand(shape).clone()

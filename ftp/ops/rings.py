@@ -17,9 +17,9 @@ class RingOp:
     """An op whose last argument is a group.
 
     Attributes:
-        one_rank: from a rank and the other arguments.
-        at: which argument the queries are; keys and values follow.
-        needs_of: from the arguments of the names in ``known``, what each rank needs.
+        one_rank: the program of one rank, from the rank and the other arguments.
+        at: position of the queries among the arguments; keys and values follow.
+        needs_of: gives each rank's needs from the arguments named in ``known``.
     """
 
     target: Any
@@ -30,7 +30,7 @@ class RingOp:
 
     @property
     def returns(self) -> bool:
-        """Whether gradients of keys and values go back."""
+        """Whether gradients of keys and values are sent back."""
         return self.at > 0
 
     def argument(self, args: Sequence[Any], name: str) -> Any:
@@ -39,7 +39,7 @@ class RingOp:
         return args[names.index(name)] if name in names else None
 
     def needs(self, args: Sequence[Any]) -> Needs:
-        """Which keys each rank needs, from a call's arguments."""
+        """The keys that each rank needs, from a call's arguments."""
         return self.needs_of(*(self.argument(args, name) for name in self.known))
 
     def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Functions of one score and its place, as graphs: what ``flex_attention`` does to scores.
+"""flex_attention's functions of one score and its position, as graphs.
 
-A graph takes the score (a mask's takes none), the place ``b, h, q, k`` in the whole program, the
-place again, and the tensors that the function captured. The place's second form only indexes dims
-of captured tensors that are as long as batch, heads, queries or keys: such a dim is cut as the
-scores are, and the second form counts within the part that is given. All other indices are global.
+A graph takes the score (a ``mask_mod`` takes none), the global position ``b, h, q, k``, the local
+position, and the tensors that the function captured. The local position is used only to index dims
+of captured tensors that are as long as batch, heads, queries or keys: such a dim is cut like the
+scores. All other indices are global.
 """
 
 import functools
@@ -39,12 +39,12 @@ def evaluate(
     near: Sequence[Tensor],
     captured: Sequence[Tensor],
 ) -> Tensor:
-    """A function of all scores of a tile, or the mask of a tile: it broadcasts to (batch, heads,
-    queries, keys).
+    """Apply a function to all scores of a tile, or compute the tile's mask, which broadcasts to
+    (batch, heads, queries, keys).
 
     Args:
         scores: None for a mask.
-        at, near: per dim of the tile its indices, and those into captured tensors.
+        at, near: per dim of the tile, its global indices, and its indices into captured tensors.
     """
     gm: Any = slice_program_of(key).gm
     given = () if scores is None else (scores,)
@@ -105,11 +105,12 @@ def letters(key: str, is_mask: bool) -> tuple[Letters, ...]:
 def intern(
     gm: fx.GraphModule, captured: Sequence[Tensor], is_mask: bool, sizes: Sequence[int]
 ) -> tuple[str, list[Tensor]]:
-    """The key of a function, and its captured tensors: one entry per way in which each is used.
+    """The key of a function, and its captured tensors, with an entry for each way in which one is
+    indexed.
 
     Args:
-        gm: takes the score (a mask's does not), the place, the place again, which it does not use,
-            and captured tensors; it returns a tuple of one.
+        gm: takes the score (not for a mask), the global and the local position (unused so far), and
+            captured tensors; returns a tuple of one.
         sizes: of batch, heads, queries and keys.
     """
     graph: Any = gm.graph

@@ -1,6 +1,6 @@
-"""One rank's program that sends while it computes, as a generator: it yields what to send, and
-receives what arrived for the yield before. It runs on a process of a group, or all ranks run side
-by side in one process.
+"""A rank's program that sends while it computes, as a generator: it yields tensors to send, and
+receives those that arrived for the yield before. It runs on a process of a group, or all ranks run
+side by side in one process.
 """
 
 import itertools
@@ -16,11 +16,14 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 @dataclass(frozen=True)
 class Send:
-    """A tensor for the rank ``step`` places after this one; the reply is from the rank ``step``
-    places before. None: nothing.
+    """Send a tensor to the rank ``step`` places after this one, and receive one from the rank
+    ``step`` places before it.
 
     Attributes:
-        most: elements of the largest tensor that a rank sends.
+        tensor: the tensor to send; None: nothing.
+        arrives: shape of the tensor that arrives; None: nothing.
+        like: a tensor of its dtype and device.
+        most: number of elements of the largest tensor that any rank sends.
     """
 
     step: int
@@ -113,7 +116,7 @@ def side_by_side(ranks: Sequence[OneRank]) -> list[Any]:
         for column in zip(*under_way, strict=True):
             for r, one in enumerate(column):
                 x = column[(r - one.step) % len(ranks)].tensor
-                assert (None if x is None else x.shape) == one.arrives, "what is sent is awaited"
+                assert (None if x is None else x.shape) == one.arrives, "a send is received"
                 arrived[r].append(x)
         under_way = sends
         sends = []

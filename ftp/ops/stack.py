@@ -2,7 +2,7 @@
 keep.
 
 A slice of a stack is gathered or reduced by itself, never the stack as a whole, so that a program
-holds what one layer needs.
+holds one layer's tensors at a time.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Replacements for torch ops whose result shapes depend on values, which a trace does not have: the
 same ops with static shapes. Also grouped matmuls, for all dtypes.
 
-`FIXED` maps an op to the form that is recorded for it.
+`FIXED` maps an op to the function that is recorded in its place.
 """
 
 from collections.abc import Callable
@@ -58,8 +58,8 @@ def _are_vectors(a: Tensor, b: Tensor) -> bool:
 def _fixed_lstsq(
     a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """Residuals are returned for matrices of full rank only; where the driver finds the rank, that
-    depends on values.
+    """``lstsq`` without residuals if the driver finds the rank: they are returned for matrices of
+    full rank only, which depends on values.
     """
     driver = driver or ("gelsy" if a.device.type in ("cpu", "meta") else "gels")
     more_rows = a.shape[-2] > a.shape[-1]
@@ -128,8 +128,8 @@ def _fake_ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tens
 
 
 def _width(targets: Tensor) -> int:
-    """The width of the table: a blank before, between and after the labels of the longest possible
-    target.
+    """The width of the table: the labels of the longest possible target, with blanks before,
+    between and after them.
     """
     return 2 * targets.shape[-1] + 1
 

@@ -1,4 +1,4 @@
-"""Matmuls fused with the collective beside them: one part is computed while another travels.
+"""Matmuls fused with an adjacent collective: one part is computed while another is sent.
 
 ``gather_matmuls`` is a gather and the matmuls that read it, ``matmul_scatter`` a matmul and its
 reduce-scatter. On GPUs they are torch's ops on symmetric memory, which copy from GPU to GPU over
@@ -15,13 +15,13 @@ from torch import Tensor
 from ftp.ops.define import define
 from ftp.sharding.process_group import gpu_uuid
 
-# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its matmuls with some
-# matrices.
+# The gathered tensor (of ``n`` ranks' shards along ``dim``), if ``keeps``, and its matmuls with the
+# weights.
 gather_matmuls = define(
     "gather_matmuls"
     "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]"
 )
-# Of the sum over ``n`` ranks of a matmul this rank's part of dim ``dim``.
+# This rank's part along ``dim`` of the sum over ``n`` ranks of a matmul.
 matmul_scatter = define(
     "matmul_scatter(Tensor left, Tensor right, int dim, int n, str group) -> Tensor"
 )
@@ -79,9 +79,7 @@ def _plain_matmul_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: 
 
 
 def multiplications(target: Any, args: Any) -> int:
-    """The number of multiplications of one of these ops, from its arguments with shapes in place of
-    tensors.
-    """
+    """The number of multiplications of one of these ops; shapes stand for tensors in ``args``."""
     if target is gather_matmuls:
         shard, weights, _, _, n, _ = args
         return n * math.prod(shard) * sum(columns for _, columns in weights)
@@ -90,9 +88,9 @@ def multiplications(target: Any, args: Any) -> int:
 
 
 def lack(devices: list[tuple[str, str]], mine: int) -> str:
-    """Why this rank cannot copy from and to the GPUs of a group, as host and UUID; "" if it can.
+    """Why this rank cannot copy from and to the GPUs of a group (host, UUID); "" if it can.
 
-    Whether a GPU that this process does not see can be read, torch finds out as it connects them.
+    For a GPU that this process does not see, torch finds out when it connects them.
     """
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "it takes GPUs, and a build of torch with NCCL"

@@ -1,4 +1,4 @@
-"""Check what ``out_specs`` of ``local`` claim: results are equal along axes that no spec names."""
+"""Check the claim of ``local``'s ``out_specs``: results are equal along axes not named."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Rows sent to the ranks that own their experts, and back to their tokens: one rank's code."""
+"""Send rows to the ranks that own their experts, and results back: one rank's code."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,23 +31,23 @@ def travelling(
     token_axes: Sequence[str],
     capacity: float | None = None,
 ) -> Tensor:
-    """The weighted sum of what each token's experts make of it; tokens travel to the ranks of
-    ``axis`` that own their experts, whose parameters stay.
+    """The weighted sum of the results of each token's experts. Tokens are sent to the ranks of
+    ``axis`` that own their experts; the experts' parameters are not sent.
 
     Args:
         experts: takes rows (rows, dim), each row's expert among those that the rank owns (one more
-            than the last for rows that hold no token), and the rank's part of ``parameters``;
-            returns the rows that they make.
+            than the last for rows without a token), and the rank's part of ``parameters``; returns
+            the result of each row.
         x: (tokens, dim).
-        chosen, weights: (tokens, k), each token's experts and what their results are multiplied by.
+        chosen, weights: (tokens, k), each token's experts and the weights of their results.
         parameters: each with the experts as dim 0.
         token_axes: the mesh axes that cut the tokens, ``axis`` among them.
         capacity: the rows that a rank has room for, as a multiple of those of an equal load. More
-            raise an InputError on all ranks before a row moves. Default room for all rows.
+            rows raise an InputError on all ranks before any row is sent. Default: room for all.
     """
     count = parameters[0].shape[0]
     n, shards = mesh.axes[axis], math.prod(mesh.axes[a] for a in token_axes)
-    # Tokens that fill up the last shard go to all experts alike, and their results are dropped.
+    # Padding tokens of the last shard are spread over all experts; their results are dropped.
     tokens, missing = x.shape[0], -x.shape[0] % shards
     if missing:
         filled = torch.arange(missing * chosen.shape[1], device=x.device) % count
@@ -91,14 +91,15 @@ def _of_rank(
 
 @dataclass(frozen=True)
 class Route:
-    """Where a rank's rows, sorted by expert, go on ``axis``.
+    """The destinations of a rank's rows, sorted by expert, on ``axis``.
 
     Attributes:
-        rows: this rank's; those that no expert has stay, and come back as zeros.
-        bound: rows that there is room for.
-        counts: (ranks, ranks, own experts), how many rows travel from each rank to each for each of
-            its experts. Rows arrive by expert, then by rank.
-        ends: (own experts,), int32, where the arrived rows of each expert end.
+        rows: number of this rank's rows; rows without an expert are not sent, and come back as
+            zeros.
+        bound: number of rows that there is room for.
+        counts: (ranks, ranks, own experts), the rows from each rank to each expert of each rank.
+            Rows arrive sorted by expert, then by rank.
+        ends: (own experts,), int32, the end of each expert's rows among those that arrive.
     """
 
     axis: str
@@ -109,8 +110,8 @@ class Route:
 
     @property
     def own(self) -> Tensor:
-        """Each arrived row's expert among those of the rank; one more than the last for rows that
-        hold no token.
+        """Each arrived row's expert among those of the rank; one more than the last for rows
+        without a token.
         """
         at = torch.arange(self.bound, dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, at, right=True)
@@ -129,9 +130,9 @@ class Route:
 
 
 def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | None) -> Route:
-    """The route of ``rows`` rows, of which ``of_expert`` (experts,) are for each expert. The counts
-    travel here. Where ``n`` does not divide the experts, the last ranks own fewer, or none, as
-    ``torch.chunk`` cuts; to the route they own as many as the others, of which some get no rows.
+    """The route of ``rows`` rows, of which ``of_expert`` (experts,) are for each expert. Ranks
+    exchange the counts here. If ``n`` does not divide the experts, the last ranks own fewer, or
+    none, like ``torch.chunk``; in the route all own equal numbers, and missing experts get no rows.
     """
     of_expert = F.pad(of_expert, (0, -of_expert.shape[0] % n))
     bound = n * rows if capacity is None else min(n * rows, math.ceil(capacity * rows))

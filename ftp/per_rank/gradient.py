@@ -33,7 +33,7 @@ class Pair:
             reads.
         backward: to the gradients of the operands ``wrt``.
         constants: operands of ``forward`` after the function's own.
-        given: per operand of ``backward`` its source: ``("operand", i)``, ``("result", i)`` or
+        given: per operand of ``backward``, its source: ``("operand", i)``, ``("result", i)`` or
             ``("cotangent", i)``.
         wrt: the operands that have a gradient.
         differentiable: the results that have a cotangent.
@@ -58,7 +58,7 @@ def split(
 
     Args:
         program: the function alone; its results are the first outputs of the trace.
-        n_tensors: operands of the function, its constants aside.
+        n_tensors: number of the function's operands, without its constants.
         traced: from operands, axis indices, cotangents and constants to results and gradients.
         wrt: the operands whose gradients the trace returns.
         differentiable: the results whose cotangents the trace takes.
@@ -91,7 +91,7 @@ def split(
 
 @dataclass(frozen=True, eq=False)
 class _JointTrace:
-    """A trace of results and gradients, its placeholders told apart.
+    """A trace of results and gradients, with its placeholders by role.
 
     Attributes:
         operands: the function's tensors, then its constants; ``ports`` describes them.
@@ -152,7 +152,7 @@ def _joint(
 
 
 def _drop_known_sums(joint: _JointTrace, n_gradients: int) -> list[set[str]]:
-    """Drop sums that need no collective; per gradient, the axes over which it is summed then."""
+    """Drop sums that need no collective. Returns per gradient the axes over which it is reduced."""
     first = len(joint.program.results)
     reduced: list[set[str]] = [set() for _ in range(n_gradients)]
     for axis in joint.program.axes:
@@ -164,8 +164,8 @@ def _drop_known_sums(joint: _JointTrace, n_gradients: int) -> list[set[str]]:
 
 
 def _saved(joint: _JointTrace) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What the backward program reads of the forward one, and what it computes itself: found from
-    the gradients backwards.
+    """The values that the backward program reads from the forward one, and those that it
+    recomputes: found from the gradients backwards.
     """
     forward, late = _forward_nodes(joint), _dependent(joint.graph, joint.cotangents)
     saved: set[fx.Node] = set()
@@ -229,7 +229,7 @@ def _backward_graph(
 def _gradient_ports(
     joint: _JointTrace, wrt: Sequence[int], reduced: Sequence[set[str]]
 ) -> list[Port]:
-    """A gradient is cut as its operand; over the other axes it is a pending sum, unless reduced."""
+    """A gradient is cut like its operand; over other axes it is a pending sum unless reduced."""
     found = []
     for i, axes in zip(wrt, reduced, strict=True):
         port = joint.ports[i]
@@ -292,8 +292,9 @@ def _reshaped(
 def contributed(
     program: RankCode, differentiable: Sequence[int], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Cotangents of the results as this rank's terms: gradients are summed over ranks, so one rank
-    contributes that of a replicated result. That of a pending sum is every term's.
+    """Cotangents of the results as this rank's terms. Gradients are summed over ranks, so only one
+    rank contributes the cotangent of a replicated result. Every term of a pending sum has the sum's
+    cotangent.
     """
     terms = list(cotangents)
     for i, result in enumerate(differentiable):
@@ -316,7 +317,7 @@ class Apply(torch.autograd.Function):
         pair: Pair = inputs[0]
         ctx.pair = pair
         ctx.set_materialize_grads(False)
-        # Residuals too have gradients: a second derivative comes by way of them.
+        # Residuals have gradients too: second derivatives pass through them.
         ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
         ctx.save_for_backward(
@@ -333,7 +334,7 @@ class Apply(torch.autograd.Function):
         pair: Pair = ctx.pair
         if all(g is None for g in grads):
             return (None,) * (1 + len(pair.forward.operands))
-        every = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        every = ctx.saved_tensors  # read once, as torch.utils.checkpoint requires
         xs = every[-len(pair.forward.operands) :]
         if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
             return _pulled(pair.forward, xs, grads)
@@ -366,8 +367,8 @@ _FORWARD_MODE = (
 
 
 class PerRankRun(torch.autograd.Function):
-    """A program as the op ``ftp::local``, whose gradient is derived where it is asked for: of
-    backward programs, it seldom is.
+    """A program as the op ``ftp::local``, whose gradient is derived only when asked for, which is
+    rare for backward programs.
     """
 
     @staticmethod

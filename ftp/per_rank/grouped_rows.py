@@ -1,10 +1,11 @@
-"""Grouped matmuls of one rank's code computed where the experts are: rows travel there and back.
+"""Compute grouped matmuls of one rank's code on the ranks that own the experts: rows are sent there
+and back.
 
-The code runs as it is written, with whole weights. ``RowsTravel`` sees its calls. Of a tensor with
-experts or rows as dim 0 it remembers the form that the owner has: the rank's own experts, or the
-rows that were sent to them. A grouped matmul is computed on owners' forms; what acts on each row
-or expert alone is computed on both forms. The form that nobody reads is dead code, and so are the
-gather of weights and the way back of rows between two matmuls.
+The code runs as written, with whole weights. ``RowsTravel`` sees its calls. For a tensor with
+experts or rows as dim 0 it remembers the owner's form: the rank's own experts, or the rows that
+were sent to them. A grouped matmul is computed on owners' forms; a function of each row or expert
+alone is computed on both forms. The form that nothing reads is dead code, and with it the gather of
+weights and the sending of rows between two matmuls.
 """
 
 from collections.abc import Sequence
@@ -32,10 +33,10 @@ GROUPED = (torch._grouped_mm, F.grouped_mm)  # type: ignore[attr-defined]
 
 @dataclass
 class _Owned:
-    """What the owner holds of ``whole``, a tensor of the code.
+    """The owner's form ``owned`` of a tensor ``whole`` of the code.
 
     Attributes:
-        of: "experts", or the ends of the groups by which rows were sent.
+        of: "experts", or for rows the ends of the groups by which they were sent.
         parameters: the expert weights that it is computed from.
     """
 
@@ -50,8 +51,8 @@ class RowsTravel(TorchFunctionMode):
 
     Attributes:
         used: the parameters that grouped matmuls take as experts.
-        read: ``{parameter: the line and the function}`` that read a weight of experts otherwise,
-            for which it is gathered.
+        read: ``{parameter: line and function}`` of other reads of an expert weight, for which it is
+            gathered.
     """
 
     def __init__(self, axis: str, n: int, capacity: float | None):
@@ -66,18 +67,18 @@ class RowsTravel(TorchFunctionMode):
         self._calls = _OpsOfCall()
 
     def whole(self, name: str, part: Tensor, count: int) -> Tensor:
-        """A weight of ``count`` experts as the code sees it, from this rank's experts."""
+        """The whole weight of ``count`` experts for the code, from this rank's experts."""
         whole = all_gather(part, self.axis)[:count]
         self._owned[id(whole)] = _Owned(whole, part, "experts", frozenset({name}))
         return whole
 
     def alike(self, x: Any) -> None:
-        """A tensor that is the same on all ranks, such as a parameter that is no expert's."""
+        """Note a tensor that is equal on all ranks, such as a parameter of no expert."""
         if isinstance(x, Tensor):
             self._alike[id(x)] = x
 
     def candidate(self, name: str, weight: Tensor) -> None:
-        """A whole weight that may turn out to be of experts."""
+        """Note a whole weight that may turn out to be an expert weight."""
         self._is_looking = True
         self._owned[id(weight)] = _Owned(weight, weight, "experts", frozenset({name}))
 
@@ -102,7 +103,7 @@ class RowsTravel(TorchFunctionMode):
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if all(self._of(x) is not None or id(x) in self._alike for x in others):
             self._follow(func, args, kwargs, given, made)
-        else:  # what other tensors hold is this rank's, and not that of the rows' owner
+        else:  # other tensors have this rank's values, not those of the rows' owner
             self._note(func, given)
         return made
 
@@ -110,7 +111,7 @@ class RowsTravel(TorchFunctionMode):
         return self._owned.get(id(x)) if isinstance(x, Tensor) else None
 
     def _forget_written(self) -> None:
-        """A write to a whole tensor, or to a view of one, leaves the owner's form behind."""
+        """Drop owners' forms of whole tensors that were written to, directly or by a view."""
         if self._calls.written:
             self._owned = {
                 at: o
@@ -137,7 +138,7 @@ class RowsTravel(TorchFunctionMode):
             try:
                 owned = tree_leaves(func(*tree_map(own, args), **tree_map(own, kwargs)))
             except (RuntimeError, ValueError, IndexError):
-                owned = []  # the number of rows or experts is written in the call
+                owned = []  # the call states the number of rows or experts
             found = [x for x in owned if isinstance(x, Tensor)]
             if len(found) == len(results) and all(
                 a.shape[1:] == b.shape[1:] and b.shape[0] == first.owned.shape[0]
@@ -181,11 +182,11 @@ class RowsTravel(TorchFunctionMode):
         return whole
 
     def _route(self, offs: Tensor, rows: int) -> Route:
-        """The route of rows whose groups end at ``offs``: found once, for the counts travel."""
+        """The route of rows whose groups end at ``offs``; cached, as ranks exchange counts."""
         known = self._routes.get(id(offs))
         if known is not None and known[1] == rows:
             return known[2]
-        # A group that ends before the one before it has no rows.
+        # A group whose end is before the end of the group before it has no rows.
         ends = offs.detach().to(torch.int64).clamp(0, rows).cummax(0).values
         of_expert = F.pad(ends, (1, 0)).diff()
         made = route_of(of_expert, rows, self.axis, self.n, self.capacity)
@@ -193,9 +194,9 @@ class RowsTravel(TorchFunctionMode):
         return made
 
 
-# What a call does, seen as the ops that it runs.
+# The effect of a call, by the ops that it runs.
 
-_BY_POSITION = (aten.tril.default, aten.triu.default)  # what becomes of a row depends on its place
+_BY_POSITION = (aten.tril.default, aten.triu.default)  # a row's result depends on its position
 
 
 def _base(x: Tensor) -> Tensor:
@@ -242,8 +243,8 @@ class _OpsOfCall(TorchDispatchMode):
         }
 
     def keep_dim_0(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-        """Whether each slice of the results along dim 0 is made of the same slice of each of
-        ``given`` along dim 0, and of nothing else that has one.
+        """Whether each slice of the results along dim 0 is computed from the same slice of each of
+        ``given``, and from no other tensor's slices.
         """
         kept = {id(_base(x)) for x in given}
         for func, args, kwargs, made in self.made:

@@ -64,12 +64,12 @@ def local(
             must divide by the ranks that shard it: local size = global size / ranks.
         out_specs: prefix tree of the result; global size = local size × the ranks that shard the
             dim. Along an axis that the spec does not name, all ranks must hold equal values.
-        axes: the mesh axes along which ``fn`` is one rank's code; default all. Over the others it
-            is planned as the program around it: inside, tensors are whole along them, no spec of
-            ``local`` names them, and ``ftp.constrain`` may.
-        check: prove that they do: values vary over an axis from a sharded argument or
-            ``axis_index`` on, until an ``all_reduce`` or ``all_gather``. False trusts
-            ``out_specs``.
+        axes: the mesh axes along which ``fn`` is one rank's code; default all. Over other axes it
+            is planned like the program around it: inside, tensors are whole along them; the specs
+            of ``local`` may not name them, ``ftp.constrain`` may.
+        check: prove that results are equal along axes that ``out_specs`` do not name. A value
+            varies over an axis if it is computed from a sharded argument or ``axis_index``, until
+            an ``all_reduce`` or ``all_gather``. False trusts ``out_specs``.
 
     Returns:
         A function of global tensors, with ``fn``'s positional arguments.
@@ -87,7 +87,7 @@ def local(
     >>> layer(torch.ones(1, 3), torch.ones(3, 4), torch.ones(4, 2))
     tensor([[12., 12.]])
 
-    Over ``ep`` by hand, over ``tp`` as the specs of the weights say:
+    Over ``ep`` by hand, over ``tp`` by the specs of the weights:
 
     >>> mesh = ftp.simulated_mesh((2, 2), ("ep", "tp"))
     >>> mean = ftp.local(

@@ -127,7 +127,7 @@ def test_errors():
         constrain(3, P())  # type: ignore[arg-type]
     with pytest.raises(
         SpecError,
-        match=r"P\('dp'\) names 'dp', but axes=\('tp',\) says that it speaks of no such axis.",
+        match=r"P\('dp'\) names 'dp', which axes=\('tp',\) does not list.",
     ):
         constrain(torch.ones(2), P("dp"), axes="tp")
     with pytest.raises(SpecError, match=r"axes=\(\): it takes the name of a mesh axis"):
