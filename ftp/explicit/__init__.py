@@ -1,1 +1,1 @@
-"""Explicit mode: which collectives of a plan the program asks for, and the line for each other."""
+"""Explicit mode: find the collectives that the program does not ask for, and the lines that do."""

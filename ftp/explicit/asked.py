@@ -1,7 +1,7 @@
 """The collectives of a plan that nobody asked for.
 
-Asked for are gathers of parameters, sums of gradients, what inputs and outputs need for their
-specs, what a constraint needs for its own, and the transpose of that in the backward pass.
+Asked for are gathers of parameters, sums of gradients, reshards that the specs of inputs and
+outputs need, reshards that a constraint needs, and their transposes in the backward pass.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,24 +23,24 @@ def unasked(
     """The reshards that nobody asked for.
 
     Args:
-        out_specs: those that were given; None is an output that asks for nothing.
-        without: names of constraints that do not count.
+        out_specs: the given specs; None: the output asks for nothing.
+        without: names of constraints to ignore.
     """
     return _UnaskedFinder(plan.graph, out_specs, without).unasked()
 
 
 def pin_of(node: Node) -> Pin | None:
-    """What a node fixes, if it is a constraint."""
+    """The pin of a node, if it is a constraint."""
     return pin_from_str(node.target) if node.kind == "constrain" else None
 
 
 def collectives_of(graph: Graph) -> list[Node]:
-    """The reshards that send something."""
+    """The reshards that issue a collective."""
     return [n for n in graph.nodes if n.kind == "reshard" and n.target.op in COLLECTIVES]
 
 
 def passes_on(node: Node, slot: int) -> bool:
-    """Whether an op computes each element of its result from one of this operand."""
+    """Whether an op computes each element of its result from one element of this operand."""
     if node.kind != "op" or len(node.results) != 1:
         return False
     dims, (result,) = node.rule.operands[slot], node.rule.results
@@ -79,16 +79,16 @@ class _UnaskedFinder:
         ]
 
     def _is_end(self, user: Node, axis: str) -> bool:
-        """Whether a node says in the source how its operand is laid out on an axis."""
+        """Whether a node's source line fixes the layout of its operand on an axis."""
         pin = self.pins.get(user)
         if pin is None:
             return user.kind == "local" or axis in user.own_axes
         return pin.holds(axis) or user.target == MARK
 
     def _leads(self, value: Value, reshard: Node) -> bool:
-        """Whether a reshard's value is one that an output or a constraint fixes, or becomes nothing
-        else. What is cut anew so as to meet another operand is not asked for by their result, nor
-        is the sum of an unreduced input by that of an op that is not linear in it.
+        """Whether a reshard's value is fixed by an output or a constraint, or only becomes such a
+        value. A constraint on an op's result does not ask for a reshard that matches one operand to
+        another, nor for the sum of an unreduced input before an op that is not linear in it.
         """
         if value in self.returned:
             return True
@@ -116,8 +116,8 @@ class _UnaskedFinder:
         )
 
     def _terms(self) -> dict[Node, frozenset[str]]:
-        """Per node the axes over which it depends on terms of an unreduced input, of which no line
-        in between asks for the sum.
+        """Per node, the axes over which it depends on terms of an unreduced input without a line in
+        between that asks for the sum.
         """
         found: dict[Node, frozenset[str]] = {}
         for node in self.graph.nodes:
@@ -129,15 +129,17 @@ class _UnaskedFinder:
         return found
 
     def _stays_a_sum(self, user: Node, slot: int, reshard: Node) -> bool:
-        """Whether an op of an unreduced input's terms gives terms of its result: then the sum that
-        a reshard takes before it is the result's.
+        """Whether an op on an unreduced input's terms gives terms of its result: then a reshard
+        that reduces before the op does the result's sum.
         """
         axes = self.terms[reshard].intersection(reshard.target.axes)
         slots = {i for i, value in enumerate(user.operands) if axes & self.terms[value.node]}
         return not axes or any({slot} | slots == set(group) for group in user.rule.linear)
 
     def _is_transposed(self, reshard: Node) -> bool:
-        """Whether it takes the gradient of a constrained value on to what that was made of."""
+        """Whether a reshard passes the gradient of a constrained value on to the operands that the
+        value was computed from.
+        """
         if reshard.target.src.kind != "S" or not reshard.operands[0].node.phase % 2:
             return False
         queue, seen = [reshard.operands[0]], set[Node]()
@@ -155,7 +157,7 @@ class _UnaskedFinder:
         return False
 
     def _constrained(self) -> set[tuple[int, str]]:
-        """TorchCalls whose result is constrained, each with an axis."""
+        """Calls whose result is constrained, each with an axis."""
         found = set()
         for node, pin in self.pins.items():
             if node.phase % 2:
@@ -169,7 +171,7 @@ class _UnaskedFinder:
         return found
 
     def _is_within_call(self, reshard: Node) -> bool:
-        """Whether a call whose result is constrained sends it to itself, as a softmax its sums."""
+        """Whether a reshard is inside a call whose result is constrained, as of a softmax' sums."""
         line = reshard.operands[0].node.source
         if not isinstance(line, Line) or (line.call, reshard.target.axis) not in self.constrained:
             return False

@@ -20,7 +20,7 @@ def check_explicit(
     out_specs: Sequence[PartitionSpec | None],
     probed: Callable[[], Probed],
 ) -> None:
-    """Raises where a program sends what nobody asked for.
+    """Raise if a program has collectives that nobody asked for.
 
     Args:
         out_specs: per output the spec that was given, or None.
@@ -36,7 +36,7 @@ def check_explicit(
     try:
         trace = probed()
         suggestion = suggest(program.plan, trace)
-    except (FtpError, RuntimeError, TypeError) as e:  # the function lets no probe through
+    except (FtpError, RuntimeError, TypeError) as e:  # the function does not accept probes
         open_ = f"could not be tried: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
     else:
         sends = _Sent(replace(program, plan=suggestion.plan))
@@ -53,7 +53,7 @@ def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
     """The error of the missing lines.
 
     Args:
-        open_: why they are not proven to be enough; "" if they are.
+        open_: why they are not proven to suffice; "" if they are.
     """
     total = in_bytes(sum(m.nbytes for m in found))
     count = f"{len(found)} line{'s ask' if len(found) > 1 else ' asks'} for"
@@ -71,7 +71,7 @@ def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
 
 
 class _Sent:
-    """What reshards of a program send."""
+    """The collectives that reshards of a program issue, in words, and their bytes."""
 
     def __init__(self, program: Program):
         self._records: dict[str, list[Collective]] = {}
@@ -94,7 +94,7 @@ class _Sent:
         return tuple(f"{n} {w}" if n > 1 else w for w, n in words.items()), nbytes
 
     def _of(self, name: str) -> list[Collective]:
-        """The records of a reshard; one that is merged with the next has its."""
+        """The records of a reshard; a merged reshard has those of the next one."""
         if name in self._records or name not in self._nodes:
             return self._records.get(name, [])
         after = [u for u, _ in self._users.get(Value(self._nodes[name]), ()) if u.kind == "reshard"]

@@ -1,4 +1,4 @@
-"""What an ``ExplicitError`` says: the lines to write, each with its place and bytes."""
+"""The content of an ``ExplicitError``: the lines to write, each with its place and bytes."""
 
 import ast
 import linecache
@@ -20,12 +20,12 @@ class Missing:
     Attributes:
         source: the line that the collectives belong to, as ``file:line  text``.
         line: the line to write.
-        nbytes: bytes that a rank sends for what it asks for, in all.
+        nbytes: bytes that a rank sends in the collectives that the line asks for.
         place: where to write it: ``after`` or ``in place of`` the source, ``before`` anything else
             in the function, or in the ``constraints`` of ``ftp.functionalize``.
-        collectives: what it asks for, such as ``all_reduce over tp``.
-        file: the file, and ``first`` and ``last`` the numbers of the lines, of the statement that
-            is meant; "" and 0 where there is none.
+        collectives: the collectives that it asks for, such as ``all_reduce over tp``.
+        file: the file of the statement; ``first`` and ``last`` are its line numbers. "" and 0 if
+            there is none.
     """
 
     source: str
@@ -52,8 +52,8 @@ def lines_of(
     """The lines that write constraints, in the order of the source.
 
     Args:
-        ndims: per place the dims of its value.
-        sent: of names of reshards what they send, in words, and the bytes.
+        ndims: per place, the number of dims of its value.
+        sent: from names of reshards to their collectives, in words, and the bytes.
     """
     statements: dict[tuple[str, int, int], list[Wanted]] = defaultdict(list)
     outputs: dict[tuple[str, int | None, str, bool], list[Wanted]] = defaultdict(list)
@@ -96,7 +96,7 @@ def lines_of(
 
 
 def readable(spec: PartitionSpec, ndim: int) -> str:
-    """A spec with an entry for each dim, as a user writes it.
+    """A spec with an entry for each dim, as source code.
 
     >>> readable(PartitionSpec("dp"), 3)
     'P("dp", None, None)'
@@ -135,7 +135,7 @@ def _place(node: ast.expr, file: str) -> Expression:
 def _by_pattern(
     outputs: Mapping[tuple[str, int | None, str, bool], list[Wanted]], sites: Iterable[Site]
 ) -> dict[tuple[str, int | None, str, bool], list[Wanted]]:
-    """Constraints on modules, one for those that a pattern names and that all have the same."""
+    """Constraints on modules; one constraint for all modules of a pattern if these are equal."""
     probed = {site.module for site in sites if isinstance(site, Output)}
     found: dict[tuple[str, int | None, str, bool], list[Wanted]] = defaultdict(list)
     for (path, *rest), group in outputs.items():
@@ -147,7 +147,7 @@ def _by_pattern(
 
 
 def _pattern(path: str) -> str:
-    """A module's path, ``*`` for the numbers of layers."""
+    """A module's path with ``*`` in place of layers' numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
@@ -165,8 +165,8 @@ def _constrained(text: str, wanted: Wanted, ndim: int) -> str:
 
 
 def _statement(site: Expression) -> tuple[int, int]:
-    """The first and the last line of the innermost statement around an expression; for one that
-    holds others, of the expression.
+    """The first and last line of the innermost statement around an expression; for a compound
+    statement, those of the expression.
     """
     node = _node_around(site)
     if node is None or hasattr(node, "body"):
@@ -194,7 +194,7 @@ def _node_around(site: Expression) -> ast.stmt | None:
 def _written(
     file: str, first: int, last: int, group: Sequence[Wanted], ndims: Mapping[Site, int]
 ) -> tuple[str, str]:
-    """The line to write for a statement, and where."""
+    """The line to write for a statement, and its place."""
     sites: list[Expression] = [w.site for w in group]  # type: ignore[misc]
     if len(group) == 1 and (name := _assigned(sites[0])):
         return f"{name} = {_constrained(name, group[0], ndims[sites[0]])}", "after"

@@ -1,5 +1,5 @@
-"""Which constraints ask for the collectives that nobody asked for: tried on a trace with probes, in
-which a constraint in place of a probe is one that the user writes there.
+"""Find constraints that ask for the collectives that nobody asked for. They are tried on a trace
+with probes: a constraint in place of a probe is one that the user can write there.
 """
 
 import math
@@ -21,7 +21,7 @@ from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import Line, Operand, Probe, Site, TorchCalls
 
-ROUNDS = 4  # of plans in which what a constraint makes necessary is asked for too
+ROUNDS = 4  # plans tried, as a constraint may make further reshards necessary
 Plans = Callable[[fx.GraphModule], Plan]
 
 
@@ -31,7 +31,7 @@ class Wanted:
 
     Attributes:
         grad: whether it fixes the gradient too.
-        moves: names of the reshards, of the plan with probes, that it asks for.
+        reshards: names of the reshards, in the plan with probes, that it asks for.
     """
 
     site: Site
@@ -45,10 +45,10 @@ class Suggestion:
     """Constraints to write.
 
     Attributes:
-        plan: that of the trace with probes, which has the reshards that constraints ask for.
+        plan: of the trace with probes; it has the reshards that constraints ask for.
         without: reshards for which there is no place.
-        is_proven: whether a plan with the constraints asks for all that it sends, and sends what
-            the plan without them does.
+        is_proven: whether a plan with the constraints asks for all its collectives, and has the
+            same collectives as the plan without them.
     """
 
     plan: Plan
@@ -59,8 +59,8 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Probed:
-    """A trace with probes: the graph, where each probe stands, the plan of such a graph, per output
-    the spec that was given, and the arguments' names.
+    """A trace with probes: the graph, the probes' places (in ``calls``), a function that plans such
+    a graph, the given spec of each output, and the arguments' names.
     """
 
     gm: fx.GraphModule
@@ -78,7 +78,7 @@ class Probed:
 
     @cached_property
     def of_inputs(self) -> dict[str, list[int]]:
-        """Per argument the probes of its value."""
+        """By argument, the probes of its value."""
         inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         named = dict(zip(inputs, self.names, strict=False))
         found: dict[str, list[int]] = {}
@@ -89,7 +89,7 @@ class Probed:
 
     @cached_property
     def metas(self) -> dict[int, Any]:
-        """Per probe its value, without contents."""
+        """By probe, the shape and dtype of its value."""
         return {
             number: node.meta["val"]
             for node in self.gm.graph.nodes
@@ -111,7 +111,7 @@ class Probed:
 
 
 def tagged(gm: fx.GraphModule) -> fx.GraphModule:
-    """The trace, whose nodes' lines say which probes their results pass through."""
+    """The trace with the probes that results pass through recorded in the nodes' lines."""
     for node in gm.graph.nodes:
         if (number := _probe_of(node)) is None:
             continue
@@ -123,7 +123,7 @@ def tagged(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _base(node: fx.Node) -> tuple[fx.Node, int]:
-    """The node, and its result, that a probe is of."""
+    """The node that a probe is on, and the index of its result."""
     x: Any = node
     while _probe_of(x) is not None:
         x = x.args[0]
@@ -131,7 +131,7 @@ def _base(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def suggest(plan: Plan, probed: Probed) -> Suggestion:
-    """The constraints that ask for what ``plan``, of the trace without probes, sends unasked."""
+    """The constraints that ask for the unasked collectives of ``plan``, of the plain trace."""
     sent = sent_by(plan)
     places = Places(probed.planned({}), probed)
     found, without = places.all_wanted()
@@ -154,7 +154,7 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
 def _needed(
     wanted: Mapping[Site, Wanted], plan: Plan, probed: Probed, sent: Counter[Any]
 ) -> Suggestion:
-    """The constraints without those that others make superfluous, each with what it asks for."""
+    """The constraints that are not redundant, each with the reshards that it asks for."""
     kept = dict(wanted)
     for site in list(kept):
         less = {other: w for other, w in kept.items() if other != site}
@@ -175,8 +175,8 @@ def _needed(
 def with_constraints(
     gm: fx.GraphModule, calls: TorchCalls, wanted: Mapping[Site, Wanted]
 ) -> fx.GraphModule:
-    """A copy of the trace with the constraints in place of the probes at their sites, and without
-    the others.
+    """A copy of the trace with constraints in place of the probes at their sites, and without the
+    other probes.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -195,7 +195,7 @@ def with_constraints(
 
 
 def sent_by(plan: Plan) -> Counter[Any]:
-    """What a plan sends, each with how often: of a value or a view of it is the same."""
+    """The collectives of a plan with their counts; a value and its views count as the same."""
     return Counter(
         (n.target.op, n.target.axes, math.prod(n.results[0].shape), n.results[0].dtype, n.phase % 2)
         for n in collectives_of(plan.graph)
@@ -228,8 +228,8 @@ def _free_on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
 
 
 class Places:
-    """Where the values of a plan, of the trace with other constraints or none, can be
-    constrained.
+    """The places where values of a plan can be constrained; the plan is of the trace with other
+    constraints, or none.
     """
 
     def __init__(self, plan: Plan, probed: Probed):
@@ -261,7 +261,7 @@ class Places:
         return found
 
     def _results(self, node: Node, index: int, shape: Sequence[int]) -> list[Value]:
-        """The n-th result of a node, or what a part of its decomposition gives to others."""
+        """The n-th result of a node, or values of its decomposition that other calls read."""
         values = [Value(node, i) for i in range(len(node.results))]
         if "." not in node.name:
             return values[index : index + 1]
@@ -275,8 +275,8 @@ class Places:
         )
 
     def all_wanted(self) -> tuple[dict[Site, Wanted], tuple[Node, ...]]:
-        """A constraint for each place that asks for unasked reshards, and those without a place.
-        What a gradient needs is asked for where the value is constrained already, if it can be.
+        """A constraint per place that asks for unasked reshards, and the reshards without a place.
+        A gradient's reshard is asked for where the value is constrained already, if possible.
         """
         sites: dict[Site, list[Node]] = {}
         without = []
@@ -290,7 +290,7 @@ class Places:
         return {s: self._wanted(s, reshards) for s, reshards in sites.items()}, tuple(without)
 
     def axes_of(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The mesh axes that reshards of these names, or if there are none any, run over."""
+        """The mesh axes of the reshards with these names, or of all reshards if there are none."""
         names = set(names)
         nodes = [n for n in collectives_of(self.plan.graph) if not names or n.name in names]
         resharded = {axis for node in nodes for axis in node.target.axes}
@@ -311,15 +311,15 @@ class Places:
         )
 
     def _layout(self, site: Site, reshard: Node) -> PartitionSpec | None:
-        """How the values at a place are used; None if differently from call to call."""
+        """The layout in which the values at a place are used; None if it differs between calls."""
         values = self.values[site]
         values = [v for v in values if not v.node.phase % 2] or values
         found = {self._used_as(v, site) for v in values}
         return found.pop() if len(found) == 1 else None
 
     def _candidates(self, reshard: Node) -> Iterable[Site]:
-        """Where a constraint asks for a reshard, the best first: where its value is made, where
-        what is made of it element by element is, where the call that it is within ends.
+        """The places at which a constraint asks for a reshard, the best first: of its value, of
+        values computed from it element by element, of the result of the call that it is in.
         """
         call = getattr(reshard.operands[0].node.source, "call", None)
         within = [
@@ -339,8 +339,8 @@ class Places:
         return [site for site in dict.fromkeys(sites) if site in self.values]
 
     def _at(self, value: Value, reshard: Node) -> list[Site]:
-        """The places of a value, those first that are nearest to a reshard: sums are reduced as
-        they are made, shards gathered where they are used.
+        """The places of a value, those nearest to a reshard first: sums are reduced where they are
+        made, shards gathered where they are used.
         """
         readers = self._readers(Value(reshard))
         probes = [self.calls.sites[number] for number in self.numbers.get(value, ())]

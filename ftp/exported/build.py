@@ -69,7 +69,7 @@ def quiet() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Build:
-    """What a rank's program is built from."""
+    """Builds a rank's program from these parts."""
 
     original: "ExportedProgram"
     functional: "ExportedProgram"
@@ -100,7 +100,7 @@ class Build:
         module.meta.update(self.original.graph_module.meta)
         calls = [copy.copy(entry) for entry in self.original.module_call_graph]
         for entry in calls[1:]:
-            entry.signature = None  # it names values inside the original graph
+            entry.signature = None  # it names values of the original graph
         if self._takes_key:
             calls[0].signature = _with_key(calls[0].signature)
         with quiet():
@@ -176,8 +176,8 @@ class Build:
         return {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
 
     def _held(self, placed: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
-        """What the local program's placeholders become: placeholders of the graph, and this rank's
-        offsets as numbers.
+        """The values for the local program's placeholders: placeholders of the graph, and this
+        rank's offsets as numbers.
         """
         inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
         names = [*(e.spec.arg.name for e in self.entries if e.is_tensor), *self._constant_names]
@@ -201,7 +201,7 @@ class Build:
     def _write_back(
         self, values: list[Any], specs: "list[InputSpec]", placed: Mapping[str, fx.Node]
     ) -> list[Any]:
-        """A training graph writes mutated values itself; returns the others."""
+        """Write mutated values inside a training graph; returns the other values."""
         from torch.export.graph_signature import OutputKind
 
         results = []
@@ -220,8 +220,8 @@ class Build:
         return results
 
     def _output_specs(self, values: list[Any], free: set[str]) -> "list[OutputSpec]":
-        """The original's outputs with the values' names; where a name is ``free``, the value takes
-        the original's.
+        """The original's outputs with the values' names; a value takes the original's name if that
+        is ``free``.
         """
         from torch.export.graph_signature import OutputSpec, TensorArgument
 
@@ -270,8 +270,8 @@ class Build:
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
         """The exported graph's metadata of a node's origin.
 
-        That of a reshard is the op whose result it reshards; for an input, the op that reads it
-        first.
+        The origin of a reshard is the op whose result it reshards; for an input, the op that reads
+        it first.
         """
         while node.kind in ("reshard", "constrain"):
             node = node.operands[0].node

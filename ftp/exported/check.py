@@ -126,7 +126,7 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    """Whether a value is a number, or has a size, known only at run time."""
+    """Whether a value is a number that is known only at run time, or has such a size."""
     vals = pytree.tree_leaves(node.meta.get("val"))
     numbers = [
         *(v for v in vals if not isinstance(v, torch.Tensor)),

@@ -31,7 +31,7 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        reads: outside values that its ops read, without state, in order of first use.
+        reads: values from outside that its ops read, without state, in order of first use.
         gives: its values that are used outside.
         signature: None unless exported with ``preserve_module_call_signature``.
     """
@@ -148,7 +148,7 @@ _LINEAR: dict[Any, int] = {
     aten.matmul.default: 1,
     aten.bmm.default: 1,
 }
-# ``expand`` too: a linear layer that decomposes into a batched matmul broadcasts its weight.
+# ``expand`` counts too: a linear layer decomposed into a batched matmul broadcasts its weight.
 _VIEWS = {
     aten._to_copy.default,
     aten.detach.default,

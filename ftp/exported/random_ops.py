@@ -1,4 +1,4 @@
-"""Random ops of an exported program: draw them from a key, the numbers that ``ftp.functionalize``
+"""Draw random ops of an exported program from a key: the same numbers that ``ftp.functionalize``
 draws for the exported module.
 """
 
@@ -79,7 +79,7 @@ def drawn(target: Any, args: Any, kwargs: Any) -> Callable[[Draws], Any] | None:
         return partial(_native_dropout, x=args[0], p=args[1])
     if packet in _FILLED:
         function = _FILLED[packet]
-        # It fills its tensor: give it a copy.
+        # The function fills its tensor: give it a copy.
         return lambda draws: DRAWN[function](draws, function, args[0].clone(), *args[1:], **kwargs)
     function = _SAME[packet]
     given = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "memory_format")}

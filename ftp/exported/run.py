@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedProgram":
-    """Put a program that was made without processes, or loaded from a file, on process groups.
+    """Bind a program that was made without processes, or loaded from a file, to process groups.
 
     Args:
-        program: this rank's, of ``ftp.shard_exported``.
+        program: this rank's program, from ``ftp.shard_exported``.
         mesh: a mesh of processes; None for the one in use.
 
     Returns:

@@ -60,15 +60,16 @@ def shard_exported(
             constants, as in ``ftp.plan``; or ``{pattern: style}`` over module paths, with torch's
             ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or instances,
             or instances of ``PrepareModuleInput``, ``PrepareModuleOutput`` or
-            ``PrepareModuleInputOutput``. What no entry matches is replicated.
-        rank: default this process'; on a mesh without processes 0. On a mesh of processes a rank of
-            the world, else row-major on the mesh.
+            ``PrepareModuleInputOutput``. Tensors that no entry matches are replicated.
+        rank: default this process', or 0 on a mesh without processes. A rank of the world on a mesh
+            of processes, else a row-major position on the mesh.
         in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the
             program takes local shards. Default replicated.
         out_specs: prefix tree of the result; None lets the planner choose. Default replicated.
         axis: the mesh axis that styles shard over; default the only one, or "tp".
         rng: the program takes a key ``rng=ftp.random.key(seed)``, from which random ops draw the
-            numbers that ``ftp.functionalize(model)`` draws, on any mesh. Else they are an error.
+            numbers that ``ftp.functionalize(model)`` draws, on any mesh. Without it random ops are
+            an error.
         strict: an op without a sharding rule is an error; else it is replicated with a warning.
 
     Returns:
@@ -107,7 +108,7 @@ def shard_exported(
 
 
 def _functional(program: "ExportedProgram") -> "ExportedProgram":
-    """The program without in-place ops and call signatures, which torch does not carry over."""
+    """The program without in-place ops, and without call signatures, which torch does not keep."""
     if not is_training(program):
         return program
     bare = copy.copy(program)

@@ -99,7 +99,7 @@ def _style_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Per path all paths of the same tensor, its own first."""
+    """By path, all paths of the same tensor, its own first."""
     by_memory: dict[Any, list[str]] = {}
     for path, value in state.items():
         by_memory.setdefault(memory_of(value), []).append(path)
@@ -176,7 +176,7 @@ def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
 
 
 def _numbered(spec: pytree.TreeSpec) -> Any:
-    """The tree with its leaves' numbers, as 0-d tensors, at its leaves."""
+    """The tree with the number of each leaf, a 0-d tensor, in the leaf's place."""
     return pytree.tree_unflatten([torch.tensor(i) for i in range(spec.num_leaves)], spec)
 
 

@@ -43,14 +43,12 @@ LAYERS = ("ColwiseParallel", "RowwiseParallel")
 
 
 def check_style(pattern: str, style: Any) -> str | None:
-    """What is wrong with a value of a plan that is not a spec; None if nothing is."""
+    """The error message for a value of a plan that is no spec; None if it is a known style."""
     kind = style if isinstance(style, type) else type(style)
     known = [reader.__name__ for reader in torch_styles()]
     if kind not in torch_styles():
         base = base_style(kind)
-        why = (
-            f" It is a subclass of {base}, and what it changes of that is unknown." if base else ""
-        )
+        why = f" It is a subclass of {base}, whose changes are unknown." if base else ""
         return (
             f"{pattern!r} has {style!r}, {kind_of(style)}; an exported program takes a P for a"
             " path of its state, or for a module's path"
@@ -58,7 +56,7 @@ def check_style(pattern: str, style: Any) -> str | None:
         )
     if style is kind and kind.__name__.startswith("Prepare"):
         return (
-            f"{pattern!r} has the class {kind.__name__}, which says nothing without its layouts."
+            f"{pattern!r} has the class {kind.__name__}, which means nothing without its layouts."
             " Give an instance."
         )
     return None
@@ -110,7 +108,7 @@ class StyleReader:
         return {}
 
     def _layer(self, module: str, label: str) -> nn.Module | None:
-        """A meta layer of the kind and with the parameters of the one at ``module``; None after a
+        """A meta layer of the kind, and with the parameters, of the one at ``module``; None after a
         failure.
         """
         weight, bias = (f"{module}.{name}" if module else name for name in ("weight", "bias"))
@@ -140,7 +138,7 @@ class StyleReader:
             self._pin_each(call, constraint.inputs or (), args, call.reads, "input", label)
             if isinstance(constraint.outputs, Mapping):
                 self.failures.append(
-                    f"{label} speaks of outputs by name, and the graph only tells their order."
+                    f"{label} names outputs, but the graph only has their order."
                     " Give a tuple of layouts."
                 )
                 return
@@ -155,7 +153,7 @@ class StyleReader:
             for name, entry in (constraint.kwargs or {}).items():
                 if signature is None:
                     self.failures.append(
-                        f"{label} speaks of the keyword {name!r}, which the graph does not tell."
+                        f"{label} names the keyword {name!r}, which the graph does not have."
                         f" {_keep(module)}"
                     )
                 elif name not in signature.kwargs:
@@ -180,13 +178,13 @@ class StyleReader:
         if all(entry is None for entry in stated):
             return
         if signed is None:
-            # Without a signature one value alone has a name: the first, where it is the only one
-            # that the graph shows.
+            # Without a signature only one value is identified: the first, if it is the only one
+            # that the graph has.
             if any(entry is not None for entry in stated[1:]) or len(seen) != 1:
                 shown = ", ".join(n.name for n in seen) or "none"
                 verb = "reads" if side == "input" else "gives"
                 self.failures.append(
-                    f"{label} speaks of {side}s by position, and the graph only tells that the"
+                    f"{label} names {side}s by position, but the graph only tells that the"
                     f" module {verb} {shown}. {_keep(call.module)}"
                 )
                 return
@@ -209,7 +207,7 @@ class StyleReader:
             return
         if node is None:
             self.failures.append(
-                f"{label} speaks of {what}, which is no tensor that the module's ops read or give."
+                f"{label} names {what}, which is no tensor that the module's ops read or return."
             )
             return
         ndim = node.meta["val"].ndim
@@ -228,8 +226,8 @@ def _held(layer: nn.Module) -> list[str]:
 
 
 def _without_defaults(constraint: Constraint, default: Constraint) -> Constraint | None:
-    """The constraint without the entries that a style has by default: those are left to the
-    planner, as a graph does not tell which of several inputs a layer reads.
+    """The constraint without a style's default entries. Those are left to the planner, as a graph
+    does not tell which of several inputs a layer reads.
     """
     inputs = None if constraint.inputs == default.inputs else constraint.inputs
     outputs = None if constraint.outputs == default.outputs else constraint.outputs
@@ -240,7 +238,7 @@ def _without_defaults(constraint: Constraint, default: Constraint) -> Constraint
 def _keep(module: str) -> str:
     return (
         f"Export with preserve_module_call_signature=({module!r},), or leave this out: it only"
-        " says where values go."
+        " fixes layouts of values."
     )
 
 

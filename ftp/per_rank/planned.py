@@ -1,8 +1,9 @@
 """Per-rank code over some mesh axes, planned over the others: its ops become ops of the surrounding
 program, on shapes local to its own axes, between ops that enter and leave it.
 
-``ftp::enter`` gives this rank's shard of a global value, ``ftp::leave`` takes one. Neither computes
-anything. On the code's own axes their layouts are fixed, and the ops between them are one rank's.
+``ftp::enter`` turns a global value into this rank's shard, ``ftp::leave`` turns a shard into a
+global value. Neither computes anything. On the code's own axes their layouts are fixed, and the ops
+between them belong to one rank.
 """
 
 import math
@@ -31,8 +32,8 @@ AXIS_INDEX = define("axis_index(str axis, int n) -> Tensor")
 
 
 def region_of(target: Any, args: Sequence[Any]) -> dict[str, int]:
-    """The axes of the per-rank code that an op enters or leaves, or makes parts equal for, and
-    their sizes; empty for any other op.
+    """The axes, and their sizes, of the per-rank code that an op enters or leaves, or pads rows
+    for; empty for any other op.
     """
     if target is ENTER or target is LEAVE:
         return dict(zip(args[1], args[2], strict=True))
@@ -44,7 +45,7 @@ def region_of(target: Any, args: Sequence[Any]) -> dict[str, int]:
 def rank_axes(
     target: Any, args: Sequence[Any], operands: Iterable[frozenset[str]]
 ) -> frozenset[str]:
-    """The axes along which an op's result is one rank's, given those of its operands."""
+    """The axes along which an op's result belongs to one rank, given those of its operands."""
     if target is LEAVE:
         return frozenset()
     if target is ENTER:
@@ -59,7 +60,7 @@ def collective_axis(target: Any, args: Sequence[Any]) -> str | None:
 
 
 def expanded(program: RankCode) -> fx.Graph:
-    """The program as ops on global values: each operand entered, the code, each result left."""
+    """The program as ops on global values: it enters each operand and leaves with each result."""
     if program.key in _expanded:
         return _expanded[program.key]
     graph, env = fx.Graph(), {}
@@ -106,7 +107,7 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-# Rules. A factor of a mesh axis is whole to all other axes.
+# Rules. Other axes may not cut the factor of a mesh axis.
 
 
 def _contiguous(op: LocalOp) -> fx.Node:
@@ -158,7 +159,7 @@ def resized(call: Call) -> Rule:
     """Each rank's rows get longer or shorter at their end."""
     _, axis, n, rows = call.args
     if -(-rows // n) != -(-call.operands[0].shape[0] // n):
-        raise RuleError(f"{call.target} moves where the rows of a rank begin")
+        raise RuleError(f"{call.target} changes the start of a rank's rows")
     dims = ((factor(axis),), *_dims(call)[1:])
     notation = Notation((dims,), (dims,), frozenset({factor(axis)}), ((),))
     resized = frozenset({factor(axis)})

@@ -43,8 +43,8 @@ class RankCode:
 
     Attributes:
         gm: takes the operands' shards, then the rank's index on each axis, 0-d int64 tensors.
-        is_planned: the axes are some of the mesh's; over the others the code is planned as the
-            program around it.
+        is_planned: whether the mesh has other axes, over which the code is planned like the program
+            around it.
         key: hash of the content, equal on all ranks.
     """
 
@@ -66,8 +66,8 @@ class RankCode:
 
     @cached_property
     def rule(self) -> BoundRule:
-        """A factor for each mesh axis, of the axis' size, in every dim that it shards; the rest of
-        a dim stays whole.
+        """A rule with a factor per mesh axis, of the axis' size, in every dim that the axis shards;
+        the rest of a dim is whole.
         """
         sizes = {factor(axis): n for axis, n in self.axes.items()}
 
@@ -143,7 +143,7 @@ def interned(
     results: Sequence[Port],
     is_planned: bool = False,
 ) -> RankCode:
-    """The program of this content; equal programs are one object."""
+    """The program with this content; equal programs are one object."""
     made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned)
     return _programs.setdefault(made.key, made)
 

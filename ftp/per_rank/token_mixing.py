@@ -1,11 +1,11 @@
-"""Whether a layer treats each token by itself, as far as its ops tell.
+"""Check from a layer's ops whether it treats each token by itself.
 
-A traced layer is read from its tokens on. Dims of values are followed by the rules of the ops: a
-dim of tokens that an op sums over, normalises or sorts along mixes tokens. A layer of experts does
-so with numbers, such as the experts that tokens choose: it sorts and counts them. What comes of
-that may say where rows go, and no more: a mask of rows within a capacity, scores of the best
-tokens of an expert, or experts that are chosen by how many others chose them, make a token's
-result one of other tokens.
+The tokens are followed through the traced layer by the rules of its ops. An op that sums over,
+normalises or sorts along a dim of tokens mixes tokens. A layer of experts does so with integers,
+such as the experts that tokens choose: it sorts and counts them. The results of these may only
+decide where rows go. Otherwise a token's result depends on other tokens, as with a mask of rows
+within a capacity, scores of an expert's best tokens, or experts chosen by how many tokens chose
+them.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.rule import BoundRule
 
 aten = torch.ops.aten
-_POSITIONS = ("index", "indices", "offs")  # arguments that say where, in torch's schemas
+_POSITIONS = ("index", "indices", "offs")  # arguments that are positions, in torch's schemas
 _SHAPES = {  # ops that read no value
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -37,7 +37,7 @@ _SHAPES = {  # ops that read no value
 }
 _PADS = {aten.cat.default, aten.constant_pad_nd.default}
 _SORTS = {aten.sort.default, aten.sort.stable}
-_MOVES = {aten.flip.default, aten.roll.default}  # that they are undone is taken as given
+_MOVES = {aten.flip.default, aten.roll.default}  # assumed to be undone later
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class _Tokens:
     """The tokens that a value is computed from.
 
     Attributes:
-        dims: the value's dims along which each position is of one token; none: all of it is of
-            several.
-        is_numbers: it is computed from whole numbers and truth values alone.
+        dims: the value's dims along which each position belongs to one token; empty: the value
+            belongs to several tokens.
+        is_numbers: whether it is computed from integers and bools only.
         mixed: the op that read several tokens.
-        is_order: of several tokens it says the places to which a sort takes them, or their
-            places, and nothing of how many chose what.
+        is_order: whether it holds only positions of several tokens, or their positions after a
+            sort, and no counts of choices.
     """
 
     dims: frozenset[int]
@@ -60,15 +60,15 @@ class _Tokens:
 
 
 def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
-    """The op that makes a token's result one of several tokens; None if none does.
+    """The op by which a token's result depends on other tokens; None if there is none.
 
-    Rows that were sorted are taken to come back to their tokens, and an op without a rule that is
-    not torch's to act on each row alone.
+    Sorted rows are assumed to come back to their tokens, and an op without a rule that is not
+    torch's to act on each row alone.
 
     Args:
-        gm: traced layer that returns one tensor; dim 0 of its first input are the tokens.
-        count: how many they are: a prime above the sizes of all other dims, so that a dim of
-            tokens is known by its size.
+        gm: traced layer that returns one tensor; dim 0 of its first input is the tokens.
+        count: number of tokens: a prime above the sizes of all other dims, so that a dim of tokens
+            is identified by its size.
     """
     known: dict[fx.Node, list[_Tokens | None]] = {}
     for i, node in enumerate(gm.graph.nodes):
@@ -92,11 +92,11 @@ def _values(node: fx.Node) -> list[Any]:
 
 
 class _Op:
-    """One call, with what its operands are computed from.
+    """One call, with the tokens that its operands are computed from.
 
     Attributes:
-        where: of the operands that say where rows go.
-        what: of the others.
+        where: of operands that are positions of rows.
+        what: of the other operands.
     """
 
     def __init__(self, node: fx.Node, known: dict[fx.Node, list[_Tokens | None]], count: int):
@@ -144,8 +144,8 @@ class _Op:
         return self._by_rule()
 
     def _moved(self) -> _Tokens:
-        """Of a gather, a scatter or a grouped matmul: its rows are its operand's at other
-        places.
+        """The result of a gather, a scatter or a grouped matmul: its operand's rows at other
+        positions.
         """
         dims = self._token_dims(self.made[0])
         is_numbers = self._is_numbers()
@@ -184,7 +184,7 @@ class _Op:
         return found
 
     def _is_one_factor(self, rule: BoundRule, dims: Any, kept: set[int]) -> bool:
-        """Whether no element is of two tokens, as those of a product of tokens by tokens are."""
+        """Whether each element belongs to one token, unlike in a matmul of tokens with tokens."""
         return len({f for d in kept for f in dims[d] if rule.sizes[f] % self.count == 0}) <= 1
 
     def _rule(self) -> BoundRule | None:

@@ -40,7 +40,7 @@ def traced_locally(
     device_type: str,
     names: Sequence[str],
 ) -> Traced:
-    """Trace one rank's code apart from the surrounding trace, to look at what it does."""
+    """Trace one rank's code separately from the surrounding trace, to inspect its ops."""
     leaves, tree = flatten(tuple(leaves))
     parts = [meta(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     return trace_apart(
@@ -56,14 +56,14 @@ def trace_apart(
 ) -> Traced:
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
-    # Hide the surrounding trace and transforms: they see global tensors, this trace local ones.
+    # Hide the surrounding trace and transforms: they have global tensors, this trace local ones.
     with _disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
         return trace(fn, leaves, tree, device_type, names=names)
 
 
 @contextmanager
 def _without_saved_hooks() -> Iterator[None]:
-    """Take off hooks of saved tensors, as of torch.utils.checkpoint."""
+    """Remove hooks of saved tensors, such as torch.utils.checkpoint's, within the block."""
     hooks = []
     while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[attr-defined]
         hooks.append(pair)

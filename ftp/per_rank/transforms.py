@@ -1,5 +1,5 @@
-"""Programs made from a program: the one that computes its gradient, for derivatives of any order,
-and the one that takes a batch, for torch.vmap.
+"""Transforms of a program: its gradient, for derivatives of any order, and its map over a batch,
+for torch.vmap.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,8 @@ def pair_of(key: str, device_type: str) -> Pair:
 
 @lru_cache(maxsize=_KEPT)
 def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str) -> RankCode:
-    """A program mapped over a batch of ``size``: a leading dim of those operands for which
-    ``is_batched`` says so, and of every result.
+    """A program mapped over a batch of ``size``, the leading dim of the operands with
+    ``is_batched`` and of every result.
     """
     program = program_of(key)
     ports = [

@@ -2,7 +2,7 @@
 the sums that need no collective.
 
 Shards of an input and the rank's index vary over their axes. The results of all_reduce and
-all_gather do not vary over theirs. Any other result varies where an operand does.
+all_gather do not vary over theirs. Any other result varies over the axes of its operands.
 
 Source: JAX, the types of varying manual axes of ``jax.shard_map``.
 """
@@ -26,7 +26,7 @@ _INVARIANT = (OPS.all_reduce.default, OPS.all_gather.default)
 
 
 def infer(graph: fx.Graph, inputs: Sequence[AxisSet]) -> dict[fx.Node, AxisSet]:
-    """The axes over which each node's value varies; ``inputs`` gives the placeholders' ones."""
+    """The axes over which each node's value varies; ``inputs``: those of the placeholders."""
     given = iter(inputs)
     found: dict[fx.Node, AxisSet] = {}
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def _of(node: fx.Node, operands: AxisSet) -> AxisSet:
 def cause(
     node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet], names: Mapping[fx.Node, str]
 ) -> tuple[str, str]:
-    """The line of a value that varies over ``axis``, and the input or op where that begins."""
+    """The line of a value that varies over ``axis``, and the input or op that causes it."""
     line = ""
     while True:
         line = line or node.meta.get("source", "")
@@ -63,8 +63,9 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]
     """Replace sums over ``axis`` whose value every rank can compute itself.
 
     The gradient of a replicated result enters the backward pass as ``contribute(grad)``: ``grad``
-    on the first rank, zero on the others, so that every gradient is a sum over ranks. What is
-    linear in it is summed by applying the same ops to ``grad``, without a collective.
+    on the first rank, zero on the others, so that every gradient is a sum over ranks. The sum of a
+    value that is linear in it is computed by applying the same ops to ``grad``, without a
+    collective.
 
     Returns:
         The positions of outputs that now hold the sum, not one rank's term of it.
@@ -101,7 +102,9 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]
 
 
 def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet]) -> bool:
-    """Whether one rank contributes what all hold; of what varies, the sum is the first rank's."""
+    """Whether the node contributes a value that all ranks hold equal; if the value varies, the sum
+    is the first rank's value.
+    """
     operand: Any = node.args[0] if node.args else None
     return (
         node.target is OPS.contribute.default

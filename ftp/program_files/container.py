@@ -1,4 +1,4 @@
-"""The file of a program: a line that says so, a header, and sections of bytes with their hashes."""
+"""The file of a program: an identifying line, a header, and sections of bytes with hashes."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from ftp.errors import ProgramFileError
 from ftp.ops.native import read_own
 
-_MAGIC = b"ftp program 2\n"  # raised where what a plan or program holds is renamed
+_MAGIC = b"ftp program 2\n"  # raised when a field of a plan or program is renamed
 _DIGEST = hashlib.sha256().digest_size
 _MOST = 4 * 2**30  # bytes of a section when it is unpacked
 
@@ -55,13 +55,13 @@ def pack(header: Mapping[str, Any], sections: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(content: bytes, name: str) -> Container:
-    """What `pack` was given.
+    """The inverse of `pack`.
 
     Args:
-        name: what errors call the file.
+        name: the file's name in errors.
 
     Raises:
-        ProgramFileError: content that is none of `pack`'s, or is truncated or altered.
+        ProgramFileError: content that `pack` did not make, or that is truncated or altered.
     """
     if not content.startswith(_MAGIC):
         what = "is empty" if not content else "is no program that this version of ftp saved"

@@ -19,7 +19,7 @@ from ftp.rules.local_op import RankGraph, as_module
 from ftp.rules.rule import BoundRule
 
 _KINDS = ("placeholder", "call_function", "output")
-# What a graph's nodes know of themselves, and what only the passes before this one needed.
+# Metadata of nodes that is written, and metadata that only earlier passes needed.
 _OF_RANK = (
     "collective", "source", "origin", "branch", "is_ahead", "gives", "takes", "axis",
 )  # fmt: skip
@@ -39,12 +39,12 @@ def write_graph(
 
     Args:
         kept: the keys of ``meta`` that are written.
-        groups: the axes by the name of their process group, which is another one where the program
-            is loaded.
+        groups: axes by the name of their process group; the names differ where the program is
+            loaded.
     """
     writer.nodes, made = {}, []
     for node in graph.nodes:
-        # Passes read what a rank's node knows: none of it may be lost unseen.
+        # Passes read the metadata of a rank's nodes: unknown metadata is an error.
         is_known = groups is None or set(node.meta) <= {*kept, *_PAST}
         assert node.op in _KINDS and is_known, (node.op, node.target, list(node.meta))
         meta = [x for key in kept if key in node.meta for x in (key, writer.of(node.meta[key]))]
@@ -60,8 +60,8 @@ def write_graph(
 def read_graph(
     reader: Reader, data: Sequence[Any], group_name: Callable[..., str] | None = None
 ) -> fx.Graph:
-    """The graph that `write_graph` was given, its collectives on the groups that ``group_name``
-    gives for their axes.
+    """The inverse of `write_graph`; ``group_name`` gives the process groups of the collectives'
+    axes.
     """
     graph = RankGraph()
     reader.nodes = []
@@ -87,7 +87,7 @@ def read_graph(
 
 
 def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[Any]:
-    """Plain data of the program of ranks with equal shapes, with the functions of scores that it
+    """Plain data of the program of ranks with equal shapes, and of the score functions that it
     calls.
     """
     offsets = [writer.of(o) for o in program.offsets]
@@ -97,7 +97,7 @@ def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[A
 
 
 def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., str]) -> LocalProgram:
-    """The program that `write_local` was given."""
+    """The inverse of `write_local`."""
     _read_slices(reader, data[2])
     graph = read_graph(reader, data[1], group_name)
     issued = tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
@@ -105,7 +105,7 @@ def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., st
 
 
 def write_traced(writer: Writer, graph: fx.Graph) -> dict[str, Any]:
-    """Plain data of a traced graph, with the per-rank code and the functions of slices that it
+    """Plain data of a traced graph, and of the per-rank code and the functions of slices that it
     calls.
     """
     keys = dict.fromkeys(str(n.args[1]) for n in graph.nodes if n.target is LOCAL)
@@ -117,7 +117,7 @@ def write_traced(writer: Writer, graph: fx.Graph) -> dict[str, Any]:
 
 
 def read_traced(reader: Reader, data: Mapping[str, Any]) -> fx.GraphModule:
-    """The module that `write_traced` was given the graph of."""
+    """A module of the graph that `write_traced` was given."""
     for code in data["programs"]:
         _read_code(reader, code)
     _read_slices(reader, data["slices"])
@@ -156,7 +156,7 @@ def _read_code(reader: Reader, data: Sequence[Any]) -> RankCode:
 
 
 def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
-    """Plain data of a plan. Of its rules all is kept but what emits an op's local form."""
+    """Plain data of a plan. Its rules are kept without the hooks that emit local forms."""
     slices = _write_slices(writer, plan.graph.nodes)
     writer.nodes, nodes, codes = {}, [], {}
     rules: dict[int, int] = {}
@@ -190,7 +190,7 @@ def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
 
 
 def read_plan(reader: Reader, data: Mapping[str, Any]) -> Plan:
-    """The plan that `write_plan` was given; it can be read, not partitioned again."""
+    """The inverse of `write_plan`. The plan can be read, but not partitioned again."""
     codes = {key: _read_code(reader, code) for key, code in data["codes"].items()}
     _read_slices(reader, data["slices"])
     reader.nodes = []
@@ -227,6 +227,6 @@ def _read_rule(reader: Reader, data: Sequence[Any]) -> BoundRule:
 
 def _absent(op: Any) -> Any:
     raise ProgramFileError(
-        "A saved program holds its ranks' graphs as they run, and not what makes others of them."
-        " Lower the function where another form of its program is needed."
+        "A saved program holds its ranks' graphs as they run, and cannot make other forms of them."
+        " Lower the function to get another form of its program."
     )

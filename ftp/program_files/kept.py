@@ -1,8 +1,8 @@
-"""Plans kept in ftp's cache for the next start, and for the other ranks of the host: planned once
-by one of them, under a hash of all that decides on a plan. Ranks of other hosts are handed it.
+"""Plans stored in ftp's cache for the next start and for other ranks of the host: one rank plans,
+under a hash of everything that a plan depends on. Ranks of other hosts get the plan by message.
 
-Each rank traces its own function, which the hash holds. What is kept are the plan and the graphs of
-ranks.
+Each rank traces its own function, which is part of the hash. The plan and the ranks' graphs are
+stored.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
 
-KEEP = "FTP_PLANS"  # "0": not at all; "1": of simulated meshes too
+KEEP = "FTP_PLANS"  # "0": never; "1": for simulated meshes too
 LIMIT = 128 * 2**20  # bytes of all plans
-_PATIENCE = 60.0  # seconds that a rank waits for another one of its host to plan
-_DISTINCT = 4  # rank programs that one rank makes for all
-_MANY = 256  # ranks, from which each keeps its own program
-# As ftp has them: a program with a rule of the user's is planned at every start.
+_PATIENCE = 60.0  # seconds that a rank waits for another rank of its host to plan
+_DISTINCT = 4  # most distinct rank programs that one rank makes for all
+_MANY = 256  # number of ranks from which each stores its own program
+# ftp's own rules and decompositions: a program with a user's rule is planned at every start.
 _OWN = {id(table): dict(table) for table in (RULES, DECOMPOSITIONS)}
 
 
@@ -64,7 +64,7 @@ def key_of(
     options: Options,
     hardware: Hardware,
 ) -> str:
-    """A hash of all that a plan depends on; "" where it is not to be kept."""
+    """A hash of everything that a plan depends on; "" if the plan must not be stored."""
     asked = os.environ.get(KEEP, "1" if mesh.kind == "process" else "0")
     is_checked = options.strict or options.certify or options.explicit
     if asked == "0" or is_checked or mesh.kind == "abstract":
@@ -100,7 +100,7 @@ def _without_hardware(options: Options) -> dict[str, Any]:
 
 
 def _is_of_own_rules(graph: fx.Graph) -> bool:
-    """Whether ftp's own rules and decompositions serve all ops, and none is overridden."""
+    """Whether all ops use ftp's own rules and decompositions, none of them overridden."""
     for table in (RULES, DECOMPOSITIONS):
         own = _OWN[id(table)]
         given = [op for op, entry in table.items() if own.get(op) is not entry]
@@ -131,8 +131,8 @@ def kept_or_planned(
     make: Callable[[], Program],
     handed_out: HandedOut | None = None,
 ) -> Program:
-    """The program of a key, as it was kept; else planned by ``make``, while other ranks of the host
-    wait, and kept for them.
+    """The stored program of a key; else planned by ``make``, while other ranks of the host wait,
+    and stored for them.
 
     Args:
         facts: attributes of the program that this rank knows without a plan.
@@ -143,7 +143,7 @@ def kept_or_planned(
     folder = cache_folder("plans")
     for_all, own = folder / f"{key}.ftp", folder / f"{key}-{mesh.rank}.ftp"
     at = mesh.ranks.index(mesh.rank) if mesh.hosts else 0
-    # Hosts may share the folder, and must not wait there for one another.
+    # Hosts may share the folder, and must not wait there for each other.
     host = hashlib.sha256(mesh.hosts[at].encode()).hexdigest()[:8] if mesh.hosts else ""
 
     def kept() -> Program | None:
@@ -154,7 +154,7 @@ def kept_or_planned(
         program = kept()
         if program is None and handed_out is not None and mesh.hosts[at] != mesh.hosts[0]:
             content = handed_out.take()
-            # Of another key is the plan of another function: the agreement says where it differs.
+            # Another key means another function: the ranks' agreement reports the difference.
             if content.startswith(key.encode()):
                 with contextlib.suppress(FtpError, OSError):
                     write_file(for_all, content[len(key) :])
@@ -162,7 +162,7 @@ def kept_or_planned(
                 program = kept()
         if program is None:
             program = make()
-            # What cannot be written, as on a full disk, is planned again at the next start.
+            # A plan that cannot be written, as on a full disk, is made again at the next start.
             with contextlib.suppress(FtpError, OSError):
                 if not program.trial_rules:
                     content, is_for_all = _content(program)
@@ -189,8 +189,8 @@ def _content(program: Program) -> tuple[bytes, bool]:
 def _found(
     path: Path, mesh: Mesh, traced: Traced, facts: Mapping[str, Any]
 ) -> "KeptProgram | None":
-    """The program of a file of the cache; None where there is none, or it is no plan of this
-    version's, or not this rank's.
+    """The program of a file of the cache; None if there is no file, or it is of another version or
+    another rank.
     """
     if not path.exists():
         return None
@@ -210,7 +210,7 @@ def _found(
 
 
 class KeptProgram(LoadedProgram):
-    """The kept plan of a function that this process has traced."""
+    """The stored plan of a function that this process has traced."""
 
     def __init__(self, container: Container, mesh: Mesh, traced: Traced, facts: Mapping[str, Any]):
         super().__init__(container, mesh, facts, traced.constants)
@@ -223,8 +223,8 @@ class KeptProgram(LoadedProgram):
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """A lock among the ranks of a host. The kernel frees it where a rank ends; one that is stopped
-    is not waited for.
+    """A lock among the ranks of a host. The kernel frees it when a rank ends; after ``_PATIENCE``
+    seconds a rank goes on without it.
     """
     try:
         import fcntl
@@ -247,7 +247,7 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def _tidy(folder: Path) -> None:
-    """Delete the plans that were used last longest ago, until the rest fits ``LIMIT``."""
+    """Delete the least recently used plans until the rest fits ``LIMIT``."""
     with contextlib.suppress(OSError):
         found = [(e.stat().st_mtime, e.stat().st_size, e.path) for e in os.scandir(folder)]
         total = sum(size for _, size, _ in found)

@@ -1,7 +1,7 @@
 """Values of a program as JSON, and back: a closed table of types, so that reading runs no code.
 
-Scalars stand for themselves; anything else is a list whose first item says what follows. Values of
-the table's classes, and tuples of sizes, are kept once in a pool and referred to by number.
+Scalars stand for themselves; anything else is a list whose first item is its kind. Values of the
+table's classes, and tuples of sizes, are stored once in a pool and referred to by number.
 """
 
 import builtins
@@ -53,10 +53,10 @@ _CONSTANTS = {
 
 
 class Writer:
-    """Makes plain data of values.
+    """Turns values into plain data.
 
     Args:
-        device: the mesh's device, which is not written by its number.
+        device: the mesh's device, which is written without its index.
 
     Attributes:
         pool: entries that are referred to.
@@ -71,7 +71,7 @@ class Writer:
         self.pool: list[Any] = []
         self.device = device
         self.nodes: dict[Any, int] = {}
-        self._known: dict[int, tuple[int, Any]] = {}  # by identity, with what keeps it alive
+        self._known: dict[int, tuple[int, Any]] = {}  # by id, with the object to keep it alive
 
     def of(self, value: Any) -> Any:
         """Plain data of a value.
@@ -126,7 +126,7 @@ class Writer:
         )
 
     def once(self, value: Any, write: Callable[[], Any]) -> Any:
-        """A reference to the pool's entry for an object, which ``write`` makes at first."""
+        """A reference to the pool's entry for an object; ``write`` makes the entry once."""
         known = self._known.get(id(value))
         if known is None:
             data = write()
@@ -147,7 +147,7 @@ def names_of(cls: type) -> tuple[str, ...]:
 
 
 class Reader:
-    """Makes values of plain data; what is not of the table is an error.
+    """Turns plain data into values; data outside the table are an error.
 
     Args:
         pool: of the `Writer`.
@@ -165,7 +165,7 @@ class Reader:
         self._tensors: dict[Any, torch.Tensor] = {}
 
     def of(self, data: Any) -> Any:
-        """The value that a `Writer` made this of."""
+        """The value of data that a `Writer` made."""
         if type(data) is not list:
             return data
         tag = data[0]
@@ -187,7 +187,7 @@ class Reader:
         return self._made[number]
 
     def entry(self, data: list[Any]) -> Any:
-        """What an entry of the pool stands for."""
+        """The value of an entry of the pool."""
         cls = CLASSES[data[0]]
         given = dict(zip(names_of(cls), map(self.of, data[1:]), strict=True))
         return cls(**given)

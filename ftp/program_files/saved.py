@@ -1,6 +1,4 @@
-"""A planned program as a file, and the program of such a file, ready to run on any rank of its
-mesh.
-"""
+"""Save a planned program to a file, and load it, ready to run on any rank of its mesh."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,11 +44,11 @@ _COMPUTED = ("out_specs", "out_shapes", "fingerprint", "trial_rules", "renewed")
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call of a program looks like.
+    """The form of a program's calls.
 
     Attributes:
-        function: its name, for messages.
-        arguments: what the positional ones are called.
+        function: the function's name, for messages.
+        arguments: names of the positional arguments.
         names: of each leaf of the arguments.
         tree: the structure of the arguments, as text that is equal on all ranks.
         leaves: a ``Meta`` of each tensor's global shape and dtype; a static value.
@@ -71,7 +69,7 @@ def tree_text(tree: optree.PyTreeSpec) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a file must have been made with."""
+    """The versions that a file must have been made with."""
     return {"ftp": __version__, "torch": str(torch.__version__)}
 
 
@@ -84,7 +82,7 @@ def save(
         given: the structure of the arguments.
 
     Raises:
-        ProgramFileError: a program that holds what is no plain data, or a path that cannot be
+        ProgramFileError: a program with values that are not plain data, or a path that cannot be
             written to.
     """
     write_file(Path(path).absolute(), packed(program, signature, given))
@@ -123,8 +121,8 @@ _OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state")
 
 
 def ranks_section(program: Program, most: int) -> dict[str, Any]:
-    """The graphs of ranks, and which is whose; of this process' rank alone where there are more
-    than ``most``.
+    """The ranks' graphs, and the graph of each rank; if there are more than ``most``, only that of
+    this process' rank.
     """
     mesh, coordinates = program.mesh, program.mesh.coordinates()
     own = coordinates.index(mesh.coordinate) if mesh.coordinate in coordinates else 0
@@ -146,20 +144,20 @@ def ranks_section(program: Program, most: int) -> dict[str, Any]:
 
 
 def plan_section(plan: Plan) -> bytes:
-    """A plan, which is read when a report asks for it."""
+    """The section of a plan, which is read when a report asks for it."""
     writer = Writer()
     return _json({**write_plan(writer, plan), "pool": writer.pool})
 
 
 def computed_section(program: Program) -> bytes:
-    """What a program computes from its plan."""
+    """The section of values that a program computes from its plan."""
     writer = Writer()
     data = [writer.of(_plain(getattr(program, name))) for name in _COMPUTED]
     return _json({"program": data, "pool": writer.pool})
 
 
 def is_ascending(mesh: Mesh) -> bool:
-    """Whether ranks are on the mesh in their order, as programs that merge axes need."""
+    """Whether the mesh's ranks are in ascending order, as programs that merge axes need."""
     return list(mesh.ranks) == sorted(mesh.ranks)
 
 
@@ -182,11 +180,11 @@ def _bytes_of(constant: torch.Tensor, index: int) -> bytes:
 
 
 def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram", Signature]:
-    """The program of a file, and what its calls look like; nothing is traced or planned.
+    """The program of a file, and the signature of its calls; nothing is traced or planned.
 
     Args:
-        mesh_of: gives the mesh to run on, from the shape, the axis names and the device type of
-            the one that the program was made for.
+        mesh_of: gives the mesh to run on, from the shape, axis names and device type of the mesh
+            that the program was made for.
 
     Raises:
         ProgramFileError: a file that is damaged, not this user's own, or of other versions.
@@ -200,7 +198,7 @@ def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram
 
 @contextmanager
 def decoding(container: Container) -> Iterator[None]:
-    """Data that is not what a `Writer` made is a damaged file's."""
+    """Raise the error of a damaged file for data inside the block that no `Writer` made."""
     try:
         yield
     except FtpError:
@@ -216,7 +214,7 @@ def _check_versions(container: Container) -> None:
         now = ", ".join(f"{name} {version}" for name, version in versions().items())
         raise ProgramFileError(
             f"{container.name} was saved with {was}; this is {now}. Save the program again with"
-            " what runs it."
+            " these versions."
         )
 
 
@@ -247,14 +245,14 @@ def _loaded(
         for i, (dtype, shape) in enumerate(content["constants"])
     ]
     program = LoadedProgram(container, mesh, known, constants)
-    # What this process runs is read now, so that a rank that cannot says so before it is called.
+    # Read this process' graph now, so that a rank that cannot raises before the first call.
     for coordinate in mesh.coordinates() if mesh.kind == "simulated" else (None,):
         program.local(coordinate)
     return program, signature
 
 
 class LoadedProgram(Program):
-    """The program of a file on this process' mesh. What only reports need is read when it is asked
+    """The program of a file on this process' mesh. Parts that only reports need are read when asked
     for.
     """
 
@@ -265,7 +263,7 @@ class LoadedProgram(Program):
         facts: Mapping[str, Any],
         constants: Sequence[torch.Tensor],
     ):
-        """``facts`` are the attributes that are not computed from a plan."""
+        """``facts``: the attributes that are not computed from a plan."""
         self.mesh, self.constants = mesh, tuple(constants)
         self._container, self._content = container, container.json("call")
         reader = Reader(self._content["pool"], None)
@@ -274,7 +272,7 @@ class LoadedProgram(Program):
         for name, value in facts.items():
             setattr(self, name, value)
 
-    # What a planned program computes from its plan.
+    # Values that a planned program computes from its plan.
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
@@ -331,13 +329,13 @@ class LoadedProgram(Program):
         """The rank's program; the first rank's where there are no processes."""
         number = self._number(coordinate)
         if number < 0:
-            raise ReportError("The graph of another rank was not kept here. Lower the function.")
+            raise ReportError("The graph of another rank was not saved here. Lower the function.")
         if number not in self._locals:
             self._locals[number] = self._read_local(self._ranks["programs"][number])
         return self._locals[number]
 
     def holds(self, coordinate: Mapping[str, int] | None) -> bool:
-        """Whether a rank's graph is there."""
+        """Whether the file has a rank's graph."""
         return self._number(coordinate) >= 0
 
     def _number(self, coordinate: Mapping[str, int] | None) -> int:

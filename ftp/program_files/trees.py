@@ -1,5 +1,5 @@
 """The structure of a program's result as plain data. A container of a registered class is written
-as the argument, or the part of one, that has its structure: no class is looked up by a name.
+as a reference to an argument, or a part of one, of that structure: no class is looked up by name.
 """
 
 from collections import OrderedDict
@@ -37,7 +37,7 @@ def _example(tree: optree.PyTreeSpec) -> Any:
 
 
 def _parts(given: optree.PyTreeSpec) -> dict[optree.PyTreeSpec, Any]:
-    """The containers among the arguments by their structure, each with an example."""
+    """The containers in the arguments, by structure, each with an example."""
     found: dict[optree.PyTreeSpec, Any] = {}
     stack = [_example(given)]
     while stack:
@@ -61,7 +61,7 @@ def _written(tree: Any, parts: dict[optree.PyTreeSpec, Any]) -> Any:
         spec = flatten(tree)[1]
         if spec not in parts:
             raise ProgramFileError(
-                f"The result holds {kind_of(tree)}, which no argument holds as it is. A saved"
+                f"The result holds {kind_of(tree)}, a structure that no argument has. A saved"
                 " program returns tuples, lists and dicts of text and numbers, and containers that"
                 " it is given: return one of these."
             )

@@ -1,4 +1,4 @@
-"""Random numbers from keys: a draw depends on the key and on an element's global position, so on no
+"""Random numbers from keys: a draw depends on the key and an element's global position, not on the
 mesh.
 
 >>> from ftp import random

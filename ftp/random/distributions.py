@@ -2,8 +2,8 @@
 spec changes them.
 
 docs/random.md defines every number. Each function draws from the stream of its key (see
-``ftp.philox``): a key serves one draw, and ``split`` and ``fold_in`` make more keys. All of them
-are plain tensor code around two ops, run eagerly, sharded, compiled and under torch.func alike.
+`ftp.ops.philox`): a key is for one draw; ``split`` and ``fold_in`` make more keys. All functions
+are plain tensor code around two ops, and run eagerly, sharded, compiled and under torch.func.
 """
 
 import math
@@ -37,7 +37,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
 
 
 def split(key: Tensor, n: int = 2) -> Tensor:
-    """``n`` new keys, of shape (n, 2); the first ones do not depend on ``n``.
+    """``n`` new keys, of shape (n, 2); the first keys do not depend on ``n``.
 
     >>> a, b = split(key(0))
     >>> bool((a == b).any())
@@ -52,7 +52,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 
 def fold_in(key: Tensor, i: int | Tensor) -> Tensor:
-    """A new key for ``i``: of a step, a layer, a sample.
+    """A new key for ``i``, such as the number of a step, a layer or a sample.
 
     Args:
         i: an integer from 0 to 2**61 - 1, or a 0-d integer tensor (of which those bits count).
@@ -80,7 +80,7 @@ def check_key(key: Tensor, name: str) -> None:
     """Check that an argument is a key.
 
     Raises:
-        InputError: naming ``name``, which was given it.
+        InputError: it is no key; the message names ``name``, the function or argument.
     """
     if isinstance(key, Tensor) and key.dtype is torch.int64 and tuple(key.shape) == (2,):
         return
@@ -96,7 +96,7 @@ def check_key(key: Tensor, name: str) -> None:
 
 
 def bits(key: Tensor, shape: ShapeLike = ()) -> Tensor:
-    """32 random bits an element, as int32.
+    """32 random bits per element, as int32.
 
     >>> bits(key(0), 2)
     tensor([1713891541, -513161843], dtype=torch.int32)
@@ -112,7 +112,7 @@ def uniform(
     low: float = 0.0,
     high: float = 1.0,
 ) -> Tensor:
-    """Uniform in [low, high), of as many random bits as the type's precision: 53, 24, 11 or 8.
+    """Uniform in [low, high), from as many random bits as the dtype's precision: 53, 24, 11 or 8.
 
     >>> uniform(key(0), (3,))
     tensor([0.3990, 0.8805, 0.7357])
@@ -134,7 +134,7 @@ def normal(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None)
     >>> normal(key(0), (3,)).dtype
     torch.float32
 
-    Source: Box and Muller (1958); the cosine alone, so that an element is a function of its own
+    Source: Box and Muller (1958); only the cosine, so that an element is a function of its own
     words.
     """
     dtype = _floating(dtype, "normal")
@@ -270,10 +270,10 @@ class MegatronStreams:
     """Megatron-LM's two streams.
 
     Attributes:
-        default: the key of shape (2,) where ranks must agree.
-        model_parallel: the keys where they must differ, of shape (n, 2), a rank's own in its row:
-            cut by ``P(axis)``.
-        rank: this process' position on the axis; None where there are no processes.
+        default: the key for draws in which ranks must agree, of shape (2,).
+        model_parallel: the keys for draws in which ranks must differ, of shape (n, 2), a row per
+            rank: cut by ``P(axis)``.
+        rank: this process' position on the axis; None without processes.
     """
 
     default: Tensor
@@ -287,7 +287,7 @@ class MegatronStreams:
         that device.
 
         Args:
-            rank: whose; default this process'.
+            rank: the rank of the generators; default this process'.
         """
         at = (
             self.rank
@@ -305,11 +305,11 @@ class MegatronStreams:
 
 
 def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") -> MegatronStreams:
-    """The streams of Megatron-LM's seeds: ``seed`` where ranks must agree, ``seed + 2718 + rank``
-    where they must differ.
+    """The streams of Megatron-LM's seeds: ``seed`` for draws in which ranks must agree, ``seed +
+    2718 + rank`` for draws in which they must differ.
 
-    Nothing else of ftp wants per-rank randomness: use them within ``ftp.local``, or to compare with
-    a Megatron run.
+    Nothing else in ftp draws per rank: use the streams within ``ftp.local``, or to compare with a
+    Megatron run.
 
     Args:
         axis: the tensor-parallel axis, along which ranks are counted.
@@ -366,13 +366,13 @@ def _keys(key: Tensor, counter: Tensor) -> Tensor:
 
 
 def _long(key: Tensor, shape: ShapeLike, name: str) -> Tensor:
-    """64 random bits an element: two neighbouring words, the first the lower half."""
+    """64 random bits per element: two adjacent words, the lower half first."""
     words = _bits(key, (*_sizes(shape, name), 2), name).to(torch.int64)
     return words[..., 0] & MASK | words[..., 1] << 32
 
 
 def _open_uniform(key: Tensor, shape: ShapeLike, dtype: torch.dtype, name: str) -> Tensor:
-    """Uniform in (0, 1): halfway between the multiples of 2**-52 or 2**-23, where logarithms are
+    """Uniform in (0, 1), halfway between multiples of 2**-52 or 2**-23, so that logarithms are
     finite.
     """
     if dtype is torch.float64:

@@ -76,8 +76,8 @@ class Draws(TorchFunctionMode):
         if current_branch():
             raise TraceError(
                 f"{what} draws random numbers at {user_line() or 'an unknown line'}, in a branch of"
-                " torch.cond: how many draws there are before later ones would depend on the branch"
-                " taken. Draw before, and give what is drawn as an operand."
+                " torch.cond: the numbers of later draws would depend on the branch"
+                " taken. Draw before the cond, and pass the result as an operand."
             )
         path = self.path[-1]
         if self.key is None and self._outer is not None:
@@ -118,7 +118,7 @@ def surrounding_key(name: str) -> Tensor | None:
 
 
 def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with one more argument, the last: the key of all its random draws.
+    """``fn`` with one more argument, the last: the key for all its random draws.
 
     >>> from ftp.random import key
     >>> noise = keyed(lambda n: torch.randn(n))

@@ -19,16 +19,16 @@ from ftp.sharding.layout import Layout, R, nominal
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 
 Choice = Mapping[str, Mapping[str, Layout | None]]
-"""Per axis and pattern of parameters the layout, None for whole."""
+"""The layout by axis and pattern of parameters; None: whole."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds that a byte held is priced with: of parameters whole, of gradients by ``share``, of
-    what backward passes need by the rest.
+    """The price of memory in seconds per byte: in full for parameters, times ``share`` for
+    gradients, times ``1 - share`` for tensors kept for the backward pass.
 
-    A rank's peak is at least its parameters and gradients, which it has at the end, and at least
-    its parameters and what it keeps for the backward pass, and so at least any mean of both.
+    A rank's peak is at least its parameters and gradients (at the end), and at least its parameters
+    and the tensors kept for the backward pass; so it is at least any mean of both.
     """
 
     seconds: float
@@ -58,15 +58,15 @@ def solve_axes(
     forced: Choice | None = None,
     is_bare: bool = False,
 ) -> Solved:
-    """Per pattern its spec, and what each axis' network found.
+    """Solve the network of each axis: the spec of each pattern, and each axis' plan.
 
     Args:
-        order: the axes to fold, one after the other.
-        forced: per axis the layouts of patterns that are not open there.
+        order: the axes, in the order in which they are folded.
+        forced: per axis, the layouts of patterns that are not open there.
 
     Raises:
-        NotAlike: repeated layers that an axis left unlike. Infeasible: what is forced is met by no
-            program.
+        NotAlike: repeated layers to which an axis gave different layouts. Infeasible: no program
+            meets the forced layouts.
     """
     entries: dict[str, list[tuple[str | Units, ...]]] = {
         net.patterns[n]: [()] * n.results[0].ndim for n in net.params
@@ -159,13 +159,13 @@ def ties_of(net: Opened) -> Ties | None:
 
 
 def nbytes_of(value: Value) -> int:
-    """On a rank."""
+    """Bytes of a value on a rank."""
     return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
 def kept_bytes(graph: Graph) -> dict[Value, int]:
-    """Bytes of batch data that forward passes keep for backward passes, by the value that owns the
-    memory.
+    """Bytes of batch data that the forward pass keeps for the backward pass, by the value that owns
+    the memory.
     """
     roots: dict[Value, Value] = {}
     found: dict[Value, int] = {}
@@ -187,8 +187,8 @@ def kept_bytes(graph: Graph) -> dict[Value, int]:
 
 
 def planned_seconds(solved: Solved, hardware: Hardware) -> float:
-    """Seconds of all ops and reshards of a program, one after the other, repeated layers counted as
-    often as there are.
+    """Seconds of all ops and reshards of a program, one after the other; a layer that stands for
+    several counts that often.
     """
     ties = ties_of(solved.net)
     total = 0.0

@@ -58,7 +58,7 @@ class Searching:
     memory: int | None
     tried: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
     refused: set[tuple[Any, ...]] = field(default_factory=set)
-    excess: int = 0  # bytes by which a program took more than its estimate: buckets of all layers
+    excess: int = 0  # bytes by which a program exceeded its estimate, by buckets of all layers
     is_folded: bool = True
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
@@ -109,7 +109,7 @@ class Searching:
         args = self.axes, order, self.data_axes, hardware or self.hardware, price, forced, is_bare
         try:
             return solve_axes(self.primitives(along), *args)
-        except NotAlike:  # layers that an axis left unlike are searched one by one
+        except NotAlike:  # an axis gave layers different layouts: search without folding
             if not self.is_folded:
                 raise
             self.is_folded = False
@@ -147,12 +147,12 @@ class Searching:
         return self.memory is None or candidate.estimate.nbytes + self.excess <= self.memory
 
     def refuse(self, candidate: Candidate, nbytes: int) -> None:
-        """Note that a candidate that was to fit takes ``nbytes`` when it is lowered in full."""
+        """Record that a candidate that should fit takes ``nbytes`` when it is lowered in full."""
         self.refused.add(candidate.key)
         self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
 
     def spared(self) -> list[Candidate]:
-        """The candidate that fits without buckets, if there is one; then the search is without."""
+        """The candidate that fits without buckets, if any; then the search goes on without them."""
         if self.spare is None or not self.bucket:
             return []
         self.leave_buckets()
@@ -164,10 +164,10 @@ class Searching:
         return sorted(found, key=lambda c: c.estimate.seconds)
 
     def leave_buckets(self) -> None:
-        """Go on without buckets: they hold copies, for which a limit may leave no room."""
+        """Go on without buckets: a limit may leave no room for the copies that they hold."""
         self.bucket, self.excess = False, 0
         self.refused.clear()
-        if self.net.folded is not None:  # estimates of repeated layers are without as it is
+        if self.net.folded is not None:  # estimates of repeated layers have no buckets anyway
             return
         known = list(self.tried.values())
         self.tried.clear()
@@ -189,13 +189,13 @@ class Searching:
             else:
                 self._programs[self.is_folded, *key] = made
         program, folded = known
-        # What a bucket of several layers adds is not so much a layer.
+        # A bucket over several layers does not add the same number of bytes per layer.
         program = program.with_options(bucket=self.bucket and folded is None)
         return estimate(Lowered(program), folded, self.hardware)
 
     def _program(self, patterns: Patterns, along: Along) -> tuple[Program, Folded | None] | None:
-        """The planned program without its repeated layers, and which they are; None where they
-        come out different.
+        """The planned program without its repeated layers, and the fold; None if the layers get
+        different plans.
         """
         net = self.net.constrained(along)
         inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch

@@ -1,4 +1,4 @@
-"""What a search says of a plan beside its rivals: its kind, what other layouts cost, bounds."""
+"""The report of a search on a plan: its common name, the costs of other layouts, bounds."""
 
 import math
 from dataclasses import replace
@@ -43,14 +43,14 @@ def choice_of(task: Searching, patterns: Patterns) -> Choice:
                 packs = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
                 shared = shared_heads(task.net, pattern, task.axes[cut.axis])
                 if shared and (shared.dim, shared.inner) == (dim, cut.size):
-                    continue  # held so, and used as if it were whole
+                    continue  # stored cut, and used as if it were whole
                 found[cut.axis][pattern] = Layout("S", dim, packs, cut.size, zigzag=cut.zigzag)
     return found
 
 
 def paid(task: Searching, best: Candidate, planned: float) -> Price:
-    """What a byte is worth: the price at which a plan was found, or less where fitting has
-    cost less than that, in seconds for each byte that the plan without a limit held more.
+    """The price of a byte: the price at which the plan was found, or, if it is less, the seconds
+    lost per byte saved compared with the plan without a limit.
 
     Args:
         planned: seconds of the plan, as the networks count them.
@@ -66,8 +66,8 @@ def paid(task: Searching, best: Candidate, planned: float) -> Price:
 def alternatives(
     task: Searching, best: Candidate, solved: Solved
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """Per axis and pattern what the axis' network costs more with each other layout of it,
-    the axes folded before as they are.
+    """Per axis and pattern, the extra cost of the axis' network with each other layout, given the
+    axes folded before it.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for at, axis in enumerate(best.order):
@@ -97,11 +97,11 @@ def alternatives(
 
 
 def gaps(task: Searching, best: Candidate, solved: Solved) -> dict[str, float]:
-    """Per axis by how many seconds at most its network has a cheaper plan, the axes folded
-    before as they are.
+    """Per axis, the most seconds by which its network may have a cheaper plan, given the axes
+    folded before it.
 
-    With a limit also what the bytes that are still free are worth at the price paid: a plan
-    that holds more could cost so much less.
+    With a limit, the price of the bytes that are still free is included: a plan that uses them
+    could cost so much less.
     """
     free = best.price.seconds * max(0, (task.memory or 0) - best.estimate.nbytes)
     found = {}
@@ -127,10 +127,10 @@ def bound(task: Searching, price: Price) -> float:
     """A lower bound, in the networks' seconds, of all plans that keep the placement constraints
     and fit.
 
-    Each axis alone is a relaxation: the other axes cut everything at no cost, and share the
-    ops' time evenly. With a price of memory, the minimum less the price of the limit is still a
-    bound (Lagrange). Every set of constraints that was tried is a program of its own: the bound
-    is the least of theirs.
+    Each axis alone is a relaxation: the other axes cut everything at no cost, and share the ops'
+    time evenly. With a price of memory, the minimum minus the price of the limit is still a bound
+    (Lagrange). Every set of constraints that was tried is a program of its own: the bound is the
+    smallest of theirs.
     """
     alongs = dict.fromkeys(tuple(c.along.items()) for c in task.tried.values())
     return max(

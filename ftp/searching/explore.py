@@ -1,4 +1,4 @@
-"""Which plans a search tries: well-known ones, cheaper ones at prices of memory, small changes."""
+"""The plans that a search tries: well-known ones, plans at prices of memory, and small changes."""
 
 import itertools
 import math
@@ -15,18 +15,14 @@ from ftp.searching.opened import Opened
 from ftp.sharding.layout import Layout
 from ftp.sharding.spec import PartitionSpec, Units
 
-TRIES = 3000  # nodes of the programs that are planned to refine a plan
+TRIES = 3000  # most nodes, over all programs, to plan when refining a plan
 STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
-# Times a program's seconds a byte: to hold less is worth more than what moves for it. Much more,
-# and the differences in time drown in the rounding of the sum.
 DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
 
 
 def explore(task: Searching) -> None:
-    """Try what there is at no price of memory and, where that does not fit, with
-    constraints, and at prices.
-    """
+    """Try plans at no price of memory; if these do not fit, try constraints, and prices."""
     name_plans(task)
     least = min(
         (task.candidate({}, order, Price(0.0)) for order in orders(task)),
@@ -38,7 +34,7 @@ def explore(task: Searching) -> None:
 
 
 def fit(task: Searching) -> None:
-    """Try what takes less memory, where the plans that are free to take any do not fit."""
+    """Try plans with less memory, if plans at no price of memory do not fit."""
     least = task.free[0]
     if not task.fits(least) and len(task.free) == 1:
         task.free += [task.candidate(along, least.order, Price(0.0)) for along in alongs(task)]
@@ -54,8 +50,8 @@ def fit(task: Searching) -> None:
 
 
 def name_plans(task: Searching) -> None:
-    """Try the plans that everyone knows: whole parameters, and all that can be cut on the
-    data axes cut.
+    """Try the well-known plans: whole parameters, and all parameters cut that the data axes can
+    cut.
     """
     patterns = dict.fromkeys(task.net.patterns.values())
     whole = {p: PartitionSpec(*[None] * task.net.members(p)[0].results[0].ndim) for p in patterns}
@@ -70,9 +66,9 @@ def name_plans(task: Searching) -> None:
 
 
 def cut_heads(task: Searching, low: Candidate) -> None:
-    """Try heads that do not divide cut whole, and packed tensors cut in packs, all of them: the
-    networks, where each could stay behind, leave them. Under a limit also heads that neighbours
-    share.
+    """Try cuts in whole heads where the ranks do not divide them, and cuts of packed tensors in
+    packs, all at once: a network would have to change them one by one. Under a limit also try heads
+    that adjacent ranks share.
     """
     patterns = dict(low.patterns)
     for axis, n in task.axes.items():
@@ -105,8 +101,8 @@ def _raise_price(task: Searching, low: Candidate) -> None:
         if _is_best(task, low):
             return
         least, most = low.price.seconds, min(high.price.seconds, scale * 100)
-        # At this price the two are even, and what it finds is better than both, if there is
-        # such a plan.
+        # At this price both plans cost the same: a plan that the network finds now is better than
+        # both, if there is one.
         even = (high.estimate.seconds - low.estimate.seconds) / (
             low.estimate.nbytes - high.estimate.nbytes
         )
@@ -132,7 +128,7 @@ def improved(task: Searching, best: Candidate) -> Candidate:
         for axis in task.axes:
             assert best.solved is not None
             if axis == best.order[-1]:
-                continue  # which was searched with the others as they are
+                continue  # it was searched with the other axes as they are
             others = tuple(a for a in best.order if a != axis)
             forced = {a: best.solved.choice[a] for a in others}
             try:
@@ -149,11 +145,11 @@ def improved(task: Searching, best: Candidate) -> Candidate:
 
 
 def refined(task: Searching, best: Candidate) -> Candidate:
-    """Change one pattern's spec at a time while that makes the program fit, or a program that
+    """Change one pattern's spec at a time while that makes the program fit, or makes a program that
     fits faster.
 
-    What a limit leaves free no price may find a use for. The largest parameters come first; how
-    many plans are tried depends on the size of the program.
+    Prices may leave memory below a limit unused. The largest parameters come first; the number of
+    plans tried depends on the size of the program.
     """
     budget = TRIES // len(task.net.graph.nodes)
     is_better = budget > 0
@@ -182,8 +178,8 @@ def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
-    """Of a plan that fits those that hold as much or more, of one that does not those that
-    hold as much or less.
+    """For a plan that fits, the specs with as many bytes or more; for one that does not fit, those
+    with as many or fewer.
     """
     sizes = [nbytes_of(Value(node)) for node in task.net.members(pattern)]
 
@@ -196,7 +192,7 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
 
 
 def _other_specs(task: Searching, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:
-    """Every way to cut a pattern by the axes, with fewest cuts first."""
+    """All specs that cut a pattern by the axes, those with fewest cuts first."""
     choices: list[list[Layout | None]] = []
     for axis, n in task.axes.items():
         layouts = open_layouts(task.net, pattern, n, False)
@@ -239,7 +235,7 @@ def orders(task: Searching) -> list[tuple[str, ...]]:
 
 
 def alongs(task: Searching) -> Iterator[dict[str, int]]:
-    """Per axis that does not cut the batch the inner dims of what blocks return."""
+    """For each axis that does not cut the batch, the choices of an inner dim of blocks' outputs."""
     shapes = list(task.net.marks().values())
     for axis, n in task.axes.items():
         if axis not in task.data_axes and shapes:

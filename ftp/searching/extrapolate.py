@@ -31,10 +31,10 @@ class _Place:
 
 
 def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Estimate:
-    """Of a program from which the layers of ``folded`` are left out, what it would be with them.
+    """The estimate of a whole program from one in which the layers of ``folded`` are left out.
 
-    The layers left out lie between two that they are like: in time each adds what lies between the
-    beginnings of those two, in memory too.
+    A layer left out is like the two layers around it: it adds the seconds, and the bytes, between
+    the starts of those two.
     """
     memory, cost = lowered.memory, lowered.cost(hardware)
     grads = memory.totals.get("gradients", 0)
@@ -81,7 +81,7 @@ _First = Callable[[bool, bool], int | None]
 
 
 def _firsts(places: Sequence[_Place], t: int) -> _First:
-    """Where the earlier or the later of the two layers begins its forward or backward pass."""
+    """The start of the forward and backward pass of the earlier and the later of the two layers."""
     found: dict[tuple[bool, bool], int] = {}
     for at, place in enumerate(places):
         if place.layer in (t, t + 1):
@@ -90,11 +90,11 @@ def _firsts(places: Sequence[_Place], t: int) -> _First:
 
 
 def _added(values: Sequence[float], first: _First) -> float:
-    """What a layer adds in both passes; in a backward pass the later layer comes first."""
+    """The amount that a layer adds in both passes; in a backward pass the later layer is first."""
     return _between(values, first, False) - _between(values, first, True)
 
 
 def _between(values: Sequence[float], first: _First, is_backward: bool) -> float:
-    """From the beginning of the earlier layer's pass to that of the later one's."""
+    """The difference between the starts of the two layers' passes."""
     t, after = first(False, is_backward), first(True, is_backward)
     return 0.0 if t is None or after is None else values[after] - values[t]

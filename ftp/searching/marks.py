@@ -14,9 +14,9 @@ from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_st
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
 
-MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
+MARK = "@"  # starts the name of a mark's axis, which no mesh has; the module's pattern follows
 Along = Mapping[str, int]
-"""Per axis the dim that it cuts of what the marked modules return."""
+"""By axis, the dim that it cuts of the marked modules' outputs."""
 
 
 def is_mark(pin: Pin) -> bool:
@@ -50,7 +50,7 @@ def is_markable(out: Tensor) -> bool:
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """Within the block, mark outputs of a functionalized model's numbered modules: those that are
+    """Within the block, mark those outputs of a functionalized model's numbered modules that are
     batches of sequences.
     """
 
@@ -66,7 +66,7 @@ def marking() -> Iterator[None]:
 
 
 def with_marks(traced: Traced, along: Along) -> Traced:
-    """The trace with its marks as constraints, or without them where there is nothing ``along``."""
+    """The trace with its marks as constraints; without marks if ``along`` is empty."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in traced.gm.graph.nodes:

@@ -1,5 +1,5 @@
-"""The layouts that a search leaves open: how a mesh axis may cut the parameters of each pattern,
-and what it reaches from there.
+"""The layouts that a search leaves open: the cuts that a mesh axis may make in the parameters of
+each pattern, and the cuts that these reach.
 """
 
 import math
@@ -16,7 +16,7 @@ from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 
 
 def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]) -> Opened:
-    """The program with ops replaced by primitives wherever an axis may cut what they keep whole."""
+    """The program with ops replaced by primitives if an axis may cut a dim that they keep whole."""
     while True:
         blocked: dict[Node, None] = {}
         for at, axis in enumerate(axes):
@@ -39,11 +39,11 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
 
 
 def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layout]:
-    """How an axis may cut the parameters of a pattern: dims that divide, in whole heads where they
-    make heads; of a lone vector none.
+    """The cuts that an axis may make in the parameters of a pattern: of dims that divide, in whole
+    heads if they make heads; none for a single vector.
 
-    On a data axis shards are gathered whole before they are used, and the first dim will do. Heads
-    that are fewer than ranks are none of a network's layouts (`shared_heads`).
+    On a data axis shards are gathered before they are used, so the first dim suffices. Networks do
+    not consider cuts of fewer heads than ranks (see `shared_heads`).
     """
     members = net.members(pattern)
     ndim = members[0].results[0].ndim
@@ -71,8 +71,8 @@ def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layou
 
 
 def shared_heads(net: Opened, pattern: str, n: int) -> Layout | None:
-    """The cut of a pattern in whole heads of which there are fewer than ranks: neighbours hold the
-    same one, and the weight is gathered where it is used.
+    """The cut of a pattern in whole heads that are fewer than the ranks: adjacent ranks hold the
+    same head, and the weight is gathered where it is used.
     """
     members = net.members(pattern)
     if any(m.results[0].ndim != members[0].results[0].ndim for m in members):
@@ -96,8 +96,8 @@ def unit_of(
     users: Mapping[Value, Sequence[tuple[Node, int]]],
     is_matmul_done: bool = False,
 ) -> int:
-    """How many elements of a dim have to stay together: more than one where a parameter's
-    matmul runs into a view without that cut.
+    """The number of elements of a dim that must stay together: more than one if a view after the
+    parameter's matmul does not allow the cut.
     """
     for user, slot in users.get(value, ()):
         is_next = not is_matmul_done and is_matmul(user.target)
@@ -118,7 +118,7 @@ def unit_of(
 
 
 def _is_scale(net: Opened, node: Node) -> bool:
-    """Whether a parameter is a vector that goes with no matrix, as that of a norm."""
+    """Whether a parameter is a vector without a matrix, such as a norm's scale."""
     module = net.patterns[node].rpartition(".")[0]
     return node.results[0].ndim == 1 and not any(
         other.results[0].ndim > 1 and net.patterns[other].rpartition(".")[0] == module
@@ -171,8 +171,8 @@ def reaches(
         pinned,
     )
     if not is_data:
-        # What norms scale, the features between blocks, stays whole: to cut it is a plan of another
-        # kind, dearer in collectives.
+        # Values that norms scale, the features between blocks, stay whole: cutting them is another
+        # kind of plan, with more expensive collectives.
         scales = [node for node in net.params if _is_scale(net, node) and node not in pinned]
         whole = reach(
             net.graph, axis, n, [(Value(node), Layout("S", 0)) for node in scales], pinned
@@ -181,7 +181,7 @@ def reaches(
             node: [cut for cut in cuts if cut not in whole.get(node, ())]
             for node, cuts in found.cuts.items()
         }
-        # Several tensors packed along a dim are cut as their users are.
+        # Several tensors packed along a dim are cut like their users.
         for pattern in cuts:
             reached = found.layouts.get(Value(net.members(pattern)[0]), ())
             packs = [c for c in net.packs.get((axis, pattern), ()) if c in reached]

@@ -21,8 +21,8 @@ from ftp.tracing.trace import Traced, trace
 
 @dataclass(frozen=True)
 class Opened:
-    """A traced loss and its gradient; ``mirrors`` are the outputs sharded as a parameter is,
-    ``packs`` per axis and pattern the cuts of tensors packed along a dim, as those of q, k and v.
+    """A traced loss and its gradient. ``mirrors``: outputs that are sharded like a parameter.
+    ``packs``: by axis and pattern, the cuts of tensors packed along a dim, such as q, k and v.
     """
 
     graph: Graph
@@ -34,7 +34,7 @@ class Opened:
     packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
 
     def constrained(self, along: Along) -> "Opened":
-        """The same with its marks as constraints, where there is something ``along``."""
+        """The same with its marks as constraints, unless ``along`` is empty."""
         if not along:
             return self
         graph, copies = self.graph.copied()
@@ -57,7 +57,7 @@ class Opened:
         )
 
     def marks(self) -> dict[str, tuple[int, ...]]:
-        """Per pattern of marked modules the shape of what they return."""
+        """By pattern of marked modules, the shape of their output."""
         nodes = [node for node in self.graph.nodes if node.kind == "constrain"]
         return {
             pattern: n.results[0].shape
@@ -114,8 +114,8 @@ def opened(
         [few[n] for n in of_params if n in few],
         {few[n]: p for n, p in patterns.items() if n in few},
         {few[n]: s for n, s in specs.items()},
-        # The gradient of a parameter may count to the layer beside it: any parameter sharded
-        # alike will do.
+        # The gradient of a parameter may be assigned to an adjacent layer: take any parameter with
+        # the same sharding.
         {at: alike[patterns[mirrors[i]]] for at, i in enumerate(folded.kept) if i in mirrors},
         folded,
     )

@@ -1,5 +1,5 @@
-"""The result of a search: a plan that can be read and edited, its seconds and bytes, and the other
-plans'.
+"""The result of a search: a plan that can be read and edited, with its seconds and bytes and those
+of other plans.
 """
 
 import math
@@ -19,8 +19,8 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Rival:
-    """A plan that was tried: seconds a step and bytes at a rank's peak, and whether those are
-    within the limit.
+    """A plan that was tried: seconds per step, bytes at a rank's peak, and whether these are within
+    the limit.
     """
 
     seconds: float
@@ -35,19 +35,18 @@ class Found:
 
     Attributes:
         patterns: path pattern to spec, as ``ftp.plan`` takes it.
-        constraints: module pattern to constraint, as ``ftp.functionalize`` takes them: what the
-            search adds to the program.
+        constraints: module pattern to constraint, as ``ftp.functionalize`` takes them: those that
+            the search adds to the program.
         pins: the constraints that the program had already.
-        loss_fn: the loss with those constraints, to be given to ``shard``; where there are none,
-            the one that was given.
-        bucket: ``shard``'s option; False where a limit leaves no room for the copies that buckets
+        loss_fn: the loss with ``constraints``, for ``shard``; without any, the loss that was given.
+        bucket: ``shard``'s option; False if a limit leaves no room for the copies that buckets
             hold.
         lowered: the program under the plan.
         hardware: the rates that it was estimated with.
-        limit: bytes that it was to fit in.
-        price: seconds that a byte is worth: those lost for each byte saved, to fit; 0 without a
+        limit: bytes that it had to fit in.
+        price: the price of a byte in seconds: the time lost per byte saved to fit; 0 without a
             limit.
-        rivals: by name the best plan of each kind that was tried, such as plain data parallelism.
+        rivals: by name, the best plan of each kind that was tried, such as plain data parallelism.
         planned: seconds as the networks count them: ops and collectives one after the other.
 
     >>> import ftp, torch
@@ -89,29 +88,29 @@ class Found:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the seconds of all plans within the limit, counted as ``planned`` is,
+        """A lower bound on the seconds of all plans within the limit, counted like ``planned``,
         over all axes together.
 
-        It is of plans that keep the planner's placement constraints, treat repeated layers alike
-        and parameters of one pattern alike, under the constraints that were tried. Each axis by
-        itself is a relaxation; memory has the price at which the plan was found (Lagrange).
+        It holds for plans that keep the planner's placement constraints and give repeated layers,
+        and parameters of one pattern, equal layouts, under the constraints that were tried. Each
+        axis alone is a relaxation; memory has the price at which the plan was found (Lagrange).
         """
         return self._bound()
 
     @cached_property
     def gap(self) -> dict[str, float]:
-        """Per axis by how many seconds at most its network has a cheaper plan, given the axes
+        """Per axis, the most seconds by which its network may have a cheaper plan, given the axes
         folded before it.
 
-        With a limit also what the bytes still free are worth at the price paid: a plan that holds
-        more could cost so much less.
+        With a limit, the price of the bytes that are still free is included: a plan that uses them
+        could cost so much less.
         """
         return self._gaps()
 
     @cached_property
     def alternatives(self) -> dict[tuple[str, str], dict[str, float]]:
-        """Per axis and pattern what the axis' network would cost more, in seconds, with each
-        other layout of it (infinity: no program).
+        """Per axis and pattern, the extra cost of the axis' network in seconds with each other
+        layout (infinity: no program).
         """
         return self._alternatives()
 

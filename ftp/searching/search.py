@@ -46,25 +46,25 @@ def search(
     """Specs for the parameters of a loss, by least estimated time within ``memory`` bytes a rank.
 
     The parameters' layouts are open variables of the network that plans programs, one mesh axis
-    after another, in every order of the axes. Parameters whose paths differ only in numbers are
-    sharded alike; on axes that do not cut the batch, the values that norms scale stay whole. Each
-    byte held has a price in seconds, raised until the program fits; then the outputs of a
-    functionalized model's blocks (``layers.3``) may be cut too, as sequence parallelism cuts them.
+    after another, in every order of the axes. Parameters whose paths differ only in numbers get one
+    spec; on axes that do not cut the batch, the values that norms scale stay whole. Each byte of
+    memory has a price in seconds, raised until the program fits. If that is not enough, the outputs
+    of a functionalized model's blocks (``layers.3``) may be cut too, as in sequence parallelism.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)``, a scalar, for one device.
         params: the parameters, real or meta.
         batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real
-            or meta. Or in place of the specs the batch itself, placed by ``device_put`` (meta
-            tensors will do), which knows its shapes and its specs.
+            or meta. Or, in place of the specs, the batch itself, placed by ``device_put`` (possibly
+            on meta), which has shapes and specs.
         memory: bytes that ``lowered.memory`` may not exceed; None sets no limit.
-        hardware: as in ``shard``: what plans are made for and compared by, such as ``"h100"``.
-        data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
+        hardware: as in ``shard``: the hardware that plans are made for, such as ``"h100"``.
+        data_axes: as in ``shard``; parameters cut on these are gathered where they are used.
 
     Returns:
         A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...,
-        bucket=found.bucket)`` is the program, and ``print`` says what else would cost. Only where
-        nothing tried fits with buckets, which hold copies, is ``found.bucket`` False.
+        bucket=found.bucket)`` is the program; ``print(found)`` shows the costs of other plans.
+        ``found.bucket`` is False only if nothing tried fits with buckets, which hold copies.
 
     Raises:
         PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes
@@ -157,8 +157,8 @@ def _meta(tree: Any) -> Any:
 
 
 def _lowered(task: Searching, best: Candidate) -> Found | None:
-    """The candidate, lowered in full; None where it does not fit after all: of repeated layers
-    estimates leave out what buckets hold.
+    """The candidate, lowered in full; None if it does not fit after all: estimates of repeated
+    layers leave out the copies in buckets.
     """
     loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
     step = shard(
@@ -215,8 +215,8 @@ def _constraints(net: Opened, along: Along) -> dict[str, Constraint]:
 
 
 def constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]:
-    """The loss with what numbered modules return cut ``along``, as ``functionalize(model,
-    constraints=...)`` would have it.
+    """The loss with the outputs of numbered modules cut ``along``, as by ``functionalize(model,
+    constraints=...)``.
     """
 
     def pinned(path: str, out: Tensor) -> Tensor:
@@ -231,8 +231,8 @@ def constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:
-    """Of the plans tried those of each kind that fit, else that take least memory, the fastest
-    of them.
+    """The best plan of each kind that was tried: the fastest that fits, else that with least
+    memory.
     """
     found: dict[str, Rival] = {}
     for one in sorted(

@@ -1,5 +1,5 @@
-"""Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and
-programs against one device.
+"""Tests for users' programs and rules: proofs of rules, hypothesis strategies, and comparison of
+programs with one device.
 
 >>> import torch
 >>> from ftp.testing import check_rule
@@ -7,7 +7,7 @@ programs against one device.
 >>> cuts[0]
 '~0 ~1 -> ~0 ~1: cut ~0 of 3 in 2'
 
-``docs/testing.md`` shows them at work. What draws needs hypothesis, which is imported when first
+See ``docs/testing.md``. Functions that draw examples need hypothesis, which is imported when first
 used.
 """
 

@@ -1,5 +1,5 @@
-"""``first_divergence``: one device and all simulated ranks side by side, up to the first value
-that differs.
+"""``first_divergence``: compare one device with all simulated ranks, up to the first value that
+differs.
 """
 
 import itertools
@@ -29,14 +29,15 @@ from ftp.testing.evaluate import doubled, eps, evaluate, evaluate_in_double
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first value of a program that some rank holds wrong.
+    """The first value of a program that is wrong on some rank.
 
     Attributes:
-        name: of the op in the printed program; ``source`` is the user's line.
-        rank: ``{axis: index}``; the first of those whose sum is wrong, where it is a pending sum.
-        error: the largest absolute difference; infinite where the rank's form of the op cannot be
+        name: of the op in the printed program.
+        source: the user's line.
+        rank: ``{axis: index}``; for a pending sum, the first of the ranks whose sum is wrong.
+        error: the largest absolute difference; infinite if the rank's form of the op cannot be
             right for any input.
-        why: in words.
+        why: the reason in words.
 
     >>> Divergence("mm", "train.py:8", {"tp": 1}, 0.5, "an operand is not reduced").rank
     {'tp': 1}
@@ -52,14 +53,14 @@ class Divergence:
 def first_divergence(
     step: Step, *args: Any, rtol: float | None = None, atol: float | None = None
 ) -> Divergence | None:
-    """Run a step's single-device form and every rank's on ``args``, value by value; None where all
-    agree.
+    """Run a step's single-device program and every rank's on ``args``, and compare value by value;
+    None if all agree.
 
     Args:
         step: of ``shard`` or ``spmd`` on a simulated mesh.
-        args: what the step takes, tensors whole.
-        rtol, atol: as ``torch.testing.assert_close``; by default what rounding can do to each value
-            in its dtype.
+        args: the step's arguments, with global tensors.
+        rtol, atol: as in ``torch.testing.assert_close``; default: the possible rounding error of
+            each value in its dtype.
 
     Raises:
         MeshError: on a mesh of processes, which have only their own parts.
@@ -100,9 +101,10 @@ def compare(
     """The first divergence of a certificate's programs on whole ``inputs`` and every rank's
     ``shards`` of them.
 
-    Each op is judged by itself: what it reads on the ranks against what was computed, and what the
-    ranks compute of it, joined, against one device's result on what they read, in float64. So
-    rounding does not add up from op to op, nor does a sign that it flips count.
+    Each op is judged by itself: its operands on the ranks are compared with the values that were
+    computed, and the ranks' joined results with one device's result on the same operands, in
+    float64. So rounding errors do not accumulate from op to op, and a sign flipped by rounding does
+    not count.
     """
     checker = Checker(certificate)
     if any(checker.parts.rank_axes.values()):
@@ -207,21 +209,19 @@ def compare(
     return None
 
 
-RankValues = dict[
-    MeshIndex, list[tuple[ElementMap, torch.Tensor]]
-]  # what each rank holds of a value
+RankValues = dict[MeshIndex, list[tuple[ElementMap, torch.Tensor]]]  # each rank's part of a value
 OF_DTYPE, OF_DEVICE = (
     8.0,
     16.0,
-)  # roundings of a value that are let pass, and one device's own error
+)  # factors: allowed roundings of a value, and of one device's own error
 
 
 @dataclass(frozen=True)
 class _Judge:
-    """What rounding can do.
+    """Judges differences by the possible rounding errors.
 
     Attributes:
-        made: what the ranks have computed of each value.
+        made: the ranks' parts of each value computed so far.
     """
 
     certificate: Certificate
@@ -231,8 +231,8 @@ class _Judge:
     atol: float | None
 
     def combined(self, like: torch.Tensor, parts: RankValues) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the ranks hold together, in double precision, and the sum of the magnitudes that
-        were added; elsewhere ``like``.
+        """The ranks' parts combined in double precision, and the sum of the magnitudes of their
+        terms; elements that no rank holds are ``like``'s.
         """
         names = list(self.certificate.axes)
         total = doubled(like).clone()
@@ -242,7 +242,7 @@ class _Judge:
                 pending = sorted(held.pending)
                 dims = [names.index(axis) for axis, _ in pending]
                 if any(coordinate[d] for d in dims) or value.shape != held.shape:
-                    continue  # the first rank along these axes counts for all
+                    continue  # the first rank along these axes stands for all
                 moved = [
                     range(self.certificate.axes[names[i]]) if i in dims else [c]
                     for i, c in enumerate(coordinate)
@@ -270,8 +270,8 @@ class _Judge:
     def differing_read(
         self, op: Operation, ref: Ref, like: torch.Tensor, parts: RankValues
     ) -> Divergence | None:
-        """Whether what is read, by an op or a caller, is what was computed; sums of ranks are
-        rounded on the way.
+        """The divergence of a value read by an op or a caller from the computed one, beyond the
+        rounding of sums over ranks.
         """
         key = self.checker.forms.key(ref)
         source = self.made.get(key)
@@ -301,11 +301,11 @@ class _Judge:
         terms: torch.Tensor,
         parts: RankValues,
     ) -> Divergence | None:
-        """Whether the ranks' results are one device's, or the exact ones, up to the roundings of
-        either.
+        """The divergence of the ranks' results from one device's and from the exact ones, beyond
+        the rounding of either.
         """
         _, size = self.combined(one, parts)
-        inner = torch.float32 if one.dtype in HALF else one.dtype  # in which kernels add up
+        inner = torch.float32 if one.dtype in HALF else one.dtype  # the dtype of kernels' sums
         own = (doubled(one) - exact).abs()
         worst = own[own.isfinite()].max() if own.isfinite().any() else 0.0
         room = (
@@ -341,7 +341,7 @@ class _Judge:
                 wanted, error = expected[where], (own - expected[where]).abs()
                 allowed = room[where].nan_to_num(nan=0.0, posinf=0.0)
                 is_same = (own == wanted) | (own.isnan() & wanted.isnan())
-                if dtype.is_floating_point:  # what is beyond the dtype's largest number is infinite
+                if dtype.is_floating_point:  # values above the dtype's largest number are infinite
                     is_same |= (
                         own.isinf()
                         & (own.sign() == wanted.sign())
@@ -361,7 +361,7 @@ class _Judge:
 
 
 def _places(held: ElementMap) -> Any:
-    """Where a tensor's elements stand in the value that it is a part of."""
+    """The positions of a tensor's elements in the value that it is a part of."""
     return (
         tuple(
             torch.from_numpy(i)

@@ -1,4 +1,4 @@
-"""One op of a certificate's program evaluated on one device, as it is and in double precision."""
+"""Evaluate one op of a certificate's program on one device, as it is and in double precision."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +28,8 @@ def eps(dtype: torch.dtype) -> float:
 def evaluate_in_double(
     op: Operation, operands: Sequence[Any], wide: Sequence[Any], checker: Checker
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """An op's results on these operands as one device gives them, in double precision, and the
-    magnitudes that a linear op adds up.
+    """An op's results on these operands on one device, in double precision, and the magnitudes that
+    a linear op sums.
     """
 
     def double(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A function on simulated meshes against the same function run by plain torch on one device."""
+"""Compare a function on simulated meshes with the function run by plain torch on one device."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -27,30 +27,30 @@ def assert_equal_to_one_device(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Check that ``fn`` gives on simulated meshes, its arguments cut in any way, what it gives on
-    one device; its gradients too.
+    """Check that ``fn`` and its gradients are equal on simulated meshes, with arguments cut in any
+    way, and on one device.
 
-    Meshes and specs are drawn by hypothesis, the same ones in every run, and a failure is reduced
-    to a small one.
+    Meshes and specs are drawn by hypothesis, the same ones in every run; a failure is reduced to a
+    small example.
 
     Args:
         fn: a pure function, as ``ftp.spmd`` takes it.
-        args: its arguments: trees of tensors. In float64 a small error is a real one.
+        args: its arguments: trees of tensors. Prefer float64, in which small errors are real ones.
         meshes: meshes to draw from: a list of them, or a strategy; default
             ``ftp.testing.meshes()``.
         in_specs: as ``ftp.spmd`` takes them; default drawn for each tensor. Their axes must be the
             meshes'.
-        gradients: also compare the gradients of the floating results with respect to the floating
-            tensors, where there are any.
-        examples: how many meshes and specs.
-        rtol, atol: bounds; ``atol`` is in units of the largest value of the leaf that is compared.
-            Default 1e-9 for double precision, and what rounding can do below it: see Notes.
+        gradients: also compare the gradients of floating-point results with respect to
+            floating-point tensors, if there are any.
+        examples: number of meshes and specs to draw.
+        rtol, atol: bounds; ``atol`` is in units of the largest value of the compared leaf. Default:
+            1e-9 in double precision; below it, see Notes.
 
     Notes:
-        Below double precision no fixed bound holds on every machine: kernels add up in different
-        orders. A leaf is right where it differs from plain torch by a few roundings of its largest
-        value, or by what plain torch itself is off from float64, times 16. Where it is further
-        off, as long sums that cancel can be, every op must be right by itself up to rounding
+        Below double precision no fixed bound holds on every machine, as kernels sum in different
+        orders. A leaf is right if it differs from plain torch by a few roundings of its largest
+        value, or by 16 times plain torch's own error against float64. If it differs more, as long
+        sums that cancel can, every op must be right by itself up to rounding
         (``ftp.testing.first_divergence``), and the program right in float64 (if ``fn`` takes it).
 
     Raises:
@@ -121,7 +121,7 @@ def assert_equal_to_one_device(
 def _plain(
     fn: Callable[..., Any], args: tuple[Any, ...], gradients: bool
 ) -> tuple[list[str], list[Any]]:
-    """What ``fn``'s results and gradients are called, and plain torch's."""
+    """The names of ``fn``'s results and gradients, and their values by plain torch."""
     leaves, _ = flatten(args)
     at = _floating(leaves)
     variables = [leaves[i].detach().clone().requires_grad_(gradients) for i in at]
@@ -141,7 +141,7 @@ def _plain(
 def _program(
     fn: Callable[..., Any], args: tuple[Any, ...], gradients: bool
 ) -> Callable[..., list[Any]]:
-    """A function that returns the leaves of what ``fn`` does, then gradients."""
+    """A function that returns the leaves of ``fn``'s result, then the gradients."""
     at = _floating(flatten(args)[0])
     summed, weights = [], []
     if gradients:
@@ -179,7 +179,7 @@ def _filled(args: tuple[Any, ...], at: Sequence[int], values: Sequence[Tensor]) 
 
 
 def _weights(out: Sequence[Tensor]) -> list[Tensor]:
-    """Weights of each result's elements, that differ and that every dtype has exactly."""
+    """Weights of each result's elements, which differ and are exact in every dtype."""
     eighths = [torch.arange(x.numel(), device=x.device) % 9 + 4 for x in out]
     return [(n / 8).to(x.dtype).view(x.shape) for n, x in zip(eighths, out, strict=True)]
 
@@ -226,7 +226,7 @@ def _differences(
 def _difference(
     name: str, got: Any, expected: Any, exact: Any, rtol: float | None, atol: float | None
 ) -> str:
-    """One line that says how a leaf differs; empty where it does not."""
+    """One line about how a leaf differs; empty if it does not."""
     if not isinstance(expected, Tensor):
         return "" if got == expected else f"  {name}: {got!r}, on one device {expected!r}"
     if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -275,8 +275,8 @@ def _faults(
     specs: tuple[Any, Any],
     exact: Sequence[Any] | None,
 ) -> list[str]:
-    """What rounding does not explain: an op that is wrong by itself, a program that is wrong in
-    float64.
+    """Errors that rounding does not explain: an op that is wrong by itself, a program that is wrong
+    in float64.
     """
     found = first_divergence(step, *args)
     if found is not None:

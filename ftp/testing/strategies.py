@@ -1,5 +1,5 @@
-"""Strategies for hypothesis: meshes, specs, shapes, tensors and the inputs of ops. All shrink to
-small and even ones.
+"""Hypothesis strategies: meshes, specs, shapes, tensors and the inputs of ops. All shrink to small
+and even ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +47,7 @@ def meshes(
 def shapes(
     min_dims: int = 0, max_dims: int = 4, min_size: int = 1, max_size: int = 6
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors; no sizes that divide in particular. ``min_size=0`` draws empty tensors
-    too.
-    """
+    """Shapes of tensors, of sizes that need not divide. ``min_size=0`` includes empty tensors."""
     return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(
         tuple
     )
@@ -73,8 +71,8 @@ def tensors(draw: st.DrawFn, shape: Any = None, dtype: torch.dtype = torch.float
 def specs(
     draw: st.DrawFn, shape: Sequence[int], axes: Mapping[str, int] | AnyMesh
 ) -> PartitionSpec:
-    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any
-    order, some in units.
+    """Any spec of a tensor of ``shape``: each axis cuts one dim or none; several may cut one dim in
+    any order, some in units.
 
     Args:
         axes: a mesh, or the size of each of its axes.
@@ -107,7 +105,7 @@ def specs(
 
 @st.composite
 def spec_trees(draw: st.DrawFn, tree: Any, axes: Mapping[str, int] | AnyMesh) -> Any:
-    """A spec for each tensor of a tree, in a tree of the same form; ``P()`` for other leaves."""
+    """A tree of specs with one for each tensor of a tree; ``P()`` for other leaves."""
     leaves, form = optree.tree_flatten(tree, namespace=NAMESPACE)
     return form.unflatten(
         [draw(specs(x.shape, axes)) if isinstance(x, Tensor) else PartitionSpec() for x in leaves]
@@ -123,8 +121,8 @@ def op_inputs(
     max_size: int = 6,
     kernel: Callable[..., Any] | None = None,
 ) -> Sample:
-    """Arguments of an op, of the form of one of ``like``: other sizes (equal ones stay equal),
-    fresh values of the same range.
+    """Arguments of an op like one of ``like``, with other sizes (equal ones stay equal) and new
+    values in the same range.
 
     Args:
         like: pairs of positional and keyword arguments.
@@ -157,8 +155,8 @@ def op_inputs(
 
 
 def _resampled(x: Tensor, shape: tuple[int, ...], below: int, generator: torch.Generator) -> Tensor:
-    """Values drawn from those of ``x``; integers, which may be indices, stay below the smallest
-    size where they were below the largest.
+    """Values drawn from those of ``x``. Integers, which may be indices, stay below the smallest
+    size if they were below the largest.
     """
     count = int(torch.tensor(shape).prod()) if shape else 1
     if x.numel() == 0:

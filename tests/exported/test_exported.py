@@ -767,12 +767,12 @@ def test_dropout_and_dynamic_shapes_are_refused():
         (
             {"net1": Float8ColwiseParallel},
             {},
-            "It is a subclass of ColwiseParallel, and what it changes of that is unknown",
+            "It is a subclass of ColwiseParallel, whose changes are unknown",
         ),
         (
             {"net1": PrepareModuleOutput},
             {},
-            "the class PrepareModuleOutput, which says nothing without its layouts",
+            "the class PrepareModuleOutput, which means nothing without its layouts",
         ),
         (
             {"net1": SequenceParallel(sequence_dim=2)},
