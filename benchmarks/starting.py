@@ -45,6 +45,7 @@ def _start(case: dict[str, Any]) -> dict[str, Any]:
     else:
         loss = _ours(work, case, data)
     ended = time.perf_counter(), time.process_time()
+    dist.destroy_process_group()
     made = {"loss": loss, "seconds": ended[0] - begun[0], "cpu": ended[1] - begun[1]}
     return {**made, "without meeting": ended[1] - met[1]}
 
