@@ -171,7 +171,8 @@ class Checker:
                 f"output {at}",
             )
         for node in self.graphs.pure[cell.graph].nodes:
-            if not node.users and node.target in MOVEMENTS and not self.graphs.is_operation(node):
+            is_followed = node.target in MOVEMENTS or node.target is c10d.wait_tensor.default
+            if not node.users and is_followed and not self.graphs.is_operation(node):
                 self.require_that_it_runs(cell, node)
 
     def require_that_it_runs(self, cell: Cell, node: fx.Node) -> None:

@@ -741,6 +741,27 @@ def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
 
 
+def test_what_is_sent_and_not_read_must_run():
+    """Ranks whose part is empty read nothing of what they gather; the others wait for them."""
+    at = torch.arange(8).remainder(3).reshape(2, 1, 4, 1)
+    mesh = ftp.simulated_mesh((2, 4), ("a", "b"))
+    step = ftp.spmd(lambda x: x.gather(3, at).sum(), mesh, (P("a", None, None, "b"),), P())
+    x = torch.randn(5, 3, 5, 3, dtype=torch.float64)
+    lowered = step.lower(x)
+    certificate = certify(lowered)
+    moved = [
+        graph.find_nodes(op="call_function", target=aten.constant_pad_nd.default)
+        for graph in certificate.ranks.graphs
+    ]
+    assert any(moved)
+    for node in itertools.chain(*moved):
+        pad: Any = node.args[1]
+        node.args = (node.args[0], [*pad, *pad], *node.args[2:])
+        with pytest.raises(CertificateError, match="padded by"):
+            check(certificate)
+        node.args = (node.args[0], pad, *node.args[2:])
+
+
 def test_a_dim_made_of_a_scalar_is_gathered_beside_an_empty_part():
     def program(x, at):
         row = (x + x).unsqueeze(0)
