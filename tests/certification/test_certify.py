@@ -721,7 +721,8 @@ def test_the_decoder_of_the_examples():
         donate=(0,),
     )
     batch = torch.randint(0, 256, (4, 6)), torch.randint(0, 256, (4, 6))
-    assert check_step(step, (state, batch, torch.zeros(2)), 0, 60) > 15  # of the kinds that are run
+    changed = check_step(step, (state, batch, torch.zeros(2)), 0, 60)
+    assert changed > 10  # of the kinds that are run; buckets leave few collectives
 
 
 def test_on_request():
