@@ -1,7 +1,7 @@
 """``Pipeline``: the axis that holds the stages, their schedule, and the stage of each parameter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from ftp.pipeline.schedule import SCHEDULES, Action, Actions, check_work, simula
 from ftp.pipeline.stacked import is_stack
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.patterns import dotted, match_patterns
-from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names, leaf_paths
+from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names, leaf_paths, tied_paths
 from ftp.sharding.spec import P, PartitionSpec, Stage, staged
 
 
@@ -266,7 +266,8 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
     """Stages of equal cost, cut between layers.
 
     A layer's cost is the number of its elements: for each token a matmul does two flops an element.
-    Tables before the first numbered layer are looked up, and cost nothing.
+    Tables before the first numbered layer are looked up, and cost nothing there; one that is the
+    head too costs what the head does, in the last stage.
     """
     order = _in_order(params)
     paths = leaf_paths(params)
@@ -295,7 +296,10 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
         (0 if k == 0 else at, len(groups) if k == layers - 1 else ends[k + 1])
         for k, at in enumerate(ends)
     ]
-    bounds = _even([sum(costs[a:b]) for a, b in spans], count)
+    of_layers = [sum(costs[a:b]) for a, b in spans]
+    tables = {i for _, own in groups[:first] for i in own}
+    of_layers[-1] += sum(math.prod(leaves[i].shape) for i in _tied_heads(leaves, paths, tables))
+    bounds = _even(of_layers, count)
     stage_of = [0] * len(leaves)
     for stage, (a, b) in enumerate(bounds):
         for k in range(a, b):
@@ -303,6 +307,21 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
                 for i in own:
                     stage_of[i] = stage
     return stage_of
+
+
+def _tied_heads(
+    leaves: Sequence[Any], paths: Sequence[tuple[str, ...]], tables: Collection[int]
+) -> list[int]:
+    """The tables that are the head too: tied weights with a path beside the layers and the tables.
+
+    "transformer.wte.weight" is, by its other path "lm_head.weight"; "shared.weight" is not, if
+    the other ones are "encoder.embed_tokens.weight" and "decoder.embed_tokens.weight".
+    """
+    known = [tied_paths(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+    elements = zip(*(path for own in known for path in own), strict=False)
+    depth = next((at for at, found in enumerate(elements) if len(set(found)) > 1), 0)
+    taken = {path[: depth + 1] for i, path in enumerate(paths) if _layer(path) or i in tables}
+    return [i for i in sorted(tables) if any(p[: depth + 1] not in taken for p in known[i])]
 
 
 def _in_order(params: Any) -> list[int]:

@@ -103,7 +103,8 @@ class Startable:
     def _is_bound(self) -> CallableProgram:
         if self._bound is None:
             raise ReportError(
-                "A program of stages, or a part of one, is not compiled or saved by itself: call"
-                " the step."
+                "A program of stages, or a part of one, is not compiled or saved by itself. A"
+                " program file holds one graph of each rank; stages are several, with actions and"
+                " messages between them. Call the step, which compiles them with compile=True."
             )
         return self._bound

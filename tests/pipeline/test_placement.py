@@ -39,6 +39,43 @@ def test_a_heavy_head_takes_layers_from_its_stage():
     assert stages_of(specs) == [[0]] * 4 + [[1]] * 2
 
 
+class Tied(torch.nn.Module):
+    """A model of ``body`` whose table has two names."""
+
+    def __init__(self, table: str, other: str):
+        super().__init__()
+        tables = {name: torch.nn.Embedding(16, 8) for name in (table, other)}
+        tables[other].weight = tables[table].weight
+        layers = (torch.nn.Linear(8, 8, bias=False) for _ in range(6))
+        for path, module in (
+            (table, tables[table]),
+            ("body.layers", torch.nn.ModuleList(layers)),
+            (other, tables[other]),
+        ):
+            owner, _, name = path.rpartition(".")
+            if owner and owner not in self._modules:
+                self.add_module(owner, torch.nn.Module())
+            self.get_submodule(owner).add_module(name, module)
+
+
+@pytest.mark.parametrize(
+    ("table", "other", "inside", "layers"),
+    [
+        ("body.emb", "head", False, (4, 2)),
+        ("body.emb", "head", True, (4, 2)),  # with a prefix that all parameters have
+        ("shared", "body.emb", False, (3, 3)),  # looked up twice, as T5's
+    ],
+)
+def test_a_tied_head_takes_layers_from_the_last_stage(table, other, inside, layers):
+    model = Tied(table, other)
+    _, params = ftp.functionalize(torch.nn.ModuleDict({"model": model}) if inside else model)
+    specs = ftp.Pipeline("pp", 2).place(params, P(), ftp.AbstractMesh((2,), ("pp",)))
+    stages = {name: stage_of(spec) for name, spec in specs.items()}
+    held = [stage for path, stage in stages.items() if "layers" in path]
+    assert held == [0] * layers[0] + [1] * layers[1]
+    assert [stage for path, stage in stages.items() if "layers" not in path] == [0]
+
+
 def test_stages_by_pattern():
     params = Model(3).params()
     pipe = ftp.Pipeline("pp", 2, stages=[["emb", "layers.0.*"], ["layers.[12].*", "norm", "head"]])

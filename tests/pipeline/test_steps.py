@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 import ftp
 from ftp import P
 from ftp.api.options import check_pipeline
-from ftp.errors import CertificateError, InputError, MeshError, ScheduleError, SpecError
+from ftp.errors import (
+    CertificateError,
+    InputError,
+    MeshError,
+    ReportError,
+    ScheduleError,
+    SpecError,
+)
 from ftp.pipeline import check
 from ftp.pipeline.subgraphs import Stages
 from ftp.runtime.compile import compiled
@@ -272,7 +279,7 @@ def test_report(tmp_path):
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["planned"]
 
 
-def test_errors():
+def test_errors(tmp_path):
     model, mesh, pipe = Model(2), ftp.simulated_mesh((2, 2), ("pp", "dp")), ftp.Pipeline("pp", 4)
     params = model.params()
     specs = pipe.place(params, P(), mesh)
@@ -281,6 +288,8 @@ def test_errors():
         InputError, match="of which a rank holds 2 rows, which do not divide into 4"
     ):
         step(params, *model.batch(4))
+    with pytest.raises(ReportError, match="holds one graph of each rank; stages are several"):
+        step.lower(params, *model.batch(8)).save(tmp_path / "staged.ftp")
     on_stages = ftp.shard(model.loss, mesh, specs, batch_specs=P("pp"), pipeline=pipe)
     with pytest.raises(SpecError, match="the ranks of 'pp' are stages"):
         on_stages(params, *model.batch(8))
