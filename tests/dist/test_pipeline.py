@@ -202,3 +202,67 @@ def test_a_dead_rank_of_a_stage_is_named_by_all(dead):
             error, seconds = rank.value
             assert f"rank {dead}" in error.lower(), error
             assert seconds < 5
+
+
+def caught(call):
+    try:
+        call()
+    except ftp.errors.FtpError as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def disagreeing(what, odd):
+    """The error of a rank where ``odd`` alone has another schedule, program or batch."""
+    ftp.init_process_group()
+    mesh = ftp.make_mesh((2, 2), ("pp", "dp"), device_type="cpu")
+    model, here = Model(2), int(os.environ["RANK"]) == odd
+    pipe = ftp.Pipeline("pp", 2, "gpipe" if here and what == "schedule" else "1f1b")
+    factor = 2.0 if here and what == "program" else 1.0
+    specs = pipe.place(model.params(), P(), mesh)
+    step = ftp.shard(
+        lambda *args: factor * model.loss(*args), mesh, specs, batch_specs=P("dp"), pipeline=pipe
+    )
+    placed = ftp.device_put(model.params(), mesh, specs)
+    same = ftp.device_put(model.batch(8), mesh, P("dp"))
+    # A rank makes its own rows.
+    batch = tuple(x[:2] for x in same) if here and what == "batch" else same
+    return caught(lambda: step(placed, *batch))
+
+
+@pytest.mark.parametrize(
+    ("what", "odd", "said"),
+    [
+        ("schedule", 1, "on the program of call 1: rank 1 differs from"),
+        pytest.param("program", 3, "rank 3 differs from", marks=pytest.mark.slow),
+        ("batch", 2, "rank 0 holds (4, 5), rank 2 (2, 5)"),
+    ],
+)
+def test_a_rank_that_differs_is_named_by_ranks_of_every_stage(what, odd, said):
+    for rank in launch(disagreeing, 4, what, odd, timeout=90):
+        assert rank.error is None, rank.error
+        assert rank.value.startswith("MismatchError: ") and said in rank.value, rank.value
+
+
+def drifting():
+    """What `check_replicas` says of placed parameters before and after rank 3's copy changes."""
+    ftp.init_process_group()
+    mesh = ftp.make_mesh((2, 2), ("pp", "dp"), device_type="cpu")
+    model, pipe = Model(2, scaled=True), ftp.Pipeline("pp", 2)
+    specs = pipe.place(model.params(), P(), mesh)
+    held = ftp.device_put(model.params(), mesh, specs)
+    found = [caught(lambda: ftp.check_replicas(held, mesh, specs))]
+    if int(os.environ["RANK"]) == 3:
+        held["layers"][1]["up"] += 1e-9
+    found.append(caught(lambda: ftp.check_replicas(held, mesh, specs, step=7)))
+    ftp.destroy_process_group()
+    return found
+
+
+def test_copies_of_a_stage_that_differ_are_named():
+    for rank in launch(drifting, 4, timeout=90):
+        assert rank.error is None, rank.error
+        good, bad = rank.value
+        assert good is None
+        assert bad.startswith("ReplicaError: ") and bad.count("['layers'][1]['up']") == 1
+        assert "is not the same at step 7 on ranks that share it: rank 3 differs from rank 2" in bad
