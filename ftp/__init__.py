@@ -1,8 +1,8 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD
 programs for PyTorch.
 
-Public names are loaded at their first use, so that ``import ftp`` costs next to nothing over
-``import torch``.
+Public names are loaded at their first use, so that ``import ftp`` costs little over ``import
+torch``.
 """
 
 from importlib import import_module

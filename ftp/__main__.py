@@ -43,13 +43,13 @@ PROVED = (
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op, the factors of a small call of it, and where its sharding comes from.
+    """An op, the factors of a small call of it, and the source of its sharding.
 
     Attributes:
         source: rule, decomposition, both, discovered (found by trial on this machine), or
             replicated.
         proven: whether the rule was proven, or the decomposition compared with the op, by the tests
-            of this version of torch; what is discovered is proven before it is used.
+            with this version of torch. A discovered rule is proven before it is used.
     """
 
     op: str
@@ -59,8 +59,8 @@ class OpRow:
 
 
 def rows(pattern: str = "") -> list[OpRow]:
-    """Every op with a rule or a decomposition, what was found by trial, and the core ops that are
-    computed whole on every rank.
+    """Every op with a rule or a decomposition, rules found by trial, and the core ops that every
+    rank computes whole.
 
     >>> for row in rows("aten.mm.default"):
     ...     print(row.rule, "|", row.source)
@@ -84,8 +84,7 @@ def rows(pattern: str = "") -> list[OpRow]:
 
 
 def proven_ops() -> frozenset[str]:
-    """The ops that the tests proved for this version of torch; none where they ran with another
-    one.
+    """The ops that the tests proved with this version of torch; empty if they ran with another one.
 
     >>> "aten.mm.default" in proven_ops()
     True
@@ -96,7 +95,7 @@ def proven_ops() -> frozenset[str]:
 
 
 def rule_text(op: OpOverload) -> str:
-    """The notation of an op's rule; where that depends on the call, of a small one with dims of 2,
+    """The notation of an op's rule. If it depends on the call: of a small call with dims of size 2,
     3, 5 and 7.
 
     >>> rule_text(torch.ops.aten.transpose.int)
@@ -156,7 +155,7 @@ def _small_calls(op: OpOverload) -> Iterator[Call]:
             kwargs = {a.name: given[a.name] for a in required if a.kwarg_only}
             try:
                 made = op(*args, **kwargs)
-            except Exception:  # the guess is no call of this op
+            except Exception:  # the op does not take these arguments
                 continue
             results = tuple(made) if isinstance(made, list | tuple) else (made,)
             if all(isinstance(r, torch.Tensor) for r in results):
@@ -169,7 +168,7 @@ def _small_calls(op: OpOverload) -> Iterator[Call]:
 
 
 def _guesses(kind: str, shape: tuple[int, ...], first: bool) -> Sequence[object]:
-    """Values of one argument, likely ones in front; a second number differs from the first."""
+    """Values of one argument, likely ones first; a second number differs from the first."""
     match kind:
         case "Tensor":
             floats = torch.empty(shape, device="meta")
@@ -364,7 +363,7 @@ def _prove(target: str, save: str | None) -> int:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """The parameters that a call has to give."""
+    """The parameters without defaults."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     given = inspect.signature(function).parameters.values()
     return [p.name for p in given if p.kind in named and p.default is p.empty]
@@ -385,7 +384,7 @@ if __name__ == "__main__":
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; nothing may be written at exit.
+        # The reader, such as `head`, has closed the pipe; nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

@@ -13,8 +13,8 @@ tensor.
 >>> step(torch.tensor([1.0, 2.0, 3.0, 6.0]))
 tensor(3.)
 
-All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks, and InputError for
-what is not a tensor, a dim out of range, or a dim that the ranks do not divide.
+All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks, and InputError if
+``x`` is not a tensor, a dim is out of range, or the ranks do not divide it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") 
     Args:
         x: a tensor of one shape on all ranks.
         axis: a mesh axis, or several.
-        op: of tied values under "max" and "min", each rank gets an equal share of the gradient.
+        op: with "max" and "min", ranks with tied values get equal shares of the gradient.
 
     Raises:
         MeshError: outside of ``ftp.local``; an axis that the mesh lacks.
@@ -112,26 +112,26 @@ def all_to_all(
     send_counts: Tensor | Sequence[int] | None = None,
     bound: int | None = None,
 ) -> Tensor:
-    """Send chunk i of ``x`` along ``split_dim`` to rank i of ``axis``, and concatenate what arrives
-    along ``concat_dim``.
+    """Send chunk i of ``x`` along ``split_dim`` to rank i of ``axis``, and concatenate the chunks
+    that arrive along ``concat_dim``.
 
-    With ``send_counts`` the chunks are blocks of rows whose sizes are values: rows leave in the
-    order of their targets, and arrive in the order of their sources. The counts travel first, so
-    that an error is raised on all ranks before a row moves. The gradient sends the rows back.
+    With ``send_counts`` the chunks are blocks of rows whose sizes are values: rows are sent in the
+    order of their targets, and arrive in the order of their sources. The counts are sent first, so
+    that errors are raised on all ranks before any row is sent. The gradient sends the rows back.
 
     Args:
         x: a tensor of one shape on all ranks.
         split_dim: divided by the number of ranks, which must divide its size.
         concat_dim: multiplied by the number of ranks; may be ``split_dim``.
-        send_counts: how many rows (of dim 0) go to each rank, integers of shape (ranks,). Rows
+        send_counts: numbers of rows (of dim 0) for each rank, integers of shape (ranks,). Rows
             after their sum are not sent.
-        bound: rows of the result; those that nothing arrives for are zeros, at the end. Default
-            the rows of all ranks, which is never too few. How many rows arrived from each rank is
-            ``all_to_all(send_counts, axis)``.
+        bound: number of rows of the result; rows at the end that do not arrive are zeros. Default:
+            the rows of all ranks, which is always enough. The numbers of rows that arrive from each
+            rank are ``all_to_all(send_counts, axis)``.
 
     Raises:
         InputError: ``bound`` without ``send_counts``, or counts with another dim than 0. When the
-            program runs, on all ranks: more rows arrive on one than ``bound``; counts that are
+            program runs, on all ranks: more rows than ``bound`` for one rank; counts that are
             negative or exceed the rows of ``x``.
 
     >>> import ftp
@@ -160,8 +160,8 @@ def all_to_all(
         return _exchange(x, name, n, send_counts, bound)
     if bound is not None:
         raise InputError(
-            f"{at_line()}ftp.axis.all_to_all has bound={bound} without send_counts: equal parts"
-            " arrive as many as are sent."
+            f"{at_line()}ftp.axis.all_to_all has bound={bound} without send_counts: without counts"
+            " as many rows arrive as are sent."
         )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:
@@ -191,7 +191,7 @@ def _exchange(
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """Send ``x`` from rank to rank of ``axis``.
+    """Send ``x`` between ranks of ``axis`` by a permutation.
 
     Args:
         x: a tensor of one shape on all ranks.
@@ -284,8 +284,8 @@ def _current(what: str) -> Inside:
     if inside is None:
         raise MeshError(
             f"{at_line()}ftp.axis.{what} is for one rank's code: it works in a function given to"
-            " ftp.local only. Elsewhere a tensor is the"
-            " whole one, and collectives follow from specs."
+            " ftp.local only. Elsewhere a tensor is"
+            " global, and collectives follow from specs."
         )
     return inside
 

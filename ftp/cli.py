@@ -1,4 +1,4 @@
-"""The report of ``python -m ftp report``: a program of a file's function, or of a transformers
+"""``python -m ftp report``: the report of a program from a file's function or a transformers
 config, on a mesh that need not exist.
 """
 
@@ -54,7 +54,7 @@ def parse_mesh(
 
 
 def function_of(target: str, contract: str) -> Callable[..., Any]:
-    """The function ``FILE:FUNCTION``; ``contract`` says in messages what it takes and returns."""
+    """The function ``FILE:FUNCTION``; ``contract``: its arguments and result, for messages."""
     file, _, name = target.rpartition(":")
     if not file or not name:
         raise ReportError(f"{target!r} is no FILE:FUNCTION, such as train.py:report. {contract}")
@@ -91,8 +91,8 @@ def of_config(
     """The train step (loss and gradients) of a causal language model of transformers, from its
     config.json; nothing is allocated.
 
-    The axes are told by name: ``tp`` cuts the weights as the model's own plan says, ``dp`` and
-    ``fsdp`` the batch, and ``fsdp`` the parameters too, along a dim that ``tp`` leaves free.
+    Axes have their meaning by name: ``tp`` cuts the weights by the model's own plan; ``dp`` and
+    ``fsdp`` cut the batch; ``fsdp`` also cuts the parameters, along a dim that ``tp`` does not.
     """
     try:
         from transformers import (  # pyright: ignore[reportMissingImports]
@@ -135,7 +135,7 @@ def of_config(
 
 
 def _with_fsdp(spec: P, shape: torch.Size, axes: Mapping[str, int]) -> P:
-    """The spec with ``fsdp`` on the first dim that is free and divides, or on none."""
+    """The spec with ``fsdp`` on the first uncut dim that divides, if any."""
     if "fsdp" not in axes:
         return spec
     for dim, size in enumerate(shape):

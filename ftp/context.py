@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @contextmanager
 def set_within(variable: ContextVar[Any], value: T) -> Iterator[T]:
-    """Within the block ``variable`` has ``value``; after it, what it had before.
+    """Within the block ``variable`` has ``value``; after it, its old value.
 
     >>> depth = ContextVar("depth", default=0)
     >>> with set_within(depth, 1):

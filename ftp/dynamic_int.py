@@ -1,13 +1,14 @@
-"""Ints that follow from the sizes of dynamic dims: a value at one size, and the formula for others.
+"""Ints computed from the sizes of dynamic dims: a value at one size, and the formula for others.
 
-Planning and partitioning compute with sizes as ints. Given a ``DynamicInt`` for a dim whose size
-changes from call to call, the same code yields formulas of all that depends on it, and notes each
-question that it asked of one: the conditions under which its answers hold for another size.
+Planning and partitioning compute with sizes as ints. With a ``DynamicInt`` for a dim whose size
+changes from call to call, the same code yields formulas, and records each comparison of formulas
+with its answer: the conditions under which the results hold for another size.
 
-A ``DynamicInt`` passes for an ``int`` in ``isinstance``, but is none: C code has to ask for its
-value, which is noted as the condition that the value is that one. So a formula is lost in no call.
+``isinstance`` takes a ``DynamicInt`` for an ``int``, but it is not one: C code has to ask for its
+value, which is recorded as the condition that the formula has this value. So no call can lose a
+formula unnoticed.
 
-Above 450 lines: an int's operations, and what they are written in terms of, are one thing.
+Above 450 lines: `DynamicInt`, `Sizes` and `Conditions` are defined in terms of each other.
 """
 
 import math
@@ -22,8 +23,8 @@ Terms = dict[tuple[int, ...], int]
 
 
 class NotDivisible(Exception):
-    """A size was asked whether ``n`` divides it, and it does: formulas of multiples of ``n`` are
-    simpler. Caught where a plan is made.
+    """``n`` divides a size that was tested for it: formulas of multiples of ``n`` are simpler.
+    Caught where a plan is made.
     """
 
     def __init__(self, n: int):
@@ -48,7 +49,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class _Atom:
-    """A number in formulas: a symbol's, or what a function of formulas gives."""
+    """A number in formulas: a symbol, or the value of a function of formulas."""
 
     kind: str  # "symbol", "//", "%", "min", "max"
     of: tuple[Any, ...]
@@ -57,8 +58,8 @@ class _Atom:
 
 
 class Sizes:
-    """The sizes of a program's dynamic dims, and what has been computed from them and asked of
-    them.
+    """The sizes of a program's dynamic dims, with the formulas computed from them and the
+    conditions that were tested.
 
     >>> sizes = Sizes([Symbol("S", 7, 1, 512)])
     >>> (s,) = sizes.symbols
@@ -84,7 +85,7 @@ class Sizes:
 
     @contextmanager
     def noting(self, values: Sequence[int] | None = None) -> "Iterator[Conditions]":
-        """Within it questions are answered at ``values``, and noted apart."""
+        """Within the block conditions are tested at ``values``, and recorded separately."""
         outer, now = self._noting, self._now
         self._noting = Conditions(self)
         if values is not None:
@@ -96,11 +97,11 @@ class Sizes:
 
     @property
     def now(self) -> tuple[int, ...]:
-        """The sizes at which questions are answered."""
+        """The sizes at which conditions are tested."""
         return tuple(c * s.multiple for c, s in zip(self._now, self.given, strict=True))
 
     def value(self, terms: Terms) -> int:
-        """What a formula is now."""
+        """The value of a formula at the current sizes."""
         total = 0
         for atoms, c in terms.items():
             for a in atoms:
@@ -145,7 +146,7 @@ class Sizes:
         return self._atoms[atom].low, self._atoms[atom].high
 
     def is_zero(self, x: "DynamicInt") -> bool:
-        """Whether ``x`` is zero, noted as a condition where other sizes may answer otherwise."""
+        """Whether ``x`` is zero; recorded as a condition if other sizes may differ."""
         low, high = self._bounds(x.terms)
         if low > 0 or high < 0:
             return False
@@ -168,14 +169,14 @@ class Sizes:
         return self._ask("zero", x, x.value == 0)
 
     def is_positive(self, x: "DynamicInt") -> bool:
-        """Whether ``x`` is positive, noted likewise."""
+        """Whether ``x`` is positive; recorded as a condition if other sizes may differ."""
         low, high = self._bounds(x.terms)
         if low > 0 or high <= 0:
             return low > 0
         return self._ask("positive", x, x.value > 0)
 
     def fix(self, x: "DynamicInt") -> int:
-        """The value of ``x``, noted as the only one."""
+        """The value of ``x``; the condition that it has this value is recorded."""
         self._ask("zero", x - x.value, True)
         return x.value
 
@@ -184,10 +185,10 @@ class Sizes:
         return answer
 
     def note(self, question: str, x: Any, answer: bool) -> None:
-        """Note what was asked of ``x`` elsewhere, unless it holds whatever the sizes.
+        """Record a condition on ``x`` that was tested elsewhere, unless it holds at all sizes.
 
         Raises:
-            ValueError: where it does not hold at these sizes.
+            ValueError: it does not hold at the current sizes.
         """
         value = value_of(x)
         if ((value == 0) if question == "zero" else (value > 0)) != answer:
@@ -199,7 +200,7 @@ class Sizes:
                 self._ask(question, x, answer)
 
     def note_all(self, conditions: "Conditions") -> None:
-        """Note what was asked apart."""
+        """Record conditions that were recorded separately."""
         self._noting.include(conditions)
 
     def count(self, x: "DynamicInt") -> "DynamicInt":
@@ -208,15 +209,15 @@ class Sizes:
         return self._made({atoms: 1})
 
     def alone(self, atom: int) -> "DynamicInt":
-        """The formula that is one atom."""
+        """The formula of one atom."""
         return self._made({(atom,): 1})
 
     def made_of(self, atom: int) -> tuple[str, tuple[Any, ...]]:
-        """The function that gives an atom, and what of."""
+        """The function whose value an atom is, and its arguments."""
         return self._atoms[atom].kind, self._atoms[atom].of
 
     def takes(self, values: Sequence[int]) -> bool:
-        """Whether these sizes are of the form that the formulas are written for."""
+        """Whether the formulas apply to these sizes: within limits, and multiples as required."""
         return all(
             v % s.multiple == 0 and s.low <= v // s.multiple <= s.high
             for v, s in zip(values, self.given, strict=True)
@@ -244,7 +245,7 @@ class Sizes:
                         stack += [x for x in self._atoms[a].of if is_dynamic(x)]
         names = [f"a{self._numbers['symbol', s.name]}" for s in self.given]
         lines = [f"def f({', '.join(names)}):"]
-        for a in sorted(numbers):  # an atom is made after those that it is made of
+        for a in sorted(numbers):  # an atom's number is higher than those of its arguments
             kind, of = self._atoms[a].kind, self._atoms[a].of
             if kind != "symbol":
                 x, y = (one.written() if is_dynamic(one) else str(one) for one in of)
@@ -259,7 +260,7 @@ class Sizes:
         return lambda values: scope["f"](*self._counts(values))
 
     def quotient(self, x: Any, y: Any) -> Any:
-        """``x // y``: the part that ``y`` divides whatever the sizes, and an atom for the rest."""
+        """``x // y``: the part that ``y`` divides at all sizes, plus an atom for the rest."""
         if y == 1:
             return x
         if is_dynamic(y):
@@ -357,7 +358,7 @@ _FUNCTIONS: dict[str, Callable[[int, int], int]] = {
 
 
 class Conditions:
-    """What was asked of formulas, and answered."""
+    """Conditions on formulas, each with its answer."""
 
     def __init__(self, sizes: Sizes):
         self._sizes = sizes
@@ -375,18 +376,18 @@ class Conditions:
             self.add(question, x, answer)
 
     def pins(self) -> bool:
-        """Whether they hold for one size alone."""
+        """Whether they hold for only one size."""
         return any(
             question == "zero" and answer and x.is_polynomial()
             for (question, x), answer in self._asked.items()
         )
 
     def __iter__(self) -> Iterator[str]:
-        """Each as text."""
+        """The conditions as text."""
         return (_condition(q, repr(x), answer) for (q, x), answer in self._asked.items())
 
     def holds(self, values: Sequence[int]) -> bool:
-        """Whether what was computed holds for these sizes."""
+        """Whether all conditions hold for these sizes."""
         if not self._sizes.takes(values):
             return False
         if self._test is None:
@@ -396,15 +397,15 @@ class Conditions:
             )
         try:
             return bool(self._test(values))
-        except ZeroDivisionError:  # of a divisor that is to be positive
+        except ZeroDivisionError:  # a divisor that must be positive
             return False
 
 
 class DynamicInt:
-    """An int that follows from the sizes of dynamic dims; see the module.
+    """An int computed from the sizes of dynamic dims; see the module.
 
-    Two are equal where their formulas are. What is zero, and which is larger, is asked of the
-    values, and noted. Code that takes sizes for different must so be right where they are equal.
+    ``==`` compares formulas. Tests for zero and for order compare values, and are recorded. So code
+    that treats two sizes as different must be right if they are equal too.
     """
 
     __slots__ = ("_hash", "sizes", "terms")
@@ -419,11 +420,11 @@ class DynamicInt:
 
     @property
     def value(self) -> int:
-        """What it is now."""
+        """The value at the current sizes."""
         return self.sizes.value(self.terms)
 
     def is_polynomial(self) -> bool:
-        """Whether it is computed from sizes by sums and products alone."""
+        """Whether it is computed from sizes by sums and products only."""
         return all(self.sizes.made_of(a)[0] == "symbol" for product in self.terms for a in product)
 
     def __repr__(self) -> str:
@@ -540,15 +541,12 @@ def is_dynamic(x: Any) -> bool:
 
 
 def value_of(x: Any) -> Any:
-    """The value at the sizes that a plan is made for: for prices, which other sizes need not
-    share.
-    """
+    """The value at the sizes that a plan is made for; for prices, which may differ elsewhere."""
     return x.value if type(x) is DynamicInt else x
 
 
 def gcd(*numbers: Any) -> Any:
-    """A common divisor: the greatest one of ints, of formulas the greatest that is one whatever the
-    sizes.
+    """A common divisor: of ints the greatest; of formulas the greatest that divides at all sizes.
 
     >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
     >>> gcd(12, 18), gcd(8 * s, 12), gcd(6 * s, 4 * s), gcd(0, s)
@@ -584,7 +582,7 @@ def _gcd(a: Any, b: Any) -> Any:
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of tensors that broadcast together, which a trace has checked that they do.
+    """The shape of tensors that broadcast together; a trace has checked that they do.
 
     >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
     >>> broadcast_shapes((4, 1), (s,))
@@ -599,7 +597,7 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def slice_bounds(start: Any, end: Any, step: Any, size: Any) -> tuple[Any, Any, Any]:
-    """``slice(start, end, step).indices(size)``, of a step that is positive.
+    """``slice(start, end, step).indices(size)`` for a positive step.
 
     >>> (s,) = Sizes([Symbol("S", 7, 2, 512)]).symbols
     >>> slice_bounds(1, 2**63 - 1, 1, s), slice_bounds(None, -1, 1, s + 1), slice_bounds(0, 9, 2, 5)
@@ -635,7 +633,7 @@ def _floor(x: float) -> float:
 
 
 def moved(x: Any, to: Sizes) -> Any:
-    """A formula of other sizes of the same names, as one of ``to``."""
+    """A formula of other `Sizes` with the same names, as a formula of ``to``."""
     if not is_dynamic(x) or x.sizes is to:
         return x
     memo = to.memo.setdefault(("moved", id(x.sizes)), {"of": x.sizes})

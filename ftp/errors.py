@@ -14,7 +14,7 @@ from typing import Any
 
 
 class FtpError(Exception):
-    """Base of all errors that ftp raises for something its caller can mend.
+    """Base of all errors that ftp raises for something that its caller can correct.
 
     >>> import ftp
     >>> try:

@@ -1,13 +1,13 @@
-"""Agreement of ranks on the program they are about to run, through the store and before any
+"""Agreement of ranks on the program that they are about to run, through the store and before any
 collective.
 
-A mesh's ranks number their calls, and within them their agreements, alike, so that keys made of
-these numbers meet. A rank joins an agreement when it changes its program; while it goes on with the
-program of its last call it sends nothing. So a rank that begins call ``c`` without an agreement,
-while another opens one at ``c``, disagrees. Its watcher, a thread, says so, as the rank may wait in
-a collective by then. The watcher also answers peers whose collective has failed.
+All ranks of a mesh give their calls, and the agreements in them, the same numbers, so that store
+keys made of these numbers match. A rank joins an agreement when it changes its program; while it
+runs the program of its last call it sends nothing. So a rank that begins call ``c`` without an
+agreement, while another opens one at ``c``, disagrees. Its watcher, a thread, reports this, as the
+rank may be waiting in a collective. The watcher also answers peers whose collective has failed.
 
-Above 450 lines: a call, its agreement and its watcher are one protocol, which is read as one.
+Above 450 lines: a call, its agreement and its watcher are one protocol, written in one place.
 """
 
 import sys
@@ -41,15 +41,15 @@ from ftp.sharding.process_group import (
 )
 from ftp.torch_internals.error_texts import has_timed_out, is_of_collective
 
-_USUAL = 0.25  # seconds that an agreement may take before the watchers of all ranks are notified
+_USUAL = 0.25  # seconds of an agreement before the watchers of all ranks are notified
 
 
 class Calls:
-    """The calls made on one mesh, by one rank; `calls` hands it out.
+    """The calls that one rank makes on one mesh; see the function `calls`.
 
-    Ranks number their calls alike only if they make the same calls on the mesh, in the same order:
-    that is the rule that `running` enforces, at the price of a few comparisons for a program that
-    is the last call's.
+    All ranks must make the same calls on the mesh, in the same order, so that equal calls have
+    equal numbers. `running` enforces this; for the program of the last call it costs a few
+    comparisons.
 
     Attributes:
         call: the number of the last call that returned, 0 before the first. Ranks of equal numbers
@@ -66,8 +66,8 @@ class Calls:
         self._thread: int | None = None  # the thread that is inside a call
         self._caller: int | None = None  # the thread that made the last one
         self._is_overlapped = False
-        self._is_told = False  # whether an exception has told the program of `failure`
-        self._skipped = ""  # how this rank failed in the call after `call` before it sent anything
+        self._is_told = False  # whether an exception has reported `failure` to the program
+        self._skipped = ""  # how this rank failed in the call after `call`, before it sent anything
         self._finished: set[str] = set()  # programs that have run once
         self._agreed_call = 0
         self._joined = 0  # agreements
@@ -98,7 +98,7 @@ class Calls:
 
     @property
     def failure(self) -> FtpError | None:
-        """Why the mesh takes no more calls, if so."""
+        """The reason why the mesh takes no more calls; None if it does."""
         return self._faults.failure
 
     @failure.setter
@@ -107,15 +107,15 @@ class Calls:
 
     @property
     def timeouts(self) -> Timeouts:
-        """How long this rank waits for the others."""
+        """The times that this rank waits for the others."""
         return self._timeouts
 
     def next(self) -> int:
-        """The number of the call that is about to begin, the same until `begin`."""
+        """The number of the next call."""
         return self.call + 1
 
     def forget(self, program: str) -> None:
-        """Notes that a program was dropped: its next run is a first one again."""
+        """Record that a program was dropped: its next run is a first run again."""
         self._finished.discard(program)
 
     def running(
@@ -125,19 +125,19 @@ class Calls:
         has_issued: Callable[[BaseException], bool] = lambda error: True,
         timeout: float | None = None,
     ) -> Running:
-        """A context for the collectives of the next call. It agrees on the program where it is not
-        the last call's, and explains a collective that fails.
+        """A context for the collectives of the next call. It agrees on the program if it is not the
+        last call's, and explains a collective that fails.
 
-        An exception in the call is raised as it is. If it came before the call's first collective,
-        the call counts as not made, and the next one is agreed on. If it came later, peers may be
-        in any collective of the call: the mesh takes no more calls, on all ranks.
+        An exception in the call is raised unchanged. If it came before the call's first collective,
+        the call does not count, and ranks agree on the next one. If it came later, peers may be in
+        any collective of the call: the mesh takes no more calls, on all ranks.
 
         Args:
-            program: a fingerprint, equal on all ranks. One that was not agreed on in this call and
-                is not the last call's, as when a train and an evaluation step take turns, is agreed
-                on.
-            describe: what is known of the collective that raised the exception, "" if nothing.
-            has_issued: whether this rank may have come to the call's first collective when it
+            program: a fingerprint, equal on all ranks. Ranks agree on it unless it is the last
+                call's, or was agreed on in this call; so they do if a train and an evaluation step
+                take turns.
+            describe: describes the collective that raised the exception; "" if unknown.
+            has_issued: whether this rank may have reached the call's first collective when it
                 raised the exception.
             timeout: seconds to wait for the others to agree.
 
@@ -148,13 +148,13 @@ class Calls:
         return Running(self, program, describe, has_issued, timeout)
 
     def _begin(self, program: str, thread: int, timeout: float | None) -> None:
-        """Agrees on a call of another program, or from another thread, than the last one."""
+        """Agree if the call's program or thread differs from the last call's."""
         if self.next() != self._agreed_call:
             self.agree(self.next(), {"program": program}, timeout)
         self.program, self._caller = program, thread
 
     def _refuse_overlap(self, thread: int) -> None:
-        """Raises where the last call has not returned."""
+        """Raise if the last call has not returned."""
         first, names = self._holder, {t.ident: t.name for t in threading.enumerate()}
         if first == thread or first not in names:  # interrupted before it could release the lock
             self.fail(KeyboardInterrupt(), True)
@@ -172,7 +172,7 @@ class Calls:
         self._check()
 
     def fail(self, error: BaseException, has_issued: bool) -> None:
-        """Notes that an exception of this rank's own ended a call."""
+        """Record that an exception on this rank ended a call."""
         if self.failure is not None:
             return
         self._is_told = True
@@ -215,7 +215,7 @@ class Calls:
     def _agree(
         self, store: Store, call: int, payload: dict[str, str] | Exception, timeout: float
     ) -> None:
-        # Before anything is published, so that the watcher does not answer for this rank.
+        # Set before anything is published, so that the watcher does not answer for this rank.
         number, self._joined = self._joined, self._joined + 1
         board = Board(store, self._channel.prefix, number, self.mesh)
         is_first = board.open(call, self._skipped)
@@ -276,8 +276,8 @@ class Calls:
         return self._exchanges.run(key, value, timeout, self._watch_host)
 
     def hand_out(self) -> HandedOut | None:
-        """What the first rank hands out next, where there are others; all ranks call it in one
-        order.
+        """The next `HandedOut` of the first rank; None without other ranks. All ranks call it in
+        the same order.
         """
         if self._alone:
             return None
@@ -285,12 +285,12 @@ class Calls:
         return HandedOut(self._channel, self._faults, self._handed_out)
 
     def explain(self, error: BaseException, where: str = "") -> FtpError | None:
-        """Why a collective failed, for the caller to raise from ``error``: ranks disagree, or one
+        """The reason why a collective failed, to be raised from ``error``: ranks disagree, or one
         is missing. None for other errors.
 
-        A peer that raised, or has ended, closes its connections: that is all this rank sees. So it
-        asks all ranks whether they are there. The first to know the cause publishes it, and ranks
-        that still wait are interrupted.
+        If a peer raised or ended, this rank only sees closed connections. So it asks all ranks
+        whether they are alive. The first to know the cause publishes it, and ranks that still wait
+        are interrupted.
 
         Args:
             where: the collective and its source line, if known.
@@ -318,7 +318,7 @@ class Calls:
         return f". Rank {self.mesh.rank} waited {seconds:g} s for it, as long as {option} says"
 
     def _options(self) -> tuple[str, str]:
-        """What the user calls the timeouts."""
+        """The options by which the user sets the timeouts."""
         if self._given is None:
             theirs = "timeout= of torch.distributed.init_process_group"
             return theirs, theirs
@@ -340,7 +340,7 @@ class Calls:
         return self.failure
 
     def _end_late(self, waited: float) -> None:
-        """Finds out who is missing where the GPU does not finish a call, and aborts the call."""
+        """Find the missing rank if the GPU does not finish a call, and abort the call."""
         if self.failure is None:
             self._faults.late = (
                 f"The GPU of rank {self.mesh.rank} has not come to the end of call"
@@ -348,20 +348,20 @@ class Calls:
                 f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results"
             )
             self.failure = self._find_out("")
-            # The program may be blocked, and end so.
+            # The program may be blocked; this lets it end.
             print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
         interrupt(self.mesh)
 
     def check_results(self) -> None:
-        """Raises where what calls have returned may be no results: the mesh has failed, and calls
-        return before a GPU has done their work, which an abort ends.
+        """Raise if calls may have returned wrong results: the mesh has failed, and calls return
+        before a GPU has finished their work, which an abort ends.
         """
         require_alive(self.mesh)
         if self._unfinished is not None:
             self._check()
 
     def end(self) -> tuple[bool, FtpError | None]:
-        """Whether ranks cannot wait for each other any more, and why if nobody has been told."""
+        """Whether ranks can no longer wait for each other, and the reason if no call raised it."""
         return self.failure is not None, None if self._is_told else self.failure
 
     def _check(self) -> None:
@@ -375,7 +375,7 @@ class Calls:
             self._watcher.watch_host(store)
 
     def _where(self) -> Answer:
-        # Of an unfinished call the GPU is in it, which the call did not wait for.
+        # The GPU is still in a call that it has not finished, though the call has returned.
         is_calling = self._thread is not None
         if is_calling or self._unfinished:
             at = self.next() if is_calling else self.call
@@ -386,14 +386,14 @@ class Calls:
         )
 
     def _answer_peers(self, store: Store) -> bool:
-        """What the watcher does when a peer notifies this rank; whether to look again soon."""
+        """Handle a peer's notification, in the watcher; returns whether to look again soon."""
         looks_again = self._look(store)
         self._faults.answer(store, self.program)
         return looks_again
 
     def _look(self, store: Store) -> bool:
-        """Answers an agreement that peers have opened and this rank has not joined: breaks it off
-        where this rank goes on with its program. Whether to look again.
+        """Answer an agreement that peers have opened and this rank has not joined: break it off if
+        this rank goes on with its program. Returns whether to look again.
         """
         with self._looking:
             if self.failure is not None:
@@ -426,7 +426,7 @@ class Calls:
             return False
 
     def _close(self, board: Board) -> None:
-        """Takes no more calls, as ``board`` says, and interrupts the one that goes on."""
+        """Take no more calls, for the reason on ``board``, and interrupt the running one."""
         self.failure = board.broken().error()
         interrupt(self.mesh)
 
@@ -435,7 +435,7 @@ _calls: dict[Mesh, Calls] = {}
 
 
 def calls(mesh: Mesh) -> Calls:
-    """The record of this rank's calls on ``mesh``, one for the life of the default process group.
+    """This rank's record of calls on ``mesh``; one object until the default process group ends.
 
     >>> from ftp.sharding.make_mesh import simulated_mesh
     >>> from ftp.sharding.mesh import resolve
@@ -453,16 +453,16 @@ def calls(mesh: Mesh) -> Calls:
 def agree(
     mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
 ) -> None:
-    """Returns if all ranks of the mesh give equal payloads for call number ``call``; raises on
-    every rank if not.
+    """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise on
+    every rank.
 
-    Every rank calls it before it first runs a program, and `Calls.begin` whenever the program
-    changes. It is over within milliseconds of the last arrival. Without processes, and on a mesh of
-    one rank, there is nobody to ask.
+    Every rank calls it before it first runs a program; `Calls.running` calls it whenever the
+    program changes. It ends within milliseconds of the last rank's arrival. Without processes, or
+    with one rank, it returns at once.
 
     Args:
-        payload: values by facet ("library version", "input shapes", "program"); compared in order,
-            as strings. The exception instead, where this rank failed to plan; it is raised again.
+        payload: values by facet ("library version", "input shapes", "program"), compared in order,
+            as strings. If this rank failed to plan: the exception, which is raised again.
         timeout: seconds to wait for the last rank; default that of `init_process_group`.
 
     Raises:

@@ -14,8 +14,8 @@ from ftp.sharding.mesh import Mesh
 
 
 class Verdict(NamedTuple):
-    """How an agreement ended: why it failed, "" where all ranks agree; and the facet in which ranks
-    differ, if that is why.
+    """The end of an agreement: why it failed, or "" if all ranks agree; and the facet in which
+    ranks differ, if that is the reason.
     """
 
     why: str = ""
@@ -29,8 +29,8 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Board:
-    """The keys of one agreement. The last rank to come compares all payloads; a rank that fails
-    publishes that at once. The first verdict stands.
+    """The keys of one agreement. The last rank to arrive compares all payloads; a rank that fails
+    publishes it at once. The first verdict is final.
     """
 
     store: Store
@@ -42,7 +42,7 @@ class Board:
         return f"{self.prefix}/{self.number}/{name}"
 
     def open(self, call: int, skipped: str) -> bool:
-        """Opens the agreement; whether this rank is the first to."""
+        """Open the agreement; returns whether this rank is the first."""
         mine = json.dumps(
             [
                 self.mesh.rank,
@@ -62,7 +62,7 @@ class Board:
         return rank, call, why
 
     def enter(self, payload: dict[str, str]) -> int:
-        """Publishes this rank's payload; the number of ranks that have."""
+        """Publish this rank's payload; returns the number of ranks that have published."""
         self.store.set(
             self.key(self.mesh.rank), zlib.compress(json.dumps(payload).encode(), 1).hex()
         )
@@ -88,7 +88,7 @@ class Board:
         self.store.propose(self.key("verdict"), json.dumps(verdict))
 
     def break_off(self, why: str) -> None:
-        """Publishes that a rank goes on with another program: the mesh takes no more calls."""
+        """Publish that a rank goes on with another program: the mesh takes no more calls."""
         self.settle(Verdict(why))
         self.store.propose(f"{self.prefix}/broken", json.dumps(self.verdict()))
 
@@ -105,10 +105,10 @@ class Board:
         return Verdict(*json.loads(self.store.get(self.key("verdict"))))
 
     def linger(self) -> None:
-        """Waits until all ranks know of the failure: this rank may hold the store, and its end
-        would close their connections.
+        """Wait until all ranks know of the failure: this rank may hold the store, and its end would
+        close their connections.
         """
-        with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
+        with contextlib.suppress(RuntimeError):  # the rank that holds the store has ended
             self.see()
             wait_until(
                 LINGER,
@@ -117,7 +117,7 @@ class Board:
             )
 
     def see(self) -> int:
-        """Counts this rank as one that knows the verdict; the number of these."""
+        """Count this rank as one that knows the verdict; returns the number of these."""
         return self.store.add(self.key("seen"), 1)
 
     def absent(self) -> list[int]:
@@ -131,11 +131,11 @@ class Board:
         return f"{who} never arrived: {waiting}.{said}{ABSENT}"
 
     def clean(self) -> None:
-        """Deletes this rank's payload, which nobody reads after the verdict."""
+        """Delete this rank's payload, which no rank reads after the verdict."""
         self.store.delete([self.key(self.mesh.rank)])
 
     def forget(self, since: int) -> None:
-        """Deletes the keys of this agreement, and of failed ones before it, once all ranks know the
+        """Delete the keys of this agreement, and of failed ones before it, after all ranks know the
         verdict.
         """
         if self.see() == self.mesh.size():
@@ -156,7 +156,7 @@ ABSENT = (
 
 
 def packed(values: list[str]) -> str:
-    """All ranks' values as short text; most are often equal."""
+    """All ranks' values as one text, which is short if most are equal."""
     distinct = {value: i for i, value in enumerate(dict.fromkeys(values))}
     text = json.dumps([list(distinct), [distinct[value] for value in values]])
     return base64.b85encode(zlib.compress(text.encode(), 1)).decode()

@@ -1,4 +1,4 @@
-"""How a rank reaches the other ranks of a mesh: keys of their own in the store, and notifications
+"""A rank's channel to the other ranks of a mesh: the mesh's keys in the store, and notifications
 that wake a peer's watcher.
 """
 
@@ -15,8 +15,8 @@ from ftp.errors import CollectiveError
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.process_group import restart_count
 
-_ANSWER = 2.5  # seconds for all ranks to answer, in worlds that ask little of the store
-_PER_RANK = 10  # questions that a rank asks the store to answer a notification, or to agree
+_ANSWER = 2.5  # seconds for all ranks to answer, in small worlds
+_PER_RANK = 10  # requests of a rank to the store to answer a notification, or to agree
 
 
 class Channel:
@@ -40,7 +40,7 @@ class Channel:
 
     @property
     def prefix(self) -> str:
-        """Begins the mesh's keys: others than those of another mesh, process group or attempt."""
+        """The start of the mesh's keys; unique to the mesh, process group and attempt."""
         mesh = self.mesh
         name = zlib.crc32(
             repr((mesh.shape, mesh.axis_names, mesh.device_type, mesh.ranks)).encode()
@@ -51,7 +51,7 @@ class Channel:
         return f"{self.prefix}/{name}"
 
     def store(self, seconds: float) -> Store:
-        """The store, which has to answer all questions within ``seconds``."""
+        """The store, which must answer all requests within ``seconds``."""
         with self._connecting:
             if self._connection is None:
                 self._connection = Connection(self._timeout)
@@ -67,7 +67,7 @@ class Channel:
 
     @contextlib.contextmanager
     def asking(self, seconds: float) -> Iterator[Store]:
-        """`store`; a CollectiveError where the process that holds it does not answer."""
+        """`store`; raises CollectiveError if the process that holds it does not answer."""
         try:
             yield self.store(seconds)
         except RuntimeError as e:
@@ -82,7 +82,7 @@ class Channel:
         return self.key(f"notify/{rank}")
 
     def notify(self, store: Store, ranks: Sequence[int] | None = None) -> None:
-        """Wakes the watchers of these ranks; default all."""
+        """Wake the watchers of these ranks; default all."""
         ranks = self.mesh.ranks if ranks is None else ranks
         store.multi_set([self.notification(rank) for rank in ranks])
 

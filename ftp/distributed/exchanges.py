@@ -11,14 +11,14 @@ from ftp.errors import CollectiveError, MismatchError
 
 
 class Exchanges:
-    """The exchanges of one rank; those under one key are numbered, alike on all ranks."""
+    """The exchanges of one rank; those under one key have the same numbers on all ranks."""
 
     def __init__(self, channel: Channel, faults: Faults):
         self._channel, self._faults = channel, faults
         self._turns: dict[str, int] = {}
 
     def run(self, key: str, value: str, timeout: float, met: Callable[[Store], None]) -> list[str]:
-        """Every rank's ``value``; ``met`` is called when all have come.
+        """Every rank's ``value``; ``met`` is called when all have arrived.
 
         Raises:
             MismatchError: ranks that did not come in ``timeout`` seconds.
@@ -32,8 +32,8 @@ class Exchanges:
             name = self._channel.key(f"exchange/{key}/{turn}")
             keys = {rank: f"{name}/{rank}" for rank in mesh.ranks}
             store.set(keys[mesh.rank], value)
-            # The last rank to come joins all values in one key, so that each rank asks for one key,
-            # and not for as many as there are ranks.
+            # The last rank joins all values in one key, so that each rank reads one key rather than
+            # one per rank.
             if store.add(f"{name}/count", 1) == mesh.size():
                 store.set(f"{name}/all", packed(store.multi_get(list(keys.values()))))
 

@@ -1,4 +1,4 @@
-"""What has failed on a mesh, and which rank is missing: found out by the ranks that are left."""
+"""Faults of a mesh: what has failed, and which rank is missing, as found by the other ranks."""
 
 import contextlib
 import socket
@@ -19,15 +19,15 @@ class Faults:
     """One rank's knowledge of what has failed on a mesh.
 
     Args:
-        where: in which call this rank is, for the others to read.
+        where: gives the call that this rank is in, for the others to read.
 
     Attributes:
-        failure: why the mesh takes no more calls, if so. Set once, as the program may read it at
-            any time.
-        late: what this rank's GPU has not done, where that is how the failure showed: the failure
-            begins with it.
-        missing: which rank is known to have ended, if one is. Nobody waits for that rank any more,
-            also where the mesh takes no more calls for another reason, and ranks save.
+        failure: why the mesh takes no more calls, if it does not. Set once, as the program may read
+            it at any time.
+        late: the work that this rank's GPU has not finished, if that showed the failure; it starts
+            the failure's message.
+        missing: the rank that is known to have ended, if any, in words. No rank waits for it any
+            more, even if the mesh takes no more calls for another reason, and ranks save.
     """
 
     def __init__(self, channel: Channel, where: Callable[[], Answer]):
@@ -47,9 +47,9 @@ class Faults:
             self._failure = type(failure)(f"{self.late}: {failure}") if self.late else failure
 
     def give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
-        """Takes no more calls, and tells the other ranks."""
+        """Take no more calls, and tell the other ranks."""
         self.failure = kind(why)
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
             store = self._channel.store(self._channel.answer_time)
             roll = self._roll(store)
             self._learn(roll, roll.settle(why, is_missing=False))
@@ -57,11 +57,11 @@ class Faults:
             roll.linger(self._channel.mesh.size())
 
     def call_roll(self, store: Store, call: int, waited: str) -> None:
-        """Asks all ranks whether they are there; the first to know who is missing publishes it.
+        """Ask all ranks whether they are alive; the first to know the missing rank publishes it.
 
         Args:
             call: the number of the call that failed here.
-            waited: for how long this rank waited in it, for the message.
+            waited: the time that this rank waited in it, for the message.
         """
         seconds = self._channel.answer_time
         roll = self._roll(store)
@@ -75,8 +75,8 @@ class Faults:
         roll.linger()
 
     def answer(self, store: Store, program: str | None) -> None:
-        """Answers peers that ask where this rank is; interrupts its collectives where a rank is
-        known to be missing.
+        """Answer peers that ask for this rank's call; interrupt its collectives if a rank is known
+        to be missing.
         """
         asked = self._channel.key(f"asked/{self._channel.mesh.rank}")
         if store.check(f"{asked}/answers"):
@@ -95,7 +95,7 @@ class Faults:
             self._sign(roll)
 
     def ask(self, ranks: Sequence[int]) -> str:
-        """What the watchers of ranks that did not come say of them: a line for each rank."""
+        """The answers of watchers of ranks that did not arrive: a line for each rank."""
         if not ranks:
             return ""
         channel = self._channel
@@ -115,7 +115,7 @@ class Faults:
         return "".join(f"\n  Rank {rank} {text}." for rank, text in list(said.items())[:8])
 
     def process_ended(self, rank: int, pid: int) -> None:
-        """A process of this host has ended: unless it has told all ranks itself, this one does."""
+        """Tell all ranks that a process of this host has ended, unless it has done so itself."""
         text = f"its process, {pid} on {socket.gethostname()}, is gone.{RESTART}"
         try:
             store = self._channel.store(1.0)
@@ -128,7 +128,7 @@ class Faults:
             why = f"Rank {rank} has been killed, or has ended without a word: {text}"
             self._learn(roll, roll.settle(why, is_missing=True))
             self._channel.notify(store)
-        except RuntimeError:  # the store is gone, so nobody else can be told
+        except RuntimeError:  # without the store no other rank can be told
             why = (
                 f"Rank {rank} has been killed, or has ended, and the store does not answer: {text}"
             )
@@ -136,15 +136,15 @@ class Faults:
         interrupt(self._channel.mesh)
 
     def leave(self, call: int) -> None:
-        """Tells the others that this process ends after call number ``call``, and why if known."""
+        """Tell the others that this process ends after call number ``call``, and why, if known."""
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {shortened(f'{type(error).__name__}: {error}', 300)}"
         channel = self._channel
-        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+        with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
             store = channel.store(1.0)
             answer = Answer(f"has ended after call {call}{why}", has_ended=True)
             self._sign(self._roll(store), answer)
-            # The store ends with the process that holds it: threads that wait at it end first.
+            # The store ends with the process that holds it: end threads that wait for it first.
             is_holder = holder() == f"rank {channel.mesh.rank}"
             if is_holder:
                 store.set(channel.key("closed"), "")
@@ -159,8 +159,8 @@ class Faults:
             roll.sign(answer or self._where())
 
     def _lose(self, store: Store, roll: RollCall, why: str) -> None:
-        """Notes that a rank has ended after the mesh failed, for all ranks; or that one of this
-        host has ended as programs do, for this rank.
+        """Record that a rank has ended: for all ranks, if the mesh has failed before; for this rank
+        alone, if the other is on this host and has ended normally.
         """
         self.missing = self.missing or why
         if self.failure is not None and roll.lose(why) == why:

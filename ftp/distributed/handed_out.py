@@ -1,4 +1,4 @@
-"""Content that the first rank of a mesh hands to ranks of other hosts, through the store."""
+"""Content that the first rank of a mesh sends to ranks of other hosts, through the store."""
 
 import base64
 import contextlib
@@ -16,11 +16,11 @@ _ANSWER = 10.0  # seconds for the store to take or to give it
 
 
 class HandedOut:
-    """One rank's side. Nobody depends on the content: where it does not come, ranks make their own,
-    and their agreement says what is wrong with the first rank or the store.
+    """One rank's side. No rank depends on the content: if it does not arrive, ranks make their own,
+    and their agreement reports what is wrong with the first rank or the store.
 
     Args:
-        number: of the content, alike on all ranks.
+        number: of the content, equal on all ranks.
     """
 
     def __init__(self, channel: Channel, faults: Faults, number: int):
@@ -35,7 +35,7 @@ class HandedOut:
         return mesh.rank == mesh.ranks[0]
 
     def give(self, content: bytes) -> None:
-        """Hand the content out, empty where there is none. What is given first stands."""
+        """Publish the content, empty if there is none. Only the first call counts."""
         if not self.gives or self._parts is not None:
             return
         text = base64.b85encode(content).decode()
@@ -47,7 +47,7 @@ class HandedOut:
             store.set(f"{self._name}/parts", str(len(parts)))
 
     def take(self) -> bytes:
-        """The content; empty where the first rank has none, has ended or is late."""
+        """The content; empty if the first rank has none, has ended or is late."""
         faults, count, found = self._faults, f"{self._name}/parts", b""
         with self._asking(_PATIENCE + _ANSWER) as store:
 
@@ -61,7 +61,7 @@ class HandedOut:
         return found
 
     def forget(self) -> None:
-        """Delete what this rank has given, when all ranks have their program."""
+        """Delete the content that this rank has given, once all ranks have their program."""
         if self._parts is not None:
             names = ("parts", *range(self._parts))
             with self._asking(_ANSWER) as store:

@@ -1,4 +1,4 @@
-"""Interrupting the collectives of this rank."""
+"""Interrupt the collectives of this rank."""
 
 import contextlib
 import threading
@@ -17,7 +17,7 @@ interrupts: list[Callable[[], None]] = []
 
 
 def interrupt(mesh: Mesh) -> None:
-    """Makes this rank's collectives on the mesh raise, and the one that it waits in."""
+    """Make this rank's collectives on the mesh raise, including the one that it waits in."""
     assert mesh.torch is not None
     for other in interrupts:
         other()

@@ -44,7 +44,7 @@ class Neighbours:
         for rank, pid in pids.items():
             try:
                 handle = os.pidfd_open(pid)
-            except OSError:  # it has ended by now
+            except OSError:  # it has ended already
                 gone(rank, pid)
                 continue
             ranks[handle] = rank

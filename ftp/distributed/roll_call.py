@@ -1,4 +1,4 @@
-"""The roll call: who still answers, after a collective has failed."""
+"""The roll call after a failed collective: which ranks still answer."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from ftp.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is.
+    """A rank's answer: the call that it is in.
 
     Attributes:
-        text: in words that follow the rank's name.
-        call: the number of the call that it is in; None where it is in none.
+        text: words that follow the rank's name.
+        call: the number of the call that it is in; None if it is in none.
         has_ended: whether its process ends.
     """
 
@@ -37,8 +37,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class RollCall:
-    """A question to all ranks, asked once, by the first that sees a collective fail. Each rank's
-    first answer stands, and so does the first verdict.
+    """A question to all ranks, asked once, by the first rank that sees a collective fail. Each
+    rank's first answer is final, and so is the first verdict.
     """
 
     store: Store
@@ -49,7 +49,7 @@ class RollCall:
         return f"{self.prefix}/roll/{name}"
 
     def call(self) -> bool:
-        """Asks all ranks; whether this rank is the first to."""
+        """Ask all ranks; returns whether this rank is the first to ask."""
         return self.store.propose(self.key("called"), str(self.mesh.rank)) == str(self.mesh.rank)
 
     def is_called(self) -> bool:
@@ -63,24 +63,24 @@ class RollCall:
         return self.store.check(self.key(rank))
 
     def answer_of(self, rank: int) -> Answer | None:
-        """A rank's answer; None where it has given none."""
+        """A rank's answer; None if it has not answered."""
         return Answer.from_text(self.store.get(self.key(rank))) if self.has_signed(rank) else None
 
     def lose(self, why: str) -> str:
-        """Publishes that a rank has ended, after the verdict or its own last word; returns the
+        """Publish that a rank has ended, after the verdict or after its own answer; returns the
         first such text.
         """
         return self.store.propose(self.key("lost"), why)
 
     def lost(self) -> str:
-        """What `lose` has published; "" where nothing."""
+        """The text that `lose` has published; "" if none."""
         return self.store.get(self.key("lost")) if self.store.check(self.key("lost")) else ""
 
     def is_settled(self) -> bool:
         return self.store.check(self.key("verdict"))
 
     def settle(self, why: str, *, is_missing: bool) -> tuple[str, bool]:
-        """Publishes what is wrong, and whether a rank is gone; returns the first verdict."""
+        """Publish what is wrong, and whether a rank is missing; returns the first verdict."""
         self.store.propose(self.key("verdict"), json.dumps([why, is_missing]))
         return self.learn()
 
@@ -89,11 +89,11 @@ class RollCall:
         return why, is_missing
 
     def see(self) -> None:
-        """Counts this rank as one that knows the verdict."""
+        """Count this rank as one that knows the verdict."""
         self.store.add(self.key("seen"), 1)
 
     def linger(self, ranks: int | None = None) -> None:
-        """Waits until ``ranks`` ranks, default all that answered, know the verdict: this rank may
+        """Wait until ``ranks`` ranks, default all that answered, know the verdict: this rank may
         hold the store.
         """
         with contextlib.suppress(RuntimeError):

@@ -95,7 +95,7 @@ class Running:
 
 
 def thread_name() -> str:
-    """The thread's name, alike on all ranks: without the numbers that count earlier threads, or the
+    """The thread's name, equal on all ranks: without the numbers that count earlier threads or the
     threads of a pool.
     """
     thread = threading.current_thread()

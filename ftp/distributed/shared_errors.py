@@ -1,4 +1,4 @@
-"""Errors that every rank of a mesh raises, though one rank alone has found them."""
+"""Errors that one rank of a mesh finds and every rank raises."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from ftp.sharding.mesh import Mesh
 
 @contextlib.contextmanager
 def raise_on_all_ranks(mesh: Mesh) -> Iterator[None]:
-    """An exception inside fails the next call on the mesh: peers that wait to agree on it raise a
-    MismatchError with its text. Without processes nothing happens.
+    """An exception inside the block fails the next call on the mesh: peers that wait to agree on
+    the call raise a MismatchError with its text. No effect without processes.
     """
     try:
         yield

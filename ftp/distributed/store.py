@@ -1,6 +1,6 @@
 """torch's store, with a deadline for every operation.
 
-torch waits for ever for a store whose process is stopped. So a thread of its own asks it.
+torch waits forever for a store whose process is stopped. So requests run in a thread of their own.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_LEAST = 0.5  # seconds that a question has at the least, also where all time is spent
+_LEAST = 0.5  # least number of seconds for a request, even if all time is spent
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 31 bits
-_LOOK = 0.5  # seconds between two looks into a store that cannot call back
+_LOOK = 0.5  # seconds between two polls of a store that cannot call back
 
 
 class NoAnswer(RuntimeError):
@@ -26,15 +26,15 @@ class NoAnswer(RuntimeError):
 
 
 class Connection:
-    """One connection to the default process group's store, and the thread that asks over it."""
+    """One connection to the default process group's store, and the thread that uses it."""
 
     def __init__(self, timeout: float):
         store: Any = c10d._get_default_store()
         self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = (
             queue.SimpleQueue()
         )
-        # A daemon, for it may wait for ever; while it has nothing to ask it is in Python, where the
-        # end of the interpreter finds it.
+        # A daemon thread, as it may wait forever. While idle it waits in Python, so that the end of
+        # the interpreter stops it.
         threading.Thread(
             target=_serve, args=(store, timeout, self._questions), name="ftp-store", daemon=True
         ).start()
@@ -71,10 +71,10 @@ def _serve(
 
 
 def cloned(store: Any, timeout: float) -> c10d.Store:
-    """A connection of its own, as a question waits its turn on a shared one."""
+    """A separate connection, as requests queue on a shared one."""
     usual = store.timeout
-    # Where the rank that holds the store has ended, a new connection is tried again until the
-    # store's timeout, half an hour.
+    # If the rank that holds the store has ended, a new connection is retried until the store's
+    # timeout, half an hour.
     store.set_timeout(timedelta(seconds=timeout))
     try:
         own = store.clone()
@@ -85,7 +85,7 @@ def cloned(store: Any, timeout: float) -> c10d.Store:
 
 
 class Store:
-    """Operations that must all be answered within ``seconds`` from now."""
+    """Operations on the store, which must all be answered within ``seconds`` from now."""
 
     def __init__(self, connection: Connection, seconds: float):
         self._connection, self._until = connection, time.monotonic() + seconds
