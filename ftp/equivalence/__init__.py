@@ -1,3 +1,3 @@
-"""Proofs about rank programs that ftp did not write: record what each rank runs, run all of them on
-residues, and say where they part from the single-device program.
+"""Proofs about rank programs that ftp did not write: record each rank's program, run all of them on
+residues, and find where they differ from the single-device program.
 """

@@ -1,4 +1,4 @@
-"""Where a rank program parts from the reference: the first value that is none of its values."""
+"""Find the first value of a rank program that the reference does not have."""
 
 import math
 import secrets
@@ -22,13 +22,13 @@ from ftp.certification.residues.words import words
 from ftp.ops.exchange import EXCHANGE
 
 ATTEMPTS = 16
-LARGEST = 4_000_000  # elements of the reference that are remembered
-MOST_SCALED = 8  # reductions that are scaled to see whether that mends the program
+LARGEST = 4_000_000  # most elements of the reference that are remembered
+MOST_SCALED = 8  # most reductions that are scaled to see whether that corrects the program
 
 
 @dataclass(frozen=True)
 class BlamedLine:
-    """A line of a rank program, and what is wrong there."""
+    """A line of a rank program, and the error there."""
 
     line: str
     why: str
@@ -36,13 +36,13 @@ class BlamedLine:
 
 @dataclass
 class _Event:
-    """A result on one rank as it was made.
+    """A result on one rank at the time when it was made.
 
     Attributes:
-        storage: of its memory.
-        reads: the events that wrote what it reads.
+        storage: id of its memory.
+        reads: the events that made the values that it reads.
         axes: mesh axes over which the ranks' results sum to a value of the reference; None if they
-            are no value of it in any way.
+            match no value of the reference.
     """
 
     node: fx.Node
@@ -157,7 +157,7 @@ class _Search:
     def are_alike(self) -> bool:
         return len({tuple(str(e.node.target) for e in rank) for rank in self.events}) == 1
 
-    # What the ranks' values are of the reference's.
+    # Match the ranks' values with the reference's.
 
     def _explain(self) -> None:
         axes = list(self.certificate.axes)
@@ -192,12 +192,12 @@ class _Search:
         return bool(torch.isin(x.planes[level], self.sets[level]).all())
 
     def _trivial(self, x: Planes) -> Tensor:
-        """Which elements are ones, minus ones or zeros, which are nobody's in particular."""
+        """Whether each element is one, minus one or zero, which match too many values."""
         level = min(x.window.high, self.domain.field.levels - 1)
         p = self.domain.field.primes[level]
         return torch.isin(x.planes[level], torch.tensor([0, 1, p - 1]))
 
-    # The first that is none.
+    # The first value without a match.
 
     def _first(self) -> tuple[BlamedLine, bool]:
         graph = _graph(self.certificate, self.seen.rank)
@@ -236,9 +236,9 @@ class _Search:
             _line(culprit), "the first value that the reference does not hold."
         ), True
 
-    # A program that arranges a formula otherwise holds values that the reference does not, before
-    # anything is wrong. A reduction is to blame if dividing or multiplying its result alone mends
-    # the output; of several that which mends most outputs.
+    # A program that arranges a formula differently has values that the reference lacks before
+    # anything is wrong. A reduction is to blame if scaling its result alone corrects the output; of
+    # several, the one that corrects most outputs.
 
     def _mended(self, region: Sequence[_Event]) -> BlamedLine | None:
         if not self.are_alike:
@@ -262,7 +262,7 @@ class _Search:
         return blamed
 
     def _right_with(self, at: int, by: Fraction) -> int:
-        """How many outputs are right, as far as the first that is not, if every rank's result
+        """The number of outputs that are right, up to the first wrong one, if every rank's result
         number ``at`` is scaled.
         """
         domain = Residues(self.field)

@@ -1,5 +1,5 @@
-"""What a program does with a tensor's data that reaches no op: numpy, DLPack, addresses, formatted
-numbers, and ``x.data = y``.
+"""Accesses to a tensor's data that no op shows: numpy, DLPack, addresses, formatted numbers, and
+``x.data = y``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,7 @@ _READS: dict[Any, str] = {
 
 
 class DataAccess(TorchFunctionMode):
-    """Refuse them within the block; and ``x.data = y``, which reaches no op either, makes ``x``
-    stand for ``y``.
-    """
+    """Refuse such accesses within the block; after ``x.data = y``, ``x`` stands for ``y``."""
 
     def __init__(self, recorder: Any):
         super().__init__()

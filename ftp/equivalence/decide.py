@@ -33,7 +33,7 @@ def decide(certificate: Certificate) -> None:
     Raises:
         CertificateError: they differ; with inputs that show it.
         TraceError: an output depends on random numbers that a program draws.
-        Undecided: neither is found.
+        Undecided: neither a proof nor a difference is found.
     """
     blind = ""
     try:
@@ -99,7 +99,7 @@ def _undecided(certificate: Certificate, blind: str, found: WrongOutput | None) 
 
 
 def opaque_ops(certificate: Certificate) -> tuple[str, ...]:
-    """The ops of which a proof knows little: functions without algebra, rounding, order."""
+    """The ops that a proof knows little about: functions without algebra, rounding, order."""
     found: dict[str, None] = {}
     targets = [o.target for o in certificate.operations if o.target is not None]
     targets += [
@@ -150,7 +150,7 @@ def simulate(certificate: Certificate) -> tuple[WrongOutput, list[Any]] | None:
             with torch.random.fork_rng(devices=[]):
                 found = compare(domain, certificate, inputs, is_same=is_close)
         except OpFailed:
-            continue  # an input in the range that the program does not take
+            continue  # the program does not take an input of the range
         except CertificateError:
             raise
         except Exception:

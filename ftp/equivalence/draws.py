@@ -34,7 +34,7 @@ def random_line(certificate: Certificate) -> str | None:
             of_line = {i for i, x in enumerate(numbers.lines) if x == line}
             if not _are_equal(first, _outputs(certificate, _Redrawn(of_line))):
                 return line
-    except Exception:  # numbers that the program does not take
+    except Exception:  # the program does not take these numbers
         pass
     return None
 
@@ -44,7 +44,7 @@ def drawn_error(line: str) -> TraceError:
 
 
 class _Redrawn(Reals):
-    """Runs ops as ``Reals``; the draws that ``other`` names, by number, draw other numbers.
+    """Runs ops like ``Reals``; draws whose number is in ``other`` give other values.
 
     Attributes:
         lines: of each draw.

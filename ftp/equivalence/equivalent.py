@@ -53,17 +53,17 @@ def equivalent(
         out_specs: prefix tree of the result.
         args: whole tensors, which give shapes, dtypes, and the range of integers; others are
             passed as they are.
-        grad: prove the gradients too: those of each floating-point argument, under its spec, for
-            every gradient of the results. Each rank gets its shard of the results' gradients,
-            whole where the result is replicated; with ``ftp.axis``, the ranks' outputs are summed
-            as in ``ftp.local``.
+        grad: also prove the gradients of each floating-point argument, under its spec, for every
+            gradient of the results. Each rank gets its shard of the results' gradients, or the
+            whole if the result is replicated; with ``ftp.axis``, the ranks' outputs are summed, as
+            in ``ftp.local``.
 
     Returns:
         The proof; its ``save`` writes it, ``python -m ftp certify`` checks it again.
 
     Raises:
-        CertificateError: a result or a gradient differs, or the ranks wait for each other for ever;
-            its ``output``, ``rank``, ``line`` and ``inputs`` say where and on what.
+        CertificateError: a result or a gradient differs, or the ranks wait for each other forever;
+            ``output``, ``rank``, ``line`` and ``inputs`` tell where, and on which inputs.
         Undecided: neither a proof nor a difference was found; ``ops`` are those without algebra.
         TraceError: a program that reads a tensor's value, draws random numbers that reach its
             results, or writes to its arguments.
@@ -353,7 +353,7 @@ class _Comparison:
         in_specs = [s for _, s, _ in tensors] + (seeds if self.grad else [])
         out_specs = specs + ([s for _, s in floats] if self.grad else [])
         pending = [s.unreduced for s in in_specs]
-        if self.grad:  # the gradient of a pending sum is whole, and the other way round with sums
+        if self.grad:  # gradients of pending sums are whole; with ``sums`` it is the reverse
             for i in range(len(tensors), len(in_specs)):
                 pending[i] = ()
         out_pending = [s.unreduced for s in specs]

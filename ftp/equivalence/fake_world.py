@@ -39,7 +39,7 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
             yield made
     finally:
         _forget_dtensor_plans()
-        if dist.is_initialized():  # the program may have ended it, as a script does
+        if dist.is_initialized():  # the program may have destroyed it, as a script does
             dist.destroy_process_group()
         if outer is not None:
             again = _device_mesh(resolved.shape, resolved.axis_names, outer)
@@ -48,7 +48,7 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
 
 
 def _forget_dtensor_plans() -> None:
-    """Clear what DTensor keeps of meshes: ranks' meshes are equal, their coordinates are not."""
+    """Clear DTensor's caches by mesh: the ranks' meshes are equal, their coordinates are not."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _redistribute
@@ -61,7 +61,7 @@ def _forget_dtensor_plans() -> None:
 
 @contextmanager
 def _without_polling() -> Iterator[None]:
-    """Refuse to ask whether a collective has ended: a loop that waits for it would not end here."""
+    """Refuse polling whether a collective has ended: a loop that polls would not end here."""
 
     def refuse(work: Any) -> bool:
         raise TraceError(
@@ -91,8 +91,8 @@ def _outer_world() -> int | None:
 
 
 def _device_mesh(shape: Sequence[int], names: Sequence[str], rank: int) -> DeviceMesh:
-    # Its functions take the world of the time of the import as their default group, and the program
-    # may import it while this world, which ends, is there.
+    # Import it now: its functions have the world at import time as their default group, and the
+    # program may import it while this world, which ends, exists.
     import torch.distributed.nn  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""Specs and DTensor placements as `equivalent` is given them, made one form."""
+"""Specs and DTensor placements that `equivalent` is given, brought to one form."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ def as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
 def require_placements(
     x: Any, spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, name: str
 ) -> None:
-    """Raise for a DTensor on ``mesh`` whose own placements are others than those of its spec."""
+    """Raise for a DTensor on ``mesh`` whose placements differ from those of its spec."""
     if not is_dtensor(x) or x.device_mesh.mesh_dim_names != mesh.axis_names:
         return
     whole = torch.empty(tuple(shape), device="meta")
@@ -70,7 +70,7 @@ def require_placements(
 
 
 def _layout(spec: PartitionSpec, ndim: int, mesh: Mesh) -> Any:
-    """What a spec cuts and leaves unreduced, without axes of one rank."""
+    """The cuts and unreduced axes of a spec, without axes of one rank."""
     cuts = cuts_of(spec.at_rank(ndim))
     dims = [[c for c in dim if mesh.axes[c[0]] > 1] for dim in cuts]
     return dims + [[]] * (ndim - len(dims)), {a for a in spec.unreduced if mesh.axes[a] > 1}

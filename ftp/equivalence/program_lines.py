@@ -55,7 +55,7 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def without_dead(graph: fx.Graph) -> fx.Graph:
-    """A graph without results that nobody reads; what writes to memory stays."""
+    """A graph without nodes whose results nothing reads; nodes that write to memory stay."""
     for node in reversed(list(graph.nodes)):
         if node.op != "call_function" or node.users:
             continue

@@ -72,7 +72,9 @@ def _axis_contribute(call: RecordedCall, x: Tensor, axis: str) -> Tensor:
 def _axis_exchange_rows(
     call: RecordedCall, x: Tensor, counts: Tensor, axis: str, n: int, bound: int, back: bool
 ) -> Tensor:
-    """Rows whose part sizes are values, each part with room for all: a proof has no sizes."""
+    """An exchange of rows whose counts are values. Each part has room for all rows, as a proof has
+    no values.
+    """
     me = call.of.mesh.get_local_rank(axis)
     if counts.ndim == 3:
         return _by_groups(call, x, counts, axis, n, bound, back, me)

@@ -14,7 +14,7 @@ from ftp.source import user_line
 
 
 class IssuedBy:
-    """What one rank's collectives have in common.
+    """State that one rank's collectives share.
 
     Attributes:
         works: the handles that asynchronous calls returned.

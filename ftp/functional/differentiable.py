@@ -1,5 +1,5 @@
-"""What autograd functions of blocks and branches share: which values have gradients, and what is
-saved for them.
+"""Helpers of the autograd functions of blocks and branches: which values have gradients, and the
+tensors saved for them.
 """
 
 from collections.abc import Callable, Sequence

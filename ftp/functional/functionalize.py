@@ -43,10 +43,10 @@ def functionalize(
 ) -> Any:
     """Turn a model into a pure function of its parameters.
 
-    The model itself is not changed, and ``fn`` keeps its submodules, hooks and train or eval mode
-    as they are at this call. Hooks on parameters (``Tensor.register_hook``) run; backward hooks on
-    modules are an error where a gradient is taken. ``fn`` keeps the model alive:
-    ``model.to("meta")`` frees its weights.
+    The model itself is not changed, and ``fn`` keeps the submodules, hooks and train or eval mode
+    that it has at this call. Hooks on parameters (``Tensor.register_hook``) run; backward hooks on
+    modules are an error if a gradient is taken. ``fn`` keeps the model alive: ``model.to("meta")``
+    frees its weights.
 
     Args:
         model: any module; on the meta device its tensors stay there.
@@ -54,12 +54,11 @@ def functionalize(
             "" is the model. A ``P`` constrains the output.
         remat: ``{pattern: policy}`` over module paths: recompute these modules in the backward
             pass, as ``ftp.remat`` does. Attributes that such a module sets on itself are lost,
-            buffers aside.
+            except buffers.
         taps: ``{pattern: function}`` over module paths. The function takes a module's output, or
-            its path and its output, whole tensors under any sharding; what it returns stands in
-            the output's place, None leaves it. To read activations, keep them in a dict and return
-            that from the same call (``has_aux=True``); in a module of ``remat`` a tap can only
-            replace.
+            its path and its output, as global tensors under any sharding; its result replaces the
+            output, None keeps it. To read activations, store them in a dict and return the dict
+            from the same call (``has_aux=True``); in a module of ``remat`` a tap can only replace.
         buffers: make buffers and frozen parameters an argument and a result, not constants.
 
     Returns:
@@ -139,7 +138,7 @@ def functionalize(
 
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:
-    """What gives the modules the values that they hold now, and the draws that they make next."""
+    """A context that gives modules the values that they hold now, and the draws that are next."""
     held = [(m.module, m.module.__dict__) for m in program.modules]
     counts, path = dict(draws.counts), list(draws.path)
 
@@ -266,7 +265,7 @@ def _call_with_buffers(
     _check_paths(program, "params", values, params)
     _check_paths(program, "buffers", buffers, state)
     values = program.hooks.registered(program.name, values, (args, kwargs))
-    # The module may write to a clone; a large frozen weight must not cost a copy.
+    # The module may write to its buffers, so it gets clones; frozen weights are not copied.
     clones = {path: buffers[path].clone() for path in state if path not in frozen}
     new = {path: clones.get(path, buffers[path]) for path in state}
     constants = parameter_names(values) | {

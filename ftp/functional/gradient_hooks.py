@@ -1,4 +1,4 @@
-"""Gradient hooks of a model: what runs them, and which are refused by name."""
+"""Gradient hooks of a model: run those of parameters, refuse others by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _INSTEAD = (
 
 
 class GradientRefused(TraceError):
-    """torch.func does not differentiate what torch.autograd does."""
+    """torch.func cannot take this gradient; torch.autograd can."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class GradientHooks:
     ) -> Mapping[str, Tensor]:
         """``values`` {path: tensor} with their parameters' hooks registered.
 
-        On the given tensor where it lives as long as the gradient is taken: a model called twice
-        runs its hooks once, on the whole gradient. Else on an alias: the tensor is the caller's.
+        They are registered on the given tensor if the trace owns it, so that a model called twice
+        runs its hooks once, on the whole gradient; else on an alias, as the tensor is the caller's.
 
         Raises:
             TraceError: a gradient is taken, and a hook cannot run.

@@ -34,10 +34,10 @@ class Constraint:
         kwargs: ``{name: entry}`` of keyword arguments.
         outputs: the entry of the output tensor; a tuple with an entry for each tensor of a returned
             tuple or dict; or ``{key: entry}`` for a returned dict.
-        axes: the mesh axes that the specs are about, as in ``ftp.constrain``; default all. Over
-            other axes the planner chooses.
+        axes: the mesh axes that the specs fix, as in ``ftp.constrain``; default all. Over other
+            axes the planner chooses.
         grad: True gives gradients the layouts of their values, False leaves them to the planner.
-            "dtensor" does as DTensor: an output's gradient has the output's layout; the gradient
+            "dtensor" is as in DTensor: an output's gradient has the output's layout; the gradient
             of an input with two specs has the first; others are left to the planner.
         forward: called in place of the module's forward, as ``forward(module, own, *args,
             **kwargs)``, where ``own`` is the module's.

@@ -45,11 +45,11 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class ModuleProgram:
-    """What ``functionalize`` read of a model.
+    """A model as ``functionalize`` read it.
 
     Attributes:
         other_names: ``{path: first path}`` of tied tensors.
-        constants: ``{id: what to call it}`` of buffers and frozen parameters.
+        constants: ``{id: name in messages}`` of buffers and frozen parameters.
     """
 
     name: str
@@ -70,7 +70,7 @@ class RematModule:
     Attributes:
         program: the module alone.
         slots: paths of the argument tensors that the module holds.
-        mutable: those of them that it may write to.
+        mutable: the slots that it may write to.
     """
 
     pattern: str
@@ -184,7 +184,7 @@ def _call_hooked(
     """Call a module, or its forward, with the program's hooks for random draws, taps, constraints
     and remat registered.
     """
-    # In eval mode without a key no hooks: they would turn fused kernels off.
+    # In eval mode without a key register no hooks: they would turn fused kernels off.
     if draws.key is not None or any(m.module.training for m in program.modules):
         for m in program.modules:
             m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
@@ -235,7 +235,7 @@ def _call_hooked(
 
 
 def _unknown_keywords(call: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Those that a module's forward, or a function, has no parameter for."""
+    """The keywords for which a module's forward, or a function, has no parameter."""
     forward = type(call).forward if isinstance(call, nn.Module) else call
     try:
         parameters = inspect.signature(forward).parameters
@@ -254,7 +254,7 @@ def _recomputed(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The module's forward as a pure function under ``remat``: the backward pass runs it again,
+    """Run the module's forward as a pure function under ``remat``: the backward pass runs it again
     after this call has ended.
     """
     ran.add(block.path)
@@ -323,7 +323,7 @@ def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
 
 
 def _held_tensors(program: ModuleProgram, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that the modules hold, plain attributes too, each with its name in messages."""
+    """The tensors that the modules hold, also in plain attributes, with their names in messages."""
     for m in program.modules:
         for attribute, value in m.module.__dict__.items():
             for key, tensor in (

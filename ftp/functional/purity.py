@@ -60,7 +60,7 @@ _INPLACE_DUNDERS = re.compile(
 
 
 def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a torch function writes to, as far as its name and arguments tell."""
+    """The tensors that a torch function writes to, by its name and arguments."""
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
     targets = list(out) if isinstance(out, tuple | list) else [out]

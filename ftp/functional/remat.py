@@ -54,10 +54,10 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
     Args:
         fn: pure function of trees of tensors. Parameters and random keys must be arguments: a
             captured tensor would get no gradient.
-        policy: the results that a sharded program keeps all the same: ``"nothing"``;
-            ``"products"``, of matmuls, convolutions and attention; ``"collectives"``, so that none
-            is repeated; or a function of the aten op that returns True to keep its result. Outside
-            of a sharded program nothing is kept.
+        policy: the results that a sharded program keeps: ``"nothing"``; ``"products"``, those of
+            matmuls, convolutions and attention; ``"collectives"``, so that none is repeated; or a
+            function of the aten op that returns True to keep its result. Outside of a sharded
+            program nothing is kept.
 
     Returns:
         A function with ``fn``'s arguments and results.
@@ -91,7 +91,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             given, by_name = treedef.unflatten(filled)
             out[:] = flatten(fn(*given, **by_name))
             own = set(map(id, tensors))
-            # An argument that is returned as it is would lose its place in autograd's graph.
+            # An argument that is returned unchanged would lose its place in autograd's graph.
             return tuple(
                 x.view_as(x) if id(x) in own else x for x in out[0] if isinstance(x, Tensor)
             )
@@ -106,7 +106,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
 
 
 def policy_problem(policy: Any, where: str) -> str | None:
-    """What is wrong with a policy, named ``where`` in the message; None if nothing is."""
+    """The error message for a policy, which it calls ``where``; None if the policy is valid."""
     if callable(policy) or policy in POLICIES:
         return None
     return (
@@ -119,13 +119,13 @@ _regions: list[Region] = []
 
 
 def current_region() -> Region | None:
-    """The recomputation that runs now."""
+    """The recomputation that is running."""
     return _regions[-1] if _regions else None
 
 
 @contextmanager
 def recomputing(policy: Policy) -> Iterator[None]:
-    """What runs now repeats ops of the forward pass."""
+    """Within the block ops repeat those of the forward pass."""
     _regions.append(Region(policy))
     try:
         yield
@@ -133,16 +133,17 @@ def recomputing(policy: Policy) -> Iterator[None]:
         _regions.pop()
 
 
-# Code that torch runs again in the backward pass (torch.utils.checkpoint) runs after what surrounds
-# it has ended: a module has its own parameters again, and draws are made from no key.
+# Code that torch runs again in the backward pass (torch.utils.checkpoint) runs after the
+# surrounding contexts have ended: a module has its own parameters again, and there is no key for
+# draws.
 Again = Callable[[], AbstractContextManager[None]]
 _surroundings: list[Callable[[], Again]] = []
 
 
 @contextmanager
 def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
-    """While it lasts, code that will run again calls ``remember``, which returns what enters the
-    present surroundings again.
+    """Within the block, code that will run again calls ``remember``, which returns a context that
+    restores the present surroundings.
     """
     _surroundings.append(remember)
     try:
@@ -152,7 +153,7 @@ def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
 
 
 def run_again(policy: Policy = "nothing") -> Again:
-    """What to enter, later, to run again the code that runs now."""
+    """A context in which code that is running now can be run again later."""
     entered = [remember() for remember in _surroundings]
 
     @contextmanager

@@ -26,7 +26,7 @@ class Optimizer:
 
     Attributes:
         init: ``params -> state``: the tree of ``params`` with ``{slot: tensor}`` (a ``Slots``) for
-            each parameter. Of placed shards it makes this rank's shards of the state.
+            each parameter. For placed shards it makes this rank's shards of the state.
         update: ``(grads, state, params) -> (params, state)``, one step.
 
     >>> import ftp

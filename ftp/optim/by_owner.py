@@ -29,16 +29,16 @@ from ftp.tracing.trace import trace
 def by_owner(
     fn: Callable[..., Any], tree: Any, *rest: Any, axes: Sequence[str] | None = None
 ) -> Any:
-    """Apply ``fn`` to each matrix of ``tree``; in a sharded program each whole matrix is on one
-    rank, its owner, and computed there alone.
+    """Apply ``fn`` to each matrix of ``tree``. In a sharded program each whole matrix is computed
+    on one rank, its owner.
 
-    Matrices of one shape are stacked, and the stack is cut over all ranks: one all-to-all brings
-    the parts of all of them to their owners, another brings each result back. With fewer matrices
-    than ranks some ranks own none.
+    Matrices of one shape are stacked, and the stack is cut over all ranks: one all-to-all sends the
+    parts of all matrices to their owners, another sends the results back. With fewer matrices than
+    ranks some ranks own none.
 
     Args:
-        fn: a pure function of one matrix, and of what ``rest`` has for it. Tensors that it captures
-            are the same for all matrices.
+        fn: a pure function of one matrix, and of its entries in ``rest``. Tensors that it captures
+            are shared by all matrices.
         tree: leaves of shape (rows, columns), or (..., rows, columns) for stacks of matrices, such
             as experts.
         rest: trees with a subtree for each leaf of ``tree``: for a matrix any tensors and static
@@ -50,8 +50,8 @@ def by_owner(
         matrices begin with its leading dims.
 
     Raises:
-        InputError: a leaf that is no tensor of two dims or more; ``rest`` that does not fit; a
-            result that is no tensor; an axis that the mesh lacks.
+        InputError: a leaf that is not a tensor of two or more dims; ``rest`` that does not fit; a
+            result that is not a tensor; an axis that the mesh lacks.
 
     >>> grads, moments = {"w": torch.tensor([[3.0, 4.0]])}, {"w": torch.zeros(1, 1)}
     >>> def whiten(grad, moment):
@@ -74,8 +74,8 @@ def apply_by_owner(
     """``by_owner``.
 
     Args:
-        specs: per leaf of ``tree`` the spec of its parameter, if known: leaves that are cut alike
-            are stacked together. By default that of an argument of the step in its place.
+        specs: per leaf of ``tree``, the spec of its parameter, if known: leaves with equal cuts are
+            stacked together. Default: the spec of the step's argument at the leaf.
     """
     if not callable(fn):
         raise InputError(f"by_owner takes a function of a matrix, not {fn!r}, {kind_of(fn)}.")
@@ -144,7 +144,7 @@ class _Item:
         ]
 
     def key(self) -> Any:
-        """What is equal for items that one program serves."""
+        """A key that is equal for items which one program serves."""
         return (
             self.tree,
             *(
@@ -174,7 +174,7 @@ def check_matrices(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:
     """The mesh of the step being traced. None on one device, in one rank's code, and under a
-    transform of torch.func, which sees through plain ops alone.
+    transform of torch.func, which sees through plain ops only.
     """
     tensors = [x for item in items for x in item.tensors]
     if (
@@ -191,7 +191,7 @@ def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:
 
 
 def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:
-    """One matrix after the other."""
+    """Apply the function to one matrix after the other."""
     if not item.lead:
         result = fn(*item.filled(item.tensors))
         if not all(isinstance(x, Tensor) for x in flatten(result)[0]):
@@ -201,7 +201,7 @@ def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:
     stacks = [x.reshape(count, *x.shape[n:]) for x in item.tensors]
     if not count:
         raise InputError("by_owner is given a stack without matrices.")
-    # A copy is as aligned as a tensor of its own; a kernel may round otherwise where memory is not.
+    # Copies are aligned like tensors of their own; a kernel may round differently on other memory.
     made = [fn(*item.filled([x[i].clone() for x in stacks])) for i in range(count)]
     flat = [flatten(result) for result in made]
     if any(not isinstance(x, Tensor) for leaves, _ in flat for x in leaves):
@@ -232,8 +232,9 @@ def _spec_of(item: _Item) -> P | None:
 def _groups(
     items: Sequence[_Item], specs: Sequence[P | None], paths: Sequence[Sequence[Any]]
 ) -> dict[Any, list[list[int]]]:
-    """Leaves to stack together: of equal shapes, and cut alike, as then one collective moves them.
-    Within a group, those that are one parameter in each layer; layers are planned as one.
+    """Leaves to stack together: those with equal shapes and cuts, so that one collective sends
+    them. Within a group, the same parameter of each layer is together, so that layers are planned
+    as one.
     """
     found: dict[Any, dict[str, list[int]]] = {}
     for i in sorted(range(len(items)), key=lambda i: _natural(paths[i])):
@@ -277,8 +278,8 @@ def _order(
 ) -> tuple[list[int], tuple[str, ...]]:
     """The order of an item's leading dims in a stack, and of the axes that cut it.
 
-    Dims and axes that cut a stack of matrices already come first, so that its matrices stay where
-    they are. Axes that cut one dim together keep their order, as all of a program's specs do.
+    Dims and axes that cut a stack of matrices already come first, so that its matrices stay on
+    their ranks. Axes that cut one dim together keep the order that they have in all specs.
     """
     n, cuts = len(item.lead), [spec.cuts(d) for d in range(len(spec))] if spec else []
     cut = [d for d, found in enumerate(cuts[:n]) if found]
@@ -289,8 +290,8 @@ def _order(
 
 
 def _back(x: Tensor, item: _Item, spec: P, order: Sequence[int]) -> Tensor:
-    """A stack of results in the matrices' shape, laid out as their parameters are. Otherwise what
-    follows would be cut on as many ranks as own matrices, and its results gathered one by one.
+    """A stack of results in the matrices' shape, sharded like their parameters. Otherwise later ops
+    would be cut over the owners, and their results gathered one by one.
     """
     n = len(item.lead)
     if x.shape[1:] != item.leaves[0].shape[n:]:
@@ -340,7 +341,7 @@ def _program(
     slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in stacks]
     args = item.filled(slices)
     leaves, names = flatten(args)[0], leaf_names(args, "args")
-    # Hide the surrounding trace: it sees stacks, this one a slice.
+    # Hide the surrounding trace: it has stacks, this one a slice.
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         device_type = stacks[0].device.type
         traced = trace(fn, leaves, item.tree, device_type, names=names, within=True)

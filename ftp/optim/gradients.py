@@ -15,8 +15,7 @@ from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
 def global_norm(tree: Any) -> Tensor:
-    """The 2-norm of all leaves as one vector, a 0-d tensor; in a sharded program of the global
-    leaves.
+    """The 2-norm of all leaves as one vector, a 0-d tensor; in a sharded program, of global leaves.
 
     Raises:
         InputError: a tree without tensors.
@@ -26,7 +25,7 @@ def global_norm(tree: Any) -> Tensor:
     """
     if not flatten(tree)[0]:
         raise InputError("global_norm is given a tree without tensors.")
-    # A sum of sums: over sharded leaves it stays a pending sum, and one number is reduced.
+    # A sum of sums stays pending over sharded leaves, so that only one number is reduced.
     return asked_for(_total(tree, lambda leaf: leaf.abs().square().sum())).sqrt()
 
 
@@ -170,7 +169,7 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
 def _noted(
     grad_fn: Callable[..., tuple[Any, Any]], n: int, means: Means, params: Any, batch: Any
 ) -> Any:
-    """One call of ``grad_fn``, which a pipeline makes for each microbatch."""
+    """Call ``grad_fn`` once; a pipeline repeats the call for each microbatch."""
     if n != means.microbatches:
         raise InputError(
             f"accumulate(grad_fn, {n}) in a step with a pipeline of {means.microbatches}"

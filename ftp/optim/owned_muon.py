@@ -1,5 +1,5 @@
-"""Steps of torch.optim.Muon whose matrices are orthogonalized by owners (``by_owner``); the rest of
-a step is element-wise and stays sharded as the parameters are.
+"""Steps of torch.optim.Muon whose matrices are orthogonalized by owners (``by_owner``). The rest of
+a step is elementwise and sharded like the parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ def owned_step(
 ) -> list[tuple[Tensor, Slots]]:
     """Per parameter its new value and state.
 
-    The step runs twice: up to the matrices to be orthogonalized, and once more with what their
-    owners made of them. A program computes what both have in common once.
+    The step runs twice: first up to the matrices to be orthogonalized, then with the owners'
+    results. A program computes the common ops once.
 
     Args:
         runs: per parameter a step of its group.
@@ -49,7 +49,7 @@ def owned_step(
     """
     given = list(zip(runs, grads, slots, params, strict=True))
     asked = [_asked(*one) for one in given]
-    # Muon rounds a matrix to bfloat16 before all else: half the bytes of float32 move.
+    # Muon rounds a matrix to bfloat16 first, so half the bytes of float32 are sent.
     updates = {path: x.bfloat16() for path, (x, _) in zip(paths, asked, strict=True)}
     options = {path: args for path, (_, args) in zip(paths, asked, strict=True)}
     specs = dict(zip(paths, map(spec_of_argument, params), strict=True))
@@ -66,14 +66,14 @@ def owned_step(
 def _orthogonalized(matrix: Tensor, options: tuple[Any, ...]) -> dict[str, Tensor]:
     matrix = matrix.clone()
     made = _muon._zeropower_via_newtonschulz(matrix, *options)
-    # Torch scales a matrix in bfloat16 in place, and it may be the momentum itself.
+    # torch scales a bfloat16 matrix in place, and the matrix may be the momentum itself.
     return {"update": made, "matrix": matrix}
 
 
 def _asked(
     run: RunMatrices, grad: Tensor, slots: Slots, param: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """What Muon would orthogonalize, and the options it does it with."""
+    """The matrix that Muon would orthogonalize, and its options."""
     options: list[tuple[Any, ...]] = []
 
     def one(grad: Tensor, param: Tensor, like: Sequence[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ def _asked(
 def _completed(
     run: RunMatrices, grad: Tensor, slots: Slots, param: Tensor, made: dict[str, Tensor]
 ) -> tuple[Tensor, Slots]:
-    """The step, with what the owner made."""
+    """The step with the owner's result."""
     rest = [name for name in slots if name not in slots.like]
 
     def one(

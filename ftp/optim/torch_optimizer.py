@@ -45,12 +45,12 @@ def from_torch(
             Adafactor, or your own class if its ``step`` is tensor code.
         groups: ``{path pattern: options}``, patterns as in ``ftp.plan``: options of the parameters
             that a pattern matches, such as another rate or no weight decay.
-        owned: for Muon: in a sharded program each matrix is orthogonalized by one rank, which is
-            given the whole of it (see ``by_owner``); all else stays sharded as the parameters are.
+        owned: for Muon: in a sharded program each whole matrix is orthogonalized by one rank (see
+            ``by_owner``); everything else stays sharded like the parameters.
             Leaves of more than two dims are stacks of matrices. A list names the mesh axes whose
             ranks own matrices.
-        options: ``cls``'s own. ``lr`` may be a schedule, a function of the number of updates done
-            so far (see ``ftp.optim.schedules``). ``fused=True`` uses torch's fused kernels (AdamW,
+        options: of ``cls``. ``lr`` may be a schedule, a function of the number of updates done so
+            far (see ``ftp.optim.schedules``). ``fused=True`` uses torch's fused kernels (AdamW,
             Adam, SGD and Adagrad), the fastest without compilation. ``foreach`` has no effect.
 
     Raises:
@@ -166,13 +166,13 @@ class _TorchOptimizer:
         if cut:
             raise InputError(
                 f"{', '.join(cut)}: shards of placed tensors, of which {self.cls.__name__} cannot"
-                " tell the whole ones' state. Make it before ftp.device_put, on the meta device if"
+                " tell the global state. Make it before ftp.device_put, on the meta device if"
                 " need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
             )
         return treedef.unflatten(slots)
 
     def _first_of(self, param: Tensor, group: int, known: dict[Any, Slots | None]) -> Slots | None:
-        """The first state of a parameter, of a shard its shard; None where that is unknown.
+        """The first state of a parameter; for a shard, its shard; None if unknown.
 
         Args:
             known: states made so far; parameters of equal shape have equal ones.
@@ -195,7 +195,7 @@ class _TorchOptimizer:
         return found
 
     def _of_shard(self, shard: Tensor, known: Placement, group: int) -> Slots | None:
-        """The state of a shard of a placed parameter; None where it depends on values, or its shape
+        """The state of a shard of a placed parameter; None if it depends on values, or its shape
         does not follow from the shard's.
         """
         if not self._is_value_independent(shard):

@@ -1,8 +1,8 @@
-"""Messages between the ranks of a pipeline as a partial order: how many are on their way at most,
-whatever the ranks' speed, and that buffers of that many suffice.
+"""Messages between the ranks of a pipeline as a partial order: the most that are in flight at any
+speed of the ranks, and a check that buffers of this size suffice.
 
 An action comes before the next one of its rank, and a sender's before its receiver's. A message is
-on its way from the end of the action that sends it to the start of the one that reads it.
+in flight from the end of the action that sends it to the start of the one that reads it.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ RankPair = tuple[int, int]  # from rank, to rank of the pipeline's axis
 
 
 class Message(NamedTuple):
-    """What one action sends and another one reads, on another rank."""
+    """A message from one action to another action on another rank."""
 
     sender: Action
     reader: Action
@@ -24,7 +24,7 @@ class Message(NamedTuple):
 
 
 def messages(actions: Actions, stages: int) -> list[Message]:
-    """What ranks send to each other, each sender's in its order."""
+    """The messages between ranks, each sender's in its order."""
     ranks = len(actions)
     readers = {a: a for own in actions for a in own}
     readers |= {a._replace(kind="B"): a for own in actions for a in own if a.kind == "I"}
@@ -62,13 +62,13 @@ def most_on_their_way(actions: Actions, stages: int) -> dict[RankPair, int]:
         waiting = 0
         for m in earlier:
             rank, at = place[m.reader]
-            waiting += at >= known[rank]  # nothing makes its reader start before this is sent
+            waiting += at >= known[rank]  # its reader need not start before this is sent
         most[message.channel] = max(most.get(message.channel, 0), waiting)
     return most
 
 
 def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
-    """Per action how many of each rank's actions come before it or are it."""
+    """Per action, the number of each rank's actions up to it, itself included."""
     senders = {m.reader: m.sender for m in sent}
     found: dict[Action, list[int]] = {}
     at = [0] * len(actions)
@@ -93,8 +93,8 @@ def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
 
 
 def known_read(actions: Actions, stages: int) -> dict[Action, list[Action]]:
-    """Per action those of its rank whose messages have been read when it starts, at any speed of
-    the ranks, and had not for certain before: it waits, at last, for what their readers did.
+    """Per action, the actions of its rank whose messages are certainly read when it starts, at any
+    speed of the ranks, and were not certainly read before: it waits for results of their readers.
 
     >>> from ftp.pipeline.schedule import gpipe
     >>> known_read(gpipe(2, 2, 1), 2)[Action("B", 0, 0)]
@@ -115,14 +115,14 @@ def known_read(actions: Actions, stages: int) -> dict[Action, list[Action]]:
 
 
 def check_buffers(actions: Actions, stages: int, room: Mapping[RankPair, int]) -> None:
-    """Raises unless the ranks end where a message waits in a buffer of its pair of ranks, and who
-    sends to a full one waits until the other rank starts to read.
+    """Raise unless all ranks finish if messages wait in a buffer per pair of ranks, and the sender
+    to a full buffer waits until the other rank starts to read.
 
     Args:
-        room: per pair of ranks how many messages its buffer holds.
+        room: per pair of ranks, the number of messages that its buffer holds.
 
     Raises:
-        ScheduleError: ranks that wait for one another for ever, with what each is about to do.
+        ScheduleError: ranks wait for each other forever; the message has the action of each.
 
     >>> cross = [[Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)],
     ...          [Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1)]]

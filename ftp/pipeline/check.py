@@ -1,7 +1,7 @@
 """Check that a pipeline's subgraphs, run in the order of its schedule, compute the traced step.
 
-It shares no code with `split`, but the form of its result. Values are numbered: two nodes have one
-number where they are one op of operands of equal numbers.
+It shares no code with `split`, only the type of its result. Values are numbered: two nodes have one
+number if they are the same op on operands of equal numbers.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ class Numbering:
 
 
 def name_of_one(node: fx.Node) -> Any:
-    """A name for each form of a 0-d 1, the gradient of a loss by itself; None of other values."""
+    """A name for a 0-d 1 in any form, the gradient of a loss by itself; None for other values."""
     aten, val = torch.ops.aten, node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.ndim:
         return None
@@ -83,10 +83,10 @@ def check_stages(
     stages: Stages,
     actions: Actions,
 ) -> None:
-    """Raises unless every result and gradient of every microbatch is that of the traced step.
+    """Raise unless every result and gradient of every microbatch is that of the traced step.
 
-    Every subgraph's inputs must have been computed by the rank that reads them, or sent to it, by
-    then; every message is read, or handed on; every action's results are used once.
+    When a subgraph runs, its rank must have computed or received all inputs; every message must be
+    read, or passed on; every action's results must be used once.
 
     Args:
         traced: the step, before it was split: ``params`` inputs, ``batch`` inputs, constants.
@@ -149,7 +149,7 @@ def _number_pieces(
 
 
 def _check_order(stages: Stages, actions: Actions) -> None:
-    """Run the schedule on names in place of tensors."""
+    """Run the schedule on names instead of tensors."""
     ranks = len(actions)
     held: dict[tuple[int, int], set[str]] = {}
     posted: dict[tuple[str, int, int], tuple[str, ...]] = {}

@@ -1,7 +1,8 @@
-"""Check that a graph whose stacks of layers are one tensor a rank computes the traced graph.
+"""Check that a graph with one tensor per rank for each stack of layers computes the traced graph.
 
 It shares no code with `stacked`. A value that consists of layers has a number for each of them;
-otherwise values are numbered as in `check`. Rules of ops are taken as true, as in all certificates.
+other values are numbered as in `check`. Rules of ops are assumed to be true, as in all
+certificates.
 """
 
 import operator
@@ -26,13 +27,13 @@ LayerCounts = Sequence[tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class _LayerRule:
-    """How an op of the traced graph acts on layers, each by itself.
+    """An op of the traced graph that acts on each layer by itself.
 
     Attributes:
         target, args: the op and its arguments, without operands.
         metas: of its operands.
-        dims: per operand the dim of the layers; None of one that has none.
-        is_stack: whether the result consists of layers too; else it is the sum over them.
+        dims: per operand, the dim of the layers; None if it has none.
+        is_stack: whether the result consists of layers; else it is the sum over them.
     """
 
     target: Any

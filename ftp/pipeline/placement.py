@@ -256,7 +256,7 @@ def _by_pattern(
 
 
 def _around_stacks(params: Any, stacks: Sequence[bool], count: int) -> dict[int, int]:
-    """What comes before the first stack is on the first stage, all else on the last one."""
+    """Put parameters before the first stack on the first stage, and all others on the last one."""
     order = _in_order(params)
     first = next(at for at, i in enumerate(order) if stacks[i])
     return {i: 0 if at < first else count - 1 for at, i in enumerate(order) if not stacks[i]}
@@ -290,7 +290,7 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
         0 if at < first else sum(math.prod(leaves[i].shape) for i in own)
         for at, (_, own) in enumerate(groups)
     ]
-    # What comes before the first layer and after the last one goes with its neighbour.
+    # Parameters before the first layer and after the last one join the adjacent layer's stage.
     ends = [at for at, is_layer in enumerate(numbered) if is_layer]
     spans = [
         (0 if k == 0 else at, len(groups) if k == layers - 1 else ends[k + 1])

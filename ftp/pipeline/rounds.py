@@ -1,8 +1,8 @@
 """Cut a traced function whose inputs belong to stages, such as an optimizer's update, into rounds.
 
-A value is computed on the rank that holds what it is computed from. Where that is several ranks, as
-for a norm over all gradients, they hand each other their operands and every rank computes it; what
-follows is the next round. A round is one subgraph for each rank, then one exchange.
+A value is computed on the rank that holds its operands. If several ranks hold them, as for a norm
+over all gradients, ranks send each other their operands and every rank computes the value, in the
+next round. A round is one subgraph for each rank, then one exchange.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +26,7 @@ class Rounds:
 
     Attributes:
         subgraphs: per round, per rank of the axis its subgraph.
-        shared: per round what each rank hands to all others after its subgraph, ``(name, rank)``.
+        shared: per round, the values sent to all ranks after the subgraphs: ``(name, rank)``.
         results: per output the name of its value.
     """
 
@@ -104,7 +104,7 @@ def _subgraphs_of(
     shared: Mapping[fx.Node, int],
     made: list[dict[int, StageGraph]],
 ) -> None:
-    """Add a rank's subgraphs, the last round first: what a round reads, an earlier one gives.
+    """Add a rank's subgraphs, the last round first: a round reads results of earlier ones.
 
     Args:
         nodes: that the rank may compute.
@@ -162,8 +162,8 @@ def _subgraphs_of(
 
 
 def _in_order(roots: Sequence[fx.Node], here: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes that are computed ``here`` and what they read, operands first: an order that does
-    not depend on other nodes of the graph.
+    """The nodes that are computed ``here`` and their operands, operands first, in an order that
+    does not depend on other nodes of the graph.
     """
     order: dict[fx.Node, None] = {}
     for root in roots:

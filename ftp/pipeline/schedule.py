@@ -1,5 +1,5 @@
-"""Schedules: which action each rank of a pipeline runs when, whether that ends, and how long it
-takes.
+"""Schedules: the order of actions on each rank of a pipeline, whether all ranks finish, and the
+time that it takes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ Duration = Callable[[Action], float]  # seconds
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What an action waits for: of each tuple one action, whichever the schedule has."""
+    """The actions that an action waits for: one of each tuple, the one that the schedule has."""
     kind, stage, microbatch = action
     if kind == "F":
         return [(Action("F", stage - 1, microbatch),)] if stage else []
@@ -204,14 +204,14 @@ class TimedAction:
 def simulate(
     actions: Actions, stages: int, duration: Duration, transfer: float = 0.0
 ) -> list[TimedAction]:
-    """When each action runs, if a rank begins its next one as soon as what it needs is there.
+    """The time of each action, if a rank starts its next one as soon as all its needs are met.
 
     Args:
         transfer: seconds from the end of an action to the arrival of its results at another rank.
 
     Raises:
-        ScheduleError: an order in which ranks wait for one another for ever, with the action that
-            each waits for.
+        ScheduleError: ranks wait for each other forever; the message has the action that each waits
+            for.
 
     >>> made = gpipe(2, 1, 1)
     >>> [(str(t.action), t.start) for t in simulate(made, 2, lambda action: 1.0)]
@@ -263,7 +263,7 @@ def _open(
 
 
 def bubble(timed: Sequence[TimedAction], ranks: int) -> float:
-    """The part of all ranks' time in which they do nothing."""
+    """The share of all ranks' time in which they are idle."""
     total = max((t.end for t in timed), default=0.0) * ranks
     return 1 - sum(t.end - t.start for t in timed) / total if total else 0.0
 

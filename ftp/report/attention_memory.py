@@ -20,8 +20,8 @@ _OF_KERNEL = 512  # keys that torch's kernel for CPUs takes at a time
 
 
 def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
-    """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, of a ring
-    what is sent and has arrived, and the buffers of a CPU's kernel on one thread.
+    """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, a ring's sent
+    and received tensors, and the buffers of a CPU's kernel on one thread.
     """
     target: Any = node.target
     ring = None if target in (FLEX_RING, FLEX_RING_BACKWARD) else RINGS.get(target)
@@ -38,7 +38,7 @@ def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
 
 
 def rank_of(needs: Needs, rows: Sequence[int], queries: int, keys: int) -> int:
-    """Which rank of a ring holds some queries, and so many keys."""
+    """The rank of a ring that holds these queries and so many keys."""
     ring = needs.ring
     ranks = [r for r in range(ring.n) if ring.length_of(r) == keys]
     mine = pieces_of(rows, queries)
@@ -87,8 +87,8 @@ class _CallSizes:
         return self.of_keys * keys * (self.k.shape[3] + self.v.shape[3]) * size
 
     def after_sums(self, most: int) -> int:
-        """The most of a call whose sums are of a wider dtype than its results: they are held from
-        its begin, results from its end.
+        """The most bytes of a call whose sums have a wider dtype than its results: sums are held
+        from its start, results from its end.
         """
         if not self.more:
             return most
@@ -121,8 +121,8 @@ class _CallSizes:
         return copies + made + self._kernel(queries, keys)
 
     def _kernel(self, queries: int, keys: int) -> int:
-        """The kernel's own buffers, on one thread: torch's FlashAttentionKernel.cpp; where values
-        are of another dim than queries, the scores.
+        """The kernel's own buffers, on one thread (torch's FlashAttentionKernel.cpp); the scores,
+        if values and queries have different dims.
         """
         if self.q.shape[3] != self.v.shape[3]:
             return self.heads * queries * keys * self.wide * (2 if self.is_forward else 4)
@@ -139,7 +139,7 @@ class _CallSizes:
         held = _row_blocks(tuple(self.rows), self.q.shape[2], most)
         full = max((b.length for b in held), default=0), largest
         known: set[tuple[int, int]] = set()
-        for rows in reversed(held):  # those that see most first
+        for rows in reversed(held):  # blocks that see most keys first
             for keys in key_blocks:
                 for t in tiles(rows, keys, self.is_causal):
                     sizes = t.queries.stop - t.queries.start, t.keys.stop - t.keys.start
@@ -208,8 +208,8 @@ def _row_blocks(rows: tuple[int, ...], size: int, most: int) -> list[Block]:
 
 
 def travelling(steps: Steps, sizes: tuple[int, int], returns: bool, is_part: bool) -> Iterator[int]:
-    """The bytes of keys and values in each step of a ring: those that are sent and have arrived,
-    and sums of gradients.
+    """The bytes of keys and values that a ring holds in each step: sent and received ones, and sums
+    of gradients.
 
     Args:
         sizes: bytes of a key with its value, and in the dtype of sums.

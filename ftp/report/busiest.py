@@ -1,5 +1,5 @@
-"""The rank that has most to compute, among those that run one program: attention in plain chunks
-under a causal mask gives the last rank most.
+"""The busiest rank among those that run one program: under a causal mask, plain chunks give the
+last rank the most attention work.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,4 @@
-"""Bytes that attention with functions of scores needs while it runs, beside its operands and
-results.
-"""
+"""Bytes that flex_attention needs while it runs, beside its operands and results."""
 
 import functools
 import math
@@ -23,7 +21,7 @@ from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
 _INDEX = 8  # bytes of an index
-_LISTED = 18  # of a block while those listed are found: an index, two numbers, two bools
+_LISTED = 18  # bytes per block while listed blocks are searched: an index, two numbers, two bools
 
 
 def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
@@ -75,7 +73,7 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
         summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
     else:
         most = max(scores + max(copies, hidden), 2 * scores + sees + of_values)
-        if score:  # what the function is given and returns is kept for its derivative
+        if score:  # the function's argument and result are kept for its derivative
             kept = 2 * scores + _kept(score, sizes)
             most = max(scores + of_score, kept + hidden, kept + most)
         most += base + rows * (v.shape[3] + 2) * cast + math.prod(q.shape[:3]) * wide
@@ -96,11 +94,11 @@ def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
 
 @functools.cache
 def _depends(key: str) -> dict[str, tuple[str, int]]:
-    """Per node of a function on which letters its values depend, and the bytes of one."""
+    """Per node of a function, the letters on which its value depends, and its bytes per element."""
     found: dict[str, tuple[str, int]] = {}
     nodes = list(slice_program_of(key).gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]
-    # A mask's function has no score: its first inputs are the place, twice.
+    # A ``mask_mod`` has no score: its first inputs are the two positions.
     start = 1 if places[0].meta["val"].dtype.is_floating_point else 0
     own = {n: PLACE[i % 4] for i, n in enumerate(places[start : start + 8])}
     for node in nodes:
@@ -119,13 +117,13 @@ def _bytes(key: str, name: str, sizes: dict[str, int]) -> int:
 
 
 def _result(key: str, sizes: dict[str, int]) -> int:
-    """What a function returns."""
+    """Bytes of a function's result."""
     output: Any = next(reversed(slice_program_of(key).gm.graph.nodes))
     return _bytes(key, output.args[0][0].name, sizes)
 
 
 def _peak(key: str, sizes: dict[str, int]) -> int:
-    """The most that a function holds at a time, beside its inputs."""
+    """The most bytes that a function holds at a time, beside its inputs."""
     if not key:
         return 0
     nodes = list(slice_program_of(key).gm.graph.nodes)
@@ -157,8 +155,8 @@ def _cast(key: str, node: fx.Node, sizes: dict[str, int]) -> int:
 
 
 def _kept(key: str, sizes: dict[str, int]) -> int:
-    """What of a function's values its derivative needs: those that depend on the scores, as far as
-    they are not operands of sums alone.
+    """Bytes of a function's values that its derivative needs: those that depend on the scores and
+    are not only operands of sums.
     """
     nodes = slice_program_of(key).gm.graph.nodes
     linear = (aten.add.Tensor, aten.sub.Tensor, aten.neg.default)

@@ -1,4 +1,4 @@
-"""How unequal a given batch makes the rows that ranks exchange: rows per rank and per expert."""
+"""The balance of rows that ranks exchange for a given batch: rows per rank and per expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -210,15 +210,15 @@ class Lowered(Startable):
 
     @collection_paused()
     def loads(self, *args: Any) -> Loads:
-        """How unequal the rows are that ranks exchange for given arguments, where their numbers are
-        values: rows per rank, and per expert. All ranks run in this process.
+        """The numbers of rows that ranks exchange for given arguments, if they depend on values:
+        rows per rank, and per expert. All ranks run in this process.
 
-        ``.most`` of a load is the least capacity that the arguments need. What a program costs
-        and holds with equal loads is ``cost()`` and ``memory.expected``, with the most unequal
+        ``.most`` of a load is the least capacity that the arguments need. Time and memory with
+        equal loads are ``cost()`` and ``memory.expected``; with the most unequal loads,
         ``cost().worst`` and ``memory``.
 
         Args:
-            args: what the step takes, tensors whole.
+            args: the step's arguments, with global tensors.
 
         >>> import ftp
         >>> mesh = ftp.simulated_mesh(2, "ep")

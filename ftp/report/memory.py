@@ -183,8 +183,8 @@ def measure(
     copies: int,
     given_up: Collection[int] = (),
 ) -> Memory:
-    """The memory of a rank's program, freed as Python frees: a value after its last use, the
-    caller's tensors at the end. Of a cond it is the larger branch's.
+    """The memory of a rank's program, freed like Python does: a value after its last use, the
+    caller's tensors at the end. For a cond, that of the larger branch.
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.

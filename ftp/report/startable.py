@@ -35,7 +35,7 @@ class ReturningProgram(Protocol):
 
 
 class Startable:
-    """What ``step.lower(...)`` returns, as something to run."""
+    """A program that can be compiled or saved; the base of the results of ``step.lower(...)``."""
 
     _returning: ReturningProgram
     _bound: CallableProgram | None = None
@@ -52,8 +52,9 @@ class Startable:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the program takes as true of its values, each with the line that would otherwise
-        raise: a trace has no values. ``check_inputs=True`` of the step checks them at every call.
+        """Claims about values that the program takes as true, each with the line that would
+        otherwise raise: a trace has no values. ``check_inputs=True`` of the step checks them at
+        every call.
         """
         return tuple(dict.fromkeys(self._returning.assumptions))
 

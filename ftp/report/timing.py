@@ -54,9 +54,8 @@ class Cost(float):
         waiting: seconds in which nothing is computed because a collective's result is awaited.
         mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
             counted by its own rate.
-        worst: seconds of the step where every exchange whose part sizes are values moves as much
-            as it can, and as many rows are computed; else the estimate itself, which takes equal
-            parts.
+        worst: seconds of the step if every exchange of rows, whose counts are values, sends as many
+            as it can, and as many rows are computed. The estimate itself assumes equal parts.
     """
 
     ops: tuple[TimedOp, ...]

@@ -117,7 +117,7 @@ def repeated_work(
     found: Origins,
     specs: dict[Node, PartitionSpec],
 ) -> list[Finding]:
-    """What is done more than ``REPEATED`` times, and axes that cut no matmul.
+    """Findings on work done more than ``REPEATED`` times, and on axes that cut no matmul.
 
     Args:
         used: the axes that a spec or a constraint names; ranks of others repeat all on purpose.

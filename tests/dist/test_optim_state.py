@@ -83,7 +83,7 @@ def _trained() -> list[str]:
     except ftp.errors.InputError as e:
         if (
             "params['down'], params['up']: shards of placed tensors, of which Adafactor cannot tell"
-            " the whole ones' state" not in str(e)
+            " the global state" not in str(e)
         ):
             wrong.append(str(e))
     return wrong
