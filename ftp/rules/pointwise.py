@@ -5,7 +5,8 @@ from torch._ops import OpOverload
 from ftp.rules.call import Call
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
-from ftp.rules.notation import Notation
+from ftp.rules.local_forms import unless_empty
+from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten, prims
 from ftp.rules.registry import rule
 from ftp.rules.rule import Rule
@@ -59,6 +60,7 @@ pointwise(*overloads("add rsub sub", "Scalar"))
 pointwise(*overloads("div", "Tensor_mode Scalar_mode"))
 pointwise(*overloads("empty_like full_like ones_like"))
 pointwise(aten.fill.Scalar, aten.frexp.Tensor, aten.round.decimals)
+pointwise(aten.fake_quantize_per_tensor_affine_cachemask.default)
 
 # f(x + y) = f(x) + f(y).
 ADDITIVE = (
@@ -118,6 +120,20 @@ def rrelu(call: Call) -> Rule | None:
         return None
     shapes = [m.shape for m in call.operands], [m.shape for m in call.results]
     return Rule(broadcast_notation(*shapes))
+
+
+@rule(
+    aten.fake_quantize_per_channel_affine_cachemask.default,
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+)
+def fake_quantize(call: Call) -> Rule:
+    """Elementwise; scales and zero points have the channels' dim, or one element."""
+    x = tuple((f"d{d}",) for d in range(call.results[0].ndim))
+    is_by_channel = call.target is aten.fake_quantize_per_channel_affine_cachemask.default
+    of_scales: Dims = (x[call.arg("axis")],) if is_by_channel else (("one",),)
+    scales = (of_scales,) * (len(call.operands) - 1)
+    whole = frozenset[str](() if is_by_channel else ("one",))
+    return Rule(Notation((x, *scales), (x, x), whole, ((), ())), local=unless_empty())
 
 
 @rule(aten.isin.Tensor_Tensor)

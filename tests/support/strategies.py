@@ -477,6 +477,15 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "clamp.Tensor": lambda: [s(x(4, 3), x(4, 3), x(3)), s(x(4, 3), None, x(3))],
     "clamp.default": lambda: [s(x(4, 3), 0.2, 0.7), s(x(4, 3), None, 0.7)],
     "frexp.Tensor": lambda: [s(x(4, 3))],
+    "fake_quantize_per_tensor_affine_cachemask.default": lambda: [s(x(4, 3), 0.1, 2, -4, 3)],
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default": lambda: [
+        s(x(4, 3), x(1), torch.tensor([2], dtype=torch.int32), torch.tensor([on]), -4, 3)
+        for on in (0, 1)
+    ],
+    "fake_quantize_per_channel_affine_cachemask.default": lambda: [
+        s(x(4, 3), x(n).float(), torch.arange(n, dtype=torch.int32), axis, -4, 5)
+        for axis, n in ((0, 4), (1, 3))
+    ],
     "copy.default": lambda: [s(x(4, 3), x(4, 3)), s(x(4, 3), x(3))],
     "fill.Tensor": lambda: [s(x(4, 3), x())],
     "complex.default": lambda: [s(x(4, 3), x(4, 3))],
