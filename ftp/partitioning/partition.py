@@ -178,7 +178,8 @@ class _Emission:
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
             # A rank with an empty shard takes part in collectives whose results it does not use.
-            if made.op == "call_function" and not made.users and made.target is not WAIT:
+            is_collective = made.target is WAIT or "collective" in made.meta
+            if made.op == "call_function" and not made.users and not is_collective:
                 self.graph.erase_node(made)
         for made in self.graph.nodes:
             made.meta.setdefault("branch", ())

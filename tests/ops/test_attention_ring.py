@@ -199,3 +199,18 @@ def test_mutants_are_refused(monkeypatch: Any, owner: Any, name: str, wrong: Any
     forget_steps(monkeypatch)
     with pytest.raises(CertificateError):
         prove()
+
+
+def test_a_rank_that_reads_nothing_of_a_ring_takes_part_in_it():
+    """Its queries are none, and so is its part of what reads them; the others pass it their keys."""
+
+    def program(x: Tensor) -> Tensor:
+        seen = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        return seen.gather(2, torch.tensor([1, 0, 1, 1]).reshape(1, 1, 4, 1))
+
+    x = torch.randn(2, 2, 2, 2, dtype=torch.float64)
+    cut = P(None, None, "cp")
+    mesh = ftp.simulated_mesh((3,), ("cp",))
+    step = ftp.spmd(lambda x: program(ftp.constrain(x, cut)), mesh, (cut,), P(), certify=True)
+    assert [c.op for c in step.lower(x).collectives] == ["ring", "all_reduce"]
+    torch.testing.assert_close(step(x), program(x))
