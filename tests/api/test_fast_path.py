@@ -114,7 +114,7 @@ def test_one_tensor_as_state_and_batch():
     p = torch.randn(3)
     for _ in range(3):
         p, _ = run(p, torch.ones(3))
-    with pytest.raises(ftp.errors.DonationError, match="are one tensor"):
+    with pytest.raises(ftp.errors.DonationError, match="are the same tensor"):
         run(p, p)
 
 

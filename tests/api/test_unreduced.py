@@ -106,5 +106,5 @@ def test_errors():
 
 @pytest.mark.parametrize(("entries", "axes"), [(("tp",), ("tp",)), ((), ("tp", "tp"))])
 def test_an_axis_is_used_once(entries, axes):
-    with pytest.raises(SpecError, match="uses mesh axis 'tp' twice: the sum over an axis"):
+    with pytest.raises(SpecError, match="uses mesh axis 'tp' twice: a sum over an axis"):
         P(*entries, unreduced=axes)

@@ -47,7 +47,7 @@ def test_a_length_that_moves_where_parts_begin_is_refused(rows):
     """5 rows over 2 ranks begin at 0 and 3."""
     op = FILL_UP if rows > 5 else CUT_OFF
     mesh = ftp.AbstractMesh((2,), ("ep",))
-    with pytest.raises(ftp.errors.RuleError, match="moves where the rows of a rank begin"):
+    with pytest.raises(ftp.errors.RuleError, match="changes the start of a rank's rows"):
         ftp.lower(lambda x: op(x, "ep", 2, rows), mesh, P("ep"), torch.ones(5), out_specs=P("ep"))
 
 

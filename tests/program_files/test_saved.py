@@ -348,7 +348,7 @@ def test_what_cannot_be_saved(tmp_path: Path):
     with pytest.raises(ProgramFileError, match="a structure that no argument has"):
         step.lower(torch.ones(2)).save(tmp_path / "program")
     part = ftp.Lowered(step.lower(torch.ones(2))._program)
-    with pytest.raises(ReportError, match="call the step"):
+    with pytest.raises(ReportError, match="Call the step"):
         part.save(tmp_path / "program")
     assert not list(tmp_path.iterdir())
 
