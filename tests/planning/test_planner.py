@@ -367,3 +367,16 @@ def test_planning_leaves_its_graph_as_it_is():
     assert any(node.cuts for node in plans[0].graph.nodes)
     first, second = ([(n, c) for n, _, _, c, _ in state(plan.graph)] for plan in plans)
     assert first == second and plans[0].cost == plans[1].cost
+
+
+def test_equal_parts_of_another_formula_are_resharded():
+    """Two rows cut in 3 and taken twice are the parts of four rows cut in 3."""
+
+    def program(x, at):
+        return torch.where(at < 3, x, x.sin()) @ x
+
+    mesh = ftp.simulated_mesh((2, 3), ("a", "b"))
+    in_specs = P(("b", "a")), P(None, (ftp.units("a", 1), "b"))
+    step = ftp.spmd(program, mesh, in_specs, P("b", ftp.units("a", 1)), certify=True)
+    x, at = torch.randn(2, 2, 2, 2, dtype=torch.float64), torch.tensor([[1, 4], [3, 0]])
+    torch.testing.assert_close(step(x, at), program(x, at))
