@@ -202,7 +202,7 @@ def test_mutants_are_refused(monkeypatch: Any, owner: Any, name: str, wrong: Any
 
 
 def test_a_rank_that_reads_nothing_of_a_ring_takes_part_in_it():
-    """Its queries are none, and so is its part of what reads them; the others pass it their keys."""
+    """It has no queries, and no part of what reads them; the others pass it their keys."""
 
     def program(x: Tensor) -> Tensor:
         seen = torch.nn.functional.scaled_dot_product_attention(x, x, x)
