@@ -29,7 +29,7 @@ def nodes_so_far() -> frozenset[fx.Node]:
     return frozenset(_tracer().graph.nodes)
 
 
-def _node_of(x: Tensor) -> fx.Node | None:
+def node_of(x: Tensor) -> fx.Node | None:
     """The node of a tensor, inside all wrappers of torch.func."""
     with torch._C.DisableTorchFunction():
         while is_functorch_wrapped_tensor(x):
@@ -90,7 +90,7 @@ class _Replacing(TorchFunctionMode):
     def _swapped(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             with torch._C.DisableTorchFunction():
-                if not _is_transformed(x) or (node := _node_of(x)) not in self._before:
+                if not _is_transformed(x) or (node := node_of(x)) not in self._before:
                     return x
                 assert node is not None
                 return self.replaced(node, x)
@@ -117,7 +117,7 @@ class CapturedFinder(_Replacing):
 
     def check(self, results: Sequence[Any]) -> None:
         for x in results:
-            if isinstance(x, Tensor) and _has_gradient(x) and _node_of(x) not in self._before:
+            if isinstance(x, Tensor) and _has_gradient(x) and node_of(x) not in self._before:
                 raise TraceError(
                     f"{at_line()}A branch of torch.cond uses a captured tensor in a way in which"
                     " no gradient would flow. Make it an operand: torch.cond(predicate, true_fn,"

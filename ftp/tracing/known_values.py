@@ -68,7 +68,7 @@ class KnownValues:
             producers[at] = None
             if at not in self._of:
                 stack += at.all_input_nodes
-        return not _are_written(producers, node.graph)
+        return not are_written(producers, node.graph)
 
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
@@ -108,7 +108,7 @@ def _is_computable(node: fx.Node) -> bool:
     )
 
 
-def _are_written(nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
+def are_written(nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
     """Whether any op so far writes to the memory of one of these nodes."""
     held = {storage for node in nodes for storage in storages(node)}
     written = (v for node in graph.nodes for v in writes(node))

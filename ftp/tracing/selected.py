@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ftp.errors import TraceError
 from ftp.source import user_line
+from ftp.tracing.same_values import holds_same
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,7 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def group_of(mask: Tensor) -> Selections:
-    valid = mask.reshape(-1)
+    valid = mask.reshape(-1).clone()  # the function may change its mask later
     return Selections(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
 
 
@@ -217,13 +218,16 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """
     name = getattr(func, "__name__", str(func))
     given = [a for a in _flat((args, kwargs)) if isinstance(a, Selected)]
+    if name in _OF_DTYPE:
+        return func(given[0].rows)
     group = given[0].group
-    if any(other.group.mask is not group.mask for other in given):
+    others = (x.group.mask for x in given if x.group is not group)
+    if not all(holds_same(mask, group.mask) for mask in others):
         raise _refused(f"{name} of rows that different masks select", as_it_is=True)
     rows = given[0].rows
     if name == "__setitem__":
         x, key, value = args
-        if isinstance(x, Selected) or key is not group.mask or not is_selection(key, x):
+        if isinstance(x, Selected) or not is_selection(key, x) or not holds_same(key, group.mask):
             raise _refused("a write but to the places of the same mask", as_it_is=True)
         return x.copy_(write(x, group, value))
     if name in _REDUCED:
@@ -382,12 +386,15 @@ _NAMES = """
     abs add sub subtract rsub mul multiply div divide true_divide pow neg negative exp exp2 expm1
     log log2 log10 log1p sqrt rsqrt square reciprocal relu relu6 gelu silu mish elu celu selu
     leaky_relu softplus softsign sigmoid logsigmoid hardsigmoid hardswish tanh hardtanh sin cos tan
-    asin acos atan sinh cosh erf sign clamp clamp_min clamp_max maximum minimum where eq ne lt le gt
-    ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not isnan isfinite isinf
-    nan_to_num float double half bfloat16 long int bool to type detach clone contiguous floor ceil
-    round lerp xlogy
+    asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma sign sgn clamp
+    clip clamp_min clamp_max maximum minimum fmax fmin where eq ne lt le gt ge logical_and
+    logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not isnan isfinite
+    isinf isclose nan_to_num float double half bfloat16 long int bool to type type_as detach clone
+    contiguous floor ceil round trunc frac fmod remainder floor_divide hypot logit logaddexp lerp
+    addcmul addcdiv xlogy
 """
 _POINTWISE = frozenset(_NAMES.split())
+_OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
 
 def _keeps_rows(at: int, default: Any = None) -> Callable[..., bool]:

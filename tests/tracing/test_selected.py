@@ -63,7 +63,33 @@ def _embedded(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return rows.tanh().sum() + torch.masked_select(x @ w, x > 0).exp().sum()
 
 
-PROGRAMS = [_sum_of_logs, _mean, _losses, _written_back, _experts, _embedded, _logs_at_places]
+def _by_dtype(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    kept = (x @ w)[ids >= 0]
+    assert kept.is_floating_point() and torch.is_floating_point(kept) and not kept.is_complex()
+    assert kept.element_size() == 8 and not ids[ids >= 0].is_floating_point()
+    turned = torch.atan2(kept, x[ids >= 0].type_as(kept)).erfc() + torch.remainder(kept, 0.7)
+    return torch.addcmul(turned, kept, kept, value=0.3).trunc().sum() + turned.square().mean()
+
+
+def _mask_written_twice(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y = (x @ w).flatten(0, 1)
+    kept = y[ids.flatten() != -100] * x.flatten(0, 1)[ids.flatten() != -100]
+    y[ids.flatten() != -100] = kept.tanh()
+    loss = F.cross_entropy(y[ids.view(-1) != -100], ids.view(-1)[ids.view(-1) != -100])
+    return loss + y.square().mean()
+
+
+PROGRAMS = [
+    _mask_written_twice,
+    _sum_of_logs,
+    _mean,
+    _losses,
+    _written_back,
+    _experts,
+    _embedded,
+    _logs_at_places,
+    _by_dtype,
+]
 
 
 @pytest.mark.parametrize("mesh", [((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=["dp3", "dp2×tp2"])
@@ -77,6 +103,17 @@ def test_values_and_gradients(program: Callable[..., Tensor], mesh: tuple[tuple,
     value, grad = step(W, X, IDS)
     torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_a_mask_that_is_changed_after_it_selected():
+    def program(x: Tensor, ids: Tensor) -> Tensor:
+        mask = ids >= 0
+        kept = x[mask]
+        mask[0] = ~mask[0]
+        return kept.square().sum() + x[mask].mean()
+
+    step = ftp.spmd(program, ftp.simulated_mesh((2,), ("dp",)), (P("dp"), P("dp")), P())
+    torch.testing.assert_close(step(X, IDS), program(X, IDS), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("program", [_sum_of_logs, _written_back, _embedded, _logs_at_places])
@@ -99,6 +136,20 @@ def _count(w, x, ids):
     return kept.sum() / kept.shape[0]
 
 
+def _mask_changed_between(w, x, ids):
+    ids = ids.clone()
+    kept = (x @ w)[ids >= 0]
+    ids[0, 0] = -1
+    return (kept * x[ids >= 0]).sum()
+
+
+def _one_mask_changed_between(w, x, ids):
+    mask = ids >= 0
+    kept = (x @ w)[mask]
+    mask[0] = mask[0].flip(0)
+    return (kept * x[mask]).sum()
+
+
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "the number of selected rows": _count,
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
@@ -106,6 +157,8 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "std": lambda w, x, ids: (x @ w)[ids >= 0].std(),
     "reshape": lambda w, x, ids: (x @ w)[ids >= 0].reshape(-1).sum(),
     "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
+    "mul of rows that different masks": _mask_changed_between,
+    "mul of rows that different": _one_mask_changed_between,
     "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x[:, 0]).sum(),
     "sort": lambda w, x, ids: (x @ w)[ids >= 0].sort(0).values.sum(),
     "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x[0]]).sum(),
