@@ -130,6 +130,8 @@ class Recall:
         tracker, graph = tracer.tensor_tracker, tracer.graph
         nodes: list[fx.Node] = []
         made: list[FakeTensor | None] = []
+        if known.in_place and call.inputs[0].meta.get("val") is call.given[0]:
+            self._keep_val(call.inputs[0])
 
         def node_of(place: Any) -> fx.Node:
             return call.inputs[place.at] if type(place) is _Input else nodes[place.at]
@@ -168,6 +170,16 @@ class Recall:
                     parts.get(k) for k in range(max(parts, default=-1) + 1)
                 )
         return _filled(known.result, made)
+
+    def _keep_val(self, node: fx.Node) -> None:
+        """Give a node a ``val`` of its own before an in-place op: a later one may change the shape
+        of the tensor itself.
+        """
+        x = node.meta["val"]
+        with torch._C._DisableTorchDispatch():
+            at = int(x.storage_offset())
+            own = _Val(tuple(x.shape), x.stride(), at, x.dtype, x.fake_device, None)
+            node.meta["val"] = self._tensor(own, x)
 
     def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
         """As ``FakeTensor(mode, plain, device)``, which looks at each of its twenty attributes."""
