@@ -130,7 +130,7 @@ def bincount(
         size: elements of the result.
 
     Returns:
-        Of shape ``(size,)``: int64, or of the weights' dtype, float64 for integer weights.
+        Of shape ``(size,)``: int64, or with weights float32 for those of float32, else float64.
 
     Raises:
         InputError: neither ``size`` nor ``minlength``; ``x`` that is not of integers and one dim.
@@ -152,7 +152,7 @@ def bincount(
     assume(is_in, f"all values are in [0, {size}), the size of ftp.static.bincount")
     if weights is None:
         weights = torch.ones_like(x, dtype=torch.int64)
-    elif not weights.dtype.is_floating_point:
+    elif weights.dtype is not torch.float32:
         weights = weights.to(torch.float64)
     zero = weights.new_zeros(())
     return _counted(x.clamp(0, size - 1).long(), torch.where(is_in, weights, zero), size)

@@ -24,7 +24,7 @@ ALLOWED = {
     "tensors": "distributed sharding",
     "checkpoint": "distributed sharding tensors",
     "functional": "ops random sharding",
-    "tracing": "axis functional ops rules sharding",
+    "tracing": "axis functional ops rules sharding static",
     "optim": "axis ops sharding tensors tracing",
     "per_rank": "axis ops rules sharding tracing",
     "plans": "functional ops per_rank sharding",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.errors import InputError
+from ftp.errors import InputError, TraceError
 
 integers = st.lists(st.integers(-3, 6), max_size=9).map(
     lambda v: torch.tensor(v, dtype=torch.int64)
@@ -58,6 +58,7 @@ def test_sharded_results_and_gradients(values: list[int], mesh: tuple[tuple, tup
         chosen = ftp.static.masked_select(rows, rows > 0, size=24)
         names = ftp.static.unique(ids, size=6, fill_value=0)
         counts = ftp.static.bincount(ids, rows.sum(1), size=6)
+        counts = counts + torch.bincount(ids, minlength=6) * ids.bincount(rows[:, 0].detach(), 6)
         at = ftp.static.nonzero(ids, size=4, fill_value=0)[:, 0]
         return (chosen**3).sum() + (table[names] ** 2).sum() + (counts**2).sum() + rows[at].sum()
 
@@ -85,6 +86,38 @@ def test_what_does_not_fit_is_listed_and_checked():
         checked(w, x)
 
 
+def test_torchs_bincount_of_a_given_length():
+    mesh, w, ids = ftp.simulated_mesh((2,), ("dp",)), torch.ones(4), torch.tensor([0, 3, 3, 1])
+
+    def loss(w, ids):
+        return (w * torch.bincount(ids, minlength=4)).sum()
+
+    step = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), check_inputs=True)
+    assert torch.equal(step(w, ids)[1], torch.bincount(ids, minlength=4).float())
+    with pytest.raises(InputError, match=r"all values are in \[0, 4\)"):
+        step(w, ids + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
+def test_counts_have_torchs_dtype(dtype: torch.dtype):
+    ids, weights = torch.tensor([0, 2, 2]), torch.ones(3, dtype=dtype)
+    expected = torch.bincount(ids, weights, minlength=4)
+    assert torch.equal(ftp.static.bincount(ids, weights, minlength=4), expected)
+    assert ftp.static.bincount(ids, weights, minlength=4).dtype is expected.dtype
+
+
+def test_a_list_of_assumptions_is_needed_for_torchs_bincount():
+    """Inside of ``ftp.local`` a rank's claims are in no list: the count of all is not known."""
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+
+    def counts(x):
+        return torch.bincount(x, minlength=4)
+
+    local = ftp.local(counts, mesh, P("dp"), P("dp"))
+    with pytest.raises(TraceError, match="bincount"):
+        ftp.spmd(local, mesh, (P("dp"),), P("dp"))(torch.tensor([0, 3, 3, 1]))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -105,6 +138,6 @@ def test_the_page_runs(tmp_path: Path):
     """As a file, since guards are read where they stand."""
     page = (Path(__file__).resolve().parents[1] / "docs/values.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))

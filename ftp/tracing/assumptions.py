@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ftp.axis import is_inside
+from ftp.errors import TraceError
 from ftp.ops.assume import Condition, assumptions_to
 from ftp.source import user_line
+from ftp.tracing.known_values import KnownValues
 
 
 class Assumptions:
@@ -22,6 +24,7 @@ class Assumptions:
 
     def __init__(self, recorder: Any, checked: bool):
         self._recorder, self._checked = recorder, checked
+        self._values = KnownValues()
         self.claims: list[str] = []
         self.conditions: list[Tensor] = []
 
@@ -30,6 +33,8 @@ class Assumptions:
             return  # each rank has values of its own
         line = user_line()
         self.claims.append(f"{line}: {claim}" if line else claim)
+        if isinstance(condition, Tensor) and self._values.all_of(condition) is False:
+            raise TraceError(f"{self.claims[-1]}: this does not hold.")
         if not self._checked:
             return
         if not isinstance(condition, Tensor):

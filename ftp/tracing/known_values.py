@@ -2,6 +2,7 @@
 counter.
 """
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,18 +36,20 @@ class KnownValues:
         """The truth of a condition of one element; None where it depends on the program's inputs
         or on captured tensors.
         """
-        if not isinstance(condition, Tensor):
-            return bool(condition)
-        condition = unwrap_if_dead(condition)
-        while is_functorch_wrapped_tensor(condition):
-            if is_batchedtensor(condition):
+        return self.all_of(condition) if isinstance(condition, Tensor) else bool(condition)
+
+    def all_of(self, conditions: Tensor) -> bool | None:
+        """Whether all conditions of a tensor hold; None as for ``of``."""
+        conditions = unwrap_if_dead(conditions)
+        while is_functorch_wrapped_tensor(conditions):
+            if is_batchedtensor(conditions):
                 return None
-            condition = get_unwrapped(condition)
+            conditions = get_unwrapped(conditions)
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
         with torch._C.DisableTorchFunction():
-            held = tracer.tensor_tracker.get(condition)
+            held = tracer.tensor_tracker.get(conditions)
         if held is None or not self._is_constant(held.proxy.node):
             return None
         with (
@@ -55,7 +58,7 @@ class KnownValues:
             torch._C.DisableTorchFunction(),
             torch.no_grad(),
         ):
-            return bool(self._computed(held.proxy.node, tracer.root))
+            return bool(self._computed(held.proxy.node, tracer.root).all())
 
     def _is_constant(self, node: fx.Node) -> bool:
         producers: dict[fx.Node, None] = {}
@@ -96,15 +99,17 @@ def _is_computable(node: fx.Node) -> bool:
     if node.op == "get_attr":
         return True
     target = node.target
+    if target is operator.getitem:
+        return True
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     val = node.meta.get("val")
+    results = val if isinstance(val, list | tuple) else (val,)
     return (
         target.namespace == "aten"
         and not target._schema.is_mutable
         and not op_facts(target).is_random
-        and isinstance(val, Tensor)
-        and val.numel() <= MOST
+        and all(isinstance(x, Tensor) and x.numel() <= MOST for x in results)
     )
 
 

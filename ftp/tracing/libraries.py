@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn.modules import transformer
+from torch.nn.modules import adaptive, transformer
 
 from ftp.functional.remat import run_again
+from ftp.ops.assume import assume
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
@@ -63,6 +65,75 @@ def _torch_nn() -> Iterator[None]:
 
 
 @contextmanager
+def _adaptive_softmax() -> Iterator[None]:
+    """Compute all clusters of nn.AdaptiveLogSoftmaxWithLoss on all rows. torch computes each on the
+    rows whose target is in it, of a number that depends on values.
+    """
+    owner = adaptive.AdaptiveLogSoftmaxWithLoss
+    original = owner.forward
+
+    def forward(self: Any, input_: Tensor, target_: Tensor) -> Any:
+        if input_.ndim not in (1, 2) or input_.shape[:-1] != target_.shape:
+            return original(self, input_, target_)  # for its error
+        known = target_.detach()
+        in_range = (known >= 0) & (known < self.n_classes)
+        assume(in_range, f"targets of the adaptive softmax are in [0, {self.n_classes})")
+        rows = self.log_prob(input_.reshape(-1, input_.shape[-1]))
+        output = rows.gather(1, target_.reshape(-1, 1)).reshape(target_.shape)
+        return adaptive._ASMoutput(output, (-output).mean())
+
+    owner.forward = forward
+    try:
+        yield
+    finally:
+        owner.forward = original
+
+
+@contextmanager
+def _distributions() -> Iterator[None]:
+    """Check matrices of torch.distributions without early returns, which read values."""
+    module: Any = sys.modules.get("torch.distributions.constraints")
+    if module is None:
+        yield
+        return
+    square = module._Square.check
+
+    def is_symmetric(self: Any, value: Tensor) -> Tensor:
+        if value.shape[-2] != value.shape[-1]:
+            return square(self, value)
+        return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
+
+    def is_semidefinite(self: Any, value: Tensor) -> Tensor:
+        found = is_symmetric(self, value)
+        if value.shape[-2] != value.shape[-1]:
+            return found
+        found = found & value.isfinite().all(-1).all(-1)
+        # eigvalsh raises for other matrices, and a rank that holds none of them would not.
+        kept = torch.where(found[..., None, None], value, torch.zeros_like(value))
+        return found & torch.linalg.eigvalsh(kept).ge(0).all(-1)
+
+    def is_definite(self: Any, value: Tensor) -> Tensor:
+        found = is_symmetric(self, value)
+        if value.shape[-2] != value.shape[-1]:
+            return found
+        return found & torch.linalg.cholesky_ex(value).info.eq(0)
+
+    checks = {
+        module._Symmetric: is_symmetric,
+        module._PositiveSemidefinite: is_semidefinite,
+        module._PositiveDefinite: is_definite,
+    }
+    originals = {owner: owner.check for owner in checks}
+    for owner, check in checks.items():
+        owner.check = check
+    try:
+        yield
+    finally:
+        for owner, original in originals.items():
+            owner.check = original
+
+
+@contextmanager
 def _checkpoint() -> Iterator[None]:
     """Recompute blocks of torch.utils.checkpoint, in both of its forms, like blocks of ``remat``.
     Random numbers are drawn from keys, so torch's generator is left alone.
@@ -106,6 +177,8 @@ def _checkpoint() -> Iterator[None]:
 
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
+    _adaptive_softmax,
+    _distributions,
     _transformers,
     _checkpoint,
     flex_attention,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ftp.errors import TraceError
 from ftp.source import user_line
+from ftp.tracing.packed_sequences import BatchSizes, packed_steps, padded, recurrent
 from ftp.tracing.same_values import holds_same
 
 
@@ -142,7 +143,11 @@ def group_of(mask: Tensor) -> Selections:
 
 def select(x: Tensor, group: Selections) -> Selected:
     """``x[mask]``; the mask has ``x``'s first dims."""
-    flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
+    return _selected(x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :]), group)
+
+
+def _selected(flat: Tensor, group: Selections) -> Selected:
+    """The valid rows; a copy of the first one in the place of each other row."""
     safe = _unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group)
     return Selected(torch.where(_beside(group.valid, flat), flat, safe), group)
 
@@ -172,8 +177,10 @@ def write(x: Tensor, group: Selections, value: Selected) -> Tensor:
     return torch.where(_beside(group.valid, flat), rows, flat).reshape(x.shape)
 
 
+_PACK: Any = torch._VF._pack_padded_sequence
 SELECTING = frozenset(
     (
+        _PACK,
         Tensor.__getitem__,
         Tensor.masked_select,
         Tensor.nonzero,
@@ -188,6 +195,9 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The selection that a call on plain tensors makes (``x[mask]``, ``masked_select``, ...); None
     for a call that selects nothing.
     """
+    if func is _PACK:
+        x, sizes = packed_steps(*args)
+        return select(x, group_of(sizes.kept)), sizes
     if func is Tensor.__getitem__:
         return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
     if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
@@ -362,7 +372,34 @@ def _index_add_(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
     return None if new is None else x.copy_(new)
 
 
+def _are_packed(data: Any, sizes: Any, group: Selections) -> bool:
+    """Whether a function takes a packed sequence, whose rows are those of its batch sizes."""
+    if not (isinstance(data, Selected) and isinstance(sizes, BatchSizes)):
+        return False
+    if not holds_same(sizes.kept, group.mask):
+        raise _refused("a PackedSequence of rows that another mask selects", as_it_is=True)
+    return True
+
+
+def _padded(group: Selections, data: Any, sizes: Any, *args: Any) -> Any:
+    if not _are_packed(data, sizes, group):
+        return None
+    return padded(data.rows, group.valid, sizes, *args)
+
+
+def _recurrent(name: str) -> Callable[..., Any]:
+    def of(group: Selections, data: Any, sizes: Any, *args: Any) -> Any:
+        if not _are_packed(data, sizes, group):
+            return None
+        rows, *states = recurrent(name, data.rows, group.valid, sizes, *args)
+        return (_selected(rows, group), *states)
+
+    return of
+
+
 _REDUCED: dict[str, Callable[..., Any]] = {
+    "_pad_packed_sequence": _padded,
+    **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     "sum": _sum,
     "mean": _mean,
     "index_add": _index_add,
@@ -427,6 +464,14 @@ def _lookup(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(args[0], Selected) and isinstance(args[1], Tensor)
 
 
+def _same_rows(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``x.reshape(-1, ...)`` changes the shape of each row alone."""
+    x, *sizes = args
+    sizes = [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    is_first = sizes[:1] == [-1] and all(isinstance(s, int) and s >= 0 for s in sizes[1:])
+    return is_first and not kwargs and math.prod(sizes[1:]) == math.prod(x.rows.shape[1:])
+
+
 def _item(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """``x[:, ...]`` of a selection, or ``x[i, j]`` at selected indices."""
     x, key = args
@@ -451,6 +496,7 @@ _ALONG: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {
     "embedding": _lookup,
     "unsqueeze": lambda ndim, args, kwargs: len(args) == 2 and args[1] % (ndim + 1) > 0,
     "squeeze": _keeps_rows(1),
+    **dict.fromkeys(("view", "reshape"), _same_rows),
     "__getitem__": _item,
 }
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ftp import static
 from ftp.axis import is_inside
 from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
@@ -85,6 +86,17 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     # (ftp.tensors.check_indices).
     classes = torch.arange(num_classes, layout=torch.strided, device=tensor.device)
     return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """With a ``minlength`` it is the number of counts, and values below it are an assumption, if
+    there is a list to which it is added.
+    """
+    is_sized = isinstance(minlength, int) and minlength > 0 and input.ndim == 1
+    is_sized = is_sized and is_listening() and not is_inside()
+    if not is_sized or input.dtype.is_floating_point or input.dtype is torch.bool:
+        return torch.bincount(input, weights, minlength)
+    return static.bincount(input, weights, minlength)
 
 
 def _gaussian_nll_loss(
@@ -366,6 +378,8 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
+    torch.bincount: _bincount,
+    Tensor.bincount: _bincount,
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

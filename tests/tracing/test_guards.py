@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -217,3 +217,63 @@ def test_transformers_of_torch_with_a_causal_mask(name: str):
     torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=0)
     for (path, _), grad in zip(model.named_parameters(), wanted, strict=True):
         torch.testing.assert_close(grads[path], grad, rtol=1e-9, atol=1e-12)
+
+
+class _Checked(torch.distributions.Distribution):
+    """A distribution whose arguments are matrices."""
+
+    arg_constraints: ClassVar = {
+        "half": torch.distributions.constraints.positive_semidefinite,
+        "whole": torch.distributions.constraints.positive_definite,
+        "even": torch.distributions.constraints.symmetric,
+    }
+
+    def __init__(self, m):
+        self.half = self.whole = self.even = m
+        super().__init__(validate_args=True)
+
+
+def test_matrices_of_distributions_are_checked():
+    def loss(w, x):
+        covariance = w @ w.T + torch.eye(4, dtype=w.dtype)
+        _Checked(covariance)
+        normal = torch.distributions.MultivariateNormal(x[0], covariance, validate_args=True)
+        return -normal.log_prob(x).mean()
+
+    step = ftp.shard(loss, MESH, P("tp"), check_inputs=True, certify=True)
+    value, grad = step(W, X)
+    gradient, expected = torch.func.grad_and_value(loss)(W, X)
+    torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
+
+    def skew(w, x):
+        return torch.distributions.MultivariateNormal(x[0], w, validate_args=True).loc.sum()
+
+    with pytest.raises(InputError, match="does not hold"):
+        ftp.shard(skew, MESH, P("tp"), check_inputs=True)(W + torch.eye(4).triu(), X)
+
+
+def test_adaptive_softmax():
+    layer = nn.AdaptiveLogSoftmaxWithLoss(4, 9, [2, 5], div_value=2.0).double()
+    fn, params = ftp.functionalize(layer)
+    params = {path: p.detach() for path, p in params.items()}
+    targets = torch.tensor([0, 8, 3])
+
+    def loss(params, x, targets):
+        found = fn(params, x, targets)
+        return found.loss + found.output.square().sum()
+
+    given = {path: p.clone().requires_grad_() for path, p in params.items()}
+    expected = loss(given, X, targets)
+    gradients = torch.autograd.grad(expected, list(given.values()))
+    specs = {path: P("tp") for path in params}
+    step = ftp.shard(loss, MESH, specs, check_inputs=True, certify=True)
+    value, grads = step(params, X, targets)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close([*grads.values()], [*gradients], rtol=1e-10, atol=1e-12)
+    with pytest.raises(InputError, match="targets holds 9, which is not in"):
+        step(params, X, targets + 1)
+    (assumed,) = step.lower(params, X, targets).assumptions
+    assert "targets of the adaptive softmax are in [0, 9)" in assumed
+    alone = ftp.shard(loss, MESH, P())(params, X[0], targets[1])[0]
+    torch.testing.assert_close(alone, loss(params, X[0], targets[1]), rtol=1e-11, atol=1e-12)
