@@ -5,6 +5,7 @@ device.
 import programs_table
 import pytest
 from public_language import LANGUAGE
+from public_methods import METHODS
 from public_programs import reference, specs_of
 from public_science import SCIENCE
 from public_structure import STRUCTURE
@@ -13,7 +14,7 @@ from public_vision import VISION
 import ftp
 from ftp import P
 
-PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE
+PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),

@@ -1,8 +1,9 @@
 """Programs that people run, each in a compact form of our own: what it computes with its
 parameters, a batch, and where its parameters are cut.
 
-Their families are in ``public_language.py``, ``public_vision.py`` and ``public_science.py``. All
-are float64 and small, of sizes that few meshes divide.
+Their families are in ``public_language.py``, ``public_vision.py``, ``public_science.py``,
+``public_structure.py`` and ``public_methods.py``. All are float64 and small, of sizes that few
+meshes divide.
 """
 
 from collections.abc import Callable, Mapping
