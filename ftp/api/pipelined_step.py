@@ -130,9 +130,7 @@ def plan_pipeline(
             for (i, r), spec in zip(places, specs, strict=True)
         ]
     n = len(inputs) - batch
-    stage_of = [
-        pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
-    ]
+    stage_of = pipeline.stages_of([held.spec for held in inputs[:n]], names[:n], ranks)
     actions = pipeline.actions(ranks)
     outputs: Any = gm.graph.output_node().args[0]
     stages = split(

@@ -197,21 +197,40 @@ class Pipeline:
             for i, (leaf, spec, cut) in enumerate(zip(leaves, given, stacks, strict=True))
         )
 
-    def stage_of(self, spec: PartitionSpec, name: str) -> int | None:
-        """The stage of a parameter; None of one that is on every rank.
+    def stages_of(
+        self, specs: Sequence[PartitionSpec], names: Sequence[str], ranks: int
+    ) -> list[int | None]:
+        """The stage of each parameter; None of one that is on every rank.
 
         Raises:
-            SpecError: a spec that cuts a dim over the axis, or gives a stage of another one.
+            SpecError: specs that cut a dim over the axis, or give a stage of another one; specs
+                for more or fewer stages than ``ranks`` have.
         """
-        entry = staged(spec)
-        if entry is not None and entry.axis == self.axis:
-            return entry.stage
-        if self.axis in spec.axes or entry is not None:
-            raise SpecError(
-                f"{name} has spec {spec}, which gives no stage of the pipeline over"
-                f" {self.axis!r}. Make the specs with pipeline.place(params, specs, mesh)."
+        count, failures = ranks * self.chunks, []
+        entries = list(map(staged, specs))
+        found = [entry and entry.stage for entry in entries]
+        for spec, name, entry in zip(specs, names, entries, strict=True):
+            if (self.axis in spec.axes) if entry is None else entry.axis != self.axis:
+                failures.append(
+                    f"{name} has spec {spec}, which gives no stage of the pipeline over"
+                    f" {self.axis!r}. Make the specs with pipeline.place(params, specs, mesh)."
+                )
+            elif entry is not None and entry.stage >= count:
+                failures.append(
+                    f"{name} has spec {spec}, but the pipeline has {count} stages on {ranks} ranks"
+                    f" of {self.axis!r}: the spec is of another mesh or pipeline. Make the specs"
+                    " with pipeline.place(params, specs, mesh)."
+                )
+        idle = [k for k in range(count) if k not in found]
+        if idle and not failures:
+            failures.append(
+                f"No parameter is at stage {idle[0]} of the pipeline's {count} stages on {ranks}"
+                f" ranks of {self.axis!r}: the specs are of another mesh or pipeline. Make them"
+                " with pipeline.place(params, specs, mesh)."
             )
-        return None
+        if failures:
+            raise SpecError(join_failures(failures))
+        return found
 
 
 def _at_stage(spec: PartitionSpec, axis: str, stage: int, ndim: int) -> PartitionSpec:

@@ -161,10 +161,9 @@ def _no_shards(
 ) -> str:
     # Rank 0 fits the shape assembled from the first ranks: name a rank that differs.
     other = rank or next((r for r, h in enumerate(held) if h["local"] != held[0]["local"]), 0)
-    given = (
-        f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]}"
-        f" {tuple(held[other]['local'])}"
-    )
+    given = f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}"
+    if other:
+        given += f", rank {mesh.ranks[other]} {tuple(held[other]['local'])}"
     right = (
         f" Of a global {shape}, rank {mesh.ranks[rank]} should hold {due}."
         if due is not None
@@ -185,16 +184,18 @@ def _first_odd(values: Sequence[Any]) -> int:
 
 
 def _assembled(locals_: Sequence[Sequence[int]], spec: PartitionSpec, mesh: Mesh) -> list[int]:
-    """The global shape: along each cut dim the sum of the shards."""
+    """The global shape: along each cut dim the sum of the shards, of one stage if it has one."""
     shape = list(locals_[0])
     for dim in range(min(len(spec), len(shape))):
-        axes = {cut.axis for cut in spec.cuts(dim)}
-        along = [
-            local[dim]
-            for local, at in zip(locals_, mesh.coordinates(), strict=True)
-            if len(local) == len(shape)
-            and all(i == 0 for axis, i in at.items() if axis not in axes)
-        ]
+        cuts = spec.cuts(dim)
+        axes, staged = {cut.axis for cut in cuts}, [c.axis for c in cuts if isinstance(c, Stage)]
+        lengths: dict[tuple[int, ...], int] = {}
+        for local, at in zip(locals_, mesh.coordinates(), strict=True):
+            if len(local) == len(shape) and all(
+                i == 0 for axis, i in at.items() if axis not in axes
+            ):
+                stage = tuple(at[axis] for axis in staged)
+                lengths[stage] = lengths.get(stage, 0) + local[dim]
         if axes:
-            shape[dim] = known_size(spec, dim) or sum(along)
+            shape[dim] = known_size(spec, dim) or max(lengths.values())
     return shape

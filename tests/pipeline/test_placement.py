@@ -125,6 +125,25 @@ def test_a_rank_holds_its_stages_alone():
     assert held == [[(2, 3), (0, 3)], [(0, 3), (2, 3)]]
 
 
+@pytest.mark.parametrize(
+    ("of", "on", "text"),
+    [
+        (4, 2, r"\['head'\] has spec P\(stage\('pp', 3\)\), but the pipeline has 2 stages on 2 r"),
+        (2, 4, "No parameter is at stage 2 of the pipeline's 4 stages on 4 ranks of 'pp'"),
+    ],
+)
+def test_specs_of_another_number_of_stages(of, on, text):
+    """Placed for one mesh, as a checkpoint was, and given to a step on another."""
+    model, pipe = Model(4), ftp.Pipeline("pp", 2)
+    params = model.params()
+    placed, mesh = (ftp.AbstractMesh((n,), ("pp",)) for n in (of, on))
+    step = ftp.shard(model.loss, mesh, pipe.place(params, P(), placed), pipeline=pipe)
+    with pytest.raises(SpecError, match=text):
+        step.lower(params, *model.batch(4))
+    step = ftp.shard(model.loss, mesh, pipe.place(params, P(), mesh), pipeline=pipe)
+    step.lower(params, *model.batch(4))
+
+
 def test_verbs_take_placed_specs(tmp_path):
     model, mesh = Model(2, scaled=True), ftp.simulated_mesh((2, 2), ("pp", "tp"))
     params = model.params()

@@ -318,10 +318,11 @@ def test_errors(tmp_path):
         ftp.shard(model.loss, mesh, specs, pipeline=lists)
 
 
-def test_the_page(capsys):
+def test_the_page(capsys, tmp_path, monkeypatch):
     """docs/pipelines.md runs as it stands, in one scope."""
     page = (Path(__file__).resolve().parents[2] / "docs/pipelines.md").read_text()
     scope: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(compile(block, "docs/pipelines.md", "exec"), scope)
     assert "stage 1: " in capsys.readouterr().out
