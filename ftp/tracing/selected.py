@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftp.errors import TraceError
+from ftp.ops.assume import assume
 from ftp.source import user_line
 from ftp.tracing.packed_sequences import BatchSizes, packed_steps, padded, recurrent
 from ftp.tracing.same_values import holds_same
+from ftp.tracing.selected_places import put
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +46,9 @@ class Selections:
 class Selected:
     """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``."""
 
-    def __init__(self, rows: Tensor, group: Selections):
+    def __init__(self, rows: Tensor, group: Selections, below: int | None = None):
         self.rows, self.group = rows, group
+        self.below = below  # for indices: known to be in [0, below)
 
     def refused_as(self, name: str) -> str:
         """The message that the function cannot return a selection."""
@@ -166,8 +169,13 @@ def places(group: Selections) -> tuple[Selected, ...]:
     found, below = [], group.valid.numel()
     for size in group.mask.shape:
         below = below // size if size else 0
-        found.append(Selected((numbers // below) % size if size else numbers, group))
+        found.append(Selected((numbers // below) % size if size else numbers, group, size))
     return tuple(found)
+
+
+def _stacked(found: Sequence[Selected], group: Selections) -> Selected:
+    """``torch.nonzero(mask)``: a row of indices for each place."""
+    return Selected(torch.stack([x.rows for x in found], 1), group, max(group.mask.shape))
 
 
 def write(x: Tensor, group: Selections, value: Selected) -> Tensor:
@@ -184,6 +192,8 @@ SELECTING = frozenset(
         Tensor.__getitem__,
         Tensor.masked_select,
         Tensor.nonzero,
+        Tensor.argwhere,
+        torch.argwhere,
         torch.masked_select,
         torch.nonzero,
         torch.where,
@@ -203,11 +213,14 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
         x, mask = args
         return select(x, group_of(mask)) if is_selection(mask, x) and x.ndim == mask.ndim else None
-    is_where = func is torch.where and len(args) == 1 and not kwargs
-    is_nonzero = func in (torch.nonzero, Tensor.nonzero) and kwargs.get("as_tuple") is True
-    if (is_where or is_nonzero) and len(args) == 1 and args[0].ndim:
-        return places(group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0))
+    if len(args) == 1 and args[0].ndim and func in _NONZERO and set(kwargs) <= {"as_tuple"}:
+        group = group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0)
+        found = places(group)
+        return found if func is torch.where or kwargs.get("as_tuple") else _stacked(found, group)
     return None
+
+
+_NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 
 def is_selection(key: Any, x: Any) -> bool:
@@ -235,6 +248,8 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if not all(holds_same(mask, group.mask) for mask in others):
         raise _refused(f"{name} of rows that different masks select", as_it_is=True)
     rows = given[0].rows
+    if name == "__setitem__" and (put := _put(group, *args)) is not None:
+        return args[0].copy_(put)
     if name == "__setitem__":
         x, key, value = args
         if isinstance(x, Selected) or not is_selection(key, x) or not holds_same(key, group.mask):
@@ -244,6 +259,8 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         reduced = _REDUCED[name](group, *args, **kwargs)
         if reduced is not None:
             return reduced
+    if name.removesuffix("_") in _POINTWISE and name not in _POINTWISE:
+        return _in_place(func, name.removesuffix("_"), args, kwargs)
     if name not in _POINTWISE and not (name in _ALONG and _ALONG[name](rows.ndim, args, kwargs)):
         raise _refused(name)
     plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)))
@@ -257,8 +274,19 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name == "__getitem__" and isinstance(args[0], Tensor):
         out = _unless_none(out, group)
     if isinstance(out, tuple | list):
-        return type(out)(_wrapped(o, group, name) for o in out)
-    return _wrapped(out, group, name)
+        return type(out)([_wrapped(o, group, name) for o in out])
+    made = _wrapped(out, group, name)
+    made.below = given[0].below if name in _SAME_VALUES else None
+    return made
+
+
+def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
+    """A pointwise function that writes to selected rows, which are a copy."""
+    x, method = args[0], getattr(Tensor, name, None)
+    if not isinstance(x, Selected) or method is None or not x.rows.is_floating_point():
+        raise _refused(f"{name}_")  # of indices too: they are known to be in range
+    x.rows.copy_(apply(method, args, kwargs).rows)
+    return x
 
 
 def _wrapped(out: Any, group: Selections, name: str) -> Selected:
@@ -367,11 +395,6 @@ def _index_add(
     return torch.index_add(x, dim, index.rows, _zeroed(source).to(x.dtype), alpha=alpha)
 
 
-def _index_add_(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
-    new = _index_add(group, x, *args, **kwargs)
-    return None if new is None else x.copy_(new)
-
-
 def _are_packed(data: Any, sizes: Any, group: Selections) -> bool:
     """Whether a function takes a packed sequence, whose rows are those of its batch sizes."""
     if not (isinstance(data, Selected) and isinstance(sizes, BatchSizes)):
@@ -379,6 +402,84 @@ def _are_packed(data: Any, sizes: Any, group: Selections) -> bool:
     if not holds_same(sizes.kept, group.mask):
         raise _refused("a PackedSequence of rows that another mask selects", as_it_is=True)
     return True
+
+
+def _put(
+    group: Selections, x: Any, key: Any, value: Any, accumulate: bool = False
+) -> Tensor | None:
+    """``x`` after ``x[i, j] = value`` at selected indices, which do not repeat."""
+    keys = key if isinstance(key, tuple | list) else (key,)
+    if isinstance(x, Selected) or len(keys) > x.ndim:
+        return None
+    if not all(isinstance(k, Selected) and k.rows.ndim == 1 for k in keys):
+        return None
+    if any(k.rows.dtype is torch.bool for k in keys):
+        return None
+    dims = 1 + x.ndim - len(keys)
+    if isinstance(value, Selected) and value.rows.ndim != dims:
+        raise _refused("a write of selected rows of another number of dims", as_it_is=True)
+    if isinstance(value, Tensor) and value.ndim >= dims and value.shape[0] != 1:
+        raise _refused(f"a write of a tensor of shape {tuple(value.shape)} to selected rows", True)
+    sizes = x.shape[: len(keys)]
+    for k, size in zip(keys, sizes, strict=True):
+        if k.below is None or k.below > size:
+            assume(lambda k=k, size=size: _are_in(k, size), f"indices are in [-{size}, {size})")
+    at = [k.rows % size if size else k.rows for k, size in zip(keys, sizes, strict=True)]
+    rows = value.rows if isinstance(value, Selected) else value
+    return put(x, at, rows, group.valid, accumulate)
+
+
+def _are_in(key: Selected, size: int) -> Tensor:
+    index = key.rows.detach()
+    return (index >= -size) & (index < size) | ~key.group.valid
+
+
+def _index_put(
+    group: Selections, x: Any, indices: Any, values: Any, accumulate: bool = False
+) -> Any:
+    return _put(group, x, indices, values, accumulate)
+
+
+def _index_copy(group: Selections, x: Any, dim: int, index: Any, source: Any) -> Any:
+    return None if isinstance(x, Selected) or dim % x.ndim else _put(group, x, index, source)
+
+
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of ``function`` that writes to its first operand."""
+
+    def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
+        new = function(group, x, *args, **kwargs)
+        return None if new is None else x.copy_(new)
+
+    return of
+
+
+def _index_select(group: Selections, x: Any, dim: int, index: Any) -> Any:
+    if isinstance(x, Selected) or dim % x.ndim:
+        return None
+    return apply(Tensor.__getitem__, (x, index), {})
+
+
+def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
+    """The largest or least over rows: rows that are not selected are no candidates."""
+
+    def of(group: Selections, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, Selected | Tensor) or not isinstance(x, Selected):
+            both = {"max": torch.maximum, "min": torch.minimum}.get(name)
+            return apply(both, (x, dim), {}) if both else None
+        is_full = dim is None or (isinstance(dim, tuple | list) and not dim)
+        if not is_full and (not _over_rows(x.rows.ndim, dim) or name in ("max", "min")):
+            return None
+        if x.rows.dtype is torch.bool or x.rows.dtype.is_complex:
+            return None
+        floats = x.rows.dtype.is_floating_point
+        least = fill(torch.finfo(x.rows.dtype) if floats else torch.iinfo(x.rows.dtype))
+        aside = x.rows.new_full((), least if not floats else math.copysign(math.inf, least))
+        rows = torch.where(_beside(group.valid, x.rows), x.rows, aside)
+        function = getattr(torch, name)
+        return function(rows) if is_full else function(rows, dim, keepdim)
+
+    return of
 
 
 def _padded(group: Selections, data: Any, sizes: Any, *args: Any) -> Any:
@@ -403,7 +504,14 @@ _REDUCED: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "mean": _mean,
     "index_add": _index_add,
-    "index_add_": _index_add_,
+    "index_add_": _written(_index_add),
+    "index_copy": _index_copy,
+    "index_copy_": _written(_index_copy),
+    "index_put": _index_put,
+    "index_put_": _written(_index_put),
+    "index_select": _index_select,
+    **{name: _extremum(name, lambda of: of.min) for name in ("amax", "max")},
+    **{name: _extremum(name, lambda of: of.max) for name in ("amin", "min")},
     **{
         f.__name__: _loss(f)
         for f in (
@@ -431,6 +539,7 @@ _NAMES = """
     addcmul addcdiv xlogy
 """
 _POINTWISE = frozenset(_NAMES.split())
+_SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 _OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
 
@@ -484,19 +593,76 @@ def _item(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     chosen = [i for i, k in enumerate(keys) if isinstance(k, Selected)]
     together = chosen == list(range(len(chosen)))
-    return together and all(keys[i].rows.ndim == 1 for i in chosen)
+    return together and all(
+        keys[i].rows.ndim == 1 and keys[i].rows.dtype is not torch.bool for i in chosen
+    )
+
+
+def _joined(is_new: int) -> Callable[..., bool]:
+    """Of ``cat`` and ``stack``: whether all operands are selected, and joined beside the rows."""
+
+    def check(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return all(isinstance(x, Selected) for x in args[0]) and dim % (ndim + is_new) > 0
+
+    return check
+
+
+def _squeezed(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if len(args) == 1 and not kwargs and args[0].rows.shape[0] != 1:
+        count = args[0].group.valid.sum()
+        assume(count != 1, "the mask does not select one row alone, whose dim squeeze() drops")
+        return True
+    return _keeps_rows(1)(ndim, args, kwargs)
+
+
+def _gathered(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``x.gather(dim, index)`` of rows, by an index of each."""
+    if kwargs or len(args) != 3 or not isinstance(args[0], Selected):
+        return False
+    is_index = isinstance(args[2], Selected) and args[2].rows.ndim == ndim
+    return is_index and args[1] % ndim > 0
+
+
+def _flattened(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``flatten`` of the dims beside the rows, or of rows of one element."""
+    start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    return start % ndim > 0 or math.prod(args[0].rows.shape[1:]) == 1
+
+
+def _of_first(check: Callable[..., bool]) -> Callable[..., bool]:
+    """Whether the first operand alone is selected, and ``check`` holds."""
+
+    def of(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        others = _flat((args[1:], kwargs))
+        alone = not any(isinstance(a, Selected | Tensor) for a in others)
+        return alone and isinstance(args[0], Selected) and check(ndim, args, kwargs)
+
+    return of
 
 
 _ALONG: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("sum", "mean", "amax", "amin", "argmax", "argmin"), _keeps_rows(1)),
+    **dict.fromkeys(("max", "min"), _of_first(_keeps_rows(1))),
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cumsum"), _keeps_rows(1)),
     **dict.fromkeys(("chunk", "split"), _keeps_rows(2)),
     **dict.fromkeys(("linear", "matmul", "mm"), _features),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
     "embedding": _lookup,
     "unsqueeze": lambda ndim, args, kwargs: len(args) == 2 and args[1] % (ndim + 1) > 0,
-    "squeeze": _keeps_rows(1),
+    "squeeze": _squeezed,
     **dict.fromkeys(("view", "reshape"), _same_rows),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _joined(0)),
+    "stack": _joined(1),
+    "gather": _gathered,
+    "flatten": _of_first(_flattened),
+    "unflatten": _of_first(_keeps_rows(1)),
+    "dropout": _of_first(lambda ndim, args, kwargs: True),
+    "normalize": _of_first(_keeps_rows(2, 1)),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm"), _of_first(_keeps_rows(2))),
+    **dict.fromkeys(("var", "std"), _of_first(_keeps_rows(1))),
+    "topk": _of_first(_keeps_rows(2, -1)),
+    **dict.fromkeys(("sort", "argsort"), _of_first(_keeps_rows(1, -1))),
     "__getitem__": _item,
 }
 

@@ -79,8 +79,47 @@ def _mask_written_twice(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return loss + y.square().mean()
 
 
+def _indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Positive samples of a detector, by ``nonzero`` in its forms."""
+    y, flat, labels = (x @ w).flatten(0, 1), x.flatten(0, 1), ids.flatten()
+    found = (labels >= 0).nonzero()
+    at = found.squeeze(1)
+    logits = torch.index_select(y, 0, at)
+    loss = F.cross_entropy(logits, labels[at]) + logits.max() - logits.amin(0).sum()
+    own = logits.log_softmax(-1).gather(1, labels[at][:, None])
+    at = torch.nonzero(labels >= 0).squeeze()
+    both = torch.cat([y[at], flat[found[:, 0]]], dim=1)
+    places = torch.argwhere(ids >= 0)
+    again = x[places[:, 0], places[:, 1]] * (x @ w)[torch.where(ids >= 0)]
+    near = torch.stack([y[at], flat[at]], 2).flatten(1).norm(dim=1).clamp(min=0.1)
+    best = F.normalize(y[at], dim=-1).topk(2, -1).values.sort(-1).values
+    parts = own.sum(), both.sin().sum(), again.square().mean(), near.mean(), best.std(-1).sum()
+    return loss + sum(parts) + both.max(-1).values.sum() + both.max(2 * both).sum()
+
+
+def _written_at_indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """DeepSeek-V3's experts, as its own code writes them."""
+    tokens = x.flatten(0, 1)
+    chosen, experts = (tokens @ w).softmax(-1).topk(2, -1)
+    out = torch.zeros_like(tokens)
+    for e in range(6):
+        token, k = torch.where(experts == e)
+        h = F.relu((tokens[token] @ w[:, e : e + 2]).mul_(2), inplace=True)
+        out[token] += (h @ w[e : e + 2]) * chosen[token, k, None]
+    out[(ids.flatten() == 1).nonzero().squeeze(1)] = 0.3
+    (at,) = torch.where(ids.flatten() == 4)
+    out = out.index_copy(0, at, out[at] * 3).index_put((at,), out[at].sin(), accumulate=True)
+    mixed, (row, column) = (x @ w)[..., 0], torch.where(ids > 0)
+    mixed[row, column] = mixed[row, column] * x[row, column][:, 1]
+    mixed[row, column] -= 1
+    mixed[row - 4, column] = mixed[row, column].exp()
+    return out.square().sum() + mixed.cos().sum()
+
+
 PROGRAMS = [
     _mask_written_twice,
+    _indices,
+    _written_at_indices,
     _sum_of_logs,
     _mean,
     _losses,
@@ -116,7 +155,9 @@ def test_a_mask_that_is_changed_after_it_selected():
     torch.testing.assert_close(step(X, IDS), program(X, IDS), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("program", [_sum_of_logs, _written_back, _embedded, _logs_at_places])
+@pytest.mark.parametrize(
+    "program", [_sum_of_logs, _written_back, _embedded, _logs_at_places, _written_at_indices]
+)
 def test_a_mask_that_selects_nothing(program: Callable[..., Tensor]):
     """Sums are zero and writes write nothing; gradients stay finite."""
     x, ids = -X.abs(), torch.full_like(IDS, -100)
@@ -150,6 +191,12 @@ def _one_mask_changed_between(w, x, ids):
     return (kept * x[mask]).sum()
 
 
+def _put(w, x, ids, value):
+    out = x @ w
+    out[torch.where(ids[:, 0] >= 0)[0]] = value
+    return out.sum()
+
+
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "the number of selected rows": _count,
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
@@ -169,6 +216,12 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
         x[:, :, 0][m := ids >= 0] * (x @ w)[m]
     ).sum(),
     "matmul": lambda w, x, ids: (w @ (x @ w)[ids >= 0].mT).sum(),
+    "a write of a tensor of shape (2, 3, 6)": lambda w, x, ids: _put(w, x, ids, x[:2] @ w),
+    "another number of dims": lambda w, x, ids: _put(w, x, ids, x[..., 0][ids[:, 0] >= 0, 0]),
+    "add_": lambda w, x, ids: (x @ w).sum() + torch.where(ids > 0)[0].add_(1).sum(),
+    "nonzero": lambda w, x, ids: (x @ w).sum() + len((ids > 0).nonzero()),
+    "topk": lambda w, x, ids: (x @ w)[ids >= 0].topk(2, 0).values.sum(),
+    "gather": lambda w, x, ids: (x @ w)[ids >= 0].gather(0, ids[ids >= 0][:, None]).sum(),
 }
 
 
