@@ -376,7 +376,8 @@ def _equivalent(target: str, made: Any) -> Certificate:
     given = tuple(options.get("args", ()))
     named = ("reference", "rank_program", "mesh", "in_specs", "out_specs")
     first = tuple(options[name] for name in named) if options else ()
-    return equivalent(*first, *given, *arguments, grad=bool(options.get("grad", False)))
+    switches = {name: bool(options.get(name, False)) for name in ("grad", "every_routing")}
+    return equivalent(*first, *given, *arguments, **switches)
 
 
 if __name__ == "__main__":

@@ -113,10 +113,12 @@ class Recorded:
     Attributes:
         names: of the outputs.
         integers: of inputs that are no floats, by position: the elements as they were given.
+        every_routing: whether it is a proof for every outcome of the reference's choice.
     """
 
     names: tuple[str, ...]
     integers: Mapping[int, tuple[int, ...]]
+    every_routing: bool = False
 
 
 @dataclass(frozen=True, repr=False)

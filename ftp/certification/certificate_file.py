@@ -103,7 +103,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
         ],
         "recorded": None
         if (r := c.recorded) is None
-        else [r.names, [[k, v] for k, v in r.integers.items()]],
+        else [r.names, [[k, v] for k, v in r.integers.items()], r.every_routing],
         "trusted": c.trusted,
     }
 
@@ -144,8 +144,8 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     )
     recorded = None
     if (found := body["recorded"]) is not None:
-        names, integers = found
-        recorded = Recorded(tuple(names), {k: tuple(v) for k, v in integers})
+        names, integers, every = found
+        recorded = Recorded(tuple(names), {k: tuple(v) for k, v in integers}, bool(every))
     unreduced = Unreduced(*(tuple(map(tuple, axes)) for axes in body["unreduced"]))
     donated = tuple(body["donated"])
     return Certificate(

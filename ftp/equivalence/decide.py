@@ -10,6 +10,7 @@ from ftp.certification.certificate import Certificate
 from ftp.certification.lockstep.check import (
     WrongOutput,
     compare,
+    depth_of,
     describe,
     difference,
     inputs_for,
@@ -23,7 +24,8 @@ from ftp.equivalence.blame import blame
 from ftp.equivalence.draws import drawn_error, random_line
 from ftp.errors import CertificateError, Undecided, join_failures
 
-SIMULATIONS = 4
+SIMULATIONS, SCALED_SIMULATIONS = 4, 60
+SMALLEST_SCALE = -8  # exponent of 2
 SEED = "gradient_"  # names of the results' gradients among the inputs
 
 
@@ -88,11 +90,14 @@ def _undecided(certificate: Certificate, blind: str, found: WrongOutput | None) 
     ops = opaque_ops(certificate)
     if blind:
         ops = tuple(dict.fromkeys((blind, *ops)))
-    what = "" if found is None else f" {recorded.names[found.output]} on rank {found.rank}"
+    what = ""
+    if found is not None:
+        where = "".join(found.why.rstrip(".").partition(" where ")[1:])
+        what = f" {recorded.names[found.output]} on rank {found.rank}{where}"
     listed = ", ".join(ops) if ops else "none: the two formulas differ in the order of comparisons"
     error = Undecided(
         f"Neither a proof nor a difference was found{' for' + what if what else ''}:"
-        f" {SIMULATIONS} simulations agree. The proof cannot see through: {listed}."
+        f" {_simulations(certificate)} simulations agree. The proof cannot see through: {listed}."
     )
     error.ops = ops
     return error
@@ -138,9 +143,11 @@ _PLAIN = words(
 def simulate(certificate: Certificate) -> tuple[WrongOutput, list[Any]] | None:
     """The first difference on random inputs in float64, with the inputs; None if none is found."""
     tolerance = 3e-2 if _is_low(certificate) else 1e-8
-    for draw in range(SIMULATIONS):
+    for draw in range(_simulations(certificate)):
         domain = Reals(draw + 1)
         inputs = inputs_for(domain, certificate, draw)
+        if draw >= SIMULATIONS:
+            inputs = _scaled(inputs, draw)
         margins: list[float] = []
 
         def is_close(_: Any, a: Tensor, b: Tensor, margins: list[float] = margins) -> bool:
@@ -160,6 +167,22 @@ def simulate(certificate: Certificate) -> tuple[WrongOutput, list[Any]] | None:
             why = found.why.rstrip(".") + (f":{by}" if by else ".")
             return WrongOutput(found.output, found.rank, why.replace(": by", ", by")), inputs
     return None
+
+
+def _simulations(certificate: Certificate) -> int:
+    return SIMULATIONS + SCALED_SIMULATIONS * depth_of(certificate).is_ordered
+
+
+def _scaled(inputs: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Inputs of different sizes: one that is larger than the rest, such as a bias of a router's
+    scores, may else decide every comparison.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for x in inputs:
+        by = torch.randint(SMALLEST_SCALE, 1, (), generator=generator)
+        found.append(x * 2.0 ** int(by) if x.is_floating_point() else x)
+    return found
 
 
 def _is_close(a: Tensor, b: Tensor, tolerance: float, margins: list[float]) -> bool:

@@ -37,6 +37,7 @@ def equivalent(
     out_specs: Any,
     *args: Any,
     grad: bool = False,
+    every_routing: bool = False,
 ) -> Certificate:
     """Prove that a program written per rank computes what a single-device program does.
 
@@ -57,6 +58,8 @@ def equivalent(
             gradient of the results. Each rank gets its shard of the results' gradients, or the
             whole if the result is replicated; with ``ftp.axis``, the ranks' outputs are summed, as
             in ``ftp.local``.
+        every_routing: prove it for every outcome of the one choice that the reference makes, such
+            as a router's ``topk``, in place of some that are drawn: every experts of every token.
 
     Returns:
         The proof; its ``save`` writes it, ``python -m ftp certify`` checks it again.
@@ -67,7 +70,8 @@ def equivalent(
         Undecided: neither a proof nor a difference was found; ``ops`` are those without algebra.
         TraceError: a program that reads a tensor's value, draws random numbers that reach its
             results, or writes to its arguments.
-        SpecError: specs that do not fit the arguments or the results.
+        SpecError: specs that do not fit the arguments or the results; ``every_routing`` of a
+            reference that chooses never, or several times, or in too many ways.
 
     >>> import torch, ftp
     >>> import torch.distributed as dist
@@ -83,6 +87,7 @@ def equivalent(
     """
     resolved = resolve(mesh)
     call = _Comparison.of(reference, rank_program, resolved, in_specs, out_specs, args, grad)
+    call.every_routing = every_routing
     whole = call.record_reference()
     certificate = call.certificate(mesh, whole)
     decide(certificate)
@@ -130,6 +135,7 @@ class _Comparison:
     placements: list[Any]
     out_specs: Any
     grad: bool
+    every_routing: bool = False
 
     @classmethod
     def of(
@@ -386,7 +392,7 @@ class _Comparison:
                 {tuple(c.values()): (i, ()) for i, c in enumerate(self.mesh.coordinates())},
             ),
             (),
-            Recorded(tuple(whole.names), integers),
+            Recorded(tuple(whole.names), integers, self.every_routing),
         )
 
     def _require_outputs(

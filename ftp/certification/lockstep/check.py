@@ -24,7 +24,8 @@ from ftp.certification.lockstep.program import (
     shards,
     total,
 )
-from ftp.certification.lockstep.run import run_ranks
+from ftp.certification.lockstep.routings import CHOICES, EveryRouting, is_right, the_choice
+from ftp.certification.lockstep.run import dtypes_of, run_ranks
 from ftp.certification.residues.domain import Residues
 from ftp.certification.residues.field import Field
 from ftp.certification.residues.value import Blind, Degenerate, Planes, same
@@ -108,6 +109,9 @@ def difference(certificate: Certificate) -> WrongOutput | None:
         Blind: an op of which the model knows too little.
     """
     depth = depth_of(certificate)
+    assert certificate.recorded is not None
+    if certificate.recorded.every_routing:
+        return _difference_of_routings(certificate, depth)
     for draw in range(depth.draws):
         for attempt in range(ATTEMPTS):
             domain = Residues(depth.field(secrets.randbits(60)))
@@ -125,6 +129,52 @@ def difference(certificate: Certificate) -> WrongOutput | None:
                 return found
             break
     return None
+
+
+def _difference_of_routings(certificate: Certificate, depth: Depth) -> WrongOutput | None:
+    """The first output that differs for some routing."""
+    for draw in range(DRAWS):
+        left = list(the_choice(certificate).routings())
+        for _ in range(ATTEMPTS):
+            field = depth.field(secrets.randbits(60))
+            inputs = inputs_for(Residues(field), certificate, draw)
+
+            def choose(domain: Residues, inputs: list[Any] = inputs) -> None:
+                run_reference(domain, certificate.operations, inputs)
+
+            def run(domain: Residues, inputs: list[Any] = inputs) -> list[torch.Tensor]:
+                right: list[torch.Tensor] = []
+                wrong = compare(
+                    domain,
+                    certificate,
+                    inputs,
+                    is_same=lambda d, a, b: right.append(is_right(d, a, b)) or True,
+                )
+                if wrong is not None:
+                    raise WrongShape(wrong)
+                return right
+
+            try:
+                found, left = EveryRouting(certificate, field, choose, run).wrong(left)
+            except Degenerate:
+                continue
+            except WrongShape as e:
+                return e.args[0]
+            if found is not None:
+                number, routing = found
+                output, rank = divmod(number, ranks_of(certificate))
+                said = ", ".join(str(list(row)) for row in routing)
+                why = f"is not what the reference computes where tokens choose {said}."
+                return WrongOutput(output, rank, why)
+            if not left:
+                break
+        else:
+            raise Blind("a division by zero, or a choice among equal numbers")
+    return None
+
+
+class WrongShape(Exception):
+    """An output that has another shape than is due."""
 
 
 def graphs_of(certificate: Certificate) -> list[fx.Graph]:
@@ -219,10 +269,13 @@ def sampled(certificate: Certificate) -> list[str]:
     """What the proof draws and does not cover."""
     assert certificate.recorded is not None
     found = []
-    if depth_of(certificate).is_ordered:
+    is_every = certificate.recorded.every_routing
+    if compares_besides(certificate) if is_every else depth_of(certificate).is_ordered:
+        where = "beside the routing" if is_every else "as by a router,"
+        orders = DRAWS * the_choice(certificate).outcomes if is_every else ORDERED_DRAWS
         found.append(
-            "where numbers are compared, sorted or chosen among, as by a router, results are equal"
-            f" for every order: {ORDERED_DRAWS} orders were drawn, and proven for all numbers in"
+            f"where numbers are compared, sorted or chosen among, {where} results are equal"
+            f" for every order: {orders:,} orders were drawn, and proven for all numbers in"
             " that order"
         )
     if certificate.recorded.integers:
@@ -231,6 +284,40 @@ def sampled(certificate: Certificate) -> list[str]:
             " some drawn in their range"
         )
     return found
+
+
+def compares_besides(certificate: Certificate) -> bool:
+    """Whether numbers are compared otherwise than by the reference's one choice and the ranks'
+    choices.
+    """
+    dtypes = {
+        Ref(o.name, i): m.dtype for o in certificate.operations for i, m in enumerate(o.results)
+    }
+    calls = [
+        (o.target, o.args, [dtypes[r] for r in o.operands])
+        for o in certificate.operations
+        if o.target is not None
+    ]
+    calls += [
+        (n.target, n.args, [d for x in n.all_input_nodes for d in dtypes_of(x)])
+        for graph in certificate.ranks.graphs
+        for n in graph.nodes
+        if n.op == "call_function"
+    ]
+    return any(
+        any(d.is_floating_point for d in kinds) and name not in CHOICES and _compares(name, args)
+        for target, args, kinds in calls
+        for name in [_name_of(target)]
+    )
+
+
+def _name_of(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
+    return schema.name.split("::")[1].removesuffix("_") if schema is not None else ""
+
+
+def _compares(name: str, args: Any) -> bool:
+    return name in _ORDERED or (name == "exchange" and args[5] in ("max", "min"))
 
 
 def depth_of(certificate: Certificate) -> Depth:
@@ -272,12 +359,12 @@ def _depth(program: Sequence[tuple[Any, Sequence[Any], Any, Any]]) -> tuple[int,
             known = found.get(operand, (0, 0))
             here = (max(here[0], known[0]), max(here[1], known[1]))
         schema = getattr(target, "_schema", None)
-        name = schema.name.split("::")[1].removesuffix("_") if schema is not None else ""
+        name = _name_of(target)
         here = (
             here[0] + (name in _EXPS or name in _BOTH or name in _AFTER),
             here[1] + (name in _LOGS or name in _BOTH),
         )
-        ordered = ordered or name in _ORDERED or (name == "exchange" and args[5] in ("max", "min"))
+        ordered = ordered or _compares(name, args)
         infinite = infinite or _holds_infinity(args)
         found[node] = here
         deepest = (max(deepest[0], here[0]), max(deepest[1], here[1]))

@@ -20,9 +20,9 @@ from ftp.certification.residues.field import (
 )
 from ftp.certification.residues.value import (
     Blind,
-    Degenerate,
     Planes,
     Window,
+    degenerate_if,
     infinities,
     levels,
     made,
@@ -88,8 +88,7 @@ def reciprocal(f: Field, a: Planes) -> Planes:
     infinite = infinities(f, a)
     finite = torch.ones_like(a.planes[0]) if infinite is None else (infinite == 0)
     for level in range(a.window.low, a.window.high + 1):
-        if ((a.planes[level] == 0) & (finite != 0)).any():
-            raise Degenerate
+        degenerate_if(f, (a.planes[level] == 0) & (finite != 0))
     found = [inverse(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
     return made(f, found, a.window & a.window, a.dtype)
 
@@ -192,8 +191,7 @@ def natural_logarithm(f: Field, a: Planes) -> Planes:
     found, sign = [nothing] * f.levels, [nothing] * f.levels
     for level in range(low, high + 1):
         x = levels(f, a)[level + 1]
-        if (x == 0).any() and (infinite is None or ((x == 0) & (infinite == 0)).any()):
-            raise Degenerate
+        degenerate_if(f, (x == 0) if infinite is None else (x == 0) & (infinite == 0))
         found[level], sign[level] = logarithm(x, f.primes[level + 1])
     return made(f, found, Window(low, high), a.dtype, sign, infinite)
 

@@ -195,13 +195,22 @@ class Residues:
         of those is one of these.
         """
         if isinstance(x, Planes):
-            return _strided(x, strides[0]) if strides else x
+            return self._strided(x, strides[0]) if strides else x
         if isinstance(x, list | tuple) and strides:
             return [
-                _strided(v, s) if isinstance(v, Planes) else v
+                self._strided(v, s) if isinstance(v, Planes) else v
                 for v, s in zip(x, strides, strict=True)
             ]
         return x
+
+    def _strided(self, x: Planes, stride: Sequence[int]) -> Planes:
+        if all(p.stride() == tuple(stride) for p in x.planes):
+            return x
+        planes = [self.empty_strided(p, stride).copy_(p) for p in x.planes]
+        return Planes(planes, x.window, x.dtype, x.root_of)
+
+    def empty_strided(self, like: Tensor, stride: Sequence[int]) -> Tensor:
+        return torch.empty_strided(like.shape, tuple(stride), dtype=like.dtype)
 
     # What collectives and specs are made of.
 
@@ -252,13 +261,6 @@ class Residues:
 _IGNORED = frozenset(
     ("memory_format", "device", "layout", "pin_memory", "non_blocking", "dtype", "implicit")
 )
-
-
-def _strided(x: Planes, stride: Sequence[int]) -> Planes:
-    if all(p.stride() == tuple(stride) for p in x.planes):
-        return x
-    planes = [torch.empty_strided(p.shape, tuple(stride), dtype=p.dtype).copy_(p) for p in x.planes]
-    return Planes(planes, x.window, x.dtype, x.root_of)
 
 
 def _is_index(x: Tensor) -> bool:

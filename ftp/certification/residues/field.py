@@ -30,6 +30,29 @@ _SIGN = 1 << 30
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """Keys that say the order of some numbers.
+
+    Attributes:
+        residues: of the numbers, sorted.
+        keys: of each.
+    """
+
+    residues: Tensor
+    keys: Tensor
+
+    def holds(self, x: Tensor) -> Tensor:
+        return self.residues[self._at(x)] == x
+
+    def ordered(self, x: Tensor, others: Tensor) -> Tensor:
+        """The keys of the numbers ``x``; ``others`` are those of numbers that it does not hold."""
+        return torch.where(self.holds(x), self.keys[self._at(x)], others)
+
+    def _at(self, x: Tensor) -> Tensor:
+        return torch.searchsorted(self.residues, x.contiguous()).clamp(max=len(self.residues) - 1)
+
+
+@dataclass(frozen=True)
 class Field:
     """One draw of a model of the reals.
 
@@ -39,6 +62,9 @@ class Field:
         order_level: the level whose residues are compared.
         has_logs: whether values carry the signs that logarithms leave.
         has_infinities: whether values say which elements are infinite.
+        ranking: the order of some numbers, if it is given rather than drawn.
+        suspects: where given, notes whether an accident of the draw spoils a run, in place of an
+            error: of runs in a batch it spoils some.
     """
 
     primes: tuple[int, ...]
@@ -46,6 +72,8 @@ class Field:
     order_level: int
     has_logs: bool
     has_infinities: bool
+    ranking: Ranking | None = None
+    suspects: list[Tensor] | None = None
 
     @classmethod
     def of_depth(cls, exps: int, logs: int, has_infinities: bool, seed: int) -> "Field":

@@ -23,6 +23,14 @@ class Degenerate(Exception):
     """A division by a residue that is zero by accident, or a logarithm of one: draw again."""
 
 
+def degenerate_if(field: Field, bad: Tensor) -> None:
+    """Draw again where an element of ``bad`` is true."""
+    if field.suspects is not None:
+        field.suspects.append(bad.any())
+    elif bad.any():
+        raise Degenerate
+
+
 @dataclass
 class Window:
     """The levels at which a value's residues mean anything; views share their base's."""
@@ -173,6 +181,8 @@ def order(field: Field, x: Planes) -> Tensor:
         key = sign(residues, p) * (size + 1)
     else:
         key = hashed(residues, field.seed * 2 + 1)
+    if field.ranking is not None:
+        key = field.ranking.ordered(residues, key)
     infinite = infinities(field, x)
     return key if infinite is None else torch.where(infinite == 0, key, infinite * (1 << 62))
 
@@ -184,7 +194,7 @@ def same(field: Field, a: Planes, b: Planes) -> Tensor:
         raise Blind("a value under too many exponentials and logarithms")
     found = torch.ones(a.shape, dtype=torch.bool)
     for level in range(window.low, window.high + 1):
-        found &= a.planes[level] == b.planes[level]
+        found = found & (a.planes[level] == b.planes[level])
     if field.has_infinities:
-        found &= a.planes[-1] == b.planes[-1]
+        found = found & (a.planes[-1] == b.planes[-1])
     return found
