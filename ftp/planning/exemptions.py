@@ -11,11 +11,13 @@ from ftp.rules.op_kinds import BY_SLICE, is_matmul
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
     """Values that no placement constraint binds, and values that none binds until the next matmul.
 
-    A conflict matmul is one of experts, or one whose operands the batch cuts on different factors,
-    as context parallelism cuts q and k. No constraint binds:
+    A conflict matmul is one of experts, attention to keys that the batch cuts, or one whose
+    operands the batch cuts on different factors, as context parallelism cuts q and k. No
+    constraint binds:
 
     - values with a required layout;
     - operands of conflict matmuls that feed no other matmul;
+    - on other axes than data axes, keys and values of attention that are cut along the sequence;
     - ids that are sliced along a dim that the batch cuts;
     - operands and results of per-rank code and of functions of slices.
 
@@ -33,6 +35,8 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
+    if not problem.is_data_axis:
+        free.update(value for node in problem.graph.nodes for value in _cut_keys(problem, node))
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
@@ -63,7 +67,21 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
             cut = factor_of(dims, node.sizes, layout, problem.n)
             if cut is not None:
                 cuts.add(cut[0])
-    return len(cuts) > 1
+    return len(cuts) > 1 or bool(_cut_keys(problem, node))
+
+
+def _cut_keys(problem: Problem, node: Node) -> list[Value]:
+    """The operands of attention that the axis cuts along the keys. Every query sees all keys: they
+    move, whatever they are computed from.
+    """
+    reached = problem.batch_reach if problem.is_data_axis else problem.reach
+    return [
+        value
+        for _, keys in node.rule.ring
+        for value, dims in zip(node.operands, node.rule.operands, strict=True)
+        for layout in reached.layouts.get(value, ())
+        if (cut := factor_of(dims, node.sizes, layout, problem.n)) and cut[0] == keys
+    ]
 
 
 def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:

@@ -132,6 +132,35 @@ def test_why_says_what_each_form_sends_and_holds():
         assert held[ring] < held[gather] if form == ring else held[ring] <= held[gather]
 
 
+@pytest.mark.parametrize(
+    ("fn", "count"),
+    [
+        (lambda q, k, v: causal(q, k, v), 3),
+        (lambda qkv: causal(*qkv.unbind()), 1),
+        (lambda kv, q: causal(q, *kv.unbind()), 2),
+    ],
+    ids=["q alone", "all in one", "keys alone"],
+)
+def test_arguments_attended_as_they_are_have_both_forms(fn: Any, count: int):
+    """Whichever argument comes first: keys and values may be gathered, and are where that is
+    faster.
+    """
+    length, mesh = 1 << 13, ftp.AbstractMesh((8,), ("cp",), device_type="cpu")
+    q = torch.empty(1, 8, length, 64, dtype=torch.bfloat16, device="meta")
+    several = torch.empty(3 if count == 1 else 2, *q.shape, dtype=q.dtype, device="meta")
+    cut, cut_several = P(None, None, "cp"), P(None, None, None, "cp")
+    args = {1: (several,), 2: (several, q), 3: (q, q, q)}[count]
+    specs = tuple(cut_several if x.ndim == 5 else cut for x in args)
+    for ring_step, rings in ((0.0, True), (1.0, False)):
+        hardware = ftp.Hardware(flops=1e13, ring_step=ring_step)
+        step = ftp.spmd(fn, mesh, specs, cut, hardware=hardware)
+        planned = step.lower(*args)
+        assert {c.op for c in planned.collectives} == {"ring" if rings else "all_gather"}
+        ring, gather = sorted(forms(planned), key=lambda a: "ring" not in a.layout)
+        assert (ring.chosen, gather.chosen) == (rings, not rings)
+        assert ring.memory < gather.memory
+
+
 def test_keys_that_do_not_fit_are_not_gathered():
     """Keys and values of each layer are whole from its forward pass to its backward pass, and one
     layer's gradients: two thirds of the peak in one layer, and layers add up."""
