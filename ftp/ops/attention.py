@@ -317,8 +317,9 @@ def _backward(
         of_k, of_v = (_rows(x, whole) for x in (grad_k, grad_v))
         sums = [x if x.dtype == wide else x.to(wide) for x in (of_k, of_v)]
         for block in row_blocks:
+            of_q = _rows(grad_q, block.slice(block.first, block.first + block.length))
             add_gradients(
-                (grad_q, *sums),
+                (of_q, *sums),
                 (grad_out, q, k, v, out, logsumexp),
                 block,
                 keys,
@@ -344,13 +345,14 @@ def add_gradients(
     """Add the gradients from the attention of a block of queries to a block of keys.
 
     Args:
-        sums: the gradients of all queries, and of only this block's keys and values.
+        sums: the gradients of only this block's queries, keys and values.
         given: the result's gradient, q, k, v, the result, its log-sum-exps.
     """
     grad_q, grad_k, grad_v = sums
     for tile in tiles(rows, keys, is_causal):
         dq, dk, dv = _tile_backward(*given, mask, tile, scale)
-        _rows(grad_q, tile.queries).add_(dq)
+        here = slice(tile.queries.start - rows.at, tile.queries.stop - rows.at)
+        _rows(grad_q, here).add_(dq)
         here = slice(tile.keys.start - keys.at, tile.keys.stop - keys.at)
         _rows(grad_k, here).add_(dk)
         _rows(grad_v, here).add_(dv)

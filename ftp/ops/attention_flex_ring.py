@@ -121,8 +121,8 @@ def one_rank_backward(
         attention_flex.add_gradients(of_piece, into, wants, grad_out, logsumexp, delta)
 
     of_keys = yield from return_gradients(steps, k, v, visit)
-    of_q, *captured = (total.to(x.dtype) for total, x in zip(sums, like, strict=True))
-    return [of_q, *of_keys, *captured]
+    of_q, *captured = [sums.pop(0).to(x.dtype) for x in like]
+    return [of_q, *(x.result() for x in of_keys), *captured]
 
 
 on_processes("ftp::scaled_dot_product_attention_flex_ring", one_rank)

@@ -11,7 +11,6 @@ import functools
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ftp.ops import attention
@@ -23,7 +22,16 @@ from ftp.ops.attention import (
     sum_dtype,
 )
 from ftp.ops.define import define
-from ftp.ops.key_ring import EVERY, Needs, Ring, Sees, pass_keys, return_gradients, steps_of
+from ftp.ops.key_ring import (
+    EVERY,
+    Needs,
+    PartSums,
+    Ring,
+    Sees,
+    pass_keys,
+    return_gradients,
+    steps_of,
+)
 from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
@@ -95,35 +103,39 @@ def one_rank_backward(
     """One rank's gradients of queries, keys and values."""
     steps = steps_of(needs_of, rank, keys, rows, is_causal)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
-    row_blocks = blocks(rows, q.shape[2], attention.TILE) if grad_out.numel() else []
+    row_blocks = blocks(rows, q.shape[2], attention.TILE)
+    grad_q = PartSums(q)
+    of_rows = [grad_q.part(slice(block.at, block.at + block.length)) for block in row_blocks]
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         given = grad_out, q, *near, out, logsumexp
         key_blocks = steps.blocks(owner, piece, attention.TILE)
-        _add_all((grad_q, *to), given, mask, row_blocks, key_blocks, is_causal, scale)
+        if grad_out.numel():
+            of_blocks = list(zip(row_blocks, of_rows, strict=True))
+            _add_all(of_blocks, to, given, mask, key_blocks, is_causal, scale)
 
-    grads = yield from return_gradients(steps, k, v, visit)
-    return grad_q.to(q.dtype), *grads
+    of_keys = yield from return_gradients(steps, k, v, visit)
+    while of_rows:
+        grad_q.finish(of_rows.pop(0))
+    return grad_q.result(), *(x.result() for x in of_keys)
 
 
 def _add_all(
-    sums: Sequence[Tensor],
+    of_rows: Sequence[tuple[Block, Tensor]],
+    to: Sequence[Tensor],
     given: tuple[Tensor, ...],
     mask: Tensor | None,
-    rows: Sequence[Block],
     keys: Sequence[Block],
     is_causal: bool,
     scale: float,
 ) -> None:
-    grad_q, *to = sums
     grad_out, q, *near, out, logsumexp = given
     for held in keys:
         alone, (k, v), of_mask = _alone(held, near, mask)
-        into = (grad_q, *_alone(held, to, None)[1])
-        for block in rows:
+        of_keys = _alone(held, to, None)[1]
+        for block, of_q in of_rows:
             of_block = grad_out, q, k, v, out, logsumexp
-            add_gradients(into, of_block, block, alone, is_causal, scale, of_mask)
+            add_gradients((of_q, *of_keys), of_block, block, alone, is_causal, scale, of_mask)
 
 
 def _alone(

@@ -82,17 +82,18 @@ def one_rank_backward(
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
     documents = Documents(*given)
-    grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
+    wide, layout = sum_dtype(q.dtype), torch.contiguous_format
+    of_q = [torch.zeros_like(q, dtype=wide, memory_format=layout)]  # alone, to be freed
     steps = _steps(documents, rank)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
         of_piece = documents.with_keys(steps.columns(owner, piece))
         tensors = grad_out, q, of_k, of_v, out, logsumexp
-        attention_varlen.add_tiles((grad_q, *to), tensors, of_piece)
+        attention_varlen.add_tiles((*of_q, *to), tensors, of_piece)
 
-    grads = yield from return_gradients(steps, k, v, visit)
-    return grad_q.to(q.dtype), *grads
+    of_keys = yield from return_gradients(steps, k, v, visit)
+    return of_q.pop().to(q.dtype), *(x.result() for x in of_keys)
 
 
 on_processes("ftp::scaled_dot_product_attention_varlen_ring", one_rank)

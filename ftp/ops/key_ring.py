@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from ftp.ops.sends import OneRank, Send, Sends
 from ftp.sharding.layout import pieces
 from ftp.sharding.spec import Interval
 
-PIECES = 16  # pieces in which a rank's keys and values are sent
+PIECES = 24  # pieces in which a rank's keys and values are sent
 SHORTEST = 1024  # least number of keys of a piece, if a rank has more
 
 
@@ -225,6 +225,39 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequenc
             before += length
 
 
+class PartSums:
+    """Sums of a tensor's gradients, made and finished in parts along the sequence, in order.
+
+    Sums of a wider dtype than the tensor's are tensors of their own for each part, which are
+    converted one by one: the sums and the result are not held at once.
+    """
+
+    def __init__(self, like: Tensor):
+        self._like, self._wide = like, sum_dtype(like.dtype)
+        is_wider = self._wide != like.dtype
+        layout = torch.contiguous_format
+        self._whole = None if is_wider else torch.zeros_like(like, memory_format=layout)
+        self._finished: list[Tensor] = []
+
+    def part(self, part: slice) -> Tensor:
+        """Zeros to add to."""
+        if self._whole is not None:
+            return _part(self._whole, part)
+        of = _part(self._like, part)
+        return torch.zeros_like(of, dtype=self._wide, memory_format=torch.contiguous_format)
+
+    def finish(self, sums: Tensor) -> None:
+        """Take the sums of the next part, to which nothing is added any more."""
+        if self._whole is None:
+            self._finished.append(sums.to(self._like.dtype))
+
+    def result(self) -> Tensor:
+        if self._whole is not None:
+            return self._whole
+        finished, self._finished = self._finished, []
+        return torch.cat(finished, 2) if finished else torch.zeros_like(self._like)
+
+
 def pass_keys(
     steps: "Steps", k: Tensor, v: Tensor, visit: Callable[[int, int, list[Tensor]], None]
 ) -> OneRank:
@@ -244,12 +277,12 @@ def return_gradients(
     k: Tensor,
     v: Tensor,
     visit: Callable[[int, int, list[Tensor], list[Tensor]], None],
-) -> OneRank:
-    """The gradients of a rank's keys and values. A visit gets a piece and the sums of its
-    gradients, and adds to them.
+) -> Generator[Sends, Any, "list[PartSums]"]:
+    """The gradients of a rank's keys and values, as `PartSums`. A visit gets a piece and the sums
+    of its gradients, and adds to them.
     """
     ring, rank, wide = steps.ring, steps.rank, sum_dtype(k.dtype)
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    grads = [PartSums(x) for x in (k, v)]
     sums: dict[int, list[Tensor]] = {}  # of the gradients of a piece
     made: list[Tensor] = []  # the gradients of the step before
     for at in range(len(steps.all) + 2):
@@ -261,16 +294,14 @@ def return_gradients(
         del near[2 if step else 0 :]
         made = []
         for done in [of for of in sums if steps.last_of(of) <= at - 2]:
-            for x, total in zip(grads, sums.pop(done), strict=True):
-                if total.dtype != x.dtype:
-                    _part(x, ring.piece(rank, done)).copy_(total)
+            of_done = sums.pop(done)
+            for x in grads:
+                x.finish(of_done.pop(0))
         if at >= len(steps.all):
             continue
         if not step:
             near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
-            parts = [_part(x, ring.piece(rank, piece)) for x in grads]
-            sums[piece] = [x if x.dtype == wide else x.to(wide) for x in parts]
-            to = sums[piece]
+            to = sums[piece] = [x.part(ring.piece(rank, piece)) for x in grads]
         elif near[0] is not None:
             to = [torch.zeros_like(x, dtype=wide) for x in near]
         else:

@@ -47,17 +47,13 @@ def run(rank: OneRank, start: Start) -> Any:
     """Run one rank and return its result. ``start`` begins exchanges and returns a function that
     waits for them.
     """
-
-    def nothing() -> Arrived:
-        return []
-
-    under_way: Callable[[], Arrived] = nothing
+    arrived: Arrived = []
     try:
-        started = start(next(rank))
+        sends = next(rank)
         while True:
-            arrived = under_way()
-            under_way = started
-            started = start(rank.send(arrived))
+            wait = start(sends)
+            sends = rank.send(arrived)
+            arrived = wait()
     except StopIteration as end:
         return end.value
 

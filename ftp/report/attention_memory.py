@@ -97,7 +97,9 @@ class _CallSizes:
         else:
             is_all = self.is_varlen and not self.is_ring
             summed = math.prod(self.q.shape) + self.pair(self.k.shape[2] if is_all else 0, 1)
-        return max(summed * self.wide, summed * (self.wide - self.size) + most)
+        held = summed * (self.wide - self.size) + most
+        is_freed = self.is_ring and not self.is_forward and not self.is_varlen  # while converted
+        return held if is_freed else max(summed * self.wide, held)
 
     def tile(self, queries: int, keys: int, near: bool) -> int:
         """Bytes of a tile: copies of its parts, what it computes, and what merges it.
@@ -236,5 +238,5 @@ def travelling(steps: Steps, sizes: tuple[int, int], returns: bool, is_part: boo
             held += (received(at - 1) + sent(at - 1)[0]) * size
             summed = {of for of in (piece, steps.at(at - 1)[0], steps.at(at - 2)[0]) if of >= 0}
             own = (ring.piece(rank, of) for of in summed)
-            held += sum(x.stop - x.start for x in own) * wide * (wide != size)
+            held += sum(x.stop - x.start for x in own) * (wide - size)  # beside the result's
         yield held

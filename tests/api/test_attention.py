@@ -150,15 +150,28 @@ def test_a_ring_is_chosen_by_time():
 NO_RING = ftp.Hardware(ring_step=1.0)
 
 
-def test_memory_of_a_ring():
-    """At most 1.5 times that of q, k, v, the result and their gradients, as long as it may be."""
-    mesh = ftp.AbstractMesh((8,), ("cp",))
-    for cut in (P(None, None, "cp"), ZIGZAG):
-        times = []
-        for length in (1 << 18, 1 << 19):
-            q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
-            lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
-            times.append(int(lowered.memory) / (8 * q.numel() * 2 / 8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [P(None, None, "cp"), ZIGZAG])
+def test_memory_of_a_ring(cut: P, dtype: torch.dtype):
+    """At most 1.5 times that of q, k, v, the result and their gradients, as long as it may be; also
+    where q, k and v are values beside the inputs.
+    """
+
+    def scaled(batch, w):
+        out, vjp = torch.func.vjp(attend, *(w * x for x in batch))
+        return vjp(out)
+
+    mesh, of_inputs, of_values = ftp.AbstractMesh((8,), ("cp",)), [], []
+    for length in (1 << 18, 1 << 19):
+        q = torch.empty(1, 8, length, 128, dtype=dtype, device="meta")
+        w = torch.empty((), dtype=dtype, device="meta")
+        unit = 8 * q.numel() * q.element_size() / 8
+        lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
+        of_inputs.append(int(lowered.memory) / unit)
+        lowered = ftp.spmd(scaled, mesh, ((cut,) * 3, P()), (cut,) * 3).lower((q,) * 3, w)
+        assert {c.op for c in lowered.collectives} == {"ring"}
+        of_values.append(int(lowered.memory) / unit)
+    for times in (of_inputs, of_values):
         assert times[1] <= times[0] <= 1.5
 
 

@@ -18,7 +18,7 @@ from ftp import P
 from ftp.errors import CertificateError
 from ftp.ops import attention, key_ring
 from ftp.ops.attention_ring import RING, RING_BACKWARD, needs_of, one_rank, one_rank_backward
-from ftp.ops.key_ring import Ring
+from ftp.ops.key_ring import PartSums, Ring
 from ftp.ops.rings import RINGS
 from ftp.ops.sends import over, run
 from ftp.sharding.layout import pieces
@@ -92,6 +92,30 @@ def test_what_no_query_sees_is_not_sent():
     ]
     assert needs.traffic(True) == (3 * 8, 3 * 8)
     assert every.traffic(True) == (6 * 8, 6 * 8)
+
+
+def test_sums_and_gradients_are_not_held_at_once():
+    like, width = torch.empty(2, 3, 1024, 8, dtype=torch.bfloat16), 64
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        sums = PartSums(like)
+        parts = [sums.part(slice(at, at + width)) for at in range(0, 1024, width)]
+        for at, x in enumerate(parts):
+            x.fill_(at)
+        del x
+        while parts:
+            sums.finish(parts.pop(0))
+        made = sums.result()
+    results: Any = profile.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert peak == like.numel() * 4 + like.numel() * 2 * width // 1024
+    right = torch.arange(1024 // width).repeat_interleave(width).to(like.dtype)
+    torch.testing.assert_close(made, right.unsqueeze(-1).expand_as(like), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
