@@ -45,20 +45,57 @@ def _varlen(
     """The result (tokens, heads, dim), the log-sum-exps (heads, tokens), and a placeholder for the
     kernel's generator state.
     """
-    if seqused_k is not None or block_table is not None:
-        raise TraceError(
-            "varlen_attn with seqused_k or block_table is for decoding from a paged cache, and has"
-            " no sharded form. Gather the pages, or call it outside of the step."
-        )
     left, right = window_size or (-1, -1)
     right = 0 if is_causal else right
     ends = cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k
+    if block_table is not None:
+        if seqused_k is None:
+            raise TraceError(
+                "varlen_attn with block_table needs seqused_k, the number of valid tokens of each"
+                " sequence."
+            )
+        key, value = (_of_pages(x, block_table) for x in (key, value))
+        slots = key.shape[0] // block_table.shape[0]
+        at = torch.arange(block_table.shape[0] + 1, device=cu_seq_q.device)
+        ends = cu_seq_q, at * slots
+    if seqused_k is not None:
+        ends = _ends_of_used(*ends, seqused_k)
+        key, value = (_used(x, ends[1]) for x in (key, value))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     is_self = ends[1] is cu_seq_q
     out, logsumexp = _Varlen.apply(q, k, v, *ends, left, right, scale, is_self)
     state = torch.zeros(2, dtype=torch.int64, device=query.device)
     return out.squeeze(0).transpose(0, 1), logsumexp.squeeze(0), state
+
+
+def _of_pages(pool: Tensor, table: Tensor) -> Tensor:
+    """The pages of each sequence, one sequence after the other. Entries beyond a sequence's pages
+    may be any number.
+
+    Args:
+        pool: (pages, tokens of a page, heads, dim).
+    """
+    pages = table.flatten().clamp(0, pool.shape[0] - 1)
+    return pool.index_select(0, pages).flatten(0, 1)
+
+
+def _ends_of_used(ends_q: Tensor, ends_k: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends of twice as many documents: after each, the keys that are not used, without queries."""
+    used = torch.minimum(used.to(ends_k.dtype), ends_k.diff())
+    of_keys = torch.stack([ends_k[:-1], ends_k[:-1] + used], 1)
+    of_queries = torch.stack([ends_q[:-1], ends_q[1:]], 1)
+    return (
+        torch.cat([of_queries.flatten(), ends_q[-1:]]),
+        torch.cat([of_keys.flatten(), ends_k[-1:]]),
+    )
+
+
+def _used(x: Tensor, ends: Tensor) -> Tensor:
+    """Keys or values, with zeros for those that are not used: they may be NaN."""
+    document, _ = in_documents(ends, torch.arange(x.shape[0], device=ends.device))
+    is_used = (document % 2 == 0) & (document < ends.shape[0] - 1)
+    return torch.where(is_used.unsqueeze(1).unsqueeze(2), x, 0)
 
 
 def _dense_varlen(

@@ -558,11 +558,90 @@ def test_a_saved_program_has_its_functions(tmp_path: Any, monkeypatch: Any):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_a_paged_cache_is_refused():
+PAGES = P(None, None, "tp")
+
+
+@pytest.mark.parametrize(
+    ("axes", "cut", "pages", "table_cut", "moved"),
+    [
+        (("tp",), P(None, "tp"), PAGES, P(), []),
+        (("dp",), P("dp"), P(), P(), []),
+        (("dp", "tp"), P("dp", "tp"), PAGES, P(), []),
+        (("dp",), P("dp"), P(), P("dp"), ["all_gather"]),
+        (("dp",), P(), P("dp"), P(), ["all_reduce"]),
+    ],
+    ids=["heads", "queries", "both", "table", "pages"],
+)
+@pytest.mark.parametrize("window", [(-1, 0), (4, 0), (-1, -1)])
+def test_a_paged_cache(axes: Any, cut: P, pages: P, table_cut: P, moved: list[str], window: Any):
+    """Pages in any order, sequences of several new tokens, unused tokens that are NaN, and entries
+    of no page.
+    """
+    torch.manual_seed(0)
+    size, used = 4, torch.tensor([9, 1, 12, 5], dtype=torch.int32)
+    ends = torch.tensor([0, 1, 2, 5, 6], dtype=torch.int32)
+    q = torch.randn(6, 4, 2, dtype=torch.float64)
+    pools = [torch.full((14, size, 2, 2), math.nan, dtype=torch.float64) for _ in range(2)]
+    table, expected = torch.randperm(14)[:12].reshape(4, 3).to(torch.int32), []
+    for n, count in enumerate(used.tolist()):
+        keys, values = (torch.randn(count, 2, 2, dtype=torch.float64) for _ in range(2))
+        for pool, x in zip(pools, (keys, values), strict=True):
+            for page, part in zip(table[n].tolist(), x.split(size), strict=False):
+                pool[page, : len(part)] = part
+        table[n, -(-count // size) :] = -1
+        rows = q[ends[n] : ends[n + 1]]
+        ahead = torch.arange(count) - (torch.arange(count - len(rows), count)[:, None])
+        left, right = window
+        sees = ((ahead >= -left) | (left < 0)) & ((ahead <= right) | (right < 0))
+        near = (x.transpose(0, 1)[None] for x in (rows, keys, values))
+        expected.append(dense(*near, lambda s: s, sees)[0].transpose(0, 1))
+
+    def decode(q, k, v, table, used, ends):
+        return varlen_attn(
+            *(q, k, v, ends, None, 3, 12),
+            window_size=window,
+            enable_gqa=True,
+            seqused_k=used,
+            block_table=table,
+        )
+
+    mesh = ftp.simulated_mesh((2,) * len(axes), axes)
+    specs = cut, pages, pages, table_cut, P(), P()
+    step = ftp.spmd(decode, mesh, specs, cut, certify=True)
+    args = q, *pools, table, used, ends
+    assert [c.op for c in step.lower(*args).collectives] == moved
+    torch.testing.assert_close(step(*args), torch.cat(expected), rtol=0, atol=1e-10)
+
+
+def test_a_cache_of_slots():
+    """`seqused_k` without pages: of each sequence's keys the first ones are used."""
+    torch.manual_seed(0)
+    ends, slots = torch.tensor([0, 1, 3]), torch.tensor([0, 5, 12])
+    used = torch.tensor([4, 7])
+    q, k, v = (torch.randn(n, 2, 2, dtype=torch.float64) for n in (3, 12, 12))
+    k[4], v[4] = math.nan, math.nan
+
+    def decode(q, k, v, ends, slots, used):
+        return varlen_attn(q, k, v, ends, slots, 2, 7, window_size=(-1, 0), seqused_k=used)
+
+    expected = []
+    for rows, keys in ((slice(0, 1), slice(0, 4)), (slice(1, 3), slice(5, 12))):
+        near = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        count = near[1].shape[2]
+        sees = torch.ones(near[0].shape[2], count, dtype=torch.bool).tril(count - len(q[rows]))
+        expected.append(dense(*near, lambda s: s, sees)[0].transpose(0, 1))
+    args = q, k, v, ends, slots, used
+    for cut in (P(None, "cp"), P("cp")):
+        step = ftp.spmd(decode, mesh_of((2,)), (cut,) * 3 + (P(),) * 3, cut, certify=True)
+        torch.testing.assert_close(step(*args), torch.cat(expected), rtol=0, atol=1e-10)
+
+
+def test_pages_without_their_lengths_are_refused():
     q, ends = torch.ones(4, 1, 2), torch.tensor([0, 4], dtype=torch.int32)
-    run = lambda q: varlen_attn(q, q, q, ends, ends, 4, 4, seqused_k=ends[1:])  # noqa: E731
-    with pytest.raises(TraceError, match="paged cache"):
-        ftp.lower(run, mesh_of((2,)), P("cp"), q)
+    pool, table = torch.ones(2, 4, 1, 2), torch.zeros(1, 1, dtype=torch.int32)
+    run = lambda q, x: varlen_attn(q, x, x, ends, None, 4, 4, block_table=table)  # noqa: E731
+    with pytest.raises(TraceError, match="seqused_k"):
+        ftp.lower(run, mesh_of((2,)), (P("cp"), P()), q, pool)
 
 
 def test_the_functions_are_torch_s_own_again():
