@@ -1,6 +1,6 @@
 """``remat``: recompute a block's intermediate values in the backward pass, not keep them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
-    is_gradtrackingtensor,
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
     maybe_get_level,
-    peek_interpreter_stack,
     unwrap_if_dead,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ftp.errors import InputError
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
@@ -52,8 +56,8 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
     Works under torch.func's transforms.
 
     Args:
-        fn: pure function of trees of tensors. Parameters and random keys must be arguments: a
-            captured tensor would get no gradient.
+        fn: pure function of trees of tensors. What has a gradient must be an argument: a captured
+            tensor would get none.
         policy: the results that a sharded program keeps: ``"nothing"``; ``"products"``, those of
             matmuls, convolutions and attention; ``"collectives"``, so that none is repeated; or a
             function of the aten op that returns True to keep its result. Outside of a sharded
@@ -83,13 +87,15 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
         leaves, treedef = flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         out: list[Any] = []
+        transforms = _transforms()
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             filled = list(leaves)
             for i, tensor in zip(at, tensors, strict=True):
                 filled[i] = tensor
             given, by_name = treedef.unflatten(filled)
-            out[:] = flatten(fn(*given, **by_name))
+            with _called_within(transforms):
+                out[:] = flatten(fn(*given, **by_name))
             own = set(map(id, tensors))
             # An argument that is returned unchanged would lose its place in autograd's graph.
             return tuple(
@@ -97,7 +103,8 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             )
 
         name = getattr(fn, "__name__", type(fn).__name__)
-        applied: Any = _Remat.apply(_RematBlock(run, policy, name), *(leaves[i] for i in at))
+        block = _RematBlock(run, policy, name, transforms)
+        applied: Any = _Remat.apply(block, *(leaves[i] for i in at))
         results = iter(applied)
         found, out_tree = out
         return out_tree.unflatten([next(results) if isinstance(x, Tensor) else x for x in found])
@@ -166,11 +173,35 @@ def run_again(policy: Policy = "nothing") -> Again:
     return again
 
 
+Transforms = Mapping[int, TransformType | None]
+_outer_transforms: list[Transforms] = [{}]
+
+
+def _transforms() -> Transforms:
+    """The transforms by level in which a block is called, also those out of which a surrounding
+    block was taken; None for a level of two kinds.
+    """
+    found = dict(_outer_transforms[-1])
+    for level, key in _running().items():
+        found[level] = key if found.get(level, key) == key else None
+    return found
+
+
+@contextmanager
+def _called_within(transforms: Transforms) -> Iterator[None]:
+    _outer_transforms.append(transforms)
+    try:
+        yield
+    finally:
+        _outer_transforms.pop()
+
+
 @dataclass(frozen=True, eq=False)
 class _RematBlock:
     run: Callable[..., tuple[Tensor, ...]]
     policy: Policy
     name: str
+    transforms: Transforms
 
 
 class _Remat(torch.autograd.Function):
@@ -180,7 +211,7 @@ class _Remat(torch.autograd.Function):
     def forward(  # type: ignore[override]
         block: _RematBlock, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        with _NoCaptures(block.name, tensors):
+        with _Captures(block, tensors):
             return block.run(*tensors)
 
     @staticmethod
@@ -227,38 +258,54 @@ def _alive(tensors: Sequence[Any]) -> list[Any]:
     return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
 
 
-class _NoCaptures(TorchFunctionMode):
-    """Refuse captured tensors that require a gradient."""
+class _Captures(TorchFunctionMode):
+    """Refuse captured tensors that may have a gradient; take others out of the transforms that the
+    block's arguments were taken out of.
+    """
 
-    def __init__(self, name: str, own: Sequence[Tensor]):
+    def __init__(self, block: _RematBlock, own: Sequence[Tensor]):
         super().__init__()
-        self.name, self.own = name, set(map(id, own))
-        top = peek_interpreter_stack()
-        self.level = 0 if top is None else top.level()
+        self.block, self.own = block, set(map(id, own))
+        self.running = _running()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        top = peek_interpreter_stack()
-        if (0 if top is None else top.level()) == self.level:
-            for x in _tensors((args, tuple((kwargs or {}).values()))):
-                outer = is_gradtrackingtensor(x) and maybe_get_level(x) > self.level
-                if outer or (
-                    not self.level
-                    and x.requires_grad
-                    and id(x) not in self.own
-                    and not torch.is_grad_enabled()
-                ):
-                    raise InputError(
-                        f"remat({self.name}) uses a tensor of shape {tuple(x.shape)} at"
-                        f" {user_line() or 'an unknown line'} that it was not"
-                        " given, and a gradient is asked for, which would not flow. Pass it as an"
-                        " argument: block(params, x)."
-                    )
+        if _running() == self.running:
+            args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def _inner(self, x: Tensor) -> Tensor:
+        """A tensor at the level at which the block runs."""
+        while is_functorch_wrapped_tensor(x) and not self._is_at_hand(x):
+            is_grad = self.block.transforms.get(maybe_get_level(x)) == TransformType.Grad
+            if is_batchedtensor(x) or (is_differentiable(x) and (x.requires_grad or not is_grad)):
+                self._refuse(x)
+            x = get_unwrapped(x)
+        if (
+            not self.running
+            and x.requires_grad
+            and id(x) not in self.own
+            and not torch.is_grad_enabled()
+        ):
+            self._refuse(x)
+        return x
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _tensors(item)
+    def _is_at_hand(self, x: Tensor) -> bool:
+        """Whether the transform that wrapped a tensor is running."""
+        key = self.running.get(maybe_get_level(x))
+        return key is not None and (key == TransformType.Vmap) == is_batchedtensor(x)
+
+    def _refuse(self, x: Tensor) -> None:
+        why = (
+            "that it was not given, of which vmap maps elements"
+            if is_batchedtensor(x)
+            else "that it was not given, and a gradient is asked for, which would not flow"
+        )
+        raise InputError(
+            f"remat({self.block.name}) uses a tensor of shape {tuple(x.shape)} at"
+            f" {user_line() or 'an unknown line'} {why}. Pass it as an argument: block(params, x)."
+        )
+
+
+def _running() -> dict[int, TransformType]:
+    """The transforms that run, by level."""
+    return {one.level(): one.key() for one in get_interpreter_stack() or ()}

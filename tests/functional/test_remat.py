@@ -215,6 +215,84 @@ def test_captured_tensors_are_refused():
     torch.testing.assert_close(ftp.remat(project)(x), x @ w)
 
 
+def with_captures(remats, w, x, keys):
+    """A block that captures a key, a mask and a number, computed from arguments without a
+    gradient.
+    """
+    key, mask, most = keys[0], x.detach() > 0, x.detach().amax() * 2
+
+    def block(w, h):
+        draws = ftp.random.dropout(key, torch.sin(h @ w), 0.5)
+        return torch.where(mask, draws, most * h)
+
+    if remats:
+        block = ftp.remat(block)
+    if remats == 2:
+        inner = block
+        block = ftp.remat(lambda w, h: inner(w, h))
+    return block(w, block(w, x)).square().sum()
+
+
+TRANSFORMS = {
+    "grad": lambda f, w: torch.func.grad(f)(w),
+    "vmap of grad": lambda f, w: torch.func.vmap(torch.func.grad(f))(torch.stack([w, w.cos()])),
+    "grad of vmap": lambda f, w: torch.func.grad(
+        lambda w: torch.func.vmap(f)(torch.stack([w, w.cos()])).sum()
+    )(w),
+    "grad of grad": lambda f, w: torch.func.grad(lambda w: torch.func.grad(f)(w).sin().sum())(w),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "remats"),
+    [*((name, 1) for name in TRANSFORMS), ("grad", 2), ("vmap of grad", 2)],
+)
+def test_captured_tensors_without_a_gradient(name, remats):
+    transform = TRANSFORMS[name]
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    keys = ftp.random.split(ftp.random.key(1), 2)
+    found = transform(lambda w: with_captures(remats, w, x, keys), w)
+    expected = transform(lambda w: with_captures(0, w, x, keys), w)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_captured_tensors_of_arguments_in_a_sharded_program():
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    keys = ftp.random.split(ftp.random.key(1), 2)
+    value, grads = torch.func.grad_and_value(lambda w: with_captures(0, w, x, keys))(w)[::-1]
+    for axes, specs in (((2,), P("x")), ((3,), P(None, "x"))):
+        step = ftp.shard(
+            lambda w, x, keys: with_captures(2, w, x, keys),
+            ftp.simulated_mesh(axes, ("x",)),
+            specs,
+            batch_specs=(P("x"), P()),
+            certify=True,
+        )
+        torch.testing.assert_close(step(w, x, keys), (value, grads), rtol=1e-12, atol=1e-12)
+
+
+def test_a_captured_tensor_with_a_tangent_is_refused():
+    x = torch.ones(3)
+
+    def loss(w):
+        scale = w.sum()
+        return ftp.remat(lambda x: x * scale)(x).sum()
+
+    with pytest.raises(ftp.FtpError, match="Pass it as an argument"):
+        torch.func.jvp(loss, (x,), (x,))
+    with pytest.raises(ftp.FtpError, match="Pass it as an argument"):
+        torch.func.hessian(loss)(x)
+
+    def shifts(w, n):  # numbers have no tangents
+        steps = n + 1
+        return ftp.remat(lambda w: (w * steps).sin())(w).sum()
+
+    n = torch.arange(3)
+    torch.testing.assert_close(
+        torch.func.hessian(shifts)(x, n), torch.func.hessian(lambda w: (w * (n + 1)).sin().sum())(x)
+    )
+
+
 def test_unknown_policy():
     with pytest.raises(
         ftp.FtpError,
