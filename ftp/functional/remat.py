@@ -17,7 +17,7 @@ from torch._C._functorch import (
     maybe_get_level,
     unwrap_if_dead,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 from ftp.errors import InputError
@@ -87,7 +87,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
         leaves, treedef = flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         out: list[Any] = []
-        transforms = _transforms()
+        transforms, modes = _transforms(), _function_modes()
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             filled = list(leaves)
@@ -103,7 +103,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             )
 
         name = getattr(fn, "__name__", type(fn).__name__)
-        block = _RematBlock(run, policy, name, transforms)
+        block = _RematBlock(run, policy, name, transforms, modes)
         applied: Any = _Remat.apply(block, *(leaves[i] for i in at))
         results = iter(applied)
         found, out_tree = out
@@ -159,13 +159,31 @@ def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
         _surroundings.pop()
 
 
-def run_again(policy: Policy = "nothing") -> Again:
-    """A context in which code that is running now can be run again later."""
-    entered = [remember() for remember in _surroundings]
+def _function_modes() -> Again:
+    """A context that enters the present function modes where torch has left them: it runs autograd
+    functions without those in which they are called.
+    """
+    modes = _get_current_function_mode_stack()
 
     @contextmanager
     def again() -> Iterator[None]:
-        with recomputing(policy), ExitStack() as stack:
+        entered = {id(mode) for mode in _get_current_function_mode_stack()}
+        with ExitStack() as stack:
+            for mode in modes:
+                if id(mode) not in entered:
+                    stack.enter_context(mode)
+            yield
+
+    return again
+
+
+def run_again(policy: Policy = "nothing") -> Again:
+    """A context in which code that is running now can be run again later."""
+    entered, modes = [remember() for remember in _surroundings], _function_modes()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with recomputing(policy), modes(), ExitStack() as stack:
             for enter in entered:
                 stack.enter_context(enter())
             yield
@@ -202,6 +220,7 @@ class _RematBlock:
     policy: Policy
     name: str
     transforms: Transforms
+    modes: Again
 
 
 class _Remat(torch.autograd.Function):
@@ -211,7 +230,7 @@ class _Remat(torch.autograd.Function):
     def forward(  # type: ignore[override]
         block: _RematBlock, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        with _Captures(block, tensors):
+        with block.modes(), _Captures(block, tensors):
             return block.run(*tensors)
 
     @staticmethod
@@ -225,7 +244,7 @@ class _Remat(torch.autograd.Function):
         at = [
             i for i, x in enumerate(tensors) if is_differentiable(x) and ctx.needs_input_grad[i + 1]
         ]
-        with recomputing(block.policy):
+        with recomputing(block.policy), block.modes():
             of_at = of_some(block.run, tensors, at)
             pull: Any = torch.func.vjp(of_at, *(tensors[i] for i in at))[1]
         found = pull(
@@ -245,7 +264,7 @@ class _Remat(torch.autograd.Function):
             if tangent is not None and is_differentiable(tensors[i])
         ]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
-        with recomputing(block.policy):
+        with recomputing(block.policy), block.modes():
             pushed: Any = torch.func.jvp(of_some(block.run, tensors, at), *given)[1]
         found = iter(pushed)
         return tuple(next(found) if has else None for has in ctx.has_gradient)

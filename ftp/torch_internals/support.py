@@ -65,12 +65,12 @@ NEEDED = {
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
-    "torch.overrides": "_pop_mode_temporarily",
+    "torch.overrides": "_get_current_function_mode_stack _pop_mode_temporarily",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
     "torch.utils._sympy.value_ranges": "ValueRanges",
-    "torch.utils._pytree": "tree_any tree_leaves tree_map",
+    "torch.utils._pytree": "tree_any tree_leaves tree_map tree_map_only",
 }
 
 

@@ -3,6 +3,7 @@ more collectives than the policy asks for.
 """
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from plan_reshards import unbucketed
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ftp
 from ftp import P
@@ -269,6 +271,41 @@ def test_captured_tensors_of_arguments_in_a_sharded_program():
             certify=True,
         )
         torch.testing.assert_close(step(w, x, keys), (value, grads), rtol=1e-12, atol=1e-12)
+
+
+def experts(params, x):
+    """Rows by expert, and a write at a mask: a trace replaces both, as it has no values."""
+    chosen = (x @ params["router"]).argmax(-1)
+    out = torch.zeros_like(x)
+    for e in range(3):
+        (rows,) = torch.where(chosen == e)
+        out = out.index_add(0, rows, torch.tanh(x[rows] @ params["experts"][e]))
+    out = out.clone()
+    out[x > 1] = 0.5
+    return out
+
+
+@pytest.mark.parametrize(
+    "recomputed",
+    [
+        ftp.remat,
+        lambda block: partial(checkpoint, block, use_reentrant=False),
+    ],
+    ids=["remat", "checkpoint"],
+)
+def test_a_block_is_traced_as_it_is_outside_of_one(recomputed):
+    params = {"router": torch.randn(4, 3).double(), "experts": torch.randn(3, 4, 4).double()}
+    x = torch.randn(6, 4).double()
+    expected = torch.func.grad_and_value(lambda p, x: experts(p, x).square().sum())(params, x)
+    for specs in ({"router": P(), "experts": P("x")}, {"router": P(None, "x"), "experts": P()}):
+        step = ftp.shard(
+            lambda p, x: recomputed(experts)(p, x).square().sum(),
+            ftp.simulated_mesh((2,), ("x",)),
+            specs,
+            batch_specs=P("x"),
+            certify=True,
+        )
+        torch.testing.assert_close(step(params, x), expected[::-1], rtol=1e-12, atol=1e-12)
 
 
 def test_a_captured_tensor_with_a_tangent_is_refused():
