@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from dispatchers import RANKS, by_hand, own_experts
 from dropless import FORMS, drawn, routed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ftp
 from ftp import P
@@ -83,13 +85,39 @@ def test_a_fault_of_few_routings_is_refused():
         prove(overflow, 4, 4, 1)
 
 
-@pytest.mark.parametrize("mutant", ["owner", "next owner", "dropped", "order", "counts"])
-def test_faults_are_refused_with_inputs_that_show_them(mutant):
+FAULTS = {  # by the experts of a token and the tokens
+    (1, 4): ("owner", "next owner", "next expert", "dropped", "order", "counts", "token"),
+    (1, 6): ("inverse",),  # of two rows of a rank each order is its own inverse
+    (2, 2): ("summed twice", "rows of the first range", "router gradient"),
+}
+
+
+@pytest.mark.parametrize(
+    ("k", "tokens", "mutant"), [(*size, m) for size, names in FAULTS.items() for m in names]
+)
+def test_faults_are_refused_with_inputs_that_show_them(k, tokens, mutant):
     with pytest.raises(CertificateError) as e:
-        prove(by_hand(1, mutant), 4, 4, 1)
-    params, x = drawn(4, 4, None, 0)
+        prove(by_hand(k, mutant), 4, tokens, k, grad=mutant == "router gradient")
+    params, x = drawn(4, tokens, None, 0)
     inputs: Any = e.value.inputs
     assert [i.shape for i in inputs] == [params[n].shape for n in sorted(params)] + [x.shape]
+
+
+def test_ranks_that_choose_by_other_numbers_are_refused():
+    """A bias of the router's scores that is added once per rank."""
+    with pytest.raises(CertificateError):
+        prove(by_hand(1, "bias once per rank"), 4, 4, 1)
+
+
+SIZES = st.sampled_from([(7, 3, 1, 3), (4, 2, 3, 2), (5, 2, 2, 3), (2, 8, 1, 2), (3, 4, 2, 2)])
+
+
+@pytest.mark.slow
+@settings(max_examples=5)
+@given(SIZES, st.booleans())
+def test_rows_come_back_with_gradients(size, grad):
+    experts, tokens, k, ranks = size
+    prove(by_ftp(experts, k, ranks), experts, tokens + -tokens % ranks, k, ranks, grad)
 
 
 def test_what_it_is_not_for():

@@ -26,7 +26,7 @@ def checked(form, k, mesh, specs, batch, params, x) -> ftp.Lowered:
 @st.composite
 def routings(draw):
     """Experts, tokens and choices that need not divide, and an expert that all tokens choose."""
-    experts = draw(st.sampled_from((3, 7)))
+    experts = draw(st.sampled_from((3, 7, 8)))
     k = draw(st.integers(1, experts))
     favoured = draw(st.none() | st.integers(0, experts - 1))
     return experts, draw(st.integers(1, 5)), k, favoured, draw(st.integers(0, 99))

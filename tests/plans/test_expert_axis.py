@@ -67,9 +67,9 @@ PLANS = {
 
 @st.composite
 def routings(draw):
-    k = draw(st.integers(1, 6))
-    favoured = draw(st.none() | st.integers(0, 5))
-    count = draw(st.sampled_from((6, 7, 2)))
+    k = draw(st.integers(1, 8))
+    favoured = draw(st.none() | st.integers(0, 7))
+    count = draw(st.sampled_from((8, 7, 2)))
     return count, draw(st.integers(1, 7)), k, favoured, draw(st.integers(0, 99))
 
 

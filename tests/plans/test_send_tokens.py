@@ -23,8 +23,9 @@ PLANS = {
     "3 ranks": ((3,), ("ep",), "ep", ("ep",), None),
     "dp = ep, and tp within": ((2, 2), ("dp", "tp"), "dp", ("dp",), "tp"),
     "an axis of its own beside dp": ((2, 2), ("dp", "ep"), "ep", ("dp", "ep"), None),
+    "ZeRO-3 for the rest": ((2, 2), ("dp", "ep"), "ep", ("dp", "ep"), None),
 }
-COUNTS = (6, 7, 2)  # experts; no axis divides 7, and of 2 one of 3 ranks owns none
+COUNTS = (8, 7, 2)  # experts; no axis divides 7, and of 2 one of 3 ranks owns none
 
 
 def loss_of(layer: Any) -> Any:
@@ -38,8 +39,8 @@ def check(form: str, routing: Any, plan: str, **options: Any) -> None:
     params, x = drawn(count, tokens, favoured, seed)
     layer = ftp.plans.send_tokens(lambda p, x: FORMS[form](p, x, k), axis, token_axes=token_axes)
     specs = {
-        "router": P(),
-        "favour": P(),
+        "router": P(None, "dp") if plan == "ZeRO-3 for the rest" else P(),
+        "favour": P("dp") if plan == "ZeRO-3 for the rest" else P(),
         "up": P(axis, None, tp),
         "down": P(axis, tp),
     }
@@ -61,8 +62,8 @@ def check(form: str, routing: Any, plan: str, **options: Any) -> None:
 ROUTINGS = st.tuples(
     st.sampled_from(COUNTS),
     st.integers(1, 7),
-    st.integers(1, 6),
-    st.none() | st.integers(0, 5),
+    st.integers(1, 8),
+    st.none() | st.integers(0, 7),
     st.integers(0, 99),
 )
 
@@ -78,6 +79,42 @@ def test_a_layer_as_it_is_written_is_the_loop_over_experts(form, routing, plan):
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_that_are_cut_within_are_certified(form):
     check(form, (6, 5, 2, None, 0), "dp = ep, and tp within")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_rest_may_be_cut_over_the_data_axis(form):
+    check(form, (7, 5, 2, None, 0), "ZeRO-3 for the rest")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_is_torchs_own(form):
+    """To 1e-5 of each tensor's norm, gradients included."""
+    params, x = drawn(7, 12, None, 3)
+    params, x = {name: value.float() for name, value in params.items()}, x.float()
+    # torch's kernel takes strides of whole 16 bytes.
+    params["up"] = torch.cat([params["up"], params["up"].sin()], 2)
+    params["down"] = torch.cat([params["down"], params["down"].cos()], 1)
+
+    def loss_and_result(layer: Any) -> Any:
+        def loss(p: Any, x: torch.Tensor) -> Any:
+            out = layer(p, x)
+            return (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(), out
+
+        return loss
+
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return FORMS[form](p, x, 2)
+
+    sent = loss_and_result(ftp.plans.send_tokens(layer, "ep"))
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    mesh = ftp.simulated_mesh((3,), ("ep",))
+    (_, out), grads = ftp.shard(sent, mesh, specs, batch_specs=P("ep"), has_aux=True)(params, x)
+    own = {name: value.clone().requires_grad_() for name, value in params.items()}
+    value, expected = loss_and_result(layer)(own, x)
+    value.backward()
+    pairs = [(out, expected), *((grads[n], own[n].grad) for n in ("router", "up", "down"))]
+    for made, due in pairs:
+        assert torch.linalg.norm(made - due) <= 1e-5 * torch.linalg.norm(due)
 
 
 @pytest.mark.slow

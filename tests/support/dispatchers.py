@@ -23,7 +23,10 @@ def by_hand(k: int, mutant: str = "") -> Any:
     """A dispatcher by ``ftp.axis.all_to_all``, of four experts on two ranks."""
 
     def program(p: Any, x: torch.Tensor) -> torch.Tensor:
-        weights, experts = routed(p, x, k)
+        favour = p["favour"] * (RANKS if mutant == "bias once per rank" else 1)
+        weights, experts = routed({**p, "favour": favour}, x, k)
+        if mutant == "router gradient":
+            weights = weights.detach()
         slots = experts.flatten()
         owner = slots % RANKS if mutant == "owner" else slots // (EXPERTS // RANKS)
         if mutant == "next owner":
@@ -39,6 +42,8 @@ def by_hand(k: int, mutant: str = "") -> Any:
         at = torch.arange(len(rows))
         place = torch.searchsorted(arrived.cumsum(0), at, right=True)
         own = torch.where(place < EXPERTS, place % (EXPERTS // RANKS), EXPERTS // RANKS)
+        if mutant == "next expert":
+            own = torch.where(own < 2, 1 - own, own)
         made = own_experts(rows, own, [p["up"], p["down"]])
         back = counts if mutant == "counts" else ftp.axis.all_to_all(counts, "ep")
         if mutant == "another step":  # the first batch's routing was equal on all ranks
@@ -47,7 +52,12 @@ def by_hand(k: int, mutant: str = "") -> Any:
         returned = returned * weights.flatten()[order][:, None]
         if mutant == "return order":
             returned = returned.flip(0)
-        token = torch.arange(len(slots)) // k if mutant == "token" else order // k
+        if mutant == "summed twice":
+            returned = returned + returned
+        if mutant == "rows of the first range":
+            returned = torch.where((slots[order] < 2)[:, None], returned, 0)
+        wrong = {"token": torch.arange(len(slots)), "inverse": order.argsort()}
+        token = wrong.get(mutant, order) // k
         return torch.zeros_like(x).index_add(0, token, returned)
 
     return program
