@@ -8,6 +8,7 @@ forbidden.
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from ftp.planning.graph import Node, Value
 from ftp.planning.narrowest_point import widening
 from ftp.planning.prices import Prices, is_at_rest
-from ftp.planning.problem import AxisPlan, NotAlike, Problem
+from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, factor_of, is_cut_again
 from ftp.planning.solver.minimize import Solution, min_marginals, minimize
 from ftp.planning.solver.reduce import Infeasible
@@ -28,15 +29,63 @@ VIOLATION = 1e3  # seconds for each violation, if no plan keeps all placement co
 
 
 def solve(problem: Problem) -> AxisPlan:
-    """The cheapest plan that keeps the placement constraints; if there is none, the cheapest plan
-    with a price on each violation.
+    """The cheapest plan; placement constraints are broken only where no plan keeps them all."""
+    return PricedNetwork(problem).solve(BytePrices())
+
+
+class PricedNetwork:
+    """The cost network of a problem, built once and solved at any prices of bytes.
+
+    Where no plan keeps all placement constraints, costs include a price on each violation.
     """
-    try:
-        return _CostNetwork(problem, math.inf).solve()
-    except Infeasible:
-        plan = _CostNetwork(problem, VIOLATION).solve()
-        plan.kept_rules = False
-        return plan
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self._violation = math.inf
+        self._plans: dict[BytePrices, AxisPlan] = {}
+
+    def solve(self, prices: BytePrices) -> AxisPlan:
+        """The cheapest plan."""
+        if prices not in self._plans:
+            solution, (network, tables) = self._minimum(prices), self._built
+            plan = self._plans[prices] = network.plan(solution, tables)
+            plan.kept_rules = self._violation == math.inf
+        return self._plans[prices]
+
+    def open_costs(self, prices: BytePrices) -> dict[Node, dict[Layout, float]]:
+        """The cost of the cheapest plan with each layout of each group of open inputs, keyed by the
+        group's first node. A layout without a plan has no entry.
+        """
+        best, opened = self._minimum(prices), self.problem.open
+        network, tables = self._built
+        costs: dict[Node, dict[Layout, float]] = {}
+        for first in dict.fromkeys(opened.groups.values()) if opened else ():
+            at = tables.of_node[first]
+            found = costs[first] = {}
+            for index, strategy in enumerate(network.options[first]):
+                layout = strategy.results[0]
+                solution: Solution | None = best
+                if index != best.choice[at]:
+                    (solution,) = min_marginals(*tables.at(prices), at, values=[index])
+                if solution is not None:
+                    layout = R if layout.kind == "R" else layout
+                    found[layout] = min(solution.cost, found.get(layout, math.inf))
+        return costs
+
+    def _minimum(self, prices: BytePrices) -> Solution:
+        try:
+            return minimize(*self._built[1].at(prices))
+        except Infeasible:
+            if self._violation != math.inf:
+                raise
+        self._violation = VIOLATION
+        del self._built
+        return minimize(*self._built[1].at(prices))
+
+    @cached_property
+    def _built(self) -> tuple["_CostNetwork", "_Tables"]:
+        network = _CostNetwork(self.problem, self._violation)
+        return network, network.tables()
 
 
 def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, float | None]]:
@@ -46,7 +95,7 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
     for violation in (math.inf, VIOLATION):
         network = _CostNetwork(problem, violation)
         tables = network.tables()
-        found = min_marginals(*tables.network, tables.of_node[value.node])
+        found = min_marginals(*tables.at(BytePrices()), tables.of_node[value.node])
         if any(found):
             break
     costs: dict[tuple[Layout, bool], float | None] = {}
@@ -65,44 +114,31 @@ def form_of(strategy: Strategy, index: int) -> tuple[Layout, bool]:
     return R if layout.kind == "R" else layout, strategy.beside is not None
 
 
-def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, float]]]:
-    """The cheapest plan of a problem with open inputs, and its cost for each layout of each group
-    of open inputs, keyed by the group's first node. A layout without a plan has no entry.
-
-    If no plan keeps all placement constraints, all costs include a price on each violation.
-    """
-    for violation in (math.inf, VIOLATION):
-        network = _CostNetwork(problem, violation)
-        tables = network.tables()
-        try:
-            best = minimize(*tables.network)
-            break
-        except Infeasible:
-            if violation != math.inf:
-                raise
-    costs: dict[Node, dict[Layout, float]] = {}
-    for first in dict.fromkeys(problem.open.groups.values()) if problem.open else ():
-        at = tables.of_node[first]
-        found = costs[first] = {}
-        for index, strategy in enumerate(network.options[first]):
-            layout = strategy.results[0]
-            if index == best.choice[at]:
-                solution: Solution | None = best
-            else:
-                (solution,) = min_marginals(*tables.network, at, values=[index])
-            if solution is not None:
-                layout = R if layout.kind == "R" else layout
-                found[layout] = min(solution.cost, found.get(layout, math.inf))
-    return best, costs
-
-
 class _Tables(NamedTuple):
-    """The cost network as numbers, and the variable of each node and value."""
+    """The cost network as numbers, and the variable of each node and value.
 
-    network: tuple[list[int], list[np.ndarray], dict[tuple[int, int], np.ndarray]]
+    Attributes:
+        held, kept: per variable with a price of bytes, the bytes that a rank holds by value.
+    """
+
+    domains: list[int]
+    unary: list[np.ndarray]
+    pairs: dict[tuple[int, int], np.ndarray]
+    held: dict[int, np.ndarray]
+    kept: dict[int, np.ndarray]
     of_node: dict[Node, int]
     of_value: dict[Value, int]
     copies: dict[Value, list[tuple[Layout, ...]]]
+
+    def at(
+        self, prices: BytePrices
+    ) -> tuple[list[int], list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
+        """The network at prices of bytes."""
+        unary = list(self.unary)
+        for price, nbytes in ((prices.held, self.held), (prices.kept, self.kept)):
+            for variable, of_values in nbytes.items() if price else ():
+                unary[variable] = unary[variable] + price * of_values
+        return self.domains, unary, self.pairs
 
 
 class _CostNetwork:
@@ -220,9 +256,7 @@ class _CostNetwork:
             known = self._cache[key] = make()
         return known
 
-    def solve(self) -> AxisPlan:
-        tables = self.tables()
-        solution = minimize(*tables.network)
+    def plan(self, solution: Solution, tables: _Tables) -> AxisPlan:
         chosen = {
             node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()
         }
@@ -290,6 +324,8 @@ class _TableBuilder:
         self.domains: list[int] = []
         self.unary: list[np.ndarray] = []
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
+        self.held: dict[int, np.ndarray] = {}
+        self.kept: dict[int, np.ndarray] = {}
         self.of_node: dict[Node, int] = {}  # keyed by the earlier twin, or the group's first input
         self.of_value: dict[Value, int] = {}
         self.copies: dict[Value, list[tuple[Layout, ...]]] = {}
@@ -300,6 +336,9 @@ class _TableBuilder:
         at = self._variable(
             self.of_node, self._owner(node), np.array(self.prices.of_op(node)), weight
         )
+        if self.net.problem.open and node in self.net.problem.open.held:
+            shares = np.array(self.prices.share_held(node))
+            _add_to(self.held, at, self.net.problem.open.held[node] * weight * shares)
         for slot, value in enumerate(node.operands):
             self._add_use(node, at, slot, value)
         for index in range(len(node.results)):
@@ -317,7 +356,8 @@ class _TableBuilder:
     def tables(self) -> _Tables:
         of_node = {node: self.of_node[self._owner(node)] for node in self.net.problem.graph.nodes}
         of_value = {value: self.of_value[self._owner_of(value)] for value in self.copies}
-        return _Tables((self.domains, self.unary, self.pairs), of_node, of_value, self.copies)
+        numbers = self.domains, self.unary, self.pairs, self.held, self.kept
+        return _Tables(*numbers, of_node, of_value, self.copies)
 
     def _owner(self, node: Node) -> Node:
         return self.groups.get(node) or self.twins.get(node, node)
@@ -326,7 +366,7 @@ class _TableBuilder:
         return self.ties.twin(value) if self.ties else value
 
     def _variable(self, known: dict[Any, int], key: Any, costs: np.ndarray, weight: int) -> int:
-        costs = costs * weight if weight != 1 else costs
+        costs = costs * weight
         if key in known:
             self.unary[known[key]] = self.unary[known[key]] + costs
         else:
@@ -375,15 +415,17 @@ class _TableBuilder:
             tuple(id(net.options[node]) for node in net.mirrored.get(value, ())),
         )
         found = self.copies[value] = net.once(key, lambda: net.copies(value))
-        kept = net.problem.open.kept.get(value, 0.0) if net.problem.open else 0.0
         costs = net.once(
-            ("output", id(found), required, kept),
-            lambda: np.array([prices.of_output(value, e) + prices.of_kept(kept, e) for e in found]),
+            ("output", id(found), required),
+            lambda: np.array([prices.of_output(value, entry) for entry in found]),
         )
         weight = self.ties.weight_of(value) if self.ties else 1
         mover = self._variable(self.of_value, self._owner_of(value), costs, weight)
         if self.domains[mover] != len(found):
             raise NotAlike
+        if net.problem.open and value in net.problem.open.kept:
+            shares = np.array([prices.share_kept(entry) for entry in found])
+            _add_to(self.kept, mover, net.problem.open.kept[value] * weight * shares)
         reshards = (
             "reshards",
             id(mine),
@@ -396,6 +438,10 @@ class _TableBuilder:
         )
         table = net.once(reshards, lambda: prices.of_reshards(value, found))
         self._pair(at, mover, table, weight)
+
+
+def _add_to(sums: dict[int, np.ndarray], variable: int, terms: np.ndarray) -> None:
+    sums[variable] = sums[variable] + terms if variable in sums else terms
 
 
 def _is_had(layout: Layout, entry: tuple[Layout, ...]) -> float:

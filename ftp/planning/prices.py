@@ -100,8 +100,7 @@ class Prices:
             )
             return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
         if node.kind != "op":
-            held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
-            return [held / self.problem.n if s.cut else held for s in self.options[node]]
+            return [0.0] * len(self.options[node])
         sizes = {f: estimated(s) for f, s in node.sizes.items()}
         sizes |= {
             f: estimated(node.rule.sizes[f]) for _, f in node.rule.ring
@@ -316,11 +315,15 @@ class Prices:
             "all_gather", nbytes, self.problem.n, self.problem.hardware.link
         )
 
-    def of_kept(self, seconds: float, entry: tuple[Layout, ...]) -> float:
-        """The price, in seconds, of keeping a value for the backward pass; divided by the ranks if
+    def share_held(self, node: Node) -> list[float]:
+        """The share of an input's bytes that a rank holds under each strategy."""
+        return [1 / self.problem.n if s.cut else 1.0 for s in self.options[node]]
+
+    def share_kept(self, entry: tuple[Layout, ...]) -> float:
+        """The share of a value's bytes that a rank keeps for the backward pass: less than all if
         every user reads a shard.
         """
-        return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
+        return 1 / self.problem.n if all(layout.kind == "S" for layout in entry) else 1.0
 
     def of_output(self, value: Value, entry: tuple[Layout, ...]) -> float:
         """0 where an output can be returned from these copies in its layout, else infinity."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ftp.planning.cost import Hardware
 from ftp.planning.graph import Graph, Node, Value
@@ -40,7 +41,7 @@ class Open:
     Attributes:
         groups: per open input, the input whose layout it shares.
         mirrors: per output, by its index, the input whose layout it shares.
-        held: per input, the price in seconds of holding it whole; a shard costs its share.
+        held: per input, its bytes; a shard takes its share.
         kept: the same, per value that the forward pass keeps for the backward pass.
         cuts: per input, the layouts that it may have beside replicated.
         is_bare: whether to leave out the small prices that break ties; for bounds.
@@ -48,10 +49,17 @@ class Open:
 
     groups: Mapping[Node, Node]
     mirrors: Mapping[int, Node]
-    held: Mapping[Node, float]
-    kept: Mapping[Value, float]
+    held: Mapping[Node, int]
+    kept: Mapping[Value, int]
     cuts: Mapping[Node, Sequence[Layout]]
     is_bare: bool = False
+
+
+class BytePrices(NamedTuple):
+    """Seconds per byte of the open inputs, and of the values kept for the backward pass."""
+
+    held: float = 0.0
+    kept: float = 0.0
 
 
 @dataclass

@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ftp.paused_gc import collection_paused
 from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
-from ftp.planning.cost_network import solve
+from ftp.planning.cost_network import PricedNetwork
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.insert_reshards import apply
 from ftp.planning.layers.repeats import Ties
-from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
+from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Open, Problem
 from ftp.rules.op_kinds import VIEWS
 from ftp.searching.open_layouts import reaches
 from ftp.searching.opened import Opened
@@ -33,6 +33,10 @@ class Price:
 
     seconds: float
     share: float = 1.0
+
+    @property
+    def of_bytes(self) -> BytePrices:
+        return BytePrices(self.seconds * (1 + self.share), self.seconds * (1 - self.share))
 
 
 @dataclass
@@ -76,22 +80,16 @@ def solve_axes(
     latencies: dict[str, float] = {}
     with collection_paused():
         for at, axis in enumerate(order):
-            problem = axis_problem(
-                net, axis, order[:at], axes, data_axes, hardware, price, forced, is_bare
-            )
-            latencies[axis] = problem.hardware.link.latency
-            chosen = found[axis] = solve(problem)
-            of = {node: chosen.strategies[node].results[0] for node in net.params}
+            step = axis_step(net, axis, order[:at], axes, data_axes, hardware, forced, is_bare)
+            latencies[axis] = step.network.problem.hardware.link.latency
+            chosen = found[axis] = step.network.solve(price.of_bytes)
             choice[axis] = {}
             for pattern, node in {net.patterns[node]: node for node in net.params}.items():
-                layout = of[node]
+                layout = chosen.strategies[node].results[0]
                 choice[axis][pattern] = layout if layout.kind == "S" else None
                 if layout.kind == "S":
                     entries[pattern][layout.dim] += (entry_of(axis, layout),)
-            outputs = [
-                of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(problem.outputs))
-            ]
-            net = net.after(apply(net.graph, chosen, outputs))
+            net = step.after(chosen)
     return Solved(
         {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
         choice,
@@ -101,22 +99,61 @@ def solve_axes(
     )
 
 
-def axis_problem(
+@dataclass
+class AxisStep:
+    """One axis of a program: its network, and the programs after its plans."""
+
+    net: Opened
+    network: PricedNetwork
+    _after: dict[tuple[int, ...], Opened] = field(default_factory=dict)
+
+    def after(self, plan: AxisPlan) -> Opened:
+        """The program after a plan of this network."""
+        key = tuple(plan.solution.choice)
+        if key not in self._after:
+            net, of = self.net, {n: plan.strategies[n].results[0] for n in self.net.params}
+            outputs = [
+                of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(net.graph.outputs))
+            ]
+            self._after[key] = net.after(apply(net.graph, plan, outputs))
+        return self._after[key]
+
+
+def axis_step(
     net: Opened,
     axis: str,
     folded: Sequence[str],
     axes: Mapping[str, int],
     data_axes: Sequence[str],
     hardware: Hardware,
-    price: Price,
     forced: Choice | None = None,
     is_bare: bool = False,
+) -> AxisStep:
+    """The step of one axis, after the axes that are ``folded``. It is built once: every price of
+    memory has the same tables.
+    """
+    fixed = (forced or {}).get(axis, {})
+    key = axis, tuple(folded), tuple(fixed.items()), repr(hardware), is_bare
+    known = net.steps.get(key)
+    if known is None:
+        problem = _problem_of(net, axis, folded, axes, data_axes, hardware, fixed, is_bare)
+        known = net.steps[key] = AxisStep(net, PricedNetwork(problem))
+    return known
+
+
+def _problem_of(
+    net: Opened,
+    axis: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    data_axes: Sequence[str],
+    hardware: Hardware,
+    forced: Mapping[str, Layout | None],
+    is_bare: bool,
 ) -> Problem:
-    """The network of one axis with layouts left open, after the axes that are ``folded``."""
+    """One axis' problem with layouts left open, after the axes that are ``folded``."""
     n, is_data = axes[axis], axis in data_axes
-    given, from_batch, pinned, cuts = reaches(
-        net, axis, folded, axes, is_data, (forced or {}).get(axis, {})
-    )
+    given, from_batch, pinned, cuts = reaches(net, axis, folded, axes, is_data, forced)
     first: dict[str, Node] = {}
     groups = {
         node: first.setdefault(net.patterns[node], node)
@@ -128,14 +165,9 @@ def axis_problem(
         outputs[i] = pinned.get(node)
     ties = ties_of(net)
     priced = hardware_of(net.graph, hardware, axis, folded, axes, ties)
-    of_state = price.seconds * (1 + price.share)
-    held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
-    kept = {
-        value: price.seconds * (1 - price.share) * nbytes
-        for value, nbytes in kept_bytes(net.graph).items()
-    }
+    held = {node: nbytes_of(Value(node)) for node in net.params}
     mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
-    opens = Open(groups, mirrors, held, kept, cuts, is_bare)
+    opens = Open(groups, mirrors, held, kept_bytes(net.graph), cuts, is_bare)
     return Problem(
         net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens, axes
     )

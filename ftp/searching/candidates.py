@@ -62,7 +62,7 @@ class Searching:
     is_folded: bool = True
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
-    spare: Candidate | None = None  # refused for what buckets hold; it fits without them
+    spare: tuple[Candidate, Lowered] | None = None  # refused for its buckets; fits without them
 
     @cached_property
     def traced(self) -> Traced:
@@ -135,7 +135,9 @@ class Searching:
         return self.noted(Candidate(solved.patterns, along, order, price, solved, found))
 
     def noted(self, candidate: Candidate) -> Candidate:
-        self.tried.setdefault(candidate.key, candidate)
+        known = self.tried.get(candidate.key)
+        if known is None or known.solved is None:
+            self.tried[candidate.key] = candidate
         return candidate
 
     def with_patterns(self, candidate: Candidate, patterns: Patterns) -> Candidate:
@@ -156,7 +158,7 @@ class Searching:
         if self.spare is None or not self.bucket:
             return []
         self.leave_buckets()
-        return [self.tried[self.spare.key]]
+        return [self.tried[self.spare[0].key]]
 
     def fitting(self) -> list[Candidate]:
         """The candidates that fit, fastest first."""

@@ -3,8 +3,8 @@
 import math
 from dataclasses import replace
 
-from ftp.planning.cost_network import VIOLATION, open_costs
-from ftp.searching.axis_networks import Choice, Price, Solved, axis_problem, planned_seconds
+from ftp.planning.cost_network import VIOLATION
+from ftp.searching.axis_networks import Choice, Price, Solved, axis_step, planned_seconds
 from ftp.searching.candidates import Candidate, Patterns, Searching
 from ftp.searching.marks import Along
 from ftp.searching.open_layouts import open_layouts, shared_heads
@@ -72,16 +72,8 @@ def alternatives(
     found: dict[tuple[str, str], dict[str, float]] = {}
     for at, axis in enumerate(best.order):
         net = task.solve(best.along, best.order[:at], best.price, solved.choice).net
-        problem = axis_problem(
-            net,
-            axis,
-            best.order[:at],
-            task.axes,
-            task.data_axes,
-            task.hardware,
-            best.price,
-        )
-        _, costs = open_costs(problem)
+        step = axis_step(net, axis, best.order[:at], task.axes, task.data_axes, task.hardware)
+        costs = step.network.open_costs(best.price.of_bytes)
         of_pattern = {net.patterns[first]: each for first, each in costs.items()}
         for pattern, chosen in solved.choice[axis].items():
             layouts = open_layouts(task.net, pattern, task.axes[axis], axis in task.data_axes)

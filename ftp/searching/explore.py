@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from ftp.paused_gc import collection_paused
 from ftp.planning.graph import Value
 from ftp.planning.solver.reduce import Infeasible
 from ftp.searching.axis_networks import Price, entry_of, nbytes_of
@@ -21,6 +22,7 @@ DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
 
 
+@collection_paused()
 def explore(task: Searching) -> None:
     """Try plans at no price of memory; if these do not fit, try constraints, and prices."""
     name_plans(task)

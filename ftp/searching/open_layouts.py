@@ -54,10 +54,9 @@ def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layou
         return even[:1]
     if _is_scale(net, members[0]):
         return []
-    users = net.graph.users()
     found = []
     for d in range(ndim):
-        units = {unit_of(Value(m), Layout("S", d), n, users) for m in members}
+        units = {unit_of(Value(m), Layout("S", d), n, net.users) for m in members}
         sizes = {m.shape()[d] for m in members}
         if units == {1}:
             found += [layout for layout in even if layout.dim == d]
@@ -77,11 +76,10 @@ def shared_heads(net: Opened, pattern: str, n: int) -> Layout | None:
     members = net.members(pattern)
     if any(m.results[0].ndim != members[0].results[0].ndim for m in members):
         return None
-    users = net.graph.users()
     for d in range(members[0].results[0].ndim):
         heads = set()
         for m in members:
-            unit, size = unit_of(Value(m), Layout("S", d), n, users), m.shape()[d]
+            unit, size = unit_of(Value(m), Layout("S", d), n, net.users), m.shape()[d]
             heads.add((unit, size // unit if isinstance(size, int) else 0))
         unit, count = heads.pop()
         if not heads and unit > 1 and 1 < count < n and n % count == 0:

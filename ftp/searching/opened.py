@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ftp.ops.constrain import pin_from_str, pin_to_str
-from ftp.planning.graph import Graph, Node, Rewrite
+from ftp.planning.graph import Graph, Node, Rewrite, Value
 from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.prepare import prepare
 from ftp.searching.marks import Along, marked_pattern, marking, pattern_of, pin_along
@@ -32,6 +33,15 @@ class Opened:
     mirrors: dict[int, Node]
     folded: Folded | None
     packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
+
+    @cached_property
+    def users(self) -> dict[Value, list[tuple[Node, int]]]:
+        return self.graph.users()
+
+    @cached_property
+    def steps(self) -> dict[tuple[Any, ...], Any]:
+        """The networks of axes that were built for this program (``AxisStep``)."""
+        return {}
 
     def constrained(self, along: Along) -> "Opened":
         """The same with its marks as constraints, unless ``along`` is empty."""

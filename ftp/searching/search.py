@@ -14,6 +14,7 @@ from ftp.api.shard import shard
 from ftp.errors import InputError, PlanningError
 from ftp.functional.module_constraints import Constraint, outputs_through
 from ftp.ops.constrain import constrain
+from ftp.paused_gc import collection_paused
 from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.report.lowered import Lowered
@@ -156,26 +157,30 @@ def _meta(tree: Any) -> Any:
     )
 
 
+@collection_paused()
 def _lowered(task: Searching, best: Candidate) -> Found | None:
     """The candidate, lowered in full; None if it does not fit after all: estimates of repeated
     layers leave out the copies in buckets.
     """
     loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
-    step = shard(
-        loss_fn,
-        task.mesh,
-        plan(task.params, dict(best.patterns)),
-        batch_specs=task.batch_specs,
-        data_axes=task.data_axes,
-        hardware=task.hardware,
-        bucket=task.bucket,
-    )
-    program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
+    if task.spare is not None and not task.bucket and task.spare[0].key == best.key:
+        program = task.spare[1]
+    else:
+        step = shard(
+            loss_fn,
+            task.mesh,
+            plan(task.params, dict(best.patterns)),
+            batch_specs=task.batch_specs,
+            data_axes=task.data_axes,
+            hardware=task.hardware,
+            bucket=task.bucket,
+        )
+        program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
     if task.memory is not None and (nbytes := int(program.memory)) > task.memory:
         task.refuse(best, nbytes)
         if task.bucket and task.spare is None:
             plain = Lowered(program._program.with_options(bucket=False))
-            task.spare = best if int(plain.memory) <= task.memory else None
+            task.spare = (best, plain) if int(plain.memory) <= task.memory else None
         return None
     choice = choice_of(task, best.patterns)
     solved = best.solved or task.solve(best.along, best.order, best.price, choice)

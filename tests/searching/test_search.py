@@ -12,7 +12,7 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 import ftp
 from ftp import P
 from ftp.planning.planner import plan_few
-from ftp.searching import candidates
+from ftp.searching import axis_networks, candidates
 from ftp.searching.open_layouts import shared_heads
 from ftp.searching.opened import opened, traced_loss
 from ftp.searching.search import Found
@@ -97,6 +97,34 @@ def test_zero_is_found_where_memory_forces_it():
     assert all("dp" in found.patterns[p].axes for p in MEGATRON if "mlp" in p)
     assert found.cost <= zero.cost()
     assert is_the_cheapest(found)
+
+
+def test_all_prices_of_memory_share_a_network(monkeypatch: pytest.MonkeyPatch):
+    """Prices change the costs of its values alone: its tables are built once."""
+    made, prices = [], []
+
+    class Counted(axis_networks.PricedNetwork):
+        def __init__(self, problem):
+            made.append(problem)
+            super().__init__(problem)
+
+        def solve(self, price):
+            prices.append((self, price))
+            return super().solve(price)
+
+    monkeypatch.setattr(axis_networks, "PricedNetwork", Counted)
+    loss_fn, params, batch = program()
+    mesh = ftp.AbstractMesh((8,), ("dp",))
+    free = ftp.search(loss_fn, params, mesh, P("dp"), batch)
+    assert len(made) == 1
+    prices.clear()
+    limit = free.memory * 9 // 10
+    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=limit)
+    assert found.memory <= limit
+    first = prices[0][0]
+    assert len({price for network, price in prices if network is first}) > 2
+    # The only other network is that of the specs found, where these came from no network.
+    assert len(made) <= 3
 
 
 def test_both_axes_and_many_layers():
