@@ -28,4 +28,5 @@ from ftp.passes.prefetch_parameters import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
 from ftp.passes.span_hosts import Span as Span
 from ftp.passes.span_hosts import span_hosts as span_hosts
+from ftp.passes.span_hosts import span_packs as span_packs
 from ftp.passes.span_hosts import spans as spans

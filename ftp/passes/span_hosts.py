@@ -3,15 +3,18 @@ all-reduce across, gather inside, so that the slow link carries one rank's part.
 """
 
 import math
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from ftp.partitioning.collectives import Collective
+from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.bucket_collectives import BUCKET_BYTES, BUCKETS, PACK_BYTES, sort_graph
 from ftp.passes.copy_elimination import copied
+from ftp.passes.prefetch_parameters import LOCAL_STEPS
 from ftp.planning.cost import Hardware, collective_seconds
 from ftp.planning.graph import Graph, Node, Value
 from ftp.sharding.layout import estimated
@@ -82,54 +85,135 @@ def _is_sum(node: Node) -> bool:
     return node.target.src.op == "sum" and len(node.target.axes) == 1
 
 
-def span_hosts(graph: fx.Graph, found: Collection[Span], axes: Mapping[str, int]) -> fx.Graph:
-    """The graph with each pair of all-reduces in three steps.
+def span_packs(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...], ...]:
+    """The pairs that take their three steps together, as in `packs`: those of one dtype over the
+    same axes, of at most ``PACK_BYTES`` each, that do not need each other's results. A pack is
+    issued at the place of its last member, and ends before a collective that needs a member.
+    """
+    of = {span.second: span for span in found}
+    ends: dict[Node, int] = {}  # the second reshard of each pair, and its bytes
+    of_kind: dict[tuple[object, ...], int] = {}
+    for node in graph.nodes:
+        if node.name in of:
+            ends[node] = math.prod(map(estimated, node.shape())) * node.results[0].dtype.itemsize
+            kind = _kind(node, of[node.name])
+            of_kind[kind] = of_kind.get(kind, 0) + ends[node]
+    bit = {node: 1 << at for at, node in enumerate(ends)}
+    needs: dict[Node, int] = {}  # the pairs that a node depends on, itself included
+    open_: dict[tuple[object, ...], list[Node]] = {}
+    groups: list[list[Node]] = []
+    for node in graph.nodes:
+        needs[node] = bit.get(node, 0)
+        for value in node.operands:
+            needs[node] |= needs[value.node]
+        is_sent = node.kind == "reshard" and node.target.op not in LOCAL_STEPS
+        for kind, members in list(open_.items()):
+            if node.own_axes or (is_sent and any(needs[node] & bit[m] for m in members)):
+                groups.append(open_.pop(kind))
+        if node not in ends:
+            continue
+        if ends[node] > PACK_BYTES:
+            groups.append([node])
+            continue
+        kind = _kind(node, of[node.name])
+        limit = min(BUCKET_BYTES, max(-(-of_kind[kind] // BUCKETS), PACK_BYTES))
+        if kind in open_ and sum(ends[m] for m in open_[kind]) + ends[node] > limit:
+            groups.append(open_.pop(kind))
+        open_.setdefault(kind, []).append(node)
+    groups += open_.values()
+    return tuple(tuple(of[node.name] for node in members) for members in groups)
+
+
+def _kind(node: Node, span: Span) -> tuple[object, ...]:
+    return span.inside, span.across, node.results[0].dtype
+
+
+def span_hosts(
+    graph: fx.Graph, found: Collection[Sequence[Span]], axes: Mapping[str, int]
+) -> fx.Graph:
+    """The graph with each pack of pairs of all-reduces in three steps.
 
     Args:
         axes: the mesh's, with their sizes.
     """
     new, _ = copied(graph)
     issued = {n.meta.get("origin"): n for n in new.nodes if n.target is ALL_REDUCE}
-    for span in found:
-        first, second = issued[span.first], issued[span.second]
-        (before,) = first.users
-        (wait,) = second.users
-        of = {node.meta["collective"].axes[0]: node for node in (first, second)}
-        with new.inserting_before(wait):
-            out = _in_steps(new, first.args[0], of[span.inside], of[span.across], axes)
-        wait.replace_all_uses_with(out)
-        for node in (wait, second, before, first):
-            new.erase_node(node)
+    for members in found:
+        pairs = [(issued[span.first], issued[span.second]) for span in members]
+        waits = [next(iter(second.users)) for _, second in pairs]
+        of = {node.meta["collective"].axes[0]: node for node in pairs[-1]}
+        inside, across = of[members[-1].inside], of[members[-1].across]
+        with new.inserting_before(waits[-1]):
+            parts = _in_steps(new, [first for first, _ in pairs], inside, across, axes)
+        for (first, second), wait, part in zip(pairs, waits, parts, strict=True):
+            wait.replace_all_uses_with(part)
+            (before,) = first.users
+            for node in (wait, second, before, first):
+                new.erase_node(node)
+    sort_graph(new)
     return new
 
 
 def _in_steps(
-    graph: fx.Graph, x: object, inside: fx.Node, across: fx.Node, axes: Mapping[str, int]
-) -> fx.Node:
+    graph: fx.Graph,
+    firsts: Sequence[fx.Node],
+    inside: fx.Node,
+    across: fx.Node,
+    axes: Mapping[str, int],
+) -> list[fx.Node]:
+    """The sums of the operands of some all-reduces, as one flat tensor."""
     emit = graph.call_function
-    record: Collective = inside.meta["collective"]
-    n = axes[record.axes[0]]
-    count = math.prod(record.shape)
-    part = count // n
+    facts: list[Collective] = [first.meta["collective"] for first in firsts]
+    n = axes[inside.meta["collective"].axes[0]]
+    counts = [math.prod(fact.shape) for fact in facts]
+    count, is_one = sum(counts), len(facts) == 1
+    of_all = (sum(math.prod(fact.global_shape) for fact in facts),)
+    global_shape = facts[0].global_shape if is_one else of_all
 
     def issue(
-        like: fx.Node, target: object, op: str, x: fx.Node, *args: object, size: int
+        like: fx.Node, target: object, op: str, x: fx.Node, *args: object, parts: int = 1
     ) -> fx.Node:
         made = emit(target, (x, *args, like.args[-1]))  # type: ignore[arg-type]
         made.meta.update(like.meta)
         old: Collective = like.meta["collective"]
-        nbytes = size * old.dtype.itemsize
+        nbytes = count // parts * old.dtype.itemsize
         wire = nbytes * (n - 1) // n
         if op == "all_reduce":
             wire = 2 * nbytes * (axes[old.axes[0]] - 1) // axes[old.axes[0]]
         made.meta["collective"] = replace(
-            old, op=op, shape=(size,), nbytes=nbytes, wire_nbytes=wire
+            old,
+            op=op,
+            shape=(count // parts,),
+            nbytes=nbytes,
+            wire_nbytes=wire,
+            global_shape=global_shape,
+            cause=facts[0].cause,
+            members=tuple(
+                Member(first.meta["origin"], fact.nbytes // parts, fact.cause)
+                for first, fact in zip(firsts, facts, strict=True)
+            ),
         )
         return emit(WAIT, (made,))
 
-    x = emit(aten.reshape.default, (x, [count]))  # type: ignore[arg-type]
+    # A rank's part of each member: the parts of all are contiguous.
+    shapes = [[size] if is_one else [n, size // n] for size in counts]
+    rows = [
+        emit(aten.reshape.default, (first.args[0], shape))
+        for first, shape in zip(firsts, shapes, strict=True)
+    ]
+    x = rows[0]
+    if not is_one:
+        x = emit(aten.reshape.default, (emit(aten.cat.default, (rows, 1)), [count]))
     scatter, gather = c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default
-    x = issue(inside, scatter, "reduce_scatter", x, "sum", n, size=count)
-    x = issue(across, ALL_REDUCE, "all_reduce", x, "sum", size=part)
-    x = issue(inside, gather, "all_gather", x, n, size=count)
-    return emit(aten.reshape.default, (x, list(record.shape)))
+    x = issue(inside, scatter, "reduce_scatter", x, "sum", n)
+    x = issue(across, ALL_REDUCE, "all_reduce", x, "sum", parts=n)
+    x = issue(inside, gather, "all_gather", x, n)
+    sums = [x]
+    if not is_one:
+        x = emit(aten.reshape.default, (x, [n, count // n]))
+        split = emit(aten.split_with_sizes.default, (x, [size // n for size in counts], 1))
+        sums = [emit(operator.getitem, (split, i)) for i in range(len(rows))]
+    return [
+        emit(aten.reshape.default, (one, list(fact.shape)))
+        for one, fact in zip(sums, facts, strict=True)
+    ]

@@ -40,6 +40,7 @@ from ftp.passes import (
     reuse_memory,
     schedule,
     span_hosts,
+    span_packs,
     spans,
 )
 from ftp.passes.fuse_optimizer_updates import merge_updates_in
@@ -58,7 +59,7 @@ class Decided:
         graph: the plan's graph, its gathers in the order in which they are issued.
         joints: by reshard, the matmuls that it is fused with.
         narrowed: names of the reshards that sum gradients in ``reduce_dtype``.
-        spans: pairs of sums over a fast and a slow link.
+        spans: pairs of sums over a fast and a slow link, pack by pack.
     """
 
     graph: Graph
@@ -66,7 +67,7 @@ class Decided:
     chunks: Chunks
     joints: Mapping[str, Joint]
     narrowed: frozenset[str] = frozenset()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[tuple[Span, ...], ...] = ()
 
     @property
     def changes_ranks(self) -> bool:
@@ -108,7 +109,10 @@ def decide(
         packed = packs(graph, without=(*chunked.reshards, *fused, *apart), apart=narrowed)
     prefetched = prefetch(graph, packed.groups, options.prefetch)
     packed = in_order_of(prefetched, packed)
-    return Decided(prefetched, packed, chunked, fused, narrowed, spanned)
+    together = (
+        span_packs(prefetched, spanned) if options.bucket else tuple((span,) for span in spanned)
+    )
+    return Decided(prefetched, packed, chunked, fused, narrowed, together)
 
 
 def rank_graph(

@@ -88,6 +88,55 @@ def test_the_slow_link_carries_one_ranks_part():
         assert all(op == "all_reduce" for op, _, _ in one_host)
 
 
+def chain(params, x):
+    for weight in params.values():
+        x = torch.relu(x @ weight)
+    return x.square().sum()
+
+
+def test_several_sums_take_their_steps_together():
+    """Exact counts, bytes and members: four gradients of 1 MiB, in packs of 2 MiB."""
+    params = {name: torch.empty(512, 512, device="meta") for name in "abcd"}
+    x = torch.empty(64, 512, device="meta")
+    mesh = ftp.AbstractMesh((2, 4), ("dp", "cp"), "cuda", hosts=[*"xxxxyyyy"])
+    one = 512 * 512 * 4
+    for bucket, count in ((False, 1), (True, 2)):
+        step = ftp.shard(chain, mesh, P(), batch_specs=P(("dp", "cp")), bucket=bucket)
+        lowered = step.lower(params, x)
+        steps = [c for c in lowered.collectives if c.nbytes > 100]
+        nbytes = count * one
+        assert [(c.op, c.axes, c.nbytes, c.wire_nbytes) for c in steps] == [
+            ("reduce_scatter", ("cp",), nbytes, nbytes * 3 // 4),
+            ("all_reduce", ("dp",), nbytes // 4, nbytes // 4),
+            ("all_gather", ("cp",), nbytes, nbytes * 3 // 4),
+        ] * (4 // count)
+        for record in steps:
+            assert [m.nbytes for m in record.members] == [record.nbytes // count] * count
+        assert len({m.name for c in steps for m in c.members}) == 4
+        ftp.certify(lowered)
+
+
+def test_a_pack_ends_where_a_sum_is_needed():
+    """A sum that the next one needs is not in its pack."""
+    mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
+    hardware = Hardware(links={"a": SLOW, "b": FAST})
+
+    def means(x, y):
+        total = x.sum(0)
+        return total, (y * total.tanh()).sum(0), y.sum(0)
+
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    specs = P(("a", "b")), P(("a", "b"))
+    step = ftp.spmd(means, mesh, specs, (P(), P(), P()), hardware=hardware)
+    for got, want in zip(step(x, y), means(x, y), strict=True):
+        assert torch.allclose(got, want, rtol=1e-12, atol=1e-12)
+    sums = [c for c in step.lower(x, y).collectives if c.op == "all_reduce"]
+    assert [(c.axes, c.nbytes, len(c.members)) for c in sums] == [
+        (("a",), 24, 1),
+        (("a",), 48, 2),
+    ]
+
+
 def test_small_sums_stay_as_they_are():
     """Three latencies are more than two."""
     mesh = ftp.AbstractMesh((2, 4), ("dp", "cp"), "cuda", hosts=[*"xxxxyyyy"])
