@@ -39,6 +39,7 @@ from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.gradient import WAYS, taking
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.microbatch_gradients import noted_gradients
+from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.value_independent import unchecked
@@ -255,6 +256,7 @@ def _traced(
             " container that optree does not know."
         )
     check_writes(gm.graph)
+    check_copied_views(gm.graph)
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)

@@ -23,6 +23,7 @@ from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
+from ftp.tracing.narrow import narrow
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
 
@@ -380,6 +381,8 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.sparse_coo_tensor: _sparse_coo_tensor,
     torch.bincount: _bincount,
     Tensor.bincount: _bincount,
+    torch.narrow: narrow,
+    Tensor.narrow: narrow,
     torch.cov: _cov,
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
