@@ -4,6 +4,7 @@ tensors, such as a mask that is written twice.
 
 import operator
 
+import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
@@ -12,24 +13,110 @@ from ftp.tracing.captured_tensors import is_batched, node_of
 from ftp.tracing.known_values import are_written
 from ftp.tracing.op_facts import op_facts
 
+aten = torch.ops.aten
+_COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default, aten.alias.default)
+
 
 def holds_same(a: Tensor, b: Tensor) -> bool:
     """Whether ``a`` and ``b`` are seen to hold the same values."""
     x, y = node_of(a), node_of(b)
     if x is None or y is None or is_batched(a) or is_batched(b):
         return a is b
-    pairs: dict[tuple[fx.Node, fx.Node], None] = {}
-    stack = [(x, y)]
+    seen: dict[fx.Node, None] = {}
+    pairs: dict[tuple[_Read, _Read], None] = {}
+    stack: list[tuple[_Read, _Read]] = [((x, False), (y, False))]
     while stack:
-        pair = stack.pop()
+        first, second = stack.pop()
+        pair = _resolved(first, seen), _resolved(second, seen)
         if pair in pairs:
             continue
         pairs[pair] = None
-        if pair[0] is not pair[1]:
-            if not _is_same_call(*pair):
+        (left, _), (right, _) = pair
+        if pair[0] != pair[1]:
+            inputs = _inputs(pair[0]), _inputs(pair[1])
+            if None in inputs or not _is_same_call(left, right):
                 return False
-            stack += zip(pair[0].all_input_nodes, pair[1].all_input_nodes, strict=True)
-    return not are_written({node for pair in pairs for node in pair}, x.graph)
+            stack += zip(*inputs, strict=True)  # type: ignore[arg-type]
+    return not are_written(seen, x.graph)
+
+
+def is_same_along_last(x: Tensor) -> bool:
+    """Whether the elements of ``x`` are seen to be the same along its last dim, as those of an
+    expanded mask.
+    """
+    node = node_of(x)
+    if node is None or is_batched(x) or not x.ndim:
+        return False
+    seen: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        if (at := stack.pop()) in seen:
+            continue
+        seen[at] = None
+        if at.meta["val"].ndim == 0 or at.meta["val"].shape[-1] == 1:
+            continue
+        if at.target is aten.expand.default and _last_of(at.all_input_nodes[0], at) == 1:
+            continue
+        if not (at.target in _COPIES or _is_pointwise(at)):
+            return False
+        if any(_last_of(n, at) is None for n in at.all_input_nodes):
+            return False
+        stack += at.all_input_nodes
+    return not are_written(seen, node.graph)
+
+
+# A node's value, or its elements at the first place of its last dim.
+_Read = tuple[fx.Node, bool]
+
+
+def _resolved(read: _Read, seen: dict[fx.Node, None]) -> _Read:
+    """What is read, before the views that only leave out or add a last dim."""
+    node, is_first = read
+    while True:
+        seen[node] = None
+        inner = next(iter(node.all_input_nodes), None)
+        if not is_first:
+            if node.target is not aten.select.int or node.args[2] != 0:
+                return node, is_first
+            assert inner is not None
+            if node.args[1] % inner.meta["val"].ndim != inner.meta["val"].ndim - 1:  # type: ignore
+                return node, is_first
+            node, is_first = inner, True
+        elif node.target is aten.unsqueeze.default and inner is not None:
+            if node.args[1] % node.meta["val"].ndim != node.meta["val"].ndim - 1:  # type: ignore
+                return node, is_first
+            node, is_first = inner, False
+        elif node.target is aten.expand.default and inner is not None:
+            of, to = inner.meta["val"].shape, node.meta["val"].shape
+            if len(of) != len(to) or of[:-1] != to[:-1]:
+                return node, is_first
+            node = inner
+        else:
+            return node, is_first
+
+
+def _inputs(read: _Read) -> list[_Read] | None:
+    """What a node reads to give what is read of it; None where it reads more."""
+    node, is_first = read
+    if not is_first:
+        return [(n, False) for n in node.all_input_nodes]
+    if not _is_pointwise(node) or any(_last_of(n, node) is None for n in node.all_input_nodes):
+        return None
+    return [(n, n.meta["val"].ndim > 0) for n in node.all_input_nodes]
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _last_of(node: fx.Node, reader: fx.Node) -> int | None:
+    """The size of a value's last dim, if it lies along the reader's; 1 for a scalar."""
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        return None
+    if not val.ndim:
+        return 1
+    return int(val.shape[-1]) if val.ndim == reader.meta["val"].ndim else None
 
 
 def _is_same_call(x: fx.Node, y: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from ftp.errors import TraceError
 from ftp.ops.assume import assume
 from ftp.source import user_line
 from ftp.tracing.packed_sequences import BatchSizes, packed_steps, padded, recurrent
-from ftp.tracing.same_values import holds_same
+from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected_places import put
 
 
@@ -482,6 +482,17 @@ def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
     return of
 
 
+def _rows_of_elements(group: Selections, x: Any, *sizes: Any) -> Any:
+    """``x[mask].view(-1, n)`` where all n elements of a row are selected, or none of them."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    mask = group.mask
+    if not isinstance(x, Selected) or x.rows.ndim != 1 or mask.ndim < 2:
+        return None
+    if sizes != (-1, mask.shape[-1]) or not is_same_along_last(mask):
+        return None
+    return _selected(x.rows.reshape(-1, mask.shape[-1]), group_of(mask.select(-1, 0)))
+
+
 def _padded(group: Selections, data: Any, sizes: Any, *args: Any) -> Any:
     if not _are_packed(data, sizes, group):
         return None
@@ -500,6 +511,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
 
 _REDUCED: dict[str, Callable[..., Any]] = {
     "_pad_packed_sequence": _padded,
+    **dict.fromkeys(("view", "reshape"), _rows_of_elements),
     **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     "sum": _sum,
     "mean": _mean,
@@ -586,7 +598,9 @@ def _item(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if isinstance(x, Selected):
-        simple = all(k is None or isinstance(k, int | slice) for k in keys[1:])
+        lists = [k for k in keys if isinstance(k, list)]
+        simple = all(k is None or isinstance(k, int | slice | list) for k in keys[1:])
+        simple = simple and len(lists) < 2 and all(isinstance(i, int) for k in lists for i in k)
         all_rows = isinstance(keys[0], slice) and keys[0] == slice(None)
         return simple and (all_rows or (keys[0] is Ellipsis and len(keys) <= ndim))
     if any(k is Ellipsis or isinstance(k, Tensor | int) for k in keys):

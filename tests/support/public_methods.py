@@ -665,6 +665,84 @@ def least_squares() -> Program:
     return Program(loss, {"v": randn(5, 3)}, (randn(4, 5), (randn(4, 5, seed=3) > -0.5).double()))
 
 
+def hard_negatives() -> Program:
+    """SSD's loss: of the boxes without an object, two sorts pick those of the largest loss."""
+
+    def loss(params: Any, x: Tensor, classes: Tensor, boxes: Tensor) -> Tensor:
+        scores, found = x @ params["classes"], x @ params["boxes"]
+        is_object = classes > 0
+        of_object = is_object.unsqueeze(2).expand_as(found)
+        near = F.smooth_l1_loss(
+            found[of_object].view(-1, 4), boxes[of_object].view(-1, 4), reduction="sum"
+        )
+        flat = scores.view(-1, 5)
+        each = torch.logsumexp(flat, 1, keepdim=True) - flat.gather(1, classes.view(-1, 1))
+        each = each.view(len(x), -1)
+        each[is_object] = 0
+        rank = each.sort(1, descending=True)[1].sort(1)[1]
+        count = is_object.long().sum(1, keepdim=True)
+        is_hard = rank < torch.clamp(3 * count, max=is_object.size(1) - 1).expand_as(rank)
+        picked = is_object.unsqueeze(2).expand_as(scores) + is_hard.unsqueeze(2).expand_as(scores)
+        logits = scores[picked.gt(0)].view(-1, 5)
+        due = classes[(is_object + is_hard).gt(0)]
+        return (F.cross_entropy(logits, due, reduction="sum") + near) / count.sum()
+
+    params = {"classes": randn(6, 5), "boxes": randn(6, 4)}
+    classes = (tokens(12, 4, 7) - 7).clamp(min=0)
+    return Program(loss, params, (randn(4, 7, 6), classes, randn(4, 7, 4)))
+
+
+def sparse_experts() -> Program:
+    """DeepSeek-V3's experts as its own code runs them, by writes at the tokens' indices."""
+
+    def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores = (tokens @ params["router"]).sigmoid()
+        weights, chosen = scores.topk(2, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(tokens)
+        for e in range(4):
+            at, top = torch.where(chosen == e)
+            h = F.silu(tokens[at] @ params["gate"][e]) * (tokens[at] @ params["up"][e])
+            out[at] += (h @ params["down"][e]) * weights[at, top, None]
+        return F.mse_loss(out.view_as(x), y)
+
+    params = {"router": randn(6, 4), "gate": randn(4, 6, 5), "up": randn(4, 6, 5, seed=2)}
+    params["down"] = randn(4, 5, 6)
+    return Program(loss, params, (randn(4, 5, 6), randn(4, 5, 6, seed=2)))
+
+
+def anchor_detector() -> Program:
+    """FCOS and its kin: positions with an object, by nonzero, are scored by centredness."""
+
+    def loss(params: Any, x: Tensor, labels: Tensor, boxes: Tensor) -> Tensor:
+        h = F.relu(x @ params["body"]).flatten(0, 1)
+        scores, sides = h @ params["scores"], (h @ params["sides"]).exp()
+        centre, labels, boxes = (
+            (h @ params["centre"]).flatten(),
+            labels.flatten(),
+            boxes.flatten(0, 1),
+        )
+        at = ((labels >= 0) & (labels < 4)).nonzero().squeeze(1)
+        found, due = sides[at], boxes[at]
+        across, down = due[:, [0, 2]], due[:, [1, 3]]
+        centred = across.amin(1) / across.amax(1) * (down.amin(1) / down.amax(1))
+        centred = centred.clamp(min=1e-6).sqrt()
+        least = torch.min(found, due)
+        shared = (least[:, 0] + least[:, 2]) * (least[:, 1] + least[:, 3])
+        area = [(b[:, 0] + b[:, 2]) * (b[:, 1] + b[:, 3]) for b in (found, due)]
+        iou = shared / (area[0] + area[1] - shared).clamp(min=1e-6)
+        classes = F.one_hot(labels.clamp(max=4), 5)[:, :4].to(scores.dtype)
+        focal = F.binary_cross_entropy_with_logits(scores, classes, reduction="sum")
+        near = (-iou.clamp(min=1e-6).log() * centred).sum() / centred.sum()
+        return focal / 20 + near + F.binary_cross_entropy_with_logits(centre[at], centred)
+
+    sizes = {"body": (5, 6), "scores": (6, 4), "sides": (6, 4), "centre": (6, 1)}
+    params = {name: randn(*size) / 2 for name, size in sizes.items()}
+    batch = (randn(4, 5, 5), tokens(9, 4, 5) - 2, randn(4, 5, 4).exp())
+    return Program(loss, params, batch)
+
+
 METHODS: dict[str, Callable[[], Program]] = {
     "GRPO": group_relative,
     "A2C with advantages in place": advantage_actor,
@@ -695,4 +773,7 @@ METHODS: dict[str, Callable[[], Program]] = {
     "sharpness-aware minimization": sharpness_aware,
     "Hamiltonian Monte Carlo": hamiltonian,
     "alternating least squares": least_squares,
+    "SSD's hard negatives": hard_negatives,
+    "DeepSeek-V3's experts, one by one": sparse_experts,
+    "FCOS": anchor_detector,
 }

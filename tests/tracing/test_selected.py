@@ -92,7 +92,7 @@ def _indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     places = torch.argwhere(ids >= 0)
     again = x[places[:, 0], places[:, 1]] * (x @ w)[torch.where(ids >= 0)]
     near = torch.stack([y[at], flat[at]], 2).flatten(1).norm(dim=1).clamp(min=0.1)
-    best = F.normalize(y[at], dim=-1).topk(2, -1).values.sort(-1).values
+    best = F.normalize(y[at][:, [5, 0, 2]], dim=-1).topk(2, -1).values.sort(-1).values
     parts = own.sum(), both.sin().sum(), again.square().mean(), near.mean(), best.std(-1).sum()
     return loss + sum(parts) + both.max(-1).values.sum() + both.max(2 * both).sum()
 
@@ -116,7 +116,29 @@ def _written_at_indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return out.square().sum() + mixed.cos().sum()
 
 
+def _hard_negatives(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """SSD's loss: of the boxes without an object, those of the largest loss, by two sorts."""
+    scores, is_object = x @ w, ids > 0
+    flat = scores.view(-1, 6)
+    each = flat.logsumexp(1, keepdim=True) - flat.gather(1, ids.clamp(min=0).view(-1, 1))
+    each = each.view(x.shape[0], -1)
+    each[is_object] = 0
+    _, order = each.sort(1, descending=True)
+    _, rank = order.sort(1)
+    count = is_object.long().sum(1, keepdim=True)
+    is_hard = rank < torch.clamp(2 * count, max=2).expand_as(rank)
+    of_object = is_object.unsqueeze(2).expand_as(scores)
+    of_hard = is_hard.unsqueeze(2).expand_as(scores)
+    picked = scores[(of_object + of_hard).gt(0)].view(-1, 6)
+    due = ids.clamp(min=0)[(is_object + is_hard).gt(0)]
+    boxes = F.smooth_l1_loss(
+        scores[of_object].reshape(-1, 6), x[of_object].view(-1, 6), reduction="sum"
+    )
+    return (F.cross_entropy(picked, due, reduction="sum") + boxes) / count.sum()
+
+
 PROGRAMS = [
+    _hard_negatives,
     _mask_written_twice,
     _indices,
     _written_at_indices,
@@ -191,6 +213,14 @@ def _one_mask_changed_between(w, x, ids):
     return (kept * x[mask]).sum()
 
 
+def _of_elements(w, x, ids):
+    """Of an expanded mask that is changed after it selected."""
+    mask = (ids > 0)[..., None].expand(4, 3, 6).clone()
+    kept = (x @ w)[mask]
+    mask[..., 0] = True
+    return kept.reshape(-1, 6)
+
+
 def _put(w, x, ids, value):
     out = x @ w
     out[torch.where(ids[:, 0] >= 0)[0]] = value
@@ -218,6 +248,8 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "matmul": lambda w, x, ids: (w @ (x @ w)[ids >= 0].mT).sum(),
     "a write of a tensor of shape (2, 3, 6)": lambda w, x, ids: _put(w, x, ids, x[:2] @ w),
     "another number of dims": lambda w, x, ids: _put(w, x, ids, x[..., 0][ids[:, 0] >= 0, 0]),
+    "view, which": lambda w, x, ids: (x @ w)[x > 0].view(-1, 6).sum(),
+    "reshape, which": lambda w, x, ids: _of_elements(w, x, ids).sum(),
     "add_": lambda w, x, ids: (x @ w).sum() + torch.where(ids > 0)[0].add_(1).sum(),
     "nonzero": lambda w, x, ids: (x @ w).sum() + len((ids > 0).nonzero()),
     "topk": lambda w, x, ids: (x @ w)[ids >= 0].topk(2, 0).values.sum(),
