@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,8 @@ def test_sharded_results_and_gradients(values: list[int], mesh: tuple[tuple, tup
         chosen = ftp.static.masked_select(rows, rows > 0, size=24)
         names = ftp.static.unique(ids, size=6, fill_value=0)
         counts = ftp.static.bincount(ids, rows.sum(1), size=6)
-        counts = counts + torch.bincount(ids, minlength=6) * ids.bincount(rows[:, 0].detach(), 6)
+        near = rows.detach().argmin(1)
+        counts = counts + torch.bincount(near, minlength=6) * near.bincount(rows[:, 0].detach(), 6)
         at = ftp.static.nonzero(ids, size=4, fill_value=0)[:, 0]
         return (chosen**3).sum() + (table[names] ** 2).sum() + (counts**2).sum() + rows[at].sum()
 
@@ -86,16 +88,50 @@ def test_what_does_not_fit_is_listed_and_checked():
         checked(w, x)
 
 
-def test_torchs_bincount_of_a_given_length():
-    mesh, w, ids = ftp.simulated_mesh((2,), ("dp",)), torch.ones(4), torch.tensor([0, 3, 3, 1])
+RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argmax": lambda x: x.argmax(1),
+    "argmin over all": lambda x: (x[:2, :2] + x[:2, 2:]).argmin().reshape(1),
+    "topk": lambda x: x.topk(2, -1).indices.flatten(),
+    "sort": lambda x: x.sort(dim=1, descending=True)[1].T.reshape(-1)[2:],
+    "argsort": lambda x: x.argsort(1).to(torch.int32)[:, 1],
+    "max": lambda x: x.max(1, keepdim=True).indices.squeeze(1),
+    "remainder": lambda x: (x * 9).long().flatten() % 4,
+    "clamp": lambda x: (x * 9).long()[0].clamp(0, 3),
+}
 
-    def loss(w, ids):
-        return (w * torch.bincount(ids, minlength=4)).sum()
 
-    step = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), check_inputs=True)
-    assert torch.equal(step(w, ids)[1], torch.bincount(ids, minlength=4).float())
-    with pytest.raises(InputError, match=r"all values are in \[0, 4\)"):
-        step(w, ids + 1)
+@pytest.mark.parametrize("name", RANGES)
+def test_torchs_bincount_of_a_range_that_ops_show(name: str):
+    mesh, w = ftp.simulated_mesh((2,), ("dp",)), torch.linspace(1, 2, 5)
+    x = torch.linspace(-4, 7, 24).cos().reshape(6, 4)
+
+    def loss(w, x):
+        return (w * torch.bincount(RANGES[name](x), minlength=5)).square().sum()
+
+    step = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), certify=True)
+    expected = torch.func.grad_and_value(loss)(w, x)[::-1]
+    torch.testing.assert_close(step(w, x), expected)
+    assert not step.lower(w, x).assumptions
+
+
+UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "of the batch": lambda x: x.long().flatten(),
+    "argmax of more": lambda x: x.argmax(0),
+    "a sum": lambda x: x.argmax(1) + 1,
+    "negative": lambda x: (x * 9).long()[0].clamp(-1, 3),
+    "written": lambda x: x.argmax(1).index_fill_(0, torch.tensor([0]), 7),
+    "unbounded": lambda x: (x * 9).long()[0].clamp(min=0),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_torchs_bincount_of_other_values_is_refused(name: str):
+    def loss(w, x):
+        return (w * torch.bincount(UNKNOWN[name](x), minlength=5)).sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))
+    with pytest.raises(TraceError, match="bincount"):
+        step(torch.ones(5), torch.linspace(-4, 7, 24).cos().reshape(6, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
@@ -104,18 +140,6 @@ def test_counts_have_torchs_dtype(dtype: torch.dtype):
     expected = torch.bincount(ids, weights, minlength=4)
     assert torch.equal(ftp.static.bincount(ids, weights, minlength=4), expected)
     assert ftp.static.bincount(ids, weights, minlength=4).dtype is expected.dtype
-
-
-def test_a_list_of_assumptions_is_needed_for_torchs_bincount():
-    """Inside of ``ftp.local`` a rank's claims are in no list: the count of all is not known."""
-    mesh = ftp.simulated_mesh((2,), ("dp",))
-
-    def counts(x):
-        return torch.bincount(x, minlength=4)
-
-    local = ftp.local(counts, mesh, P("dp"), P("dp"))
-    with pytest.raises(TraceError, match="bincount"):
-        ftp.spmd(local, mesh, (P("dp"),), P("dp"))(torch.tensor([0, 3, 3, 1]))
 
 
 @pytest.mark.parametrize(

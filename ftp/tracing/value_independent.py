@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from ftp import static
 from ftp.axis import is_inside
-from ftp.ops.assume import assume, is_listening
+from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
+from ftp.tracing.index_ranges import index_range
 from ftp.tracing.narrow import narrow
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
@@ -90,14 +91,12 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """With a ``minlength`` it is the number of counts, and values below it are an assumption, if
-    there is a list to which it is added.
-    """
-    is_sized = isinstance(minlength, int) and minlength > 0 and input.ndim == 1
-    is_sized = is_sized and is_listening() and not is_inside()
-    if not is_sized or input.dtype.is_floating_point or input.dtype is torch.bool:
+    """``minlength`` is the number of counts where no value can be above it."""
+    found = index_range(input) if input.ndim == 1 and isinstance(minlength, int) else None
+    if found is None or not 0 < found <= minlength:
         return torch.bincount(input, weights, minlength)
-    return static.bincount(input, weights, minlength)
+    with assumptions_to(None):
+        return static.bincount(input, weights, minlength)
 
 
 def _gaussian_nll_loss(
