@@ -128,6 +128,7 @@ def _binary(name: str, swapped: bool = False) -> Any:
 
 for _sign, _name in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "matmul": "matmul",
+    "floordiv": "floor_divide", "mod": "remainder",
 }.items():  # fmt: skip
     setattr(Selected, f"__{_sign}__", _binary(_name))
     setattr(Selected, f"__r{_sign}__", _binary(_name, swapped=True))
@@ -285,7 +286,8 @@ def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, An
     x, method = args[0], getattr(Tensor, name, None)
     if not isinstance(x, Selected) or method is None or not x.rows.is_floating_point():
         raise _refused(f"{name}_")  # of indices too: they are known to be in range
-    x.rows.copy_(apply(method, args, kwargs).rows)
+    # The gradient may read the operand as it was.
+    x.rows.copy_(apply(method, (Selected(x.rows.clone(), x.group), *args[1:]), kwargs).rows)
     return x
 
 

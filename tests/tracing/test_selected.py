@@ -82,6 +82,7 @@ def _mask_written_twice(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
 def _indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     """Positive samples of a detector, by ``nonzero`` in its forms."""
     y, flat, labels = (x @ w).flatten(0, 1), x.flatten(0, 1), ids.flatten()
+    kept = y[labels >= 0].clamp_(min=-1).mul_(flat[labels >= 0])
     found = (labels >= 0).nonzero()
     at = found.squeeze(1)
     logits = torch.index_select(y, 0, at)
@@ -93,7 +94,16 @@ def _indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     again = x[places[:, 0], places[:, 1]] * (x @ w)[torch.where(ids >= 0)]
     near = torch.stack([y[at], flat[at]], 2).flatten(1).norm(dim=1).clamp(min=0.1)
     best = F.normalize(y[at][:, [5, 0, 2]], dim=-1).topk(2, -1).values.sort(-1).values
-    parts = own.sum(), both.sin().sum(), again.square().mean(), near.mean(), best.std(-1).sum()
+    at = torch.where(labels >= 0)[0]
+    halves = torch.zeros_like(y).index_add(0, at // 2, kept % 0.7)
+    parts = (
+        (kept * halves[at]).sum(),
+        own.sum(),
+        both.sin().sum(),
+        again.square().mean(),
+        near.mean(),
+        best.std(-1).sum(),
+    )
     return loss + sum(parts) + both.max(-1).values.sum() + both.max(2 * both).sum()
 
 
