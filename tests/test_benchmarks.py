@@ -171,3 +171,34 @@ def test_the_first_hour_on_a_gpu_runs_dry():
         said + done.stderr
     )
     assert said.count(". ok, ") == 11
+
+
+def _memory_of_pipelines(schedule: str) -> dict[str, int]:
+    pipelines = script("pipelines")
+    pipelines.ROUNDS = 0  # memory alone
+    return pipelines.job(schedule)[-1]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1f1b",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("gpipe", "interleaved", "zero bubble")),
+    ],
+)
+def test_a_pipeline_holds_no_more_than_torchs(schedule: str):
+    for rank in launch(_memory_of_pipelines, 2, schedule, timeout=180):
+        assert rank.error is None, rank.error
+        assert 0 < rank.value["ours"] <= rank.value["torch"], rank.value
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_405b_is_reported_within_a_minute(monkeypatch: pytest.MonkeyPatch):
+    """Processor time, for the clock depends on what else runs."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    found = script("pipelines").of_405b(False)
+    assert found["processor seconds"] < 60
+    assert found["ideal bubble"] == round(7 / 39, 4) <= found["bubble"] < 0.2
+    peaks = found["GiB by rank"]
+    assert len(peaks) == 8 and peaks == sorted(peaks, reverse=True)
+    assert sum(line.startswith("rank ") for line in found["report"]) == 8
