@@ -29,7 +29,7 @@ from ftp.paused_gc import collection_paused
 from ftp.planning.machine import describe_hardware
 from ftp.planning.planner import Watch
 from ftp.runtime.program import Program
-from ftp.runtime.shared_memory import is_asked_for
+from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec

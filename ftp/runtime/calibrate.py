@@ -17,7 +17,8 @@ from ftp.ops.philox import random_bits
 from ftp.partitioning.collectives import gather_of
 from ftp.planning.cost import Curve, Hardware, Link
 from ftp.runtime.process_groups import memory_of
-from ftp.runtime.shared_memory import SharedGroup, is_asked_for
+from ftp.runtime.shared_memory import SharedGroup
+from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.mesh import AnyMesh, resolve
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

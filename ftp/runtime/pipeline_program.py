@@ -2,6 +2,7 @@
 stages.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, TimedAction
 from ftp.runtime.pipeline_worker import Worker
 from ftp.runtime.program import Program
+from ftp.runtime.shared_messages import MessageQueue, message_queues
 from ftp.runtime.stage_messages import Key, Mailbox, Messages
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, StagePrograms, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
@@ -75,7 +77,7 @@ class PipelineProgram(ProgramOfSubgraphs):
         self.measured.clear()
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.axis]
-        posts = Messages(self.mesh, self.axis, self._tags)
+        posts = Messages(self.mesh, self.axis, self._tags, self._queues)
         worker = Worker(self, rank, inputs, posts, self._local_shape)
         for _ in worker.run():
             raise AssertionError("a message between processes is waited for where it is read")
@@ -117,6 +119,20 @@ class PipelineProgram(ProgramOfSubgraphs):
                 for to in range(max(self.ranks, len(stages.forward))):
                     counts["gradient", stage, to, leaf] = 1
         return dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+
+    @cached_property
+    def _queues(self) -> dict[RankPair, MessageQueue]:
+        """Shared memory for the messages between actions. All ranks make it in their first call."""
+        slots: dict[RankPair, tuple[int, int]] = {}
+        stages = self.made.stages
+        for sent, step in ((stages.forward, 1), (stages.backward, -1)):
+            for stage, names in enumerate(sent):
+                pair = stage % self.ranks, (stage + step) % self.ranks
+                if pair in self.on_their_way and names:
+                    held = (self.made.values[name] for name in names)
+                    size = sum(math.prod(self._local_shape(x)) * x.dtype.itemsize for x in held)
+                    slots[pair] = self.on_their_way[pair], max(size, *slots.get(pair, (0, 0))[1:])
+        return message_queues(self.mesh, self.axis, slots)
 
     @cached_property
     def _within(self) -> dict[str, int]:

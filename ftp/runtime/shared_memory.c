@@ -156,3 +156,10 @@ int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, 
     }
     return DONE;
 }
+
+/* Messages from one rank to another: the sender posts how many it has written, the reader how many it has read. `base` is the shared memory. */
+void ftp_post(char *head, int64_t number) { post((Header *)head, number); }
+
+int ftp_await(char *head, int64_t number, char *base, double timeout) {
+    return await_part((Header *)head, number, &((Header *)base)->posted, timeout);
+}

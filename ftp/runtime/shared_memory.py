@@ -8,37 +8,28 @@ late, or is told to stop, the others raise.
 """
 
 import ctypes
-import json
 import math
 import mmap
 import os
-import secrets
-import socket
-import sys
-import warnings
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from ftp.distributed.agreement import exchange, interrupts
+from ftp.distributed.agreement import interrupts
 from ftp.ops.define import define, like
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, by_rank, checked_counts
-from ftp.ops.native import compiled
 from ftp.ops.rings import RINGS, RingOp
 from ftp.ops.sends import Send, run
 from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
+from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
 from ftp.sharding.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
 SLOT_BYTES = 4 << 20  # bytes that hold a part of a tensor; each rank has two slots
-_HEADER_BYTES = 128
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _SHIFT = range(5)
@@ -57,7 +48,7 @@ class SharedGroup:
         self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         ctypes.c_int64.from_address(
-            self._base + _HEADER_BYTES * (1 + self.rank) + 8
+            self._base + HEADER_BYTES * (1 + self.rank) + 8
         ).value = os.getpid()
 
     def stop(self) -> None:
@@ -175,18 +166,8 @@ class SharedGroup:
         if found:
             self.stop()
             name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring")[what]
-            # torch's own collectives raise this type: `agreement` recognises it, and asks which
-            # rank is missing.
-            why = self._why(found, timeout)
-            raise dist.DistBackendError(f"The {name} through shared memory failed: {why}.")
+            raise failure_of(name, found, timeout, self._global_ranks)
         return out
-
-    def _why(self, found: int, timeout: float) -> str:
-        if found == -1:
-            return f"a rank did not come within {timedelta(seconds=timeout)}"
-        if found == -2:
-            return "another rank failed, or was told to stop"
-        return f"rank {self._global_ranks[-16 - found]} has ended"
 
 
 _groups: dict[str, SharedGroup] = {}
@@ -199,94 +180,17 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
     Args:
         groups: of this rank, by names that are equal on all ranks.
     """
-    if not is_asked_for() or mesh.device_type != "cpu":
-        return {}
     for name in [name for name, old in _groups.items() if old.world != mesh.world]:
         del _groups[name]  # of a process group that is destroyed
-    library = _library() if hasattr(os, "memfd_create") else None
-    lack = (
-        "" if library is not None else f"has no C compiler, or runs on {sys.platform}, not on Linux"
+    made = with_shared_memory(
+        mesh,
+        groups,
+        lambda key: HEADER_BYTES * (1 + groups[key].size()) + 2 * SLOT_BYTES * groups[key].size(),
+        lambda key, memory, library: SharedGroup(groups[key], mesh.world, memory, library),
     )
-    hosts = _from_all(mesh, "hosts", socket.gethostname(), lack)
-    if hosts is None or library is None:
-        return {}
-    if len(set(hosts)) > 1:
-        _say(mesh, f"its ranks are on the hosts {', '.join(sorted(set(hosts)))}")
-        return {}
-    handles: dict[str, int] = {}
-    places: dict[str, MemoryHandle] = {}
-    found: dict[str, SharedGroup] = {}
-    try:
-        try:
-            for key, group in groups.items():
-                if group.rank() == 0:
-                    name = f"ftp-{secrets.token_hex(8)}"
-                    handles[key] = os.memfd_create(name)
-                    places[key] = os.getpid(), handles[key], name
-                    size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
-                    # Reserve it: otherwise the first use of a page that the system does not have
-                    # is a SIGBUS.
-                    os.posix_fallocate(handles[key], 0, size)
-        except OSError as error:
-            lack = f"has no memory to share ({error})"
-        offered = _from_all(mesh, "shared memory", places, lack)
-        if offered is None:
-            return {}
-        try:
-            for key, group in groups.items():
-                memory = _opened(offered[mesh.ranks.index(dist.get_global_rank(group, 0))][key])
-                found[group.group_name] = SharedGroup(group, mesh.world, memory, library)
-        except (OSError, ValueError) as error:
-            lack = f"cannot open the memory of another ({error})"
-        if _from_all(mesh, "shared memory is open", None, lack) is None:
-            return {}
-    finally:
-        for handle in handles.values():
-            os.close(handle)
+    found: dict[str, SharedGroup] = {groups[k].group_name: group for k, group in made.items()}
     _groups.update(found)
     return found
-
-
-MemoryHandle = tuple[
-    int, int, str
-]  # a process, its descriptor of the memory, and the memory's name
-
-
-def _opened(place: MemoryHandle) -> mmap.mmap:
-    pid, descriptor, name = place
-    path = f"/proc/{pid}/fd/{descriptor}"
-    if name not in (target := os.readlink(path)):  # process ids differ between containers
-        raise ValueError(f"{path} is {target}")
-    handle = os.open(path, os.O_RDWR)
-    try:
-        return mmap.mmap(handle, 0)
-    finally:
-        os.close(handle)
-
-
-def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
-    """Every rank's value; None on every rank, with a warning, if one rank lacks something."""
-    everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
-    lacks = [
-        f"rank {rank} {of_rank}"
-        for rank, (_, of_rank) in zip(mesh.ranks, everyone, strict=True)
-        if of_rank
-    ]
-    if lacks:
-        _say(mesh, "; ".join(lacks))
-        return None
-    return [value for value, _ in everyone]
-
-
-def _say(mesh: Mesh, why: str) -> None:
-    warnings.warn(
-        f"FTP_SHM=1, but the collectives of the mesh {mesh} stay with gloo: {why}.", stacklevel=2
-    )
-
-
-def is_asked_for() -> bool:
-    """Whether ``FTP_SHM=1``; ranks compare their environments before they run a program."""
-    return os.environ.get("FTP_SHM") == "1"
 
 
 def stop() -> None:
@@ -395,26 +299,3 @@ _IN_MEMORY = {
     ),
     **{target: _define(target, _in_ring(op)) for target, op in RINGS.items()},
 }
-
-
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = compiled(Path(__file__).with_name("shared_memory.c"), "ftp_collective")
-    if library is None:
-        return None
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.ftp_collective.argtypes = [
-        pointer,
-        number,
-        number,
-        size,
-        pointer,
-        pointer,
-        size,
-        number,
-        number,
-        number,
-        ctypes.c_double,
-    ]
-    library.ftp_collective.restype = number
-    return library

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ftp.pipeline.buffers import RankPair
+from ftp.runtime.shared_messages import MessageQueue
 from ftp.runtime.stage_programs import as_bytes
 from ftp.sharding.mesh import Mesh
 
 Key = tuple[str, int, int, int]  # kind, from stage, to stage, microbatch or leaf
+BETWEEN_ACTIONS = ("F", "B")  # kinds; others are one message a step
 
 
 class Mailbox:
@@ -42,16 +45,28 @@ class Mailbox:
 
 
 class Messages:
-    """Messages between processes, by torch.distributed's point-to-point calls."""
+    """Messages between processes: between actions through shared memory where there is a queue,
+    all others by torch.distributed's point-to-point calls.
+    """
 
-    def __init__(self, mesh: Mesh, axis: str, tags: Mapping[Key, int]):
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: str,
+        tags: Mapping[Key, int],
+        queues: Mapping[RankPair, MessageQueue],
+    ):
         assert mesh.torch is not None
-        self.tags = tags
+        self.tags, self.queues = tags, queues
         self.group = mesh.torch.get_group(axis)
-        self.expected: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
+        self.rank = self.group.rank()
+        self.expected: dict[Key, tuple[MessageQueue | list[Any], list[torch.Tensor]]] = {}
         self.sending: dict[Key, list[tuple[Any, torch.Tensor]]] = {}
 
     def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
+        if key[0] in BETWEEN_ACTIONS and (queue := self.queues.get((self.rank, rank))):
+            queue.send(self.tags[key], values)
+            return
         sending = self.sending[key] = []
         for i, value in enumerate(values):
             if value.numel():
@@ -68,6 +83,9 @@ class Messages:
         return key in self.expected
 
     def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+        if key[0] in BETWEEN_ACTIONS and (queue := self.queues.get((rank, self.rank))):
+            self.expected[key] = queue, list(like)
+            return
         works = [
             dist.irecv(as_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
             for i, x in enumerate(like)
@@ -80,6 +98,9 @@ class Messages:
 
     def take(self, key: Key) -> list[torch.Tensor]:
         works, values = self.expected.pop(key)
+        if isinstance(works, MessageQueue):
+            works.take(self.tags[key], values)
+            return values
         for work in works:
             work.wait()
         return values

@@ -19,7 +19,7 @@ from launch import launch
 import ftp
 from ftp import P
 from ftp.errors import CollectiveError, MeshError, MismatchError
-from ftp.runtime import shared_memory
+from ftp.runtime import shared_memory, shared_pages
 from ftp.runtime.process_groups import memory_of
 from ftp.runtime.shared_memory import SLOT_BYTES
 from ftp.sharding.mesh import resolve
@@ -250,8 +250,8 @@ def _killed_while_it_starts() -> tuple[str, float]:
     params = ftp.device_put({"a": torch.ones(3, 4), "b": torch.ones(4, 2)}, mesh, specs)
     x = ftp.device_put(torch.ones(4, 3), mesh, P("dp"))
     if dist.get_rank() == 2:  # the first of its group, which has made the memory by then
-        exchange = shared_memory.exchange
-        shared_memory.exchange = lambda mesh, key, value: (
+        exchange = shared_pages.exchange
+        shared_pages.exchange = lambda mesh, key, value: (
             os.kill(os.getpid(), signal.SIGKILL)
             if key == "shared memory"
             else exchange(mesh, key, value)
