@@ -230,7 +230,7 @@ class _Remat(torch.autograd.Function):
     def forward(  # type: ignore[override]
         block: _RematBlock, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        with block.modes(), _Captures(block, tensors):
+        with block.modes(), _CapturesCheck(block, tensors):
             return block.run(*tensors)
 
     @staticmethod
@@ -277,7 +277,7 @@ def _alive(tensors: Sequence[Any]) -> list[Any]:
     return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
 
 
-class _Captures(TorchFunctionMode):
+class _CapturesCheck(TorchFunctionMode):
     """Refuse captured tensors that may have a gradient; take others out of the transforms that the
     block's arguments were taken out of.
     """
