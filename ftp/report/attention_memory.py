@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -136,7 +136,14 @@ class _CallSizes:
         held = (2 * pairs + some) * self.wide + 2 * pairs * self.size * bool(self.more)
         return held + self.heads * queries * self.q.shape[3] * self.size
 
-    def largest_tile(self, key_blocks: Sequence[Block], most: int, near: bool) -> int:
+    def largest_tile(
+        self, key_blocks: Sequence[Block], most: int, is_near: Callable[[int], bool]
+    ) -> int:
+        """The most bytes of a tile, of blocks of at most ``most`` queries.
+
+        Args:
+            is_near: whether so many keys and values are copied.
+        """
         found, largest = 0, max((b.length for b in key_blocks), default=0)
         held = _row_blocks(tuple(self.rows), self.q.shape[2], most)
         full = max((b.length for b in held), default=0), largest
@@ -147,7 +154,7 @@ class _CallSizes:
                     sizes = t.queries.stop - t.queries.start, t.keys.stop - t.keys.start
                     if sizes not in known:
                         known.add(sizes)
-                        found = max(found, self.tile(*sizes, near))
+                        found = max(found, self.tile(*sizes, is_near(sizes[1])))
             if full in known:
                 break
         return found
@@ -155,8 +162,7 @@ class _CallSizes:
     def in_tiles(self) -> int:
         queries, most = self._most()
         key_blocks = blocks(self.columns, self.k.shape[2], most)
-        near = is_copied(self.k, min(most, self.k.shape[2]))
-        found = self.largest_tile(key_blocks, queries, near)
+        found = self.largest_tile(key_blocks, queries, lambda keys: is_copied(self.k, keys))
         if self.is_forward:
             return found + self.heads * min(queries, self.q.shape[2]) * self.v.shape[3] * self.more
         return found + self.pair(min(most, self.k.shape[2]), self.more)
@@ -191,14 +197,17 @@ class _CallSizes:
             if not received:
                 most = max(most, of_step)
                 continue
-            near = part if not step else self.of_keys > 1 and received > keys
+
+            def is_near(keys: int, own: bool = not step, received: int = received) -> bool:
+                return (own and part) or (self.of_keys > 1 and received > keys)
+
             if self.is_varlen:
-                key = received, near
-                tile = known.get(key) or self._masked_tile(received, near)
+                key = received, not step
+                tile = known.get(key) or self._masked_tile(received, is_near(keys))
             else:
                 found = steps.blocks(owner, piece, keys)
-                key = near, tuple((b.first, b.length) for b in found)
-                tile = known.get(key) or self.largest_tile(found, queries, near)
+                key = not step, received, tuple((b.first, b.length) for b in found)
+                tile = known.get(key) or self.largest_tile(found, queries, is_near)
             known[key] = tile
             most = max(most, of_step + tile)
         return most
