@@ -87,7 +87,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
         leaves, treedef = flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         out: list[Any] = []
-        transforms, modes = _transforms(), _function_modes()
+        transforms, modes = _transforms(), _modes_of_blocks()
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             filled = list(leaves)
@@ -159,11 +159,16 @@ def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
         _surroundings.pop()
 
 
-def _function_modes() -> Again:
-    """A context that enters the present function modes where torch has left them: it runs autograd
-    functions without those in which they are called.
+class ModeOfBlocks(TorchFunctionMode):
+    """A function mode that holds in blocks too: torch runs autograd functions, and their backward
+    passes, without the modes in which they are called. It is entered again, so it keeps no state of
+    where it was entered.
     """
-    modes = _get_current_function_mode_stack()
+
+
+def _modes_of_blocks() -> Again:
+    """A context that enters the present modes of blocks where torch has left them."""
+    modes = [m for m in _get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -179,7 +184,7 @@ def _function_modes() -> Again:
 
 def run_again(policy: Policy = "nothing") -> Again:
     """A context in which code that is running now can be run again later."""
-    entered, modes = [remember() for remember in _surroundings], _function_modes()
+    entered, modes = [remember() for remember in _surroundings], _modes_of_blocks()
 
     @contextmanager
     def again() -> Iterator[None]:

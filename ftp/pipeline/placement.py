@@ -222,7 +222,7 @@ class Pipeline:
                     " with pipeline.place(params, specs, mesh)."
                 )
         idle = [k for k in range(count) if k not in found]
-        if idle and not failures:
+        if idle and not failures and any(stage is not None for stage in found):
             failures.append(
                 f"No parameter is at stage {idle[0]} of the pipeline's {count} stages on {ranks}"
                 f" ranks of {self.axis!r}: the specs are of another mesh or pipeline. Make them"

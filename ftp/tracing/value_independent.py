@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._C._functorch import is_gradtrackingtensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ftp import static
 from ftp.axis import is_inside
+from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.tracing.addresses import Addresses
@@ -29,7 +29,7 @@ from ftp.tracing.selected import SELECTING, Selected, apply, selection
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
 
 
-class unchecked(TorchFunctionMode):
+class unchecked(ModeOfBlocks):
     """A mode in which the functions below, and their gradients, read no values. Values that torch
     would refuse are not refused.
     """
