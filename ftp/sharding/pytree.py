@@ -444,8 +444,6 @@ def _as_spec(value: object) -> str:
 
 
 def _has(keys: list[str], where: str) -> str:
-    return (
-        f"{where} has {listed(keys[:6])}{' and more' if len(keys) > 6 else ''}"
-        if keys
-        else f"{where} is empty"
-    )
+    if not keys:
+        return f"{where} is empty"
+    return f"{where} has {listed(keys[:6])}{' and more' if len(keys) > 6 else ''}"

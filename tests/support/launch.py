@@ -20,6 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# What a first step imports. Nothing runs before the fork: autograd's threads would not survive it.
+IMPORTED = [
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.flop_counter",
+    "ftp.api.certify",
+    "ftp.api.shard",
+]
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -46,8 +58,8 @@ def launch(
     went.
 
     A function is called with ``args`` and its result comes back as ``value``, pickled; a string is
-    run as source. The processes are forked from one that has imported torch already, so a launch
-    takes a fraction of a second.
+    run as source. The processes are forked from one that has imported torch and ftp already, so a
+    launch takes a fraction of a second.
     """
     context = _context()
     source = job if isinstance(job, str) else (inspect.getfile(job), job.__qualname__)
@@ -102,9 +114,7 @@ def free_port() -> int:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.device_mesh", "torch.distributed._functional_collectives"]
-    )
+    context.set_forkserver_preload(IMPORTED)
     # The server reads the number of threads when it imports torch, at the first launch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return context
