@@ -212,10 +212,11 @@ def check_batch(
         odd = [r for r in sorted(rows) if r % count]
         if not shape or odd:
             held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+            key = f" Of a random key give ftp.random.split(key, {count})." if shape == (2,) else ""
             failures.append(
                 f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
                 " microbatches. Give a batch of a multiple of"
-                f" {count} rows for each rank, or another number of microbatches."
+                f" {count} rows for each rank, or another number of microbatches.{key}"
             )
     if failures:
         raise InputError(join_failures(failures))

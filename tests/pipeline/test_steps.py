@@ -288,6 +288,10 @@ def test_errors(tmp_path):
         InputError, match="of which a rank holds 2 rows, which do not divide into 4"
     ):
         step(params, *model.batch(4))
+    drawn = lambda p, x, y, key: model.loss(p, x, y)  # noqa: E731
+    of_key = ftp.shard(drawn, mesh, specs, batch_specs=(P("dp"), P("dp"), P()), pipeline=pipe)
+    with pytest.raises(InputError, match=r"Of a random key give ftp\.random\.split\(key, 4\)"):
+        of_key(params, *model.batch(8), ftp.random.key(0))
     with pytest.raises(ReportError, match="holds one graph of each rank; stages are several"):
         step.lower(params, *model.batch(8)).save(tmp_path / "staged.ftp")
     on_stages = ftp.shard(model.loss, mesh, specs, batch_specs=P("pp"), pipeline=pipe)
