@@ -13,12 +13,14 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch._guards import GuardSource, Source
 
 PACKAGES = ("torch._dynamo", "torch._inductor")
 _LIGHT = frozenset(
@@ -70,6 +72,42 @@ class _Loader(Loader):
             self.run.exec_module(module)
 
 
+@dataclass(frozen=True)
+class _ConstantOfTrace(Source):
+    """The name of a tensor that a traced function makes itself."""
+
+    source_name: str
+
+    @property
+    def _name_template(self) -> str:
+        return self.source_name
+
+    @property
+    def guard_source(self) -> GuardSource:
+        return GuardSource.CONSTANT
+
+
+class _RandomValue(Source):
+    """What the compiler alone makes: no tensor of a trace is one."""
+
+
+_SOURCE = "torch._dynamo.source"
+
+
+class _SourceNames(ModuleType):
+    """The compiler's module of sources, of which fake tensors need two names for each constant of a
+    trace; any other name loads the compiler.
+    """
+
+    ConstantSource, RandomValueSource = _ConstantOfTrace, _RandomValue
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        load()
+        return getattr(importlib.import_module(_SOURCE), name)
+
+
 class _Finder(MetaPathFinder):
     """Finds the deferred packages, and runs a package before one of its modules is imported, except
     light modules.
@@ -81,6 +119,8 @@ class _Finder(MetaPathFinder):
             assert found is not None
             module = _deferred[fullname]
             return ModuleSpec(fullname, _Loader(module, found.loader), origin=found.origin)
+        if fullname == _SOURCE and _deferred and not _is_loading:
+            return ModuleSpec(fullname, _Loader(_SourceNames(fullname), None))
         is_inside = fullname.startswith(tuple(f"{full}." for full in _deferred))
         if not is_inside or _is_loading or fullname in _LIGHT:
             return None
@@ -123,6 +163,7 @@ def load() -> None:
             _is_loading = True
             for full in PACKAGES:
                 del sys.modules[full]
+            sys.modules.pop(_SOURCE, None)
             try:
                 for full in PACKAGES:
                     importlib.import_module(full)

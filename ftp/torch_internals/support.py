@@ -35,7 +35,7 @@ NEEDED = {
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"
     " temporarily_clear_interpreter_stack",
     "torch._functorch.utils": "unwrap_dead_wrappers",
-    "torch._guards": "TracingContext tracing",
+    "torch._guards": "GuardSource Source TracingContext tracing",
     "torch._higher_order_ops.associative_scan": "AssociativeScanOp generic_associative_scan",
     "torch._higher_order_ops.cond": "CondOp",
     "torch._higher_order_ops.invoke_subgraph": "InvokeSubgraphHOP",

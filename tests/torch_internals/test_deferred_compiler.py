@@ -20,7 +20,11 @@ opt = ftp.optim.from_torch(torch.optim.AdamW, fused=True)
 state, x = opt.init(params), torch.randn(3, 4)
 
 def train(params, state, x):
-    grads, loss = torch.func.grad_and_value(lambda p: fn(p, x).square().mean())(params)
+    # A constant of the trace: torch names it by a class of the compiler.
+    def loss(params):
+        return fn(params, x).square().mean() * torch.tensor(2.0)
+
+    grads, loss = torch.func.grad_and_value(loss)(params)
     return (*opt.update(grads, state, params), loss)
 
 of_state = opt.specs(params, specs)
@@ -39,6 +43,8 @@ y = torch.randn(4, dtype=torch.float64)
 found, grad = ftp.shard(lambda p, x: helped(p * x), mesh, P("tp"), batch_specs=P("tp"))(y, y)
 print(torch.allclose(found, (y * y).sin().sum() + 4), torch.allclose(grad, (y * y).cos() * y))
 print(is_loaded(), type(torch._dynamo).__name__, torch._dynamo is sys.modules["torch._dynamo"])
+from torch._dynamo.source import ConstantSource, is_from_source
+print(ConstantSource.__module__, type(sys.modules["torch._dynamo.source"]).__name__)
 # What was called in the meantime is kept out of compiled code all the same.
 print(hasattr(marked, "__dynamo_disable"), deferred_compiler.is_deferred())
 from torch._dynamo.testing import CompileCounter
@@ -52,6 +58,32 @@ print(type(torch._inductor).__name__)
 """
 
 
+AT_ANOTHER_NAME = """
+import sys, torch, ftp
+
+mesh = ftp.simulated_mesh((2,), ("tp",))
+y = torch.randn(4)
+fn = lambda p, x: (p * x).sum() * torch.tensor(2.0)
+ftp.shard(fn, mesh, ftp.P("tp"), batch_specs=ftp.P("tp"))(y, y)
+assert "torch._dynamo.convert_frame" not in sys.modules
+from torch._dynamo.source import ConstantSource, LocalSource
+print(LocalSource("x").name, ConstantSource("x").name)
+import torch._dynamo.source as source
+print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
+"""
+
+
+def test_the_compiler_is_loaded_for_another_name_of_its_sources():
+    found = subprocess.run(
+        [sys.executable, "-c", AT_ANOTHER_NAME],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    expected = ["L['x'] x", "torch._dynamo.source True"]
+    assert found.stdout.splitlines() == expected, found.stderr[-3000:]
+
+
 def test_the_compiler_is_loaded_at_its_first_use():
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -63,6 +95,7 @@ def test_the_compiler_is_loaded_at_its_first_use():
         "True _Deferred True",
         "True True",
         "True module True",
+        "torch._dynamo.source module",
         "False False",
         "True 1 True",
         "module",
