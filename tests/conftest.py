@@ -5,8 +5,8 @@
 - A test's values depend neither on the tests before it nor on the process that runs it: torch's
   random numbers come from a seed of its own, hypothesis draws the same examples each time.
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
-- What is imported and collected is taken out of the garbage collector's sight, and it looks less
-  often at what tests make: that saves a tenth of the time.
+- What is imported and collected is taken out of the garbage collector's sight, which saves a
+  twentieth of the time.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
 
@@ -35,7 +35,6 @@ def seed_of_this_test(request: Any) -> None:
 def pytest_collection_finish(session: Any) -> None:
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
 
 
 def pytest_addoption(parser: Any) -> None:

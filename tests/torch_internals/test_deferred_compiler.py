@@ -73,25 +73,20 @@ print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
 """
 
 
-def test_the_compiler_is_loaded_for_another_name_of_its_sources():
-    found = subprocess.run(
-        [sys.executable, "-c", AT_ANOTHER_NAME],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    expected = ["L['x'] x", "torch._dynamo.source True"]
+def check(program: str, expected: list[str]) -> None:
+    """The program, run in a process of its own, prints the expected lines."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert found.stdout.splitlines() == expected, found.stderr[-3000:]
 
 
+def test_the_compiler_is_loaded_for_another_name_of_its_sources():
+    check(AT_ANOTHER_NAME, ["L['x'] x", "torch._dynamo.source True"])
+
+
 def test_the_compiler_is_loaded_at_its_first_use():
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert found.stdout.splitlines() == [
+    expected = [
         "True _Deferred True",
         "True True",
         "True module True",
@@ -99,4 +94,5 @@ def test_the_compiler_is_loaded_at_its_first_use():
         "False False",
         "True 1 True",
         "module",
-    ], found.stderr[-3000:]
+    ]
+    check(PROGRAM, expected)
