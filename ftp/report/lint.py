@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftp.ops.constrain import pin_from_str
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.report.causes import Origins, Users, describe
 from ftp.report.memory import in_bytes
@@ -59,19 +60,21 @@ def lint(
     axes: Mapping[str, int],
     found: Origins,
     collectives: Mapping[str, Any],
+    is_strict: bool = False,
 ) -> list[Finding]:
     """All findings, warnings first; those that repeat with the layers are merged.
 
     Args:
         inputs: input nodes with their specs and roles.
         collectives: per reshard, by name, its record.
+        is_strict: warn of every activation that nobody asked to gather, however small.
     """
     specs = {node: spec for node, spec, _ in inputs}
     findings = [
         *_idle_specs(inputs, axes),
         *_replicated(inputs, axes),
         *_uneven(inputs, axes),
-        *_gathered(graph, found, specs, collectives),
+        *_gathered(graph, found, specs, collectives, 0 if is_strict else LARGE),
     ]
     return sorted(folded(findings), key=lambda f: (f.severity != "warning", -f.nbytes))
 
@@ -178,10 +181,14 @@ def _uneven(
 
 
 def _gathered(
-    graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], collectives: Mapping[str, Any]
+    graph: Graph,
+    found: Origins,
+    specs: dict[Node, PartitionSpec],
+    collectives: Mapping[str, Any],
+    large: int,
 ) -> list[Finding]:
-    """Activations that are gathered whole over an axis though no constraint and no cut of the
-    batch asked for the shards.
+    """Activations that are gathered whole over an axis. A warning from ``large`` bytes on, unless
+    a constraint or the batch cut them, or a constraint or an output's spec asks for the whole.
     """
     findings, users = [], graph.users()
     for node in graph.nodes:
@@ -191,8 +198,12 @@ def _gathered(
         origin = found.get((node.operands[0], node.target.axis))
         if origin is None:
             continue
-        asked = origin.kind == "constrain" or origin.depends & BATCH
-        severity = "warning" if not asked and record.nbytes >= LARGE else "note"
+        asked = (
+            origin.kind == "constrain"
+            or origin.depends & BATCH
+            or _is_asked(Value(node), node.target.axis, graph, users)
+        )
+        severity = "warning" if not asked and record.nbytes >= large else "note"
         text = (
             f"is an activation of shape {record.global_shape} that is gathered whole over"
             f" {node.target.axis!r},"
@@ -211,6 +222,15 @@ def _gathered(
             Finding("gathered", severity, f"%{node.operands[0].node.name}", text, record.nbytes)
         )
     return findings
+
+
+def _is_asked(value: Value, axis: str, graph: Graph, users: Users) -> bool:
+    """Whether a gathered value, or a view of it, is returned, or is what a constraint asks for."""
+    return value in graph.outputs or any(
+        (user.kind == "constrain" and pin_from_str(user.target).holds(axis))
+        or (user.target in VIEWS and _is_asked(Value(user), axis, graph, users))
+        for user, _ in users.get(value, ())
+    )
 
 
 def _parts(value: Value, dim: int, users: Users) -> int:

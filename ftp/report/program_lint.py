@@ -17,7 +17,9 @@ def origins_of(program: Program) -> Origins:
     )
 
 
-def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Finding]:
+def lint_of(
+    program: Program, local: LocalProgram, found: Origins, is_strict: bool = False
+) -> list[Finding]:
     graph = program.plan.graph
     issued = {
         n.meta.get("origin", ""): n.meta["collective"]
@@ -39,7 +41,7 @@ def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Findi
         *_broken(program),
         *repeated_work(graph, axes, used, found, specs),
         *disagreements(graph, found, specs),
-        *lint(graph, inputs, axes, found, issued),
+        *lint(graph, inputs, axes, found, issued, is_strict),
     ]
 
 
@@ -63,7 +65,8 @@ def check_strictly(program: Program) -> None:
         PlanningError: with every warning of its lint.
     """
     local = program.partitioner.program(dict.fromkeys(program.mesh.axes, 0))
-    warnings = [f for f in lint_of(program, local, origins_of(program)) if f.severity == "warning"]
+    findings = lint_of(program, local, origins_of(program), is_strict=True)
+    warnings = [f for f in findings if f.severity == "warning"]
     if warnings:
         raise PlanningError(
             join_failures(

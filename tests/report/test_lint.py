@@ -147,6 +147,37 @@ def test_inputs_that_disagree_need_a_constraint_and_the_one_printed_will_do():
     ]
 
 
+def test_a_small_activation_that_nobody_asked_to_gather_is_refused_and_the_constraint_asks():
+    """256 KiB, which only a note tells of otherwise."""
+    params, x = {"up": torch.empty(1024, 64, device="meta")}, torch.empty(1024, 1024)
+
+    def fn(params, x):
+        return (x @ params["up"]).cumsum(-1).square().mean()
+
+    def asked(params, x):
+        return ftp.constrain(x @ params["up"], P()).cumsum(-1).square().mean()
+
+    specs = {"up": P(None, "tp")}
+    (note,) = lower(params, specs, x, fn=fn).lint
+    assert (note.kind, note.severity, note.nbytes) == ("gathered", "note", 256 << 10)
+    assert note.text in refused(params, specs, x, fn=fn)
+    assert "all_gather" in [
+        c.op for c in lower(params, specs, x, fn=asked, strict=True).collectives
+    ]
+
+
+def test_a_large_activation_that_a_constraint_or_an_output_asks_for_is_strict():
+    params, x = {"up": torch.empty(1024, 4096, device="meta")}, torch.empty(512, 1024)
+
+    def fn(params, x):
+        return ftp.constrain(torch.relu(x @ params["up"]), P()).cumsum(-1).square().mean()
+
+    lowered = lower(params, {"up": P(None, "tp")}, x, fn=fn, strict=True)
+    assert [c.nbytes for c in lowered.collectives if c.op == "all_gather"] == [8 << 20]
+    step = ftp.spmd(torch.mm, MESH, (P(), P(None, "tp")), P(), strict=True, data_axes=())
+    assert [c.op for c in step.lower(x, params["up"]).collectives] == ["all_gather"]
+
+
 def test_layers_that_repeat_are_one_finding():
     params = {f"layers.{i}": weights() for i in range(3)}
 
