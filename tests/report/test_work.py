@@ -115,6 +115,129 @@ def test_operations_of_attention_are_those_of_pairs_that_a_mask_leaves(cut, name
     assert done == int(sees.sum()) * heads * dim * (4 + 10)
 
 
+def losses_of_a_vocabulary():
+    """Ways to write the loss of a language model's head."""
+    nn = torch.nn.functional
+
+    def cross_entropy(p, x, y):
+        return nn.cross_entropy(x @ p["head"].T, y)
+
+    def smoothed(p, x, y):
+        return nn.cross_entropy(x @ p["head"].T, y, label_smoothing=0.1, ignore_index=0)
+
+    def with_z(p, x, y):
+        logits = 30 * torch.tanh(x @ p["head"].T / 30)
+        return nn.cross_entropy(logits, y) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+    def of_picked(p, x, y):
+        logits = x @ p["head"].T
+        return (logits.logsumexp(-1) - logits.gather(1, y[:, None])[:, 0]).mean()
+
+    def distilled(p, x, y):
+        teacher = (x @ p["teacher"].T).softmax(-1)
+        return nn.kl_div((x @ p["head"].T).log_softmax(-1), teacher, reduction="batchmean")
+
+    return [cross_entropy, smoothed, with_z, of_picked, distilled]
+
+
+@pytest.mark.parametrize("loss_fn", losses_of_a_vocabulary(), ids=lambda f: f.__name__)
+def test_losses_on_a_cut_vocabulary_do_nothing_twice(loss_fn):
+    """Matmuls of all ranks were 1.5 times one device's; now numbers a token travel, no logits."""
+    params = {k: torch.empty(32000, 512, device="meta") for k in ("head", "teacher")}
+    batch = torch.empty(64, 512, device="meta"), torch.empty(64, dtype=torch.int64, device="meta")
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    lowered = ftp.shard(loss_fn, mesh, P("tp"), strict=True).lower(params, *batch)
+    assert lowered.work == 1.0 and {c.op for c in lowered.collectives} == {"all_reduce"}
+    assert max(c.nbytes for c in lowered.collectives) <= 4 * 64 * 4  # four numbers a token
+
+
+class DLRM(torch.nn.Module):
+    """Tables of categories, products of all pairs of features, two MLPs."""
+
+    def __init__(self, tables=4, rows=1000, dim=64):
+        super().__init__()
+        self.bottom = torch.nn.Sequential(
+            torch.nn.Linear(13, 256), torch.nn.ReLU(), torch.nn.Linear(256, dim)
+        )
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(rows, dim) for _ in range(tables))
+        pairs = tables * (tables + 1) // 2
+        self.top = torch.nn.Sequential(
+            torch.nn.Linear(dim + pairs, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)
+        )
+
+    def forward(self, dense, ids):
+        x = self.bottom(dense).relu()
+        z = torch.stack([x, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1)
+        i, j = torch.tril_indices(z.shape[1], z.shape[1], -1)
+        return self.top(torch.cat([x, (z @ z.mT)[:, i, j]], 1))[:, 0]
+
+
+@pytest.mark.parametrize("cut", ["rows", "features", "ZeRO-3"])
+def test_tables_on_the_batch_axis_leave_dlrm_to_do_nothing_twice(cut):
+    """Of tables that the batch's axis cuts: 1.67 times one device's work was done."""
+    with torch.device("meta"):
+        fn, params = ftp.functionalize(DLRM())
+        batch = torch.empty(64, 13), torch.empty(64, 4, dtype=torch.int64), torch.empty(64)
+
+    def loss_fn(p, dense, ids, y):
+        return torch.nn.functional.binary_cross_entropy_with_logits(fn(p, dense, ids), y)
+
+    patterns = {
+        "rows": {"tables.*.weight": P("dp")},
+        "features": {"tables.*.weight": P(None, "dp")},
+        "ZeRO-3": {"**": P("dp"), "top.2.*": P()},
+    }[cut]
+    mesh = ftp.AbstractMesh((4,), ("dp",))
+    step = ftp.shard(loss_fn, mesh, ftp.plan(params, patterns), batch_specs=P("dp"), strict=True)
+    assert step.lower(params, *batch).work == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "most"), [("mamba2", 1.0), ("vit", 1.08)])
+def test_work_of_published_plans(kind, most):
+    """Mamba-2 did 1.72 times one device's work, ViT 1.27: what a plan leaves whole is a
+    classifier's head and the embedding of patches.
+    """
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "vit":
+        config = transformers.ViTConfig(
+            hidden_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=768,
+            image_size=64,
+            patch_size=8,
+            num_labels=1000,
+        )
+        model = transformers.ViTForImageClassification(config).eval()
+        x, y = torch.zeros(8, 3, 64, 64), torch.zeros(8, dtype=torch.int64)
+    else:
+        config = transformers.Mamba2Config(
+            vocab_size=1024,
+            hidden_size=256,
+            num_hidden_layers=2,
+            state_size=16,
+            num_heads=8,
+            head_dim=64,
+            n_groups=1,
+            chunk_size=16,
+        )
+        model = transformers.Mamba2ForCausalLM(config).eval()
+        x = y = torch.zeros(4, 64, dtype=torch.int64)
+    specs, constraints = ftp.from_hf(model)
+    fn, params = ftp.functionalize(model, constraints=constraints)
+    options = {} if kind == "vit" else {"use_cache": False}
+
+    def loss_fn(p, x, y):
+        logits = fn(p, x, **options).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+    work = ftp.shard(loss_fn, ftp.AbstractMesh((4,), ("tp",)), specs).lower(params, x, y).work
+    assert 1.0 <= work <= most
+    assert {ratio for layer, ratio in work.by_layer.items() if layer} == {1.0}
+
+
 def test_repeated_work_is_named_with_its_cause():
     sizes = {"up": (64, 256), "down": (256, 64), "extra": (64, 128)}
     params = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
