@@ -29,7 +29,8 @@ def hardware_of(
         planned: the axes before.
         axes: sizes of all axes.
     """
-    hardware = replace(hardware, link=hardware.link_of((axis,)))
+    links = {name: hardware.link_of((name,)) for name in axes}  # of reshards over other axes
+    hardware = replace(hardware, link=links[axis], links=links)
     latency = _planned_latency(graph, hardware, ties)
     later = math.prod(n for name, n in axes.items() if name != axis and name not in planned)
     link = replace(hardware.link, latency=latency)

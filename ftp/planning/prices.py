@@ -4,6 +4,7 @@ constraints as violations.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -95,9 +96,12 @@ class Prices:
         """Seconds of each of a node's strategies."""
         if node.kind == "reshard":
             nbytes = math.prod(map(estimated, node.target.shape)) * node.results[0].dtype.itemsize
-            seconds = collective_seconds(
-                node.target.op, nbytes, node.target.n, self.problem.hardware.link
+            hardware = self.problem.hardware
+            link = replace(
+                hardware.link_of(node.target.axes),
+                latency=hardware.link.latency,
             )
+            seconds = collective_seconds(node.target.op, nbytes, node.target.n, link)
             return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
         if node.kind != "op":
             return [0.0] * len(self.options[node])

@@ -91,13 +91,49 @@ def test_a_plan_is_priced_by_the_machine_and_keyed_by_it():
 
     one, two = lowered(), lowered([*"xxyy"])
     assert two.plan.solutions["dp"].cost > one.plan.solutions["dp"].cost
-    assert two.plan.solutions["tp"].cost == one.plan.solutions["tp"].cost
+    # In the network of tp the sums over dp, planned before, take as long as on their own link.
+    sums = sum(c.nbytes for c in two.collectives if c.axes == ("dp",))
+    later = two.plan.solutions["tp"].cost - one.plan.solutions["tp"].cost
+    assert later == pytest.approx(sums * (1 / 50e9 - 1 / 450e9), rel=1e-3)
     assert two.cost() > one.cost() and one.cost().hardware.name == "H100"
     assert lowered(hardware="h100")._program.fingerprint == one._program.fingerprint
     others = [two, lowered(hardware="b200"), lowered(hardware=Hardware.h100({"dp": Link()}))]
     found = {p._program.fingerprint for p in (one, *others)}
     assert len(found) == 4
     assert one.cost("b200").hardware.name == "B200"
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+@pytest.mark.parametrize("links", [{"a": 1e12, "b": 1e8}, {"a": 1e8, "b": 1e12}, {"b": 1e8}])
+def test_reshards_of_axes_planned_before_keep_the_price_of_their_link(order, links):
+    """A sum over a, by all ranks of b or by each of a part that b gathers then. Planning b priced
+    the sum by b's link: 21 ms were planned where 14 microseconds do.
+    """
+
+    def fn(state, x, scale):
+        total = x.sum(0)
+        return total, (total * scale).sum(1)
+
+    mesh = ftp.AbstractMesh(tuple({"a": 8, "b": 2}[axis] for axis in order), tuple(order))
+    hardware = Hardware(
+        link=Link(1e-9, 1e12), links={axis: Link(1e-9, rate) for axis, rate in links.items()}
+    )
+    step = ftp.spmd(
+        fn,
+        mesh,
+        (P(), P("a"), P("b")),
+        (P(), P("b")),
+        data_axes=(),
+        hardware=hardware,
+        bucket=False,
+    )
+    x, whole = torch.empty(8, 1024, 1024, device="meta"), 4 * 1024 * 1024
+    found = step.lower(torch.empty(1), x, x[0]).collectives
+    assert [(c.op, c.axes, c.nbytes) for c in found] == (
+        [("all_reduce", ("a",), whole)]
+        if links.get("a", 1e12) > links["b"]
+        else [("all_reduce", ("a",), whole // 2), ("all_gather", ("b",), whole)]
+    )
 
 
 def test_a_description_depends_on_every_figure_and_on_no_order():
