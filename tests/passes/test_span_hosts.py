@@ -88,6 +88,43 @@ def test_the_slow_link_carries_one_ranks_part():
         assert all(op == "all_reduce" for op, _, _ in one_host)
 
 
+@pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "dp")])
+@pytest.mark.parametrize("spec", [P(("dp", "cp")), P(("cp", "dp")), P("dp", "cp"), P("cp", "dp")])
+def test_gathers_and_their_gradients_cross_hosts_in_parts(names, spec):
+    """ZeRO-3 over both axes, a weight of 64 MiB: across hosts a rank's part is gathered, then all
+    parts inside, and back; with the inner axis first in the mesh it was the other way round.
+    """
+    sizes = {"dp": 2, "cp": 4}
+    shape = tuple(sizes[axis] for axis in names)
+    hosts = [*"xxxxyyyy"] if names[0] == "dp" else [*"xyxyxyxy"]
+    mesh = ftp.AbstractMesh(shape, names, "cuda", hosts=hosts)
+    step = ftp.shard(
+        lambda p, x: (x @ p["w"]).square().sum(), mesh, {"w": spec}, batch_specs=P(("dp", "cp"))
+    )
+    params = {"w": torch.empty(4096, 4096, device="meta")}
+    lowered = step.lower(params, torch.empty(64, 4096, device="meta"))
+    whole = 4096 * 4096 * 4
+    found = [(c.op, c.axes, c.wire_nbytes) for c in lowered.collectives if c.nbytes > 100]
+    assert found == [
+        ("all_gather", ("dp",), whole // 4 // 2),
+        ("all_gather", ("cp",), whole * 3 // 4),
+        ("reduce_scatter", ("cp",), whole * 3 // 4),
+        ("reduce_scatter", ("dp",), whole // 4 // 2),
+    ]
+
+
+def test_an_all_to_all_crosses_hosts_once():
+    """Over the slow link a rank sends the half of its part that is the other host's."""
+    mesh = ftp.AbstractMesh((2, 4), ("dp", "cp"), "cuda", hosts=[*"xxxxyyyy"])
+    both, x = ("dp", "cp"), torch.empty(4096, 4096, device="meta")
+    lowered = ftp.lower(lambda x: 2 * x, mesh, P(both), x, out_specs=P(None, both))
+    part = 4096 * 4096 * 4 // 8
+    assert [(c.op, c.axes, c.wire_nbytes) for c in lowered.collectives] == [
+        ("all_to_all", ("dp",), part // 2),
+        ("all_to_all", ("cp",), part * 3 // 4),
+    ]
+
+
 def chain(params, x):
     for weight in params.values():
         x = torch.relu(x @ weight)
