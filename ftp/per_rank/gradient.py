@@ -1,7 +1,5 @@
 """Gradient of per-rank code: split the joint trace of results and gradients into a forward and a
 backward program.
-
-The op ``ftp::local`` carries either program through a surrounding trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.errors import TraceError
 from ftp.ops.axis_collectives import OPS
-from ftp.per_rank.program import Port, RankCode, Shape, copied, needed, program_of
+from ftp.per_rank.program import Port, RankCode, Shape, copied, needed
 from ftp.per_rank.varying import AxisSet, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
-from ftp.source import at_line
 from ftp.tracing.trace import Traced
 
 aten = torch.ops.aten
@@ -303,137 +299,6 @@ def contributed(
             if axis not in port.spec.axes and axis not in port.pending:
                 terms[i] = OPS.contribute.default(terms[i], axis)
     return terms
-
-
-class Apply(torch.autograd.Function):
-    """The op ``ftp::local`` with its gradient, for autograd and torch.func."""
-
-    @staticmethod
-    def forward(pair: Pair, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(OPS.local.default(list(xs), pair.forward.key))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pair: Pair = inputs[0]
-        ctx.pair = pair
-        ctx.set_materialize_grads(False)
-        # Residuals have gradients too: second derivatives pass through them.
-        ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
-        ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
-        ctx.save_for_backward(
-            *(
-                (inputs[1 + i] if kind == "operand" else output[i])
-                for kind, i in pair.given
-                if kind != "cotangent"
-            ),
-            *inputs[1:],
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        pair: Pair = ctx.pair
-        if all(g is None for g in grads):
-            return (None,) * (1 + len(pair.forward.operands))
-        every = ctx.saved_tensors  # read once, as torch.utils.checkpoint requires
-        xs = every[-len(pair.forward.operands) :]
-        if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
-            return _pulled(pair.forward, xs, grads)
-        saved = iter(every)
-        taken = []
-        for kind, i in pair.given:
-            if kind != "cotangent":
-                taken.append(next(saved))
-            elif (grad := grads[i]) is not None:
-                taken.append(grad)
-            else:
-                shape, dtype, device = ctx.shapes[i]
-                taken.append(torch.zeros(shape, dtype=dtype, device=device))
-        found = PerRankRun.apply(pair.backward, *taken)
-        by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
-        return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, pair: Pair, *xs: Tensor) -> Any:
-        return _mapped(info, in_dims[1:], pair.forward, xs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
-        raise TraceError(_FORWARD_MODE.format(at_line()))
-
-
-_FORWARD_MODE = (
-    "{}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse mode only."
-)
-
-
-class PerRankRun(torch.autograd.Function):
-    """A program as the op ``ftp::local``, whose gradient is derived only when asked for, which is
-    rare for backward programs.
-    """
-
-    @staticmethod
-    def forward(program: RankCode, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(OPS.local.default(list(xs), program.key))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.program, *xs = inputs
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
-        ctx.save_for_backward(*xs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        if all(g is None for g in grads):
-            return (None,) * (1 + len(ctx.program.operands))
-        return _pulled(ctx.program, ctx.saved_tensors, grads)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, program: RankCode, *xs: Tensor) -> Any:
-        return _mapped(info, in_dims[1:], program, xs)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
-        raise TraceError(_FORWARD_MODE.format(at_line()))
-
-
-def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-    """The gradients of a program's operands, after a None for the program."""
-    from ftp.per_rank.transforms import pair_of
-
-    pair = pair_of(program.key, xs[0].device.type)
-    outputs: Any = PerRankRun.apply(pair.forward, *xs)
-    taken = []
-    for kind, i in pair.given:
-        if kind != "cotangent":
-            taken.append(xs[i] if kind == "operand" else outputs[i])
-        else:
-            grad = grads[i]
-            taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
-    found = PerRankRun.apply(pair.backward, *taken)
-    by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
-    return (None, *(by_operand.get(i) for i in range(len(xs))))
-
-
-def _mapped(
-    info: Any, in_dims: Sequence[int | None], program: RankCode, xs: Sequence[Tensor]
-) -> Any:
-    """A program mapped over a batch, on tensors whose batch dims are ``in_dims``."""
-    from ftp.per_rank.transforms import batched
-
-    has = tuple(d is not None for d in in_dims)
-    mapped = batched(program.key, has, info.batch_size, xs[0].device.type)
-    given = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
-    made: Any = PerRankRun.apply(mapped, *given)
-    return made, (0,) * len(program.results)
-
-
-def _vmap_of_op(info: Any, in_dims: Any, xs: list[Tensor], key: str) -> Any:
-    made, dims = _mapped(info, in_dims[0], program_of(key), xs)
-    return list(made), list(dims)
-
-
-torch.library.register_vmap("ftp::local", _vmap_of_op)
 
 
 def has_gradient(dtype: torch.dtype) -> bool:

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 from ftp.axis import is_inside
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.ops.axis_collectives import OPS
+from ftp.per_rank.autograd import Apply
 from ftp.per_rank.claims import check_claims
-from ftp.per_rank.gradient import Apply, Pair, constant_ports, contributed, has_gradient, split
+from ftp.per_rank.gradient import Pair, constant_ports, contributed, has_gradient, split
 from ftp.per_rank.local_specs import (
     check_own,
     local_part,
