@@ -18,7 +18,7 @@ def define(schema: str) -> OpOverload:
     """Define the op of a schema in the namespace ``ftp`` and return its overload.
 
     Args:
-        schema: as torch writes it, such as ``"moments(Tensor x, int[] dims) -> (Tensor, Tensor)"``;
+        schema: as torch writes it, such as ``"moments(Tensor x, int[] dim) -> (Tensor, Tensor)"``;
             a name may have an overload, ``"fused_adam.tensor_lr(...) -> ..."``.
     """
     full = schema[: schema.index("(")]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftp.ops.define import define
 
-moments = define("moments(Tensor x, int[] dims) -> (Tensor, Tensor)")
+moments = define("moments(Tensor x, int[] dim) -> (Tensor, Tensor)")
 aten = torch.ops.aten
 
 

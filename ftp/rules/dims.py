@@ -50,11 +50,11 @@ def broadcast_notation(
 def reduced(
     call: Call, op: str | None, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
 ) -> Rule:
-    """The rule of a reduction over the argument ``dim``, if there is one, with ``keepdim``."""
+    """The rule of a reduction over the argument ``dim``, over all dims without one."""
     (x, *_) = call.operands
     names = {a.name for a in call.target._schema.arguments}
     dim = call.arg("dim") if "dim" in names else None
-    keepdim = bool(call.arg("keepdim")) if "keepdim" in names else False
+    keepdim = call.results[0].ndim == x.ndim
     gone = (
         set(range(x.ndim))
         if dim is None or dim == []

@@ -14,7 +14,7 @@ from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
-from ftp.rules.rule import LocalHook, Rule
+from ftp.rules.rule import Rule
 
 along_dim(aten._softmax.default, "... [d] -> ... [d]")
 along_dim(aten._log_softmax.default, "... [d] -> ... [d]")
@@ -142,41 +142,20 @@ def _names(dims: Dims) -> frozenset[str]:
     return frozenset(f for dim in dims for f in dim)
 
 
-@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss(call: Call) -> Rule:
-    """Whole unless the losses are not reduced. The decomposition, which sums losses and weights
-    separately, may be cut.
-    """
-    reduced = call.arg("reduction") != 0
-    x, target = _class_dims(call)
-    weight = ((("c",),),) * (len(call.operands) - 2)
-    names = _names(target)
-    return Rule(
-        Notation(
-            (x, target, *weight),
-            (() if reduced else target, ()),
-            frozenset("c") | (names if reduced else frozenset()),
-            ((), ()),
-        )
-    )
-
-
-@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
-def nll_loss_backward(call: Call) -> Rule:
-    reduced = call.arg("reduction") != 0
-    x, target = _class_dims(call, 1)
-    weight = ((("c",),),) * (len(call.operands) - 4)
-    return Rule(
-        Notation((() if reduced else target, x, target, *weight, ()), (x,), frozenset("c"), ((),)),
-        ((0,),),
-        unless_empty(inputs=False),
-    )
-
-
-def _class_dims(call: Call, at: int = 0) -> tuple[Dims, Dims]:
-    x = call.operands[at]
-    batch = tuple((f"~{i}",) for i in range(x.ndim - 1))
-    return ((*batch[:1], ("c",), *batch[1:]) if x.ndim > 1 else (("c",),)), batch
+# Whole unless the losses are not reduced. The decomposition, which sums losses and weights
+# separately, may be cut.
+rule(
+    aten.nll_loss_forward.default, aten.nll_loss2d_forward.default,
+    "n [c] ..., n ..., [c] -> n ..., ()",
+    or_whole=True,
+)  # fmt: skip
+rule(
+    aten.nll_loss_backward.default, aten.nll_loss2d_backward.default,
+    "(), n [c] ..., n ..., [c], () -> n [c] ...",
+    "n ..., n [c] ..., n ..., [c], () -> n [c] ...",
+    "(), [c], (), [c], () -> [c]",
+    linear=[(0,)], local=unless_empty(inputs=False),
+)  # fmt: skip
 
 
 @rule(
@@ -248,16 +227,13 @@ def batch_norm_backward(call: Call) -> Rule:
     whole = (frozenset(batch) if training else frozenset()) | (
         {"e"} if (("e",),) in rest else frozenset()
     )
-    return Rule(Notation((full, full, *rest), results, whole, pending), ((0,),), _by_channel(call))
+    return Rule(Notation((full, full, *rest), results, whole, pending), ((0,),), _by_channel)
 
 
-def _by_channel(call: Call) -> LocalHook:
-    def local(op: LocalOp) -> Any:
-        if op.is_cut() and 0 in op.operand_shape(1):
-            return tuple(zeros(op, i) for i in range(3))
-        return contiguous(0, 1)(op)
-
-    return local
+def _by_channel(op: LocalOp) -> Any:
+    if op.is_cut() and 0 in op.operand_shape(1):
+        return tuple(zeros(op, i) for i in range(3))
+    return contiguous(0, 1)(op)
 
 
 def _channels(ndim: int) -> tuple[Dims, Dims]:

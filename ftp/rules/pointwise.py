@@ -4,9 +4,9 @@ from torch._ops import OpOverload
 
 from ftp.rules.call import Call
 from ftp.rules.dims import broadcast_notation
-from ftp.rules.forms import pointwise
+from ftp.rules.forms import along_dim, pointwise
 from ftp.rules.local_forms import unless_empty
-from ftp.rules.notation import Dims, Notation
+from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten, prims
 from ftp.rules.registry import rule
 from ftp.rules.rule import Rule
@@ -122,18 +122,15 @@ def rrelu(call: Call) -> Rule | None:
     return Rule(broadcast_notation(*shapes))
 
 
-@rule(
+# Scales and zero points are per channel, or one element.
+along_dim(
     aten.fake_quantize_per_channel_affine_cachemask.default,
+    "... c, c, c -> ... c, ... c", dim="axis", local=unless_empty(),
+)  # fmt: skip
+rule(
     aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
-)
-def fake_quantize(call: Call) -> Rule:
-    """Elementwise; scales and zero points have the channels' dim, or one element."""
-    x = tuple((f"d{d}",) for d in range(call.results[0].ndim))
-    is_by_channel = call.target is aten.fake_quantize_per_channel_affine_cachemask.default
-    of_scales: Dims = (x[call.arg("axis")],) if is_by_channel else (("one",),)
-    scales = (of_scales,) * (len(call.operands) - 1)
-    whole = frozenset[str](() if is_by_channel else ("one",))
-    return Rule(Notation((x, *scales), (x, x), whole, ((), ())), local=unless_empty())
+    "..., [a], [a], [a] -> ..., ...", local=unless_empty(),
+)  # fmt: skip
 
 
 @rule(aten.isin.Tensor_Tensor)

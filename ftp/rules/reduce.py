@@ -57,20 +57,12 @@ reduction(aten.amax.default, aten.max.default, op="max", local=_or_identity(lowe
 reduction(aten.amin.default, aten.min.default, op="min", local=_or_identity(lowest=False))
 
 
-@rule(moments)
-def moments_over_dims(call: Call) -> Rule:
-    """Two sums over the same kept dims."""
-    x, gone = call.operands[0], {d % call.operands[0].ndim for d in call.arg("dims")}
-    whole = tuple((f"~{d}",) for d in range(x.ndim))
-    kept = tuple(() if d in gone else dim for d, dim in enumerate(whole))
-    pending = tuple((f"~{d}", "sum") for d in sorted(gone))
-    return Rule(Notation((whole,), (kept,) * 2, frozenset(), (pending,) * 2), (), _moments_of_part)
-
-
 def _moments_of_part(op: LocalOp) -> tuple[fx.Node, ...]:
     x, dims = op.args
     return sums(op.emit, x, dims, op.operand_shape(0), op.call.operands[0].dtype)
 
+
+reduction(moments, local=_moments_of_part)
 
 # Reductions that need all of the elements at once: whole, or by their decompositions.
 reduction(
