@@ -14,14 +14,13 @@ from ftp.certification.certificate import (
     Claim,
     Operation,
     Ports,
-    Ranks,
     Ref,
     Spec,
     Unreduced,
-    shrunk,
 )
 from ftp.certification.checker import check
 from ftp.certification.rank_code import unproven
+from ftp.certification.ranks import Ranks, shrunk
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import InputError
 from ftp.per_rank.program import LOCAL, RankCode

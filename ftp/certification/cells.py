@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ftp.certification.certificate import MeshIndex, Ranks
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.positions import Index
+from ftp.certification.ranks import MeshIndex, Ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ftp.certification.ranks import MeshIndex as MeshIndex
-from ftp.certification.ranks import Ranks as Ranks
-from ftp.certification.ranks import shrunk as shrunk
+from ftp.certification.ranks import Ranks
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.call import Meta, tensors
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Operation, Spec, shrunk
+from ftp.certification.certificate import Operation, Spec
 from ftp.certification.element_map import DimPart, MeshAxis
 from ftp.certification.positions import (
     Index,
@@ -17,6 +17,7 @@ from ftp.certification.positions import (
     from_array,
     whole,
 )
+from ftp.certification.ranks import shrunk
 from ftp.certification.unsound import Refused, Unsound
 from ftp.per_rank.planned import rank_axes, region_of
 from ftp.per_rank.program import factor

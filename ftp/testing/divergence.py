@@ -14,9 +14,10 @@ from torch import fx
 
 from ftp.api.certify import certificate_of
 from ftp.api.step import Step
-from ftp.certification.certificate import Certificate, MeshIndex, Operation, Ref
+from ftp.certification.certificate import Certificate, Operation, Ref
 from ftp.certification.checker import Checker
 from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
+from ftp.certification.ranks import MeshIndex
 from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.local_program import LocalProgram

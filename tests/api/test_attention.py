@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.certification.certificate import Ranks
 from ftp.certification.checker import check
+from ftp.certification.ranks import Ranks
 from ftp.errors import CertificateError
 from ftp.report.flops import flops_of
 from ftp.runtime.executed import local_inputs

@@ -30,12 +30,13 @@ from ftp import P
 from ftp.__main__ import main
 from ftp.api.certify import certificate_of, certify
 from ftp.certification.axis_collectives import Contribution, gather_axis
-from ftp.certification.certificate import Certificate, Ranks
+from ftp.certification.certificate import Certificate
 from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
 from ftp.certification.element_map import DimPart, MeshAxis, element_map, reshape, zeros_like
 from ftp.certification.positions import whole
+from ftp.certification.ranks import Ranks
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P, zigzag
-from ftp.certification.certificate import Ranks
 from ftp.certification.checker import check
+from ftp.certification.ranks import Ranks
 from ftp.errors import CertificateError, SpecError
 from ftp.ops.constrain import Pin, pin_from_str, pin_to_str
 from ftp.report.flops import flops_of

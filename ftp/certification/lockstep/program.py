@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Certificate, MeshIndex, Operation, Ref, Spec
+from ftp.certification.certificate import Certificate, Operation, Ref, Spec
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.expected_parts import ExpectedParts
+from ftp.certification.ranks import MeshIndex
 from ftp.errors import CertificateError
 from ftp.rules.call import replaced
 

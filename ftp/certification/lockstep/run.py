@@ -313,8 +313,3 @@ def _raise_deadlock(ranks: Sequence[Rank]) -> None:
         stuck[0].number,
         source_of(stuck[0].calls[stuck[0].node.args[0]].node),  # type: ignore[index]
     )
-
-
-def run_one(domain: Any, graph: fx.Graph, inputs: Sequence[Any], watch: Any = None) -> list[Any]:
-    """The outputs of a program without exchanges."""
-    return run_ranks(domain, [graph], [inputs], watch)[0]

@@ -3,7 +3,6 @@
 import hashlib
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -261,7 +260,3 @@ def extreme(f: Field, a: Planes, dim: int, keepdim: bool, largest: bool) -> tupl
     if not keepdim:
         planes, at = [p.squeeze(dim) for p in planes], at.squeeze(dim)
     return Planes(planes, a.window & a.window, a.dtype), at
-
-
-def planewise(a: Planes, op: Callable[..., Any], window: Window | None = None) -> Planes:
-    return Planes([op(p) for p in a.planes], window or a.window & a.window, a.dtype)
