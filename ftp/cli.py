@@ -85,7 +85,6 @@ def of_config(
     *,
     batch: int,
     seq: int,
-    dtype: torch.dtype = torch.bfloat16,
     hardware: str | None = None,
 ) -> Lowered:
     """The train step (loss and gradients) of a causal language model of transformers, from its
@@ -112,7 +111,7 @@ def of_config(
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ReportError(f"{path} cannot be read as a config of transformers: {e}") from e
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     specs, constraints = (
         from_hf(model)
         if "tp" in mesh.axes

@@ -192,7 +192,24 @@ class Calls:
     def agree(
         self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
     ) -> None:
-        """See the function `agree`."""
+        """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise
+        on every rank.
+
+        Every rank calls it before it first runs a program; `running` calls it whenever the program
+        changes. It ends within milliseconds of the last rank's arrival. Without processes, or with
+        one rank, it returns at once.
+
+        Args:
+            payload: values by facet ("library version", "input shapes", "program"), compared in
+                order, as strings. If this rank failed to plan: the exception, which is raised
+                again.
+            timeout: seconds to wait for the last rank; default that of `init_process_group`.
+
+        Raises:
+            MismatchError: naming the rank and the first facet that differ from the lowest rank's,
+                with both values; or the rank that failed to plan, that goes on with an old program,
+                or that never arrived.
+        """
         timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
             if isinstance(payload, Exception):
@@ -448,29 +465,6 @@ def calls(mesh: Mesh) -> Calls:
     if record is None:
         record = _calls[mesh] = Calls(mesh)
     return record
-
-
-def agree(
-    mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
-) -> None:
-    """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise on
-    every rank.
-
-    Every rank calls it before it first runs a program; `Calls.running` calls it whenever the
-    program changes. It ends within milliseconds of the last rank's arrival. Without processes, or
-    with one rank, it returns at once.
-
-    Args:
-        payload: values by facet ("library version", "input shapes", "program"), compared in order,
-            as strings. If this rank failed to plan: the exception, which is raised again.
-        timeout: seconds to wait for the last rank; default that of `init_process_group`.
-
-    Raises:
-        MismatchError: naming the rank and the first facet that differ from the lowest rank's, with
-            both values; or the rank that failed to plan, that goes on with an old program, or that
-            never arrived.
-    """
-    calls(mesh).agree(call, payload, timeout)
 
 
 def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> list[str]:

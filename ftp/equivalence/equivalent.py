@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ftp.axis import Inside, entered
-from ftp.certification.certificate import Certificate, Ranks, Recorded, Unreduced
+from ftp.certification.certificate import Certificate, Recorded, Unreduced
+from ftp.certification.ranks import Ranks
 from ftp.equivalence.data_access import READS_VALUE
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.draws import without_python_draws
@@ -276,7 +277,7 @@ class _Comparison:
         tensors = [_local(x) for x in leaves]
         outputs = list(tensors)
         if self.grad:
-            outputs += self._gradients(recorder, tensors, leaves, local, ranked)
+            outputs += self._gradients(recorder, tensors, local, ranked)
             names += [
                 f"the gradient of {n}"
                 for n, x in zip(self.names, self.leaves, strict=True)
@@ -290,7 +291,6 @@ class _Comparison:
         self,
         recorder: ProgramRecorder,
         tensors: Sequence[Tensor],
-        leaves: Sequence[Any],
         local: Sequence[Any],
         ranked: Any,
     ) -> list[Tensor]:

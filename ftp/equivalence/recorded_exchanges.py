@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +16,6 @@ from ftp.equivalence.recorder import ProgramRecorder
 from ftp.errors import TraceError
 from ftp.source import user_line
 
-_ops, _functional = torch.ops.c10d, torch.ops._c10d_functional
 _REDUCTIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",

@@ -281,7 +281,7 @@ class Places:
         sites: dict[Site, list[Node]] = {}
         without = []
         for reshard in self.reshards:
-            fit = [s for s in self._candidates(reshard) if self._layout(s, reshard) is not None]
+            fit = [s for s in self._candidates(reshard) if self._layout(s) is not None]
             known = [s for s in fit if s in sites and reshard.phase % 2]
             if (site := next(iter([*known, *fit]), None)) is None:
                 without.append(reshard)
@@ -297,7 +297,7 @@ class Places:
         return tuple(axis for axis in self.plan.axes if axis in resharded)
 
     def _wanted(self, site: Site, reshards: Sequence[Node]) -> Wanted:
-        spec = self._layout(site, reshards[0])
+        spec = self._layout(site)
         assert spec is not None
         gradients = [v for v in self.values[site] if v.node.phase % 2]
         grad = all(self._used_as(v, site) == spec and not self._stays_pending(v) for v in gradients)
@@ -310,7 +310,7 @@ class Places:
             u.kind != "reshard" for u in readers
         )
 
-    def _layout(self, site: Site, reshard: Node) -> PartitionSpec | None:
+    def _layout(self, site: Site) -> PartitionSpec | None:
         """The layout in which the values at a place are used; None if it differs between calls."""
         values = self.values[site]
         values = [v for v in values if not v.node.phase % 2] or values

@@ -176,7 +176,7 @@ def _entries(
 ) -> list[SignatureEntry]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
-    cuts = iter(argument_specs(program, mesh, in_specs))
+    cuts = iter(argument_specs(program, in_specs))
     names = iter(names_of_leaves(program, False))
     found, failures = [], []
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]

@@ -109,7 +109,7 @@ def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     }
 
 
-def argument_specs(program: "ExportedProgram", mesh: Mesh, given: Any) -> list[P]:
+def argument_specs(program: "ExportedProgram", given: Any) -> list[P]:
     """A spec per flat user input, from ``in_specs``."""
     signature = program.module_call_graph[0].signature
     assert signature is not None

@@ -182,13 +182,13 @@ def _modes_of_blocks() -> Again:
     return again
 
 
-def run_again(policy: Policy = "nothing") -> Again:
+def run_again() -> Again:
     """A context in which code that is running now can be run again later."""
     entered, modes = [remember() for remember in _surroundings], _modes_of_blocks()
 
     @contextmanager
     def again() -> Iterator[None]:
-        with recomputing(policy), modes(), ExitStack() as stack:
+        with recomputing("nothing"), modes(), ExitStack() as stack:
             for enter in entered:
                 stack.enter_context(enter())
             yield

@@ -324,7 +324,7 @@ class _TorchOptimizer:
         before = [dict(opt.state[clone]) for clone in clones]
         traceable_step(opt)
         return [
-            (clone, self._kept(group, mine, was, opt.state[clone]))
+            (clone, self._kept(mine, was, opt.state[clone]))
             for clone, mine, was in zip(clones, slots, before, strict=True)
         ]
 
@@ -349,9 +349,7 @@ class _TorchOptimizer:
             }
         return opt
 
-    def _kept(
-        self, group: int, old: Slots, before: Mapping[str, Any], now: Mapping[str, Any]
-    ) -> Slots:
+    def _kept(self, old: Slots, before: Mapping[str, Any], now: Mapping[str, Any]) -> Slots:
         """A parameter's state after a step, in the dtypes of ``old``."""
         kept = {
             name: now[name]

@@ -266,7 +266,7 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
         if "gate_weight" in said and parameter.shape[0] == heads:
             found[f"{path}.{name}"] = ("its layer: heads", P(axis))
         elif opens or closes:
-            dim = _inner_dim(module, parameter, own, hidden, closes)
+            dim = _inner_dim(module, parameter, hidden, closes)
             is_fused = said.startswith(("gate_up", "input"))
             apart = getattr(module, "is_concatenated", True)
             entry = (units(axis, pack=2) if apart else units(axis, 2)) if is_fused else axis
@@ -281,9 +281,7 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
     return found
 
 
-def _inner_dim(
-    module: nn.Module, parameter: Any, own: Mapping[str, Any], hidden: Any, closes: bool
-) -> int:
+def _inner_dim(module: nn.Module, parameter: Any, hidden: Any, closes: bool) -> int:
     """The dim of a stack of matrices that is inside of the experts, not the model's width."""
     transposed = getattr(module, "is_transposed", None)  # (expert, in, out)
     if transposed is None:

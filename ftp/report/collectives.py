@@ -13,8 +13,6 @@ from ftp.partitioning.collectives import Collective
 from ftp.report.memory import in_bytes
 from ftp.report.names import dtype_name, without_numbers
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
 
 @dataclass(frozen=True)
 class TableRow:

@@ -103,7 +103,7 @@ def _picture(leaves: list[ShownLeaf], axes: dict[str, int]) -> Picture:
     return Picture(text, page("tensors", axes, leaves))
 
 
-def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = None) -> str:
+def program_page(lowered: Lowered, hardware: Any = None) -> str:
     """The page of a program."""
     cost = lowered.cost(hardware) if hardware is not None else lowered.cost()
     program = lowered._program
@@ -119,4 +119,4 @@ def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = No
         for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
     ]
     found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer
-    return page(title, program.mesh.axes, leaves, *found)
+    return page("ftp report", program.mesh.axes, leaves, *found)

@@ -18,7 +18,7 @@ def convolution(call: Call) -> Rule:
     transposed convolution z and y are swapped: positions of z meet all taps.
     """
     x, weight = call.operands[:2]
-    dims = _conv_dims(call, x.ndim, 0)
+    dims = _conv_dims(call, x.ndim)
     bias = (dims["bias"],) * (len(call.operands) - 2)
     linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
 
@@ -51,7 +51,7 @@ def convolution(call: Call) -> Rule:
 def convolution_backward(call: Call) -> Rule:
     """Each gradient names what it sums over: the bias' does not see i."""
     _, x, weight = call.operands
-    dims = _conv_dims(call, x.ndim, 1)
+    dims = _conv_dims(call, x.ndim)
     wanted = call.arg("output_mask")
     named = zip((dims["x"], dims["w"], dims["bias"]), wanted, strict=True)
     results = tuple(d if want else () for d, want in named)
@@ -98,7 +98,7 @@ def convolution_backward(call: Call) -> Rule:
     return Rule(notation, ((0,),), local, _conv_sizes(call, weight.shape))
 
 
-def _conv_dims(call: Call, ndim: int, at: int) -> dict[str, Any]:
+def _conv_dims(call: Call, ndim: int) -> dict[str, Any]:
     space = {k: tuple((f"{k}{d}",) for d in range(ndim - 2)) for k in "ywz"}
     given, made = "zy" if call.arg("transposed") else "yz"
     i, o = ("g", "i"), ("g", "o")

@@ -1,6 +1,6 @@
 """Short forms: one line states the rule of every op of a family."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -277,8 +277,3 @@ def like(
         )
 
     register(ops, maker)
-
-
-FORMS: tuple[Callable[..., None], ...] = (
-    einsum, pointwise, reduction, along_dim, along_dims, batched, whole, like,
-)  # fmt: skip

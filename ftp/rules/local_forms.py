@@ -11,9 +11,9 @@ from ftp.rules.overloads import aten
 from ftp.rules.rule import LocalHook
 
 
-def with_shape(at: int, result: int = 0) -> LocalHook:
-    """The op with its argument ``at`` replaced by the local shape of a result."""
-    return lambda op: op.replaced(at, op.shape(result))
+def with_shape(at: int) -> LocalHook:
+    """The op with its argument ``at`` replaced by the local shape of its result."""
+    return lambda op: op.replaced(at, op.shape())
 
 
 def contiguous(*operands: int) -> LocalHook:

@@ -108,7 +108,7 @@ class _Parser:
         return token
 
     def parse(self) -> Notation:
-        operands = [] if self.token == "->" else self.tensors("->")
+        operands = [] if self.token == "->" else self.tensors()
         self.take("->")
         results, pending = [], []
         while True:
@@ -123,7 +123,7 @@ class _Parser:
         self.check(notation)
         return notation
 
-    def tensors(self, end: str) -> list[Dims]:
+    def tensors(self) -> list[Dims]:
         tensors = [self.tensor()]
         while self.token == ",":
             self.take()

@@ -135,7 +135,7 @@ class _Clock:
         return self.mean(statistics.median(times))
 
     def together(
-        self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 8
+        self, run: Callable[[], object], before: Callable[[], object] | None = None
     ) -> float:
         """Seconds of a ``run`` that ranks do together, all equally often: the mean of the middle
         half rather than the median, because a step's time is a sum of such times.
@@ -144,7 +144,7 @@ class _Clock:
         began = time.perf_counter()
         self._timed(run, before)
         count = 2 * self.seconds / max(self.mean(time.perf_counter() - began), 1e-9)
-        times = sorted(self._timed(run, before) for _ in range(int(max(least, min(200, count)))))
+        times = sorted(self._timed(run, before) for _ in range(int(max(8, min(200, count)))))
         quarter = len(times) // 4
         return self.mean(statistics.fmean(times[quarter : len(times) - quarter]))
 

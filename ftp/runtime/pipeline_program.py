@@ -82,9 +82,9 @@ class PipelineProgram(ProgramOfSubgraphs):
         for _ in worker.run():
             raise AssertionError("a message between processes is waited for where it is read")
         posts.finish()
-        return worker.outputs(self._shared(worker, rank))
+        return worker.outputs(self._shared(worker))
 
-    def _shared(self, worker: "Worker", rank: int) -> list[torch.Tensor]:
+    def _shared(self, worker: Worker) -> list[torch.Tensor]:
         """The results, broadcast to all ranks from the stages that computed them."""
         assert self.mesh.torch is not None
         group = self.mesh.torch.get_group(self.axis)

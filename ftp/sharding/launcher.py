@@ -70,10 +70,9 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     return Launched(rank, world, local_rank, f"tcp://{host}:{port}?rank={rank}&world_size={world}")
 
 
-def host_name(environment: Mapping[str, str] | None = None) -> str:
+def host_name() -> str:
     """The host of this process: its number in torchrun or SLURM, else its name."""
-    given = os.environ if environment is None else environment
-    node = given.get("GROUP_RANK", given.get("SLURM_NODEID"))
+    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
     return socket.gethostname() if node is None else f"node {node}"
 
 

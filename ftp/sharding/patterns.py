@@ -223,7 +223,8 @@ def listed(items: Sequence[str]) -> str:
     return ", ".join(map(repr, items))
 
 
-def several(names: Sequence[str], shown: int = 8) -> str:
+def several(names: Sequence[str]) -> str:
+    shown = 8
     return ", ".join(names[:shown]) + (
         f" and {len(names) - shown} more" if len(names) > shown else ""
     )

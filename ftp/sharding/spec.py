@@ -342,21 +342,6 @@ def local_shape(
     return tuple(sum(stop - start for start, stop in dim) for dim in pieces)
 
 
-def local_bounds(
-    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
-) -> list[tuple[int, int]]:
-    """Per dim the (start, stop) that the rank at ``coordinate`` holds, for a spec under which it
-    holds one piece (else see `local_pieces`).
-    """
-    found = local_pieces(spec, shape, axes, coordinate)
-    if scattered := [dim for dim, pieces in enumerate(found) if len(pieces) != 1]:
-        raise SpecError(
-            f"Under {spec} a shard of {tuple(shape)} is several pieces along dim {scattered[0]},"
-            " not one slice."
-        )
-    return [pieces[0] for pieces in found]
-
-
 Interval = tuple[int, int]  # offset in a dim, and length
 
 

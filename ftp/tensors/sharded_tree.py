@@ -111,13 +111,13 @@ class ShardedTree:
         leaves = zip(self.leaves, shapes, strict=True)
         return replace(self, leaves=tuple(replace(leaf, shape=shape) for leaf, shape in leaves))
 
-    def with_specs(self, mesh: Mesh, specs: Any, root: str = "tree") -> "ShardedTree":
+    def with_specs(self, mesh: Mesh, specs: Any) -> "ShardedTree":
         """The same values on ``mesh`` under other specs, which fit.
 
         Raises:
             SpecError: specs that do not fit the tree, its shapes or the mesh.
         """
-        other = flatten_with_specs(self.unflatten(self.values), mesh, specs, root)
+        other = flatten_with_specs(self.unflatten(self.values), mesh, specs, "tree")
         other = other.with_shapes(leaf.shape for leaf in self.leaves)
         check_fit(other)
         return other
@@ -144,7 +144,6 @@ def sharded_tree(
     mesh: Mesh,
     specs: Any,
     *,
-    root: str = "tree",
     holds: Holds = "shards",
     takes_sums: bool = False,
 ) -> ShardedTree:
@@ -158,7 +157,7 @@ def sharded_tree(
     >>> [(leaf.name, leaf.spec, leaf.shape) for leaf in found.leaves]
     [("tree['n']", P(), None), ("tree['w']", P('tp'), (4,))]
     """
-    found = fitted_tree(tree, mesh, specs, root=root, holds=holds, takes_sums=takes_sums)
+    found = fitted_tree(tree, mesh, specs, holds=holds, takes_sums=takes_sums)
     if holds != "shapes":
         check_placement(found)
     return found

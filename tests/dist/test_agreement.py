@@ -11,7 +11,7 @@ from launch import launch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
-from ftp.distributed.agreement import agree, calls, exchange
+from ftp.distributed.agreement import calls, exchange
 from ftp.sharding.make_mesh import make_mesh
 from ftp.sharding.mesh import resolve
 
@@ -32,7 +32,7 @@ def _run(mesh, program, payload=None, timeout=20.0):
     record = calls(mesh)
     call = record.next()
     if payload is not None:
-        agree(mesh, call, payload, timeout)
+        record.agree(call, payload, timeout)
     with record.running(program, timeout=timeout):
         return _all_reduce(mesh)
 
@@ -237,8 +237,8 @@ def _axes():
         )
         found.append(ranks.tolist())
     # Agreements of a submesh are its own.
-    agree(line, 1, {"program": f"of line {line.ranks}"}, 20.0)
-    agree(whole, 1, {"program": "of all"}, 20.0)
+    calls(line).agree(1, {"program": f"of line {line.ranks}"}, 20.0)
+    calls(whole).agree(1, {"program": "of all"}, 20.0)
     dist.barrier()
     dist.destroy_process_group()
     return whole.coordinate, line.ranks, found

@@ -26,7 +26,7 @@ from ftp import P, plans
 from ftp.exported import simulate
 from ftp.sharding.mesh import resolve
 from ftp.sharding.pytree import matches
-from ftp.sharding.spec import local_bounds
+from ftp.sharding.spec import local_pieces
 
 TP = ftp.simulated_mesh((3,), ("tp",))
 GRID = ftp.simulated_mesh((2, 2), ("dp", "tp"))
@@ -49,6 +49,12 @@ def ops(program):
         for n in program.graph.nodes
         if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)
     ]
+
+
+def shard_of(tensor, spec, axes, coordinate):
+    """A shard of one piece."""
+    pieces = local_pieces(spec, tensor.shape, axes, coordinate)
+    return tensor[tuple(slice(*piece) for [piece] in pieces)]
 
 
 def equals_one_device(model, args, kwargs, mesh, specs, decomposed=False, calls=1, **options):
@@ -79,12 +85,8 @@ def equals_one_device(model, args, kwargs, mesh, specs, decomposed=False, calls=
         if isinstance(spec, P) and path in state:
             coordinates = resolve(mesh).coordinates()
             for one, at in zip(made, coordinates, strict=True):
-                bounds = local_bounds(spec, state[path].shape, mesh.axes, at)
-                torch.testing.assert_close(
-                    one.state_dict[path],
-                    state[path][tuple(slice(*b) for b in bounds)].detach(),
-                    check_stride=False,
-                )
+                shard = shard_of(state[path], spec, mesh.axes, at).detach()
+                torch.testing.assert_close(one.state_dict[path], shard, check_stride=False)
     for one in made:
         assert_sound(one, program)
         for path in state:
@@ -373,9 +375,7 @@ def test_inputs_and_outputs_as_specs_say():
     coordinates = resolve(GRID).coordinates()
 
     def part(tensor, spec, at):
-        return tensor[
-            tuple(slice(*b) for b in local_bounds(spec, tensor.shape, {"dp": 2, "tp": 2}, at))
-        ]
+        return shard_of(tensor, spec, {"dp": 2, "tp": 2}, at)
 
     for in_specs, cut, out in (
         (P("dp"), P("dp"), P("dp")),
