@@ -37,7 +37,7 @@ OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[Pa
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What a step is made of.
+    """The function, mesh, specs and options of a step.
 
     Attributes:
         in_specs: function from the arguments to a spec per leaf.

@@ -1,4 +1,4 @@
-"""Per-rank code (``ftp.local``): that the ranks run it as it is written, and that its results are
+"""Proofs of per-rank code (``ftp.local``): the ranks run it as it is written, and its results are
 equal on the ranks where its specs say so.
 
 Axes along which a value varies are followed through the ranks' graphs, whatever their number. The

@@ -93,8 +93,8 @@ def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
 
 
 def known_read(actions: Actions, stages: int) -> dict[Action, list[Action]]:
-    """Per action, the actions of its rank whose messages are certainly read when it starts, at any
-    speed of the ranks, and were not certainly read before: it waits for results of their readers.
+    """Per action, the actions of its rank whose messages are known to be read when it starts, at
+    any speed of the ranks, because it waits for results of their readers; each is listed once.
 
     >>> from ftp.pipeline.schedule import gpipe
     >>> known_read(gpipe(2, 2, 1), 2)[Action("B", 0, 0)]

@@ -58,11 +58,11 @@ class _LayerRule:
 
 class _StackNumbering:
     """Attributes:
-    rows: of values that consist of layers along dim 0, the layers' numbers.
-    stacks: those that the traced graph computes layer by layer from its inputs.
-    slices: of slices what they are of, along which dim, from where.
-    terms: of sums how often each term is added.
-    rules: of ops of the traced graph, by name.
+    rows: per value that consists of layers along dim 0, the layers' numbers.
+    stacks: the values that the traced graph computes layer by layer from its inputs.
+    slices: per slice the value that it is cut from, the dim, and where it begins.
+    terms: per sum how often each term is added.
+    rules: per op of the traced graph, by name, its rule.
     """
 
     def __init__(self):
@@ -102,7 +102,7 @@ class _StackNumbering:
         """The numbers of a graph's outputs.
 
         Args:
-            is_traced: whether it is the traced graph, of which the rules are noted.
+            is_traced: whether it is the traced graph, whose rules are noted.
         """
         env: dict[fx.Node, Number] = {}
         given = iter(inputs)
@@ -213,16 +213,15 @@ class _StackNumbering:
 def check_parts_of_stacks(
     traced: fx.Graph, expanded: fx.Graph, inputs: LayerCounts, outputs: LayerCounts
 ) -> None:
-    """Raises unless ``expanded`` computes ``traced`` with each stack as one tensor a rank: every
+    """Raise unless ``expanded`` computes ``traced`` with one tensor per rank for each stack: every
     rank's part of an output must consist of its layers, computed from the same layers of inputs.
 
     Args:
-        inputs, outputs: of each input and output of ``traced`` how many layers each rank holds;
-            None of what is no stack.
+        inputs, outputs: per input and output of ``traced`` the number of layers on each rank; None
+            for a tensor that is no stack.
 
     Raises:
-        CertificateError: the first output that is another. That is a fault of ftp: please report
-            it.
+        CertificateError: the first output that differs. That is a fault of ftp: please report it.
     """
     layers = _StackNumbering()
     of_traced, of_expanded = list[Number](), list[Number]()
@@ -271,14 +270,16 @@ def _is_of_dim_0(node: Any, *targets: Any) -> bool:
 
 
 def _adds_alike(node: fx.Node) -> bool:
-    """Whether a node adds two tensors of the dtype that it returns: sums of such are one sum."""
+    """Whether a node adds two tensors without changing their dtype, so that a sum of such sums is
+    one sum.
+    """
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     return all(isinstance(n, fx.Node) and _meta(n).dtype == _meta(node).dtype for n in node.args)
 
 
 def _slots(node: fx.Node) -> list[fx.Node]:
-    """The operands of a call, in order; one that it reads twice is there twice."""
+    """The operands of a call, in order, as often as the call reads them."""
     found: list[fx.Node] = []
     replaced((node.args, dict(node.kwargs)), fx.Node, found.append)
     return found

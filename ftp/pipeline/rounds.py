@@ -180,10 +180,10 @@ def _in_order(roots: Sequence[fx.Node], here: Collection[fx.Node]) -> list[fx.No
 
 
 def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: int) -> None:
-    """Raises unless every rank's results are those of the traced function.
+    """Raise unless every rank's results are those of the traced function.
 
     Raises:
-        CertificateError: a value that is missing or another one. That is a fault of ftp: please
+        CertificateError: a value that is missing or differs. That is a fault of ftp: please
             report it.
     """
     numbering = Numbering()

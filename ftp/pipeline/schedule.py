@@ -39,7 +39,7 @@ Duration = Callable[[Action], float]  # seconds
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """The actions that an action waits for: one of each tuple, the one that the schedule has."""
+    """The actions that an action waits for. Of each tuple a schedule has one action."""
     kind, stage, microbatch = action
     if kind == "F":
         return [(Action("F", stage - 1, microbatch),)] if stage else []

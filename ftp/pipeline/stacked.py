@@ -168,11 +168,11 @@ def with_parts(
 
 class _Expansion:
     """Attributes:
-    whole: per old node the new one.
-    parts: per old node that is a stack its parts.
-    gathered: per old node whose parts are put together the node that reads it.
-    cut: per old node that is none the parts that a stack is computed with.
-    layers: per old node that takes a stack apart what it gives.
+    whole: per old node the new node.
+    parts: per old node that is a stack, its part on each rank.
+    gathered: per stack that an op reads as a whole, that op.
+    cut: per old node that is no stack, its parts beside the parts of a stack.
+    layers: per old node that unstacks a stack, the layers.
     """
 
     def __init__(self, stacks: Stacks):

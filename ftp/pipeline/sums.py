@@ -18,11 +18,11 @@ aten = torch.ops.aten
 def with_sums(
     subgraph: StageGraph, gradients: Collection[str], kept: Collection[str]
 ) -> StageGraph:
-    """The subgraph that takes the sums so far of those of its outputs that are ``gradients``, and
-    returns the sums with them.
+    """The subgraph with a further input for each output in ``gradients``, the sum so far, and the
+    new sum as output.
 
     Args:
-        kept: what others read of the gradients: these are outputs too.
+        kept: gradients that other subgraphs read, which stay outputs.
     """
     names = tuple(name for name in subgraph.outputs if name in gradients)
     if not names:
@@ -71,10 +71,10 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def check_sums(subgraph: StageGraph, summed: StageGraph) -> None:
-    """Raises unless ``summed`` returns what ``subgraph`` does, or it added to the sum so far.
+    """Raise unless ``summed`` returns the outputs of ``subgraph``, or their new sums.
 
     Raises:
-        CertificateError: another output. That is a fault of ftp: please report it.
+        CertificateError: an output that differs. That is a fault of ftp: please report it.
     """
     numbering = Numbering()
     constants = len(subgraph.constants)

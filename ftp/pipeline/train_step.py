@@ -23,9 +23,9 @@ class TrainStep:
         params, batch: which inputs of the step it takes.
         constants: which captured tensors.
         results: how many results it has.
-        leaves: per gradient the position in ``params`` of what it is the gradient of.
+        leaves: per gradient the position of its parameter in ``params``.
         update: ``given``, the means, then ``update_constants`` in; the step's results out.
-        means: per mean the output of ``microbatch`` that it is the mean of.
+        means: per mean the output of ``microbatch`` that is averaged.
     """
 
     microbatch: fx.GraphModule
@@ -168,14 +168,13 @@ def cut_at_means(
 
 
 def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: int) -> None:
-    """Raises unless the two parts, one after the other, are the traced step.
+    """Raise unless the two parts, one after the other, compute the traced step.
 
     Args:
-        arguments: how many inputs are no captured tensors.
+        arguments: the number of inputs, without captured tensors.
 
     Raises:
-        CertificateError: a mean or a result that is another one. That is a fault of ftp: please
-            report it.
+        CertificateError: a mean or a result that differs. That is a fault of ftp: please report it.
     """
     numbering, inputs, outputs = Numbering(), _inputs(gm), _outputs(gm)
     roots = [numbering.of(("input", i)) for i in range(len(inputs))]
@@ -201,7 +200,9 @@ def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: i
 
 
 def is_alike_after(one: fx.GraphModule, other: fx.GraphModule, noted: Noted) -> bool:
-    """Whether two traces of one step, for batches of other sizes, do the same after the means."""
+    """Whether two traces of one step, for batches of different sizes, have the same ops after the
+    means.
+    """
     found: list[list[Any]] = []
     for gm in (one, other):
         outputs = _outputs(gm)

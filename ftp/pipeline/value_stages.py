@@ -1,9 +1,10 @@
 """At which stage of a pipeline each value of a traced step, loss and gradients, is computed.
 
-1. Every value of the forward pass gets a stage: the largest among the parameters that it is
-   computed from. What depends on the batch or on parameters alone is computed where it is read.
-2. Every value of the backward pass gets the last stage, not after those of the gradients that it
-   is computed from, at which the activations and parameters that it reads are found.
+1. A value of the forward pass is computed at the last stage among the stages of the parameters
+   that it depends on. A value that depends only on the batch, or only on parameters, is computed
+   at each stage that reads it.
+2. A value of the backward pass is computed at the last stage that has the activations and
+   parameters that it reads, and that does not come after the stages of the gradients that it reads.
 """
 
 import copy
@@ -24,8 +25,8 @@ FREE, OF_PARAMETERS, ACTIVATION, GRADIENT = range(4)
 
 @dataclass
 class StagedValue:
-    """Where a node is computed: an activation or a gradient at stage ``first``; it is found at the
-    stages from ``first`` to ``last``. What depends on parameters alone is found at ``uses``.
+    """Where a node is computed. An activation or a gradient is computed at stage ``first`` and
+    passed on to stage ``last``. A value of parameters alone is computed at each stage of ``uses``.
     """
 
     kind: int
@@ -232,8 +233,8 @@ class StepGraph:
 
 
 def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph in which the gradient of a loss by itself, 1, does not read the loss: of ranks that
-    hold terms of it none would wait for the sum.
+    """The graph in which the gradient of a loss by itself is a constant 1 that does not read the
+    loss: ranks that hold terms of the loss would otherwise wait for its sum.
     """
     graph = copy.deepcopy(gm.graph)
     for node in graph.nodes:
@@ -255,8 +256,8 @@ def _is_seed(node: fx.Node, results: Sequence[fx.Node]) -> bool:
 
 
 def _is_sum_over(node: fx.Node) -> bool:
-    """Whether a node makes one number of a tensor: of a parameter it goes on from its stage, as an
-    activation does, so that the parameter stays.
+    """Whether a node reduces a tensor to one number. Such a number of a parameter is passed on from
+    the parameter's stage like an activation, in place of the parameter.
     """
     return _ndim(node) == 0 and any(_ndim(x) for x in node.all_input_nodes)
 

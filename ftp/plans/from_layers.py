@@ -83,7 +83,7 @@ def completed(
     vocabulary: bool,
     ends: Collection[str],
 ) -> Specs:
-    """What no style speaks of is cut as its own layers suggest."""
+    """Specs with those that the layers suggest for parameters that no style names."""
     built = specs_from_layers(model, axis, vocabulary)
     names: dict[int, list[str]] = {}
     for path, parameter in model.named_parameters(remove_duplicate=False):

@@ -172,5 +172,5 @@ def _watching(graph: fx.Graph, watched: Sequence[fx.Node]) -> fx.Graph:
 
 
 def whole_tensors(program: Program, leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Those of a call's leaves that the program takes, on its device."""
+    """The leaves of a call that the program takes, on its device."""
     return [leaves[i].to(program.mesh.device_type) for i in program.tensor_leaves]

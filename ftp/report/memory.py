@@ -256,7 +256,7 @@ def _hold_operands(
     position: Mapping[fx.Node, int],
     dies: dict[int, int],
 ) -> None:
-    """What the nodes of a cond read is held until the cond is done."""
+    """Hold the operands of a cond's nodes until the cond is done."""
     for nodes in conds(of_branch).values():
         inside = [node for node in nodes if of_branch[node]]
         end = max(position[node] for node in nodes)
@@ -266,7 +266,7 @@ def _hold_operands(
 
 
 def _live(held_in: Mapping[BranchPath, Mapping[str, int]], at: BranchPath) -> dict[str, int]:
-    """What is live in a branch, by kind: nothing of other branches; after a cond the larger one."""
+    """Live bytes in a branch by kind, without other branches; after a cond, of the larger one."""
     decided = dict(at)
     sides: dict[tuple[int, bool] | None, dict[str, int]] = {None: dict.fromkeys(KINDS, 0)}
     for branch, parts in held_in.items():

@@ -169,8 +169,8 @@ def write(x: Planes, new: Planes) -> None:
 def order(field: Field, x: Planes) -> Tensor:
     """Integers in a random order of the numbers; equal numbers have equal ones.
 
-    At a single level the order is one of numbers with signs: negative ones are below zero, positive
-    ones above, and ``-x`` lies where ``x`` does on the other side.
+    At a single level the order respects signs: negative numbers are below zero, positive ones
+    above, and ``-x`` is as far below as ``x`` is above.
     """
     if field.order_level not in x.window:
         raise Blind("a comparison of numbers under too many exponentials")

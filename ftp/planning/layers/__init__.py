@@ -1,1 +1,1 @@
-"""Layers that repeat: planned once, the plan stamped on all of them."""
+"""Repeated layers: one layer is planned, and its plan is copied to all."""

@@ -48,8 +48,8 @@ class ShownLeaf:
 
 @dataclass
 class Branch:
-    """The tensors below one part of a path; ``alike`` are the names of the equal siblings that it
-    stands for.
+    """The tensors below one part of a path. ``alike`` names the equal siblings that are not shown
+    beside it.
     """
 
     leaves: dict[str, ShownLeaf] = field(default_factory=dict)
