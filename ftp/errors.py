@@ -153,7 +153,7 @@ class StaleCaptureWarning(UserWarning):
 
 
 def join_failures(failures: Iterable[str]) -> str:
-    """One message out of several, a failing leaf each.
+    """One message from several, one failing leaf each.
 
     >>> print(join_failures(["a is wrong.", "b is wrong."]))
     a is wrong.

@@ -1,10 +1,11 @@
-"""Branches of ``torch.cond`` in a rank's graph: that leaving out those not taken changes nothing.
+"""Branches of ``torch.cond`` in a rank's graph: prove that skipping the branch not taken changes
+nothing.
 
-A graph holds the nodes of both branches, and choices between their results; it is checked as it
-stands. What runs leaves out the branch that the predicate does not take. That comes to the same
-where nothing but a choice reads a branch's values, each in its own branch. All ranks leave out the
-same where they have the same nodes in the same branches, as far as these are collectives, and the
-same predicate, which the check of each choice's operands proves.
+A graph holds the nodes of both branches, and choices between their results; the checker checks it
+as it stands. A run skips the branch that the predicate does not take. That changes no result if
+only a choice reads a branch's values, each in its own branch. All ranks skip the same collectives
+if their branches have the same collectives and their predicates are equal, which the check of each
+choice's operands proves.
 """
 
 from collections.abc import Iterator

@@ -163,11 +163,11 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What is assumed: of per-rank code what is not proven, that the ranks run it as it is
-        written and that results are equal where its out specs say so; that the collectives of code
-        over some axes alone do what they say; rules that trials found; and of a program that ftp
-        did not write, that an order of compared numbers, such as a router's choice, which was not
-        drawn is like those that were.
+        """What the certificate assumes: the parts of per-rank code that are not proven, which are
+        that the ranks run it as written and that results are equal where its out specs say so; that
+        the collectives of code over some axes alone do what they say; rules that trials found; and,
+        of a program that ftp did not write, that orders of compared numbers which were not drawn,
+        such as a router's choice, give what the drawn ones gave.
 
         >>> import torch, ftp
         >>> mesh, spec = ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp")

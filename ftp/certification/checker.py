@@ -176,7 +176,9 @@ class Checker:
                 self.require_that_it_runs(cell, node)
 
     def require_that_it_runs(self, cell: Cell, node: fx.Node) -> None:
-        """What no op reads must not raise either: the other ranks would wait for this one."""
+        """Check that nodes whose results no op reads do not raise: the other ranks would wait for
+        this one.
+        """
         try:
             self.map_of(cell, node)
         except (Unsound, KeyError) as e:

@@ -170,7 +170,9 @@ COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
 
 
 def collective_count(graph: fx.Graph) -> int:
-    """How many collectives a rank issues; of a recorded program sends and receives too."""
+    """The number of collectives that a rank issues; in a recorded program sends and receives count
+    too.
+    """
     return sum(
         n.target in COLLECTIVES or (n.target is EXCHANGE and n.args[0] != "barrier")
         for n in graph.nodes

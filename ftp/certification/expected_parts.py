@@ -27,7 +27,7 @@ from ftp.rules.rule import BoundRule
 
 
 class ExpectedParts:
-    """Positions of each rank's parts; equal questions are answered once.
+    """The positions that each rank holds, cached.
 
     Args:
         operations: with their claims, which say which sizes are cut over which axes.
@@ -90,7 +90,7 @@ class ExpectedParts:
         return held
 
     def _cut_alone(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart:
-        """The same, rank by rank."""
+        """As `_cut`, rank by rank."""
         dims = {self.axes[axis].dim for axis, _, _ in cuts}
         ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
         rows = []

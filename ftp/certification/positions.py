@@ -263,8 +263,8 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
 
 
 def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
-    """What is left where the elements along a dim, on which all vary, are laid over each other;
-    None if two of them are no holes.
+    """The positions after overlaying the elements along a dim on which all vary; None if two
+    elements that are no holes meet.
     """
     terms = [i._along(dim)[0] for i in index]
     dims = sorted({d for t in terms if t is not None for d in t.dims})

@@ -31,7 +31,7 @@ _INVARIANT = (c10d.all_reduce.default, c10d.all_gather_into_tensor.default)
 
 @dataclass(frozen=True)
 class Unproven:
-    """What is not proven of an op of per-rank code.
+    """A claim of an op of per-rank code that is not proven.
 
     Attributes:
         kind: "code", that the ranks run it as it is written; "specs", that its results are equal
@@ -54,7 +54,7 @@ class Unproven:
 
 
 def unproven(certificate: Certificate) -> Iterator[Unproven]:
-    """What is not proven, and not among what the certificate says it trusts.
+    """The claims of per-rank code that are neither proven nor trusted by the certificate.
 
     Raises:
         CertificateError: it is wrong; inputs were found that show it.
@@ -148,7 +148,7 @@ def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> 
 
 
 def _text(node: fx.Node, numbers: dict[fx.Node, int], offsets: Sequence[fx.Node]) -> str:
-    """A call by the numbers of what it reads; it is the same text where ranks do the same."""
+    """A call as text, with the numbers of its operands: equal on ranks that make equal calls."""
 
     def named(n: fx.Node) -> str:
         if n in numbers:
@@ -164,7 +164,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 class _VaryingNumbers:
-    """What changes along which axis of the mesh."""
+    """The mesh axes along which the ranks' graphs and offsets change."""
 
     def __init__(self, certificate: Certificate):
         self.axes = list(certificate.axes)

@@ -36,8 +36,8 @@ Results = Sequence[tuple[int, tuple[str, ...]]]
 def open_after_a_run(
     certificate: Certificate, graphs: RankGraphs, op: Operation, claims: Results
 ) -> list[str]:
-    """What a run does not prove: "code", that the ranks compute what is written; "specs", that
-    results are equal along axes.
+    """The claims that a run does not prove: "code", that the ranks compute what is written;
+    "specs", that results are equal along axes.
 
     Args:
         claims: numbers of results, and the axes.
@@ -101,7 +101,7 @@ class _Programs:
                 raise NotRun(f"its values have more than {LARGEST:,} elements")
 
     def differs(self, domain: Any, draw: int, claims: Results) -> str | None:
-        """What the ranks do otherwise than is written or claimed."""
+        """The first way in which the ranks differ from the code or its claims."""
         assert self.op.ports is not None
         axes = self.certificate.axes
         every = coordinates(self.certificate)

@@ -89,7 +89,9 @@ class RankGraphs:
         return self._offsets[cell]
 
     def signature(self, node: fx.Node) -> str:
-        """What all ranks must agree on of a collective; sizes are compared with its peers alone."""
+        """The facts of a collective that must be equal on all ranks; sizes are compared with its
+        peers alone.
+        """
         group: Any = node.args[-1]
         given = [a for a in node.args[1:-1] if not isinstance(a, list | tuple | fx.Node)]
         options = ", ".join(map(str, given))

@@ -11,8 +11,9 @@ MeshIndex = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks' programs: per rank a graph, and what the numbers hold that it takes after the
-    tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along it.
+    """The ranks' programs: per rank a graph, and the values of the graph's number inputs, which
+    follow its tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along
+    it.
 
     Attributes:
         shape: of the mesh.

@@ -1,4 +1,4 @@
-"""What the checker refuses."""
+"""Errors inside the checker: a step that is not sound."""
 
 
 class Unsound(Exception):

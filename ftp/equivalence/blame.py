@@ -111,10 +111,8 @@ class _Search:
         self.count = 0
 
     def place(self) -> tuple[BlamedLine, bool]:
-        """The place, and whether another draw would show no better one.
-
-        A draw can turn elements of a ReLU off. Zeros of what differs then pass for values of the
-        reference.
+        """The place, and whether it is final: another draw may show a better one, because a draw
+        can turn elements of a ReLU off, whose zeros then pass for values of the reference.
         """
         inputs = inputs_for(self.domain, self.certificate, 0)
         for x in inputs:

@@ -44,7 +44,7 @@ def drawn_error(line: str) -> TraceError:
 
 
 class _Redrawn(Reals):
-    """Runs ops like ``Reals``; draws whose number is in ``other`` give other values.
+    """Runs ops like ``Reals``, but the draws whose numbers are in ``other`` give other values.
 
     Attributes:
         lines: of each draw.

@@ -286,7 +286,7 @@ class _Expansion:
         return self.whole[node]
 
     def _parts(self, node: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
-        """A value as one of each rank's layers."""
+        """A value as one tensor per rank, with the rank's layers."""
         if node in self.parts or node in self.cut:
             return self.parts.get(node) or self.cut[node]
         made, begin = [], 0

@@ -204,7 +204,9 @@ def _partitioned(
 
 @contextmanager
 def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _FakeMesh) -> Iterator[None]:
-    """DTensor's functions note what they are asked for, by whatever name they were imported."""
+    """Within the block DTensor's functions record the calls that user code makes, by whatever name
+    it imported them.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     function: Any = distribute_tensor

@@ -77,7 +77,7 @@ def _called(
 
 
 def _resolved(key: object, path: str, names: Sequence[str], given_by: str) -> str:
-    """The one of ``names`` that a path from the model or from the module means."""
+    """The path among ``names`` that is meant by a path from the model or from the module."""
     candidates = dict.fromkeys((_below(path, str(key)), str(key)))
     options = [name for name in candidates if name is not None and name in names]
     if len(options) != 1:

@@ -8,8 +8,8 @@ from ftp.runtime.local_shapes import LocalShapes
 
 
 def with_equal_loads(graph: fx.Graph, shapes: LocalShapes) -> LocalShapes:
-    """``shapes``, which have as many rows as may arrive at most, with as many as arrive if all
-    ranks get equally many; the same where no number of rows is a value.
+    """``shapes`` with the number of rows that arrive if all ranks get equally many, in place of the
+    most that may arrive; unchanged if no number of rows is a value.
     """
     arrived = {node: node.meta["arrived"] for node in graph.nodes if "arrived" in node.meta}
     if not arrived:

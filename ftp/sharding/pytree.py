@@ -410,13 +410,13 @@ def check_specs(
 
 
 def cut_value(name: str, value: Any, spec: P) -> str:
-    """What is wrong with a spec that cuts a value which is no tensor."""
+    """The error message of a spec that cuts a value which is no tensor."""
     what = f"{_short(value)}, {kind_of(value)}"
     return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. Give P()."
 
 
 def kind_of(value: object) -> str:
-    """What messages call a value.
+    """The type of a value, in the words of messages.
 
     >>> kind_of(3), kind_of({})
     ('an int', 'a dict')

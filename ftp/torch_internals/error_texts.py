@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Meaning(Enum):
-    """What a traced function did, by torch's error."""
+    """The cause of an error that torch raised."""
 
     NEEDS_VALUE = "needs value"  # a number of a tensor that has none in a trace
     TAKES_FUNCTIONS = "takes functions"  # a higher-order operator without a rule for the mode

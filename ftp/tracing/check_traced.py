@@ -1,4 +1,4 @@
-"""What a traced function may take, return and write to."""
+"""Check what a traced function takes, returns and writes to."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -266,7 +266,7 @@ def is_equal(domain: Residues, a: Any, b: Any) -> bool:
 
 
 def sampled(certificate: Certificate) -> list[str]:
-    """What the proof draws and does not cover."""
+    """The assumptions of a proof that rests on draws."""
     assert certificate.recorded is not None
     found = []
     is_every = certificate.recorded.every_routing

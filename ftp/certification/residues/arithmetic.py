@@ -214,7 +214,9 @@ def function(f: Field, name: str, *operands: Planes) -> Planes:
 
 
 def opaque(f: Field, name: str, operands: Sequence[Planes], shape: Sequence[int]) -> Planes:
-    """A result of which nothing is known but that equal operands give an equal one."""
+    """The result of an op without algebra: equal operands give equal results, and nothing else is
+    known.
+    """
     window = operands[0].window
     for x in operands[1:]:
         window = window & x.window
