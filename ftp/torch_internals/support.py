@@ -11,9 +11,12 @@ from typing import Any
 
 OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 
-# Private names by module (read at torch 2.13); of a module without names the module itself is used.
+# Private names by module (read at torch 2.13), and private attributes of classes. Of a module
+# without names the module itself is used.
 NEEDED = {
-    "torch": "_assert_async _check _grouped_mm _is_all_true _is_any_true _sample_dirichlet"
+    "torch": "Tensor._backward_hooks Tensor._has_symbolic_sizes_strides Tensor._is_all_true"
+    " Tensor._is_any_true Tensor._make_subclass Tensor._post_accumulate_grad_hooks Tensor._version"
+    " _assert_async _check _grouped_mm _is_all_true _is_any_true _sample_dirichlet"
     " _standard_gamma",
     "torch._VF": "_pack_padded_sequence",
     "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
@@ -29,7 +32,7 @@ NEEDED = {
     " maybe_get_level peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
-    "torch._functorch.eager_transforms": "grad_and_value_impl",
+    "torch._functorch.eager_transforms": "grad_and_value_impl lazy_dynamo_disallow",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"
@@ -46,7 +49,7 @@ NEEDED = {
     "torch._inductor.async_compile": "AsyncCompile",
     "torch._inductor.codecache": "CppPythonBindingsCodeCache",
     "torch._inductor.compile_fx": "compile_fx_inner",
-    "torch._inductor.config": "",
+    "torch._inductor.config": "patch",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.cpu_vec_isa": "VecISA",
     "torch._inductor.decomposition": "select_decomp_table",
@@ -56,22 +59,50 @@ NEEDED = {
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
+    "torch.distributed.distributed_c10d": "ProcessGroup._device_types ProcessGroup._get_backend"
+    " _get_default_group _get_default_store _resolve_process_group _set_pg_timeout",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
     " _fused_matmul_reduce_scatter_fallback",
+    "torch.distributed.tensor._redistribute": "_gen_transform_infos"
+    " clear_redistribute_planner_cache",
     "torch.distributed.tensor.debug": "_clear_sharding_prop_cache",
     "torch.distributed.tensor.placement_types": "_StridedShard",
-    "torch.fx.graph": "_BoxedCodeGen",
+    "torch.distributions.constraints": "_PositiveDefinite _PositiveSemidefinite _Square _Symmetric",
+    "torch.export": "ExportedProgram._update",
+    "torch.fx.experimental._config": "patch",
+    "torch.fx.graph": "Graph._target_to_str _BoxedCodeGen",
+    "torch.fx.graph_module": "_loader",
+    "torch.fx.node": "Node._erased Node._next Node._prev Node._rename Node._update_args_kwargs",
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
+    "torch.library": "Library._destroy",
+    "torch.nn.modules.adaptive": "_ASMoutput",
+    "torch.nn.modules.batchnorm": "_NormBase",
+    "torch.nn.modules.transformer": "_detect_is_causal_mask",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
     "torch.overrides": "_get_current_function_mode_stack _pop_mode_temporarily",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
+    "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
+    " tree_map tree_map_only tree_unflatten",
+    "torch.utils._sympy.functions": "IntTrueDiv",
     "torch.utils._sympy.value_ranges": "ValueRanges",
-    "torch.utils._pytree": "tree_any tree_leaves tree_map tree_map_only",
 }
+
+# Private attributes that objects of torch get when they are made (read at torch 2.13), by class. A
+# class does not have them, so they are not checked.
+ATTRIBUTES = (
+    "FakeTensorMode._allow_unsafe_data_ptr_access",
+    "Graph._graph_namespace",
+    "Graph._root",
+    "Module._backward_pre_hooks",
+    "Node._sequence_nr",
+    "OpOverload._overloadname",
+    "UntypedStorage._cdata",
+    "_Namespace._used_names",
+)
 
 
 def check(torch: ModuleType) -> None:
