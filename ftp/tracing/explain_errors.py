@@ -16,6 +16,7 @@ from ftp.errors import FtpError, TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.source import describe_line, raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of, operator_of
+from ftp.tracing.library_errors import advice_on
 
 aten = torch.ops.aten
 
@@ -88,12 +89,12 @@ def explain(error: Exception) -> FtpError | None:
         return TraceError(
             "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
             " .tolist(), .numpy())"
-            f"{at}.{_of_experts(error) or NO_VALUES}"
+            f"{at}.{advice_on(error) or NO_VALUES}"
         )
     if isinstance(error, DynamicOutputShapeException):
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(
-            f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}"
+            f"{error.func} gives a shape that depends on values{at}.{advice_on(error) or rewrite}"
         )
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(
@@ -154,31 +155,13 @@ def explain(error: Exception) -> FtpError | None:
             " torch.func.jacrev(torch.func.jacrev(f))."
         )
     if meaning is Meaning.DTYPES:
-        advice = _of_experts(error) or " Convert them with .to(dtype)."
+        advice = advice_on(error) or " Convert them with .to(dtype)."
         return TraceError(
             f"torch refuses operands of these dtypes{at}: {str(error).rstrip('.')}.{advice}"
         )
     if line:
         error.add_note(f"Raised while ftp traced the function, at {line}")
     return None
-
-
-def _of_experts(error: Exception) -> str:
-    """Advice where the experts of one of transformers' models failed, else ""."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if "transformers" in code.co_filename and (
-            "Experts" in code.co_qualname or code.co_filename.endswith("moe.py")
-        ):
-            return (
-                "\n  These are a model's experts, in a form that cannot be traced. Build the model"
-                " with"
-                ' config.experts_implementation="batched_mm"'
-                ' (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
-            )
-        traceback = traceback.tb_next
-    return ""
 
 
 def _function_behind(error: Exception) -> str:
