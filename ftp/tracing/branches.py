@@ -26,7 +26,7 @@ from ftp.ops.assume import assumptions_to
 from ftp.ops.choose import CHOOSE, BranchPath, branch, common, number_of, read_in
 from ftp.source import at_line
 from ftp.tracing.captured_tensors import CapturedFinder, Swapped, is_batched, nodes_so_far, plain
-from ftp.tracing.explain_errors import at_line as _at
+from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.known_values import KnownValues
 
@@ -260,8 +260,8 @@ def check_writes(graph: fx.Graph) -> None:
             made.setdefault(storage, node.meta.get("branch", ()))
     failures = [
         f"A branch of torch.cond changes a tensor that was made outside of it, in place"
-        f"{_at(node.meta['source'])} by {node.target}. Work on a copy, x = x.clone(), and return"
-        " what has changed."
+        f"{located(node.meta['source'])} by {node.target}. Work on a copy, x = x.clone(), and"
+        " return what has changed."
         for node in graph.nodes
         if (branch := node.meta.get("branch", ()))
         for value in writes(node)

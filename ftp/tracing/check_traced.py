@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
-from ftp.tracing.explain_errors import COPY, at_line
+from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.selected import Selected
 
@@ -107,7 +107,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
                 shape = tuple(placeholder.meta["val"].shape)
                 name = f"a captured tensor of shape {shape}"
             failures.append(
-                f"{name} is changed in place{at_line(node.meta['source'])} by {node.target}. {COPY}"
+                f"{name} is changed in place{located(node.meta['source'])} by {node.target}. {COPY}"
             )
     if failures:
         raise TraceError(join_failures(dict.fromkeys(failures)))

@@ -72,7 +72,8 @@ SURROUNDING = (
 )
 
 
-def at_line(line: str) -> str:
+def located(line: str) -> str:
+    """`` at LINE,`` for an error; "" for an unknown line."""
     return f" at {line}," if line else ""
 
 

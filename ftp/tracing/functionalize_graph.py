@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, join_failures
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.tracing.explain_errors import LEAKED, at_line
+from ftp.tracing.explain_errors import LEAKED, located
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.restride import without_strides
 from ftp.tracing.silu_gradient import fuse_silu_gradients
@@ -65,7 +65,7 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     if left:
         raise TraceError(
             join_failures(
-                f"{n.target} writes to its argument{at_line(n.meta['source'])} and has no form"
+                f"{n.target} writes to its argument{located(n.meta['source'])} and has no form"
                 " that returns a new tensor."
                 for n in left
             )

@@ -13,7 +13,7 @@ from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures
 from ftp.ops.assume import assume, is_listening
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.explain_errors import at_line
+from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages, writes
 
 
@@ -41,8 +41,8 @@ def check_copied_views(graph: fx.Graph) -> None:
             for storage in storages(node) | storages(node.args[0]):
                 watched.setdefault(storage, node)
         failures += [
-            f"narrow() with a tensor as its start{at_line(watched[storage].meta['source'])} gives a"
-            f" copy here, where torch gives a view, and {node.target}{at_line(node.meta['source'])}"
+            f"narrow() with a tensor as its start{located(watched[storage].meta['source'])} gives a"
+            f" copy here, where torch gives a view, and {node.target}{located(node.meta['source'])}"
             " writes to one of the two. Write by indices: x.index_copy(dim, start +"
             " torch.arange(length), value)."
             for value in writes(node)

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from ftp.errors import TraceError
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
 from ftp.rules.overloads import aten
-from ftp.tracing.explain_errors import at_line
+from ftp.tracing.explain_errors import located
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,6 @@ def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
     if len({x.dtype for x in operands}) > 1:
         dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise TraceError(
-            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert"
+            f"{func} gets operands of dtypes {dtypes}{located(line)} which torch refuses. Convert"
             " them to one with .to(dtype)."
         )

@@ -30,7 +30,7 @@ from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
 from ftp.torch_internals import deferred_compiler
 from ftp.tracing.call_cache import Recall, TracedCall
-from ftp.tracing.explain_errors import LEAKED, SURROUNDING, at_line, explain
+from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
     check_dtypes,
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         self.line = line = self._line()
         if facts.is_random and not is_deterministic(func, args, kwargs):
             raise TraceError(
-                f"{func} draws random numbers{at_line(line)} and other ones on each rank. Draw"
+                f"{func} draws random numbers{located(line)} and other ones on each rank. Draw"
                 " them from a key: functionalized models take"
                 " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval()"
                 " before ftp.functionalize."
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(out, Tensor) and out.layout is not torch.strided:
                 layout = str(out.layout).removeprefix("torch.")
                 raise TraceError(
-                    f"{func} makes a tensor of layout {layout}{at_line(line)} which no spec"
+                    f"{func} makes a tensor of layout {layout}{located(line)} which no spec"
                     " describes. Keep tensors strided."
                 )
             if call:
@@ -229,21 +229,21 @@ class Recorder(TorchDispatchMode):
             return tensor
         if is_inside() and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
             raise TraceError(
-                f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
+                f"The function given to ftp.local uses{located(self.line)} {SURROUNDING}"
             )
         is_outer = isinstance(tensor, FakeTensor)
         if is_outer and not self._within:
-            raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
+            raise TraceError(f"The function uses{located(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
                 raise TraceError(
-                    f"The function captures a tensor of layout {tensor.layout}{at_line(self.line)}"
+                    f"The function captures a tensor of layout {tensor.layout}{located(self.line)}"
                     " which no spec describes."
                     " Capture x.to_dense()."
                 )
             if is_traceable_wrapper_subclass(tensor):
                 raise TraceError(
-                    f"The function captures a {type(tensor).__name__}{at_line(self.line)} plain"
+                    f"The function captures a {type(tensor).__name__}{located(self.line)} plain"
                     " tensors only. Of a DTensor give the shard,"
                     " ftp.from_dtensor(x), as an argument."
                 )
