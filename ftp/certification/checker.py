@@ -325,7 +325,7 @@ class Checker:
                 or found[at].args[1:-1] != node.args[1:-1]
             ):
                 where = self.cells.where(next(there.coordinates()))
-                raise Unsound(f"collective {at + 1}{where} is another one")
+                raise Unsound(f"collective {at + 1}{where} differs")
             return found[at]
 
         def sent(there: Cell) -> ElementMap | PackedValues:

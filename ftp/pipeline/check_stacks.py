@@ -240,7 +240,9 @@ def check_parts_of_stacks(
     for k, (number, sizes) in enumerate(zip(due, outputs, strict=True)):
         if sizes is None:
             if next(found)[0] != number:
-                raise CertificateError(f"Output {k} is another with a part of each stack a rank.")
+                raise CertificateError(
+                    f"Output {k} differs with one tensor per rank for each stack."
+                )
             continue
         for rank, own in enumerate(_cut(layers.rows_of(number, 0, sum(sizes)), sizes)):
             part, node = next(found)
@@ -248,10 +250,10 @@ def check_parts_of_stacks(
             is_part = shape[:1] == (len(own),)
             if not is_part or layers.rows_of(part, 0, shape[0]) != tuple(own):
                 raise CertificateError(
-                    f"Output {k} of rank {rank} is not made of its {len(own)} layers of the stack."
+                    f"Output {k} of rank {rank} does not hold its {len(own)} layers of the stack."
                 )
     if (rest := len(list(found))) > 0:
-        raise CertificateError(f"The graph with parts returns {rest} tensors more than the traced.")
+        raise CertificateError(f"The graph with parts of stacks returns {rest} tensors too many.")
 
 
 def _cut(rows: Sequence[Number], sizes: Sequence[int]) -> list[Sequence[Number]]:

@@ -211,7 +211,7 @@ def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: in
     for name, number, at in zip(rounds.results, wanted, due, strict=True):
         for rank in range(ranks) if at == ALL else (at,):
             if held[rank].get(name, names.get(name)) != number:
-                raise CertificateError(f"Rank {rank} returns %{name}, which is another value.")
+                raise CertificateError(f"Rank {rank} returns %{name}, whose value differs.")
 
 
 def text_of(rounds: Rounds) -> str:

@@ -192,7 +192,7 @@ def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: i
         if noted.is_gradient[k]:
             leaf = parts.leaves[parts.means[k] - parts.results]
             if roots[parts.params[leaf]] != next(leaves):
-                raise CertificateError(f"Mean {k} of the step is of another parameter.")
+                raise CertificateError(f"Mean {k} of the step is another parameter's gradient.")
     given = [roots[i] for i in parts.given] + [due[at] for at in means]
     given += [roots[arguments + c] for c in parts.update_constants]
     if numbering.run(parts.update.graph, given) != due[: noted.results]:
