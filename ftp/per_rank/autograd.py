@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from ftp.errors import TraceError
 from ftp.ops.axis_collectives import OPS
@@ -142,4 +142,4 @@ def _vmap_of_op(info: Any, in_dims: Any, xs: list[Tensor], key: str) -> Any:
     return list(made), list(dims)
 
 
-torch.library.register_vmap("ftp::local", _vmap_of_op)
+library.register_vmap("ftp::local", _vmap_of_op)

@@ -16,8 +16,8 @@ OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 NEEDED = {
     "torch": "Tensor._backward_hooks Tensor._has_symbolic_sizes_strides Tensor._is_all_true"
     " Tensor._is_any_true Tensor._make_subclass Tensor._post_accumulate_grad_hooks Tensor._version"
-    " _assert_async _check _grouped_mm _is_all_true _is_any_true _sample_dirichlet"
-    " _standard_gamma",
+    " library.Library._destroy _assert_async _check _grouped_mm _is_all_true _is_any_true"
+    " _sample_dirichlet _standard_gamma",
     "torch._VF": "_pack_padded_sequence",
     "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
@@ -76,7 +76,6 @@ NEEDED = {
     "torch.fx.node": "Node._erased Node._next Node._prev Node._rename Node._update_args_kwargs",
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
-    "torch.library": "Library._destroy",
     "torch.nn.modules.adaptive": "_ASMoutput",
     "torch.nn.modules.batchnorm": "_NormBase",
     "torch.nn.modules.transformer": "_detect_is_causal_mask",

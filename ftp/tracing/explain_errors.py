@@ -16,7 +16,7 @@ from ftp.errors import FtpError, TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.source import describe_line, raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of, operator_of
-from ftp.tracing.library_errors import advice_on
+from ftp.tracing.advice import advice_on
 
 aten = torch.ops.aten
 
