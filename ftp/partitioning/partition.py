@@ -157,6 +157,7 @@ class _Emission:
         self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
         self.offsets: dict[ShardOffset, fx.Node] = {}
+        self.cuts: dict[FactorCut, LocalCut] = {}
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
@@ -365,6 +366,11 @@ class _Emission:
         return self.env[Value(step)]
 
     def _cut(self, cut: FactorCut) -> LocalCut:
+        if cut not in self.cuts:
+            self.cuts[cut] = self._held(cut)
+        return self.cuts[cut]
+
+    def _held(self, cut: FactorCut) -> LocalCut:
         n = self.plan.axes[cut.axis]
         held = pieces_at(Chunk(cut.extent, cut.axis, n, cut.zigzag), self.coordinate)
         begins = [

@@ -7,7 +7,7 @@ mesh axes folded so far.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftp.functional.remat import Region
 from ftp.ops.choose import BranchPath
@@ -128,10 +128,16 @@ class Node:
 
     def shape(self, index: int = 0) -> tuple[Size, ...]:
         """A result's shape on a rank."""
-        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.results[index])
+        return self._shape_of(self.rule.results[index])
 
     def operand_shape(self, slot: int) -> tuple[Size, ...]:
-        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.operands[slot])
+        return self._shape_of(self.rule.operands[slot])
+
+    def _shape_of(self, dims: Dims) -> tuple[Size, ...]:
+        sizes = self.sizes
+        return tuple(
+            [sizes[dim[0]] if len(dim) == 1 else prod([sizes[f] for f in dim]) for dim in dims]
+        )
 
     def replace_operands(self, new: Sequence["Value"]) -> None:
         if not self.operands:
@@ -143,18 +149,11 @@ class Node:
         self.operands = tuple(new)
 
 
-@dataclass(frozen=True, eq=False)
-class Value:
+class Value(NamedTuple):
     """One result of a node."""
 
     node: Node
     index: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Value) and self.node is other.node and self.index == other.index
-
-    def __hash__(self) -> int:
-        return id(self.node) + self.index
 
     def __repr__(self) -> str:
         return self.node.name if len(self.node.results) == 1 else f"{self.node.name}[{self.index}]"

@@ -113,6 +113,8 @@ def _key(tree: Any) -> Any:
         return tuple(map(_key, tree))
     if isinstance(tree, dict):
         return tuple((k, _key(v)) for k, v in tree.items())
+    if type(tree) in (int, bool, str):
+        return (type(tree), tree)
     if (
         isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format)
         or tree is None

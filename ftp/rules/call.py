@@ -68,10 +68,10 @@ def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]
     """
     if isinstance(tree, kind):
         return new(tree)
-    if isinstance(tree, list):
-        return [replaced(t, kind, new) for t in tree]
-    if isinstance(tree, tuple):
-        return tuple([replaced(t, kind, new) for t in tree])
+    if isinstance(tree, (list, tuple)):
+        changing = (kind, list, tuple, dict)
+        made = [replaced(t, kind, new) if isinstance(t, changing) else t for t in tree]
+        return made if isinstance(tree, list) else tuple(made)
     if isinstance(tree, dict):
         return {k: replaced(t, kind, new) for k, t in tree.items()}
     return tree

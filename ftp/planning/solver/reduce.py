@@ -135,6 +135,9 @@ class Network:
         self._touch(u)
 
     def _prune(self, v: int) -> None:
+        if len(self.unary[v]) == 1 and self.unary[v][0] < np.inf:
+            self._inline(v)
+            return
         worse = np.zeros((len(self.unary[v]), len(self.unary[v])))
         mask = np.ones(len(worse), dtype=bool)
         for u, table in list(self.tables[v].items()):
@@ -169,6 +172,12 @@ class Network:
                 alive[a] = False
                 self.replaced.append((v, int(self.values[v][a]), int(self.values[v][better[0]])))
         self.keep(v, alive)
+
+    def _inline(self, v: int) -> None:
+        """Add the only value's costs to the neighbours'."""
+        for u, table in list(self.tables[v].items()):
+            self.unary[u] = self.unary[u] + table[0]
+            self._join(v, u, None)
 
     def _fold(self, v: int) -> None:
         near = tuple(self.tables[v])
