@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ftp.ops import tile_kernels
 from ftp.ops.define import define
+from ftp.ops.tile_kernels import like_heads, over_heads
 from ftp.sharding.spec import Interval
 
-aten = torch.ops.aten
 QUERIES, KEYS = 1024, 8192  # sizes of a tile, forward
 TILE = 1024  # queries and keys of a tile, backward
 
@@ -251,11 +252,9 @@ def _tile(
     """One tile's result and log-sum-exp, ``-inf`` for rows that see nothing."""
     q, k, v = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
     mask = _mask_of(mask, tile)
-    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+    if kernel := tile_kernels.kernel_of(q, v, mask is not None):
         q, k, v = (x.contiguous() for x in (q, k, v))
-        part, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.is_diagonal, attn_mask=mask, scale=scale
-        )
+        part, logsumexp = tile_kernels.forward(kernel, q, k, v, mask, tile.is_diagonal, scale)
         if mask is not None:
             sees = _sees(mask, tile, q)
             logsumexp = logsumexp.masked_fill(~sees, -math.inf)
@@ -263,7 +262,7 @@ def _tile(
     scores = _scores(q, k, mask, tile, scale)
     logsumexp = torch.logsumexp(scores, -1)
     shift = logsumexp.masked_fill(logsumexp == -math.inf, 0)
-    values = _like_heads(v, q).to(scores.dtype)
+    values = like_heads(v, q).to(scores.dtype)
     return (scores - shift.unsqueeze(-1)).exp_() @ values, logsumexp
 
 
@@ -276,14 +275,9 @@ def _sees(mask: Tensor, tile: Tile, q: Tensor) -> Tensor:
     return sees.any(-1).expand(q.shape[:3])
 
 
-def _like_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for each head of queries."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:
     wide = sum_dtype(q.dtype)
-    scores = (q.to(wide) @ _like_heads(k, q).to(wide).transpose(-2, -1)).mul_(scale)
+    scores = (q.to(wide) @ like_heads(k, q).to(wide).transpose(-2, -1)).mul_(scale)
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
     if tile.is_diagonal:
@@ -375,25 +369,17 @@ def _tile_backward(
     )
     k, v = (_rows(x, tile.keys).contiguous() for x in (k, v))
     mask = _mask_of(mask, tile)
-    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, logsumexp, 0.0, tile.is_diagonal, attn_mask=mask, scale=scale
-        )
+    if kernel := tile_kernels.kernel_of(q, v, mask is not None):
+        given = grad_out, q, k, v, out, logsumexp, mask
+        return tile_kernels.backward(kernel, *given, tile.is_diagonal, scale)
     weights = (_scores(q, k, mask, tile, scale) - logsumexp.unsqueeze(-1)).exp_()
     grad = grad_out.to(weights.dtype)
-    keys, values = (_like_heads(x, q).to(weights.dtype) for x in (k, v))
+    keys, values = (like_heads(x, q).to(weights.dtype) for x in (k, v))
     delta = (grad * out).sum(-1, True)
     of_scores = weights * (grad @ values.transpose(-2, -1) - delta) * scale
     of_keys = of_scores.transpose(-2, -1) @ q.to(weights.dtype)
     of_values = weights.transpose(-2, -1) @ grad
-    return of_scores @ keys, _over_heads(of_keys, k), _over_heads(of_values, v)
-
-
-def _over_heads(x: Tensor, like: Tensor) -> Tensor:
-    """The sum over the heads of queries that share a head of keys."""
-    if x.shape[1] == like.shape[1]:
-        return x
-    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+    return of_scores @ keys, over_heads(of_keys, k), over_heads(of_values, v)
 
 
 def register_shapes(forward: OpOverload, backward: OpOverload) -> None:

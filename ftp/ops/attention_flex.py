@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
 from ftp.ops.define import define
-from ftp.ops.listed_blocks import listed
+from ftp.ops.listed_blocks import listed, listed_tiles
 from ftp.ops.score_functions import PLACE, evaluate, letters
+from ftp.ops.tile_kernels import over_heads
 
 PAIRS = 1 << 21  # most (query, key) pairs, over all heads, whose scores exist at a time
 
@@ -152,30 +154,26 @@ class Given:
         self, group: tuple[slice, slice, slice], row: Block, columns: Sequence[Block]
     ) -> Iterator[ScoreTile]:
         """The tiles of a block of queries in which a query sees a key."""
-        queries = slice(row.at, row.at + row.length)
-        states = self._states(group, row)
+        rows = row.first, row.first + row.length
+        seen, full = self._states(group, rows) if self.tables else (None, None)
         for block in columns:
-            end = block.first + block.length
-            if states is None:
-                keys = block.slice(block.first, end)
-                yield ScoreTile(*group, queries, keys, block.first, bool(self.mask))
-                continue
-            width, first = self.block[1], block.first
-            while first < end:
-                state, last = states[first // width], first
-                while last < end and states[last // width] == state:
-                    last = min((last // width + 1) * width, end)
-                if state:
-                    yield ScoreTile(*group, queries, block.slice(first, last), first, state == 1)
-                first = last
+            keys = block.first, block.first + block.length
+            found = [(rows, keys, bool(self.mask))]
+            if seen is not None and full is not None:
+                found = listed_tiles(seen, full, self.block, rows, keys)
+            for (first, stop), held, is_masked in found:
+                queries = row.slice(first, stop)
+                yield ScoreTile(*group, queries, block.slice(*held), held[0], is_masked)
 
-    def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
-        """Per key block: 0 if no query of block ``row`` sees a key, 2 if all see all, else 1."""
-        if not self.tables:
-            return None
-        first, last = row.first // self.block[0], (row.first + row.length - 1) // self.block[0]
-        some, full = (x.flatten(0, 2) for x in self.blocks_listed(group, first, last))
-        return ((some | full).any(0).int() + full.all(0).int()).tolist()
+    def _states(
+        self, group: tuple[slice, slice, slice], rows: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Per query block and key block, whether it is listed in any batch or head, and whether it
+        is full in all.
+        """
+        first, last = rows[0] // self.block[0], (rows[1] - 1) // self.block[0]
+        some, full = (x.flatten(0, 1) for x in self.blocks_listed(group, first, last))
+        return (some | full).any(0).cpu().numpy(), full.all(0).cpu().numpy()
 
     def scores(self, part: ScoreTile) -> Tensor:
         """A tile's scores, before its functions."""
@@ -247,10 +245,6 @@ def _like(x: Tensor, part: ScoreTile) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def _over_heads(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.shape[1] == like.shape[1] else x.unflatten(1, (like.shape[1], -1)).sum(2)
-
-
 def _finite(x: Tensor) -> Tensor:
     """Log-sum-exps with 0 for rows that see nothing, whose weights are 0."""
     return x.masked_fill(x == -math.inf, 0)
@@ -283,13 +277,14 @@ def attend(call: Given, out: Tensor, logsumexp: Tensor, top: Tensor) -> None:
                 if (sees := call.sees(part)) is not None:
                     scores = torch.where(sees, scores, -math.inf)
                 of_part = torch.logsumexp(scores, -1)
-                highest = top[into]
+                highest = part.of_queries(top)
                 torch.maximum(highest, scores.amax(-1), out=highest)
                 weights = (scores - _finite(of_part).unsqueeze(-1)).exp_()
                 del scores, sees
                 found = weights @ call.values(part)
                 del weights
-                merge(made, logsumexp[into], found, of_part)
+                here = slice(part.queries.start - row.at, part.queries.stop - row.at)
+                merge(made[:, :, here], part.of_queries(logsumexp), found, of_part)
                 del found
             out[into] = made
 
@@ -368,7 +363,7 @@ def _add(
     weights = (scores - logsumexp.unsqueeze(-1)).exp_()
     del scores
     to_v = part.of(of_v)
-    to_v.add_(_over_heads(weights.transpose(-2, -1) @ grad, to_v))
+    to_v.add_(over_heads(weights.transpose(-2, -1) @ grad, to_v))
     of_scores = (grad @ call.values(part).transpose(-2, -1)).sub_(delta.unsqueeze(-1))
     of_scores.mul_(weights)
     del weights
@@ -384,7 +379,7 @@ def _add(
     part.of_queries(of_q).add_(of_scores @ _like(part.of(call.k).to(wide), part))
     to_k = part.of(of_k)
     of_keys = of_scores.transpose(-2, -1) @ part.of_queries(call.q).to(wide)
-    to_k.add_(_over_heads(of_keys, to_k))
+    to_k.add_(over_heads(of_keys, to_k))
 
 
 @torch.library.register_fake("ftp::scaled_dot_product_attention_flex")

@@ -76,8 +76,7 @@ def one_rank(
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         for block in row_blocks:
-            whole = slice(block.at, block.at + block.length)
-            into = out[:, :, whole], total[:, :, whole]
+            into = [x.narrow(2, block.at, block.length) for x in (out, total)]
             for held in steps.blocks(owner, piece, attention.KEYS):
                 alone, (of_k, of_v), of_mask = _alone(held, near, mask)
                 attend(*into, q, of_k, of_v, block, alone, is_causal, scale, of_mask)
@@ -144,7 +143,7 @@ def _alone(
     """The keys and values of one block of a piece, and its columns of the mask."""
     if mask is not None and mask.shape[-1] != 1:
         mask = mask.narrow(-1, held.first, held.length)
-    near = [x[:, :, held.at : held.at + held.length] for x in tensors]
+    near = [x.narrow(2, held.at, held.length) for x in tensors]
     return Block(held.first, 0, held.length), near, mask
 
 

@@ -1,10 +1,12 @@
-"""Attention within packed documents, by tiles: a tile whose queries and keys have no document in
-common is skipped, and no mask is larger than a tile.
+"""Attention within packed documents, document by document, in tiles: pairs of two documents are not
+computed, but for documents of less than ``FINE`` tokens, which share a tile. Only such tiles and
+those of a window have a mask.
 
 The positions of queries are arguments of the op, as in `ftp.ops.attention`; the ends of documents
 are values.
 """
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ftp.ops import attention
-from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
+from ftp.ops.attention import Block, attend, blocks, sum_dtype
 from ftp.ops.define import define
+from ftp.ops.listed_blocks import FINE
 
 # ``is_self``: queries and keys are in the same documents, so that a window is a range of positions.
 GIVEN = (
@@ -63,93 +66,110 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class _DocumentPlaces:
-    """Documents and positions of a rank's queries and keys.
+class DocumentTile:
+    """A tile of the queries and keys of one document, or of several short ones.
 
     Attributes:
-        of_query, of_key: the document of each.
-        query_at: the position of the key that a query is aligned with; in a document with more keys
-            than queries, the last query is aligned with the last key.
-        left, right: the numbers of keys before and after that position that a query sees; -1: all.
+        queries, keys: slices of the rank's tensors.
+        first, begin: positions of the key that the first query is aligned with, and of the first
+            key.
+        is_causal: whether keys after the one that a query is aligned with are hidden.
+        mask: of several documents or of a window, what to add to scores.
     """
 
-    of_query: Tensor
-    query_at: Tensor
-    of_key: Tensor
-    key_at: Tensor
-    count: int
-    left: int
-    right: int
+    queries: slice
+    keys: slice
+    first: int
+    begin: int
+    is_causal: bool
+    mask: Tensor | None
 
-    @classmethod
-    def of(
-        cls,
-        documents: Documents,
-        sizes: tuple[int, int],
-    ) -> "_DocumentPlaces":
-        places = []
-        ends, held = (documents.ends_q, documents.ends_k), (documents.rows, documents.columns)
-        for end, part, size in zip(ends, held, sizes, strict=True):
-            at = [
-                torch.arange(start, start + length, device=end.device)
-                for start, length in pieces_of(part, size)
-            ]
-            places.append(in_documents(end, torch.cat([*at, end.new_empty(0, dtype=torch.long)])))
-        (of_query, query_at), (of_key, key_at) = places
-        more = ends[1].long().diff() - ends[0].long().diff()
-        more = torch.cat([more, more.new_zeros(1)]).index_select(0, of_query)
-        window = documents.left, documents.right
-        return cls(of_query, query_at + more, of_key, key_at, len(ends[0]) - 1, *window)
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """Queries and keys, as blocks of tensors that hold only these."""
+        queries, keys = self.queries, self.keys
+        return (
+            Block(self.first, 0, queries.stop - queries.start),
+            Block(self.begin, 0, keys.stop - keys.start),
+        )
 
-    def tiles(self, rows: Sequence[Block], keys: Sequence[Block]) -> Iterator[tuple[Tile, Tensor]]:
-        """Each tile in which a query sees a key, with its mask."""
-        ranges = [
-            [(int(of[b.at]), int(of[b.at + b.length - 1])) for b in found]
-            for of, found in ((self.of_query, rows), (self.of_key, keys))
-        ]
-        for row, (first, last) in zip(rows, ranges[0], strict=True):
-            for key, (begin, end) in zip(keys, ranges[1], strict=True):
-                if first > end or begin > last or first == self.count:
+
+def _tiles(q: Tensor, k: Tensor, documents: Documents) -> Iterator[DocumentTile]:
+    """The tiles in which a query sees a key. Only one tile's mask exists at a time."""
+    left, right, most = documents.left, documents.right, attention.TILE
+    ends_q, ends_k = documents.ends_q.tolist(), documents.ends_k.tolist()
+    columns = blocks(documents.columns, k.shape[2], most)
+    for block in blocks(documents.rows, q.shape[2], most):
+        for rows, first, last in _in_documents(block, ends_q, ends_k):
+            shift = ends_k[last] - ends_q[last]
+            low, high = ends_k[first], ends_k[last]
+            is_one = last - first == 1
+            if is_one and left >= 0:
+                low = max(low, rows.first + shift - left)
+            if is_one and right >= 0:
+                high = min(high, rows.first + rows.length + shift + right)
+            is_hidden = not is_one or left >= 0 or right > 0
+            for keys in columns:
+                begin, end = max(keys.first, low), min(keys.first + keys.length, high)
+                if begin >= end:
                     continue
-                of_row, of_key = (slice(b.at, b.at + b.length) for b in (row, key))
-                tile = Tile(of_row, of_key)
-                held = [self.sees(tile)]
-                if bool(held[0].any()):
-                    yield tile, held.pop()
-
-    def sees(self, tile: Tile) -> Tensor:
-        of_query = self.of_query[tile.queries].unsqueeze(1)
-        query_at, key_at = self.query_at[tile.queries].unsqueeze(1), self.key_at[tile.keys]
-        sees = of_query == self.of_key[tile.keys]
-        sees &= of_query < self.count
-        if self.right >= 0:
-            sees &= key_at <= query_at + self.right
-        if self.left >= 0:
-            sees &= key_at >= query_at - self.left
-        return sees
+                held = Block(begin, keys.slice(begin, end).start, end - begin)
+                mask = _mask(documents, rows, held, q) if is_hidden else None
+                tile = rows.slice(rows.first, rows.first + rows.length), keys.slice(begin, end)
+                is_causal = not is_hidden and right == 0
+                yield DocumentTile(*tile, rows.first + shift, begin, is_causal, mask)
+                del mask
 
 
-def _tiles(q: Tensor, k: Tensor, documents: Documents) -> Iterator[tuple[Tile, Tensor]]:
-    most, sizes = attention.TILE, (q.shape[2], k.shape[2])
-    held = documents.rows, documents.columns
-    rows, keys = (blocks(part, size, most) for part, size in zip(held, sizes, strict=True))
-    for tile, sees in _DocumentPlaces.of(documents, sizes).tiles(rows, keys):
-        mask = torch.zeros(sees.shape, dtype=sum_dtype(q.dtype), device=q.device)
-        mask.masked_fill_(sees.logical_not_(), -math.inf)
-        held = [mask[None, None]]
-        del sees, mask
-        yield tile, held.pop()  # only one tile's mask exists at a time
+def _in_documents(
+    block: Block, ends_q: Sequence[int], ends_k: Sequence[int]
+) -> Iterator[tuple[Block, int, int]]:
+    """A block of queries by its documents, short ones together: queries, and the first document and
+    that after the last.
+
+    >>> for rows, first, last in _in_documents(Block(0, 0, 400), [0, 3, 5, 300], [0, 3, 5, 300]):
+    ...     print(rows.first, rows.length, first, last)
+    0 5 0 2
+    5 295 2 3
+    """
+    at, stop = block.first, block.first + block.length
+    document = bisect.bisect_right(ends_q, at) - 1
+    while at < stop and document < len(ends_q) - 1:
+        first, begin = document, ends_k[document]
+        document += 1
+        while (
+            document < len(ends_q) - 1
+            and ends_q[document] < stop
+            and max(ends_q[document + 1] - at, ends_k[document + 1] - begin) <= FINE
+        ):
+            document += 1
+        end = min(ends_q[document], stop)
+        if at < end:
+            yield Block(at, block.at + at - block.first, end - at), first, document
+        at = max(at, end)
+
+
+def _mask(documents: Documents, rows: Block, keys: Block, like: Tensor) -> Tensor:
+    ends_q, ends_k = documents.ends_q, documents.ends_k
+    places = [
+        in_documents(ends, torch.arange(x.first, x.first + x.length, device=ends.device))
+        for ends, x in ((ends_q, rows), (ends_k, keys))
+    ]
+    (of_query, query_at), (of_key, key_at) = places
+    # In a document with more keys than queries, the last query is aligned with the last key.
+    more = (ends_k.long().diff() - ends_q.long().diff()).index_select(0, of_query)
+    query_at = (query_at + more).unsqueeze(1)
+    hides = of_query.unsqueeze(1) != of_key
+    if documents.right >= 0:
+        hides |= key_at > query_at + documents.right
+    if documents.left >= 0:
+        hides |= key_at < query_at - documents.left
+    mask = torch.zeros(hides.shape, dtype=sum_dtype(like.dtype), device=like.device)
+    return mask.masked_fill_(hides, -math.inf)[None, None]
 
 
 def _within(x: Tensor, part: slice) -> Tensor:
     return x[:, :, part]
-
-
-def _whole(tile: Tile) -> tuple[Block, Block]:
-    return (
-        Block(0, 0, tile.queries.stop - tile.queries.start),
-        Block(0, 0, tile.keys.stop - tile.keys.start),
-    )
 
 
 @torch.library.impl("ftp::scaled_dot_product_attention_varlen", "CompositeExplicitAutograd")
@@ -171,11 +191,11 @@ def merge_tiles(
     """Merge the attention to these keys into results and log-sum-exps."""
     if not into[0].numel() or not k.shape[2]:
         return
-    for tile, mask in _tiles(q, k, documents):
+    for tile in _tiles(q, k, documents):
         near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
         out, total = (_within(x, tile.queries) for x in into)
-        attend(out, total, *near, *_whole(tile), False, documents.scale, mask)
-        del mask
+        attend(out, total, *near, *tile.blocks, tile.is_causal, documents.scale, tile.mask)
+        del tile
 
 
 @torch.library.impl(
@@ -213,15 +233,16 @@ def add_tiles(
     if not grad_out.numel() or not k.shape[2]:
         return
     logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0)
-    for tile, mask in _tiles(q, k, documents):
+    for tile in _tiles(q, k, documents):
         grad, near, made, weights = (
             _within(x, tile.queries) for x in (grad_out, q, out, logsumexp)
         )
         of_tile = grad, near, _within(k, tile.keys), _within(v, tile.keys), made, weights
         parts = (tile.queries, tile.keys, tile.keys)
         into = [_within(x, part) for x, part in zip(sums, parts, strict=True)]
-        attention.add_gradients(into, of_tile, *_whole(tile), False, documents.scale, mask)
-        del mask
+        how = *tile.blocks, tile.is_causal, documents.scale, tile.mask
+        attention.add_gradients(into, of_tile, *how)
+        del tile, how
 
 
 attention.register_shapes(VARLEN, VARLEN_BACKWARD)

@@ -433,7 +433,7 @@ def _taken(x: Tensor, held: Sequence[Block]) -> Tensor:
 
 
 def _part(x: Tensor, part: slice) -> Tensor:
-    return x[:, :, part]
+    return x.narrow(2, part.start, part.stop - part.start)
 
 
 def _elements(x: Tensor, length: int) -> int:

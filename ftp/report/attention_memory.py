@@ -73,7 +73,10 @@ class _CallSizes:
         self.is_causal = bool(rest and rest[0]) and not self.is_varlen
         at = names.index("attn_mask") if "attn_mask" in names else None
         mask = node.kwargs.get("attn_mask") if at is None or at >= len(node.args) else node.args[at]
-        self.has_mask = self.is_varlen or isinstance(mask, fx.Node)
+        self.has_mask = isinstance(mask, fx.Node)
+        if self.is_varlen:
+            left, right = (given[names.index(side)] for side in ("left", "right"))
+            self.has_mask = left >= 0 or right > 0
         heads = self.q.shape[0] * self.q.shape[1]
         self.heads, self.of_keys = heads, self.k.shape[0] * self.k.shape[1]
 
@@ -173,14 +176,13 @@ class _CallSizes:
         return attention.TILE, attention.TILE
 
     def in_documents(self) -> int:
-        return self._masked_tile(self.k.shape[2], is_copied(self.k, attention.TILE))
+        return self._document_tile(self.k.shape[2], is_copied(self.k, attention.TILE))
 
-    def _masked_tile(self, keys: int, near: bool) -> int:
-        """A tile with its mask."""
+    def _document_tile(self, keys: int, near: bool) -> int:
+        """A tile of one long document, with its mask if there is a window."""
         queries, keys = min(attention.TILE, self.q.shape[2]), min(attention.TILE, keys)
-        places = 8 * 2 * (self.q.shape[2] + keys)  # documents and places
-        mask = queries * keys * self.wide
-        return places + max(mask + self.tile(queries, keys, near), mask + queries * keys)
+        mask = queries * keys * self.wide * self.has_mask
+        return mask + self.tile(queries, keys, near)
 
     def in_ring(self, steps: Steps) -> int:
         """The most over all steps of a rank."""
@@ -203,7 +205,7 @@ class _CallSizes:
 
             if self.is_varlen:
                 key = received, not step
-                tile = known.get(key) or self._masked_tile(received, is_near(keys))
+                tile = known.get(key) or self._document_tile(received, is_near(keys))
             else:
                 found = steps.blocks(owner, piece, keys)
                 key = not step, received, tuple((b.first, b.length) for b in found)

@@ -9,10 +9,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.ops import attention, attention_flex
-from ftp.ops.attention import sum_dtype
+from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.key_ring import Steps
+from ftp.ops.listed_blocks import known_blocks, listed_tiles
 from ftp.ops.map_slices import slice_program_of
 from ftp.ops.rings import RINGS
 from ftp.ops.score_functions import PLACE
@@ -51,35 +52,70 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
         sizes = pair * size, pair * wide
         travels = max(travelling(steps, sizes, ring.returns, is_copied(k, held)), default=0)
     batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
-    queries, keys = min(attention.TILE, q.shape[2]), min(attention.TILE, held)
-    sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
-    pairs = math.prod(sizes.values())
-    rows, columns = batch * heads * queries, batch * heads * keys
     repeated = wide if heads != of_keys else 0
-    copies = rows * q.shape[3] * cast + columns * k.shape[3] * max(cast, repeated)
     of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
     if of_mask:  # of the blocks of a tile's queries
         block_rows = shapes.values[tables[1]][0].shape[2]
-        of_mask = min(of_mask, -(-of_mask // block_rows) * (queries // rest[7][0] + 2))
+        most_rows = min(attention.TILE, q.shape[2])
+        of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[7][0] + 2))
     base = travels + _LISTED * of_mask + _INDEX * (q.shape[2] + held)
-    scores, of_score = pairs * wide, _peak(score, sizes)
-    hidden = _peak(mask, sizes)
-    sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
-    of_values = columns * v.shape[3] * max(cast, repeated)
-    if is_forward:
-        made = rows * v.shape[3]
-        most = scores + max(copies, of_score, hidden, scores + sees, of_values + made * wide)
-        most += base + made * (0 if ring else cast) + rows * 3 * wide
-        summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
-    else:
+
+    def of_tile(queries: int, keys: int) -> int:
+        sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
+        pairs = math.prod(sizes.values())
+        rows, columns = batch * heads * queries, batch * heads * keys
+        copies = rows * q.shape[3] * cast + columns * k.shape[3] * max(cast, repeated)
+        scores, of_score = pairs * wide, _peak(score, sizes)
+        hidden = _peak(mask, sizes)
+        sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
+        of_values = columns * v.shape[3] * max(cast, repeated)
+        if is_forward:
+            made = rows * v.shape[3] * wide
+            most = max(copies, of_score, hidden, scores + sees, of_values + made)
+            return scores + most + rows * 3 * wide
         most = max(scores + max(copies, hidden), 2 * scores + sees + of_values)
         if score:  # the function's argument and result are kept for its derivative
             kept = 2 * scores + _kept(score, sizes)
             most = max(scores + of_score, kept + hidden, kept + most)
-        most += base + rows * (v.shape[3] + 2) * cast + math.prod(q.shape[:3]) * wide
+        return most
+
+    placed = given[at + 3 + (0 if is_forward else 2) :]
+    whole = ring.needs(given).ring.size if ring else held
+    part = tuple(placed[5]), q.shape[2], whole, held
+    most = base + max(of_tile(*x) for x in _tiles(*part, tuple(rest[7]), rest[11]))
+    rows = batch * heads * min(attention.TILE, q.shape[2])
+    if is_forward:
+        most += rows * v.shape[3] * (0 if ring else cast)
+        summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
+    else:
+        most += rows * (v.shape[3] + 2) * cast + math.prod(q.shape[:3]) * wide
         summed = sum(math.prod(x.shape) for x in ((q,) if ring else (q, k, v)))
     # Sums of a wider dtype than the results are held from the begin, results from the end.
     return max(summed * cast, summed * max(cast - size, 0) + most)
+
+
+@functools.lru_cache(64)
+def _tiles(
+    part: tuple[int, ...], queries: int, size: int, held: int, block: tuple[int, int], known: str
+) -> set[tuple[int, int]]:
+    """The numbers of queries and keys of the tiles.
+
+    Args:
+        part: of the queries, as in `ftp.ops.attention`.
+        size, held: keys of the sequence, and of those that are computed with at a time.
+        known: which blocks are listed; "" where values decide.
+    """
+    most = min(attention.TILE, held)
+    if not known:
+        return {(min(attention.TILE, queries), most)}
+    found, seen = {(1, 1)}, known_blocks(known)
+    for row in blocks(part, queries, attention.TILE):
+        rows = row.first, row.first + row.length
+        near = seen[rows[0] // block[0] : -(-rows[1] // block[0])]
+        for (first, stop), (begin, end), _ in listed_tiles(near, near, block, rows, (0, size)):
+            for low in range(begin // most * most, end, most):
+                found.add((stop - first, min(end, low + most) - max(begin, low)))
+    return found
 
 
 def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:

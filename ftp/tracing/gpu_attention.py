@@ -12,6 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from ftp.ops.tile_kernels import ALIGNED, WIDEST_HEAD
+
 aten = torch.ops.aten
 CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -19,8 +21,6 @@ FLASH = aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
-WIDEST_HEAD = 256  # of flash attention, in elements
-ALIGNED = 8  # a head's size must be a multiple of this, in elements
 MASK_ALIGNED = 16  # a mask's row must be a multiple of this, in elements
 
 

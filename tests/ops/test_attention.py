@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
-from ftp.ops import attention
+import ftp
+from ftp.ops import attention, attention_flex
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of
 
 
@@ -110,3 +112,31 @@ def test_dtypes(dtype: torch.dtype):
         assert one.dtype == dtype
         bound = 4 * torch.finfo(dtype).eps + 32 * torch.finfo(torch.float32).eps
         assert (one - exact).abs().max() < bound * exact.abs().max()
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_blocks_that_are_not_listed_are_not_computed(is_balanced: bool):
+    """Of documents whose blocks `ftp.balance` deals out, of full and other blocks."""
+    size, width = 2048, 128
+    ends = torch.tensor([0, 100, 700, 800, 2048])
+    order = ftp.balance(ends, 2) if is_balanced else torch.arange(size // width)
+    at = (width * order.unsqueeze(1) + torch.arange(width)).flatten()
+    document = torch.bucketize(at, ends[1:], right=True)
+    blocks = create_block_mask(
+        lambda b, h, q, k: (at[q] >= at[k]) & (document[q] == document[k]),
+        None, None, size, size, "cpu", BLOCK_SIZE=width,
+    )  # fmt: skip
+    listed = blocks.to_dense()[0, 0].bool()
+    tables: Any = [blocks.kv_num_blocks, blocks.kv_indices]
+    tables += [blocks.full_kv_num_blocks, blocks.full_kv_indices]
+    computed = torch.zeros(size, size, dtype=torch.int64)
+    for rank in range(2):
+        half, k = torch.empty(1, 1, size // 2, 2), torch.empty(1, 1, size, 2)
+        rows = [1, size, 1, 1, rank * size // 2, size // 2]
+        places = [], [], [], [], rows, [], [width, width]
+        call = attention_flex.Given(half, k, k, tables, *places, 1.0, "", "a mask", "")
+        for group in call.groups():
+            for row in attention.blocks(rows, size // 2, attention.TILE):
+                for tile in call.parts(group, row, attention.blocks([], size, attention.TILE)):
+                    computed[rank * size // 2 :][tile.queries, tile.keys] += 1
+    assert torch.equal(computed, listed.repeat_interleave(width, 0).repeat_interleave(width, 1))

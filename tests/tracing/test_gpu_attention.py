@@ -2,14 +2,20 @@
 it computes under any cut, by the CPU's kernel in its place.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftp
 from ftp import P
+from ftp.ops import attention as parts
+from ftp.ops import tile_kernels
+from ftp.ops.rings import RINGS
 from ftp.sharding.pytree import flatten
 from ftp.tracing.gradient import grad_and_value
 from ftp.tracing.trace import trace
@@ -42,6 +48,7 @@ def efficient_backward(
 ):
     assert wanted == [True, True, True, False]
     mask = {"attn_mask": bias, "scale": scale}
+    lse = lse[:, :, : q.shape[2]]
     return *CPU_BACKWARD(grad, q, k, v, out, lse, dropout, is_causal, **mask), None
 
 
@@ -158,3 +165,95 @@ def test_queries_and_heads_of_a_gpu_are_cut(kind, is_causal, kernels):
         )
         for one, other in zip(step(*args), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+@pytest.mark.parametrize("is_ring", [True, False])
+def test_tiles_are_computed_by_a_gpu_s_kernels(kind, is_ring, kernels, monkeypatch):
+    """With its log-sum-exps: causal queries beside gathered keys, and in a ring."""
+    taken = Counter()
+
+    def kernel_of(q, v, has_mask):
+        taken[kind] += 1
+        return kind
+
+    monkeypatch.setattr(tile_kernels, "kernel_of", kernel_of)
+    args = [torch.randn(2, 4, 64, 8, dtype=torch.float64) for _ in range(4)]
+    whole = [x.clone().requires_grad_() for x in args[1:]]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True)
+    expected = [out, *torch.autograd.grad(out, whole, args[0])]
+    hardware = ftp.Hardware(flops=1e3, ring_step=0.0) if is_ring else ftp.Hardware(ring_step=1.0)
+    cut = P(None, None, ftp.zigzag("a"))
+    step = ftp.spmd(
+        chain(kind, True), ftp.simulated_mesh((3,), ("a",)), cut, cut, hardware=hardware
+    )
+    moved = {c.op for c in step.lower(*args).collectives}
+    assert moved == ({"ring"} if is_ring else {"all_gather", "reduce_scatter"})
+    for one, other in zip(step(*args), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert taken[kind] > 6
+
+
+class Seen(TorchDispatchMode):
+    """Counts attention kernels, and matmuls, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::")
+        if "scaled_dot_product" in name or name in ("mm", "bmm"):
+            self.found[name.removeprefix("_scaled_dot_product_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_keys", "kind"),
+    [(torch.bfloat16, 2, "flash"), (torch.float32, 4, "efficient"), (torch.float64, 4, "")],
+)
+def test_a_ring_of_gpus_calls_their_kernels(dtype, of_keys, kind, monkeypatch):
+    """On fake tensors that say they are a GPU's, with log-sum-exps in single precision."""
+    monkeypatch.setattr(tile_kernels, "device_of", lambda x: "cuda")
+    mesh = ftp.AbstractMesh((4,), ("cp",), device_type="cuda")
+    cut, size = P(None, None, "cp"), 8192
+    q, k = (torch.empty(1, h, size, 64, dtype=dtype, device="meta") for h in (4, of_keys))
+
+    def run(q, k, v, grad):
+        def attend(*x):
+            return F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=of_keys != 4)
+
+        out, vjp = torch.func.vjp(attend, q, k, v)
+        return out, *vjp(grad)
+
+    hardware = ftp.Hardware(flops=1e9, ring_step=0.0)
+    lowered = ftp.lower(run, mesh, (cut,) * 4, q, k, k, q, out_specs=cut, hardware=hardware)
+    rings = [n for n in lowered.graph.graph.nodes if n.target in RINGS]
+    assert len(rings) == 2 == len(lowered.collectives)
+    with FakeTensorMode(), Seen() as seen:
+        for node in rings:
+            made = RINGS[node.target].by_rank([given_of(node, q, k, r) for r in range(4)])
+            found = [(x.dtype, tuple(x.shape)) for x in made[3]]
+            rows, keys = ((dtype, (1, x.shape[1], size // 4, 64)) for x in (q, k))
+            weights = parts.sum_dtype(dtype), rows[1][:3]
+            is_backward = "backward" in str(node.target)
+            assert found == ([rows, keys, keys] if is_backward else [rows, weights])
+    kernels = {name: n for name, n in seen.found.items() if "attention" in name}
+    assert set(kernels) == ({f"{kind}_attention", f"{kind}_attention_backward"} if kind else set())
+    assert bool(kernels) != bool(seen.found["bmm"])
+
+
+def given_of(node, q, k, rank):
+    """A rank's arguments of a ring, on fake tensors."""
+    args = []
+    for argument, given in zip(node.target._schema.arguments, node.args, strict=True):
+        if argument.name == "logsumexp":
+            args.append(torch.empty(1, 4, 2048, dtype=parts.sum_dtype(q.dtype)))
+        elif isinstance(given, torch.fx.Node):
+            heads = (k if argument.name in "kv" else q).shape[1]
+            args.append(torch.empty(1, heads, 2048, 64, dtype=q.dtype))
+        elif argument.name == "rows":
+            args.append([1, 8192, 1, 1, 2048 * rank, 2048])
+        else:
+            args.append(given)
+    return tuple(args)
