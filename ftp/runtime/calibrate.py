@@ -64,6 +64,8 @@ def calibrate(
     >>> machine = ftp.calibrate(dtypes=[torch.float32], seconds=0.001)
     >>> machine.flops_of(torch.float32) > 0 and machine.memory > 0 and machine.overhead > 0
     True
+    >>> machine.capacity > 1e6  # bytes
+    True
     """
     m = resolve(mesh) if mesh is not None else None
     kind = device_type or (m.device_type if m is not None else "cpu")
@@ -100,8 +102,16 @@ def calibrate(
         _cold(clock, overhead) if is_cpu else (),
         _elements(clock) if is_cpu else {},
         min(1.0, _convolution(clock, dtypes[0]) / rates[dtypes[0]]),
-        capacity=0.0,
+        capacity=clock.mean(_capacity(device)),
     )
+
+
+def _capacity(device: torch.device) -> float:
+    """Bytes of a device's memory; a rank's share of the host's memory on a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return whole / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class _Clock:
