@@ -295,6 +295,26 @@ def test_packed_weights_are_cut_in_packs():
     assert found.patterns["qkv.bias"] == P(packed)
 
 
+def test_stacked_experts_are_cut_by_expert():
+    """Each rank computes its experts; cut within experts, it would be no faster."""
+
+    def loss_fn(p, x):
+        gates = (x @ p["router"]).softmax(-1)
+        hidden = torch.einsum("td,edh->eth", x, p["up"]).relu()
+        out = torch.einsum("eth,ehd->etd", hidden, p["down"])
+        return ((out * gates.T[..., None]).sum(0) + x).square().mean()
+
+    shapes = {"router": (512, 8), "up": (8, 512, 2048), "down": (8, 2048, 512)}
+    params = {k: torch.empty(shape, device="meta") for k, shape in shapes.items()}
+    mesh, x = ftp.AbstractMesh((4,), ("tp",)), torch.empty(4096, 512, device="meta")
+    found = ftp.search(loss_fn, params, mesh, P(), x, hardware="h100")
+    assert [found.patterns[k] for k in ("up", "down")] == [P("tp", None, None)] * 2
+    for up, down in ((P("tp"), P("tp")), (P(None, None, "tp"), P(None, "tp")), (P(), P())):
+        given = {"router": P(), "up": up, "down": down}
+        by_hand = ftp.shard(loss_fn, mesh, given, hardware="h100").lower(params, x)
+        assert found.cost <= by_hand.cost()
+
+
 def test_the_page():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, device="meta"))
