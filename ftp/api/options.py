@@ -10,6 +10,7 @@ from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh_groups import uses_nccl
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged
 
@@ -50,11 +51,11 @@ def check_pipeline(
     if not isinstance(pipeline, Pipeline):
         raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
     pipeline.actions(pipeline.mesh_of(mesh).axes[pipeline.axis])
-    if mesh.kind == "process" and mesh.device_type != "cpu":
+    if mesh.kind == "process" and mesh.device_type == "cuda" and not uses_nccl(mesh):
         raise MeshError(
-            f"The mesh is {mesh}, but stages send by gloo, which takes tensors of a CPU; what NCCL"
-            " needs, one order of messages on both ranks, is not written. For GPUs a pipeline can"
-            " be planned, on an ftp.AbstractMesh."
+            f"The mesh is {mesh}, but its processes talk by gloo, which sends no tensors of a GPU"
+            " from one stage to another. Start them with ftp.init_process_group(), which uses NCCL,"
+            ' or make the mesh with device_type="cpu".'
         )
     if rng:
         raise InputError(

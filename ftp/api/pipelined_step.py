@@ -208,10 +208,17 @@ def check_batch(
                 f" take the whole batch. Leave {pipeline.axis!r} out."
             )
         count = pipeline.microbatches
-        rows = _rows_of_ranks(spec, shape, mesh.axes) if shape else {1}
+        if not shape:
+            failures.append(
+                f"{name} is 0-d: it has no rows, of which each microbatch takes some. Give"
+                f" {name}.expand({count}) of spec P(), and read element 0 in the function, or a"
+                " Python number."
+            )
+            continue
+        rows = _rows_of_ranks(spec, shape, mesh.axes)
         odd = [r for r in sorted(rows) if r % count]
-        if not shape or odd:
-            held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+        if odd:
+            held = f", of which a rank holds {odd[0]} rows," if spec.cuts(0) else ""
             key = f" Of a random key give ftp.random.split(key, {count})." if shape == (2,) else ""
             failures.append(
                 f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"

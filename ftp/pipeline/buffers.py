@@ -41,6 +41,30 @@ def messages(actions: Actions, stages: int) -> list[Message]:
     return found
 
 
+def arrivals(actions: Actions, stages: int) -> dict[Action, list[Action]]:
+    """Per action that reads a message, the readers of those that its rank asks for with it, its own
+    last: also what the same sender sends before, and no earlier action of the rank has asked for.
+
+    >>> from ftp.pipeline.schedule import gpipe
+    >>> first, second = gpipe(2, 2, 1)
+    >>> found = arrivals([first, [second[1], second[0], *second[2:]]], 2)
+    >>> [str(action) for action in found[Action("F", 1, 1)]], found[Action("F", 1, 0)]
+    (['F1.0', 'F1.1'], [])
+    """
+    sent = messages(actions, stages)
+    by_reader = {m.reader: m for m in sent}
+    left: dict[RankPair, list[Action]] = {}
+    for message in reversed(sent):
+        left.setdefault(message.channel, []).append(message.reader)
+    found = {}
+    for action in (action for own in actions for action in own if action in by_reader):
+        coming, asked = left[by_reader[action].channel], []
+        while action in coming:
+            asked.append(coming.pop())
+        found[action] = asked
+    return found
+
+
 def most_on_their_way(actions: Actions, stages: int) -> dict[RankPair, int]:
     """Per pair of ranks the most messages that are on their way at once, at any speed of the ranks.
 

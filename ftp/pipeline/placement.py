@@ -33,6 +33,7 @@ class Pipeline:
 
     Raises:
         ScheduleError: an unknown schedule, or one that does not take these microbatches or chunks.
+        SpecError: ``stages`` that are no lists of patterns.
 
     >>> import ftp, torch
     >>> mesh = ftp.simulated_mesh((2,), ("pp",))
@@ -78,6 +79,15 @@ class Pipeline:
                     f"schedule={self.schedule!r} runs one stage a rank, not chunks={self.chunks}."
                     ' Give schedule="interleaved".'
                 )
+        else:
+            _as_actions(self.schedule)
+        if self.stages is not None and (
+            isinstance(self.stages, str) or any(isinstance(own, str) for own in self.stages)
+        ):
+            raise SpecError(
+                f"stages is {self.stages!r}; it is a list of patterns for each stage, as"
+                " [['emb', 'layers.0.**'], ['layers.1.**', 'head']]."
+            )
 
     def mesh_of(self, mesh: AnyMesh | None) -> Mesh:
         """The mesh as a value.
@@ -122,7 +132,7 @@ class Pipeline:
         if isinstance(self.schedule, str):
             made = SCHEDULES[self.schedule](ranks, self.microbatches, self.chunks)
         else:
-            made = [[Action(*action) for action in own] for own in self.schedule]
+            made = _as_actions(self.schedule)
             if len(made) != ranks:
                 raise ScheduleError(
                     f"The schedule has lists for {len(made)} ranks, but axis {self.axis!r} has"
@@ -231,6 +241,16 @@ class Pipeline:
         if failures:
             raise SpecError(join_failures(failures))
         return found
+
+
+def _as_actions(schedule: Any) -> list[list[Action]]:
+    try:
+        return [[Action(*action) for action in own] for own in schedule]
+    except TypeError:
+        raise ScheduleError(
+            f"schedule is {schedule!r}; it is a name, or for each rank a list of"
+            " ftp.Action(kind, stage, microbatch)."
+        ) from None
 
 
 def _at_stage(spec: PartitionSpec, axis: str, stage: int, ndim: int) -> PartitionSpec:

@@ -233,10 +233,12 @@ class LoweredPipeline(Startable):
         peak = base
         own_actions = program.actions[rank]
         for at, (kind, stage, i) in enumerate(own_actions):
-            # What an action reads, and what the next one does, are received before it runs.
+            # What an action reads, and what the next one does, are received before it runs, and
+            # what was sent before them.
             for following in own_actions[at : at + 2]:
-                held.setdefault(following[1:], set()).update(self._received(following, rank))
-            here = held[stage, i]
+                for reader in program.arrivals.get(following, ()):
+                    held.setdefault(reader[1:], set()).update(self._given(reader))
+            here = held.setdefault((stage, i), set())
             here.update(self._given(own_actions[at]))
             for sender in program.known_read[own_actions[at]]:
                 sent.pop(sender, None)
@@ -308,11 +310,6 @@ class LoweredPipeline(Startable):
             return ()
         stages = self._program.made.stages
         return stages.forward[stage] if kind == "F" else stages.backward[stage]
-
-    def _received(self, action: Action, rank: int) -> Sequence[str]:
-        """Of `_given`, what comes from another rank."""
-        source = action.stage + (-1 if action.kind == "F" else 1)
-        return () if source % self._program.ranks == rank else self._given(action)
 
     @cached_property
     def _rows(self) -> list[int]:

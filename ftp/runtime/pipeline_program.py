@@ -6,19 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ftp.pipeline.buffers import RankPair, known_read
+from ftp.pipeline.buffers import RankPair, arrivals, known_read, messages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, TimedAction
-from ftp.runtime.pipeline_worker import Worker
+from ftp.runtime.pipeline_worker import Mark, Worker, seconds_between
 from ftp.runtime.program import Program
 from ftp.runtime.shared_messages import MessageQueue, message_queues
-from ftp.runtime.stage_messages import Key, Mailbox, Messages
+from ftp.runtime.stage_messages import (
+    BETWEEN_ACTIONS,
+    Key,
+    Mailbox,
+    Messages,
+    groups_of_pairs,
+)
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, StagePrograms, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.mesh import mesh_device, require_coordinate
@@ -36,7 +41,8 @@ class PipelineProgram(ProgramOfSubgraphs):
         leaves: the parameters, with their layout within a stage.
         stage_of: per parameter its stage; None for a parameter on every rank.
         batch: the batch tensors.
-        measured: the timed actions of this process in its last call.
+        marks: of each action of this process in its last call its rank, and the moments when the
+            call, and the action, began, and when it ended.
     """
 
     pipeline: Pipeline
@@ -46,7 +52,15 @@ class PipelineProgram(ProgramOfSubgraphs):
     leaves: Sequence[StoredValue]
     stage_of: Sequence[int | None]
     batch: Sequence[StoredValue]
-    measured: list[TimedAction] = field(default_factory=list)
+    marks: list[tuple[Action, int, Mark, Mark, Mark]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[TimedAction]:
+        """The timed actions of this process in its last call."""
+        return [
+            TimedAction(action, rank, seconds_between(begin, start), seconds_between(begin, end))
+            for action, rank, begin, start, end in self.marks
+        ]
 
     @property
     def subgraphs(self) -> Mapping[Any, Program]:
@@ -69,15 +83,20 @@ class PipelineProgram(ProgramOfSubgraphs):
         )
 
     @cached_property
+    def arrivals(self) -> Mapping[Action, Sequence[Action]]:
+        """Per action that reads a message, the readers of those that its rank asks for with it."""
+        return arrivals(self.actions, len(self.made.stages.forward))
+
+    @cached_property
     def known_read(self) -> Mapping[Action, Sequence[Action]]:
         """Per action, the actions of its rank whose messages have been read before it."""
         return known_read(self.actions, len(self.made.stages.forward))
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.measured.clear()
+        self.marks.clear()
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.axis]
-        posts = Messages(self.mesh, self.axis, self._tags, self._queues)
+        posts = Messages(self.mesh, self.axis, self._order, self._empty, self._queues, self._groups)
         worker = Worker(self, rank, inputs, posts, self._local_shape)
         for _ in worker.run():
             raise AssertionError("a message between processes is waited for where it is read")
@@ -103,22 +122,48 @@ class PipelineProgram(ProgramOfSubgraphs):
         return found
 
     @cached_property
-    def _tags(self) -> dict[Key, int]:
-        """The first tag of each message between ranks; its values have consecutive tags."""
-        stages = self.made.stages
-        counts: dict[Key, int] = {}
-        for i in range(self.pipeline.microbatches):
-            for k, names in enumerate(stages.forward):
-                counts["F", k, k + 1, i] = len(names)
-            for k, names in enumerate(stages.backward):
-                counts["B", k, k - 1, i] = len(names)
-        for leaf, holder in enumerate(self.stage_of):
-            for rank in range(self.ranks):
-                counts["borrow", holder or 0, rank, leaf] = 1
-            for stage in stages.gradients[leaf]:
-                for to in range(max(self.ranks, len(stages.forward))):
-                    counts["gradient", stage, to, leaf] = 1
-        return dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+    def _order(self) -> dict[RankPair, list[Key]]:
+        """Per pair of ranks the messages from one to the other, in the order of sending."""
+        stages, found = self.made.stages, dict[RankPair, list[Key]]()
+
+        def add(kind: str, stage: int, to: int, number: int) -> None:
+            pair = stage % self.ranks, to % self.ranks
+            if pair[0] != pair[1]:
+                found.setdefault(pair, []).append((kind, stage, to, number))
+
+        holders = list(enumerate(self.stage_of))
+        for leaf, holder in holders:
+            for rank in dict.fromkeys(k % self.ranks for k in stages.borrowed[leaf]):
+                if holder is not None:
+                    add("borrow", holder, rank, leaf)
+        for (kind, stage, i), _, _ in messages(self.actions, len(stages.forward)):
+            forward = kind == "F"
+            if stages.forward[stage] if forward else stages.backward[stage]:
+                add("F" if forward else "B", stage, stage + 1 if forward else stage - 1, i)
+        # Of a parameter on every rank each one gets the gradient.
+        for of_all in (False, True):
+            for leaf, holder in holders:
+                for stage in stages.gradients[leaf] if (holder is None) == of_all else ():
+                    for to in range(self.ranks) if holder is None else [holder]:
+                        add("gradient", stage, to, leaf)
+        return found
+
+    def _empty(self, key: Key) -> list[torch.Tensor]:
+        """New tensors for the values of a message."""
+        kind, stage, _, number = key
+        stages, values = self.made.stages, self.made.values
+        if kind in BETWEEN_ACTIONS:
+            names = stages.forward[stage] if kind == "F" else stages.backward[stage]
+            held = [values[name] for name in names]
+        else:
+            held = [self.leaves[number]]
+        device = mesh_device(self.mesh)
+        return [torch.empty(self._local_shape(x), dtype=x.dtype, device=device) for x in held]
+
+    @cached_property
+    def _groups(self) -> dict[RankPair, dist.ProcessGroup]:
+        """Process groups of pairs of ranks. All ranks make them in their first call."""
+        return groups_of_pairs(self.mesh, self.axis, self._order)
 
     @cached_property
     def _queues(self) -> dict[RankPair, MessageQueue]:
@@ -143,7 +188,7 @@ class PipelineProgram(ProgramOfSubgraphs):
         return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
 
     def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.measured.clear()
+        self.marks.clear()
         posts = Mailbox()
         workers = [
             Worker(self, rank, inputs, posts, lambda held: held.shape) for rank in range(self.ranks)

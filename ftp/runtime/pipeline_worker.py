@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftp.pipeline.schedule import Action, TimedAction
+from ftp.pipeline.schedule import Action
 from ftp.pipeline.subgraphs import StageGraph
 from ftp.runtime.stage_messages import Key, Mailbox, Messages
 from ftp.runtime.subgraph_planner import StoredValue
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from ftp.runtime.pipeline_program import PipelineProgram
 
 Values = dict[str, torch.Tensor]
+Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a GPU
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    assert not isinstance(end, torch.cuda.Event)
+    return end - start
 
 
 class Worker:
@@ -39,7 +49,7 @@ class Worker:
         self.sums: dict[tuple[int, str], torch.Tensor] = {}  # of gradients, by stage
         self.parts: dict[tuple[int, int], torch.Tensor] = {}  # of a parameter's gradient, by stage
         self.gradients: dict[int, torch.Tensor] = {}
-        self.begin = time.perf_counter()
+        self.begin = self._now()
         self.borrowed: list[tuple[Key, int]] = []  # messages in flight, and their leaves
 
     def run(self) -> Generator[None, None, None]:
@@ -55,16 +65,13 @@ class Worker:
                 forward = kind == "F"
                 to = stage + 1 if forward else stage - 1
                 self.posts.release(("F" if forward else "B", stage, to, i))
-            start = time.perf_counter()
+            start = self._now()
             try:
                 self._act(action)
             except Exception as e:
                 e.add_note(f"in {action!r} of the pipeline")
                 raise
-            end = time.perf_counter()
-            program.measured.append(
-                TimedAction(action, self.rank, start - self.begin, end - self.begin)
-            )
+            program.marks.append((action, self.rank, self.begin, start, self._now()))
         self._part()
         for leaf, found in enumerate(stages.gradients):
             holder = program.stage_of[leaf]
@@ -73,6 +80,14 @@ class Worker:
         for leaf, found in enumerate(stages.gradients):
             yield from self._collect(leaf, found)
         self._reduce()
+
+    def _now(self) -> Mark:
+        """This moment: on a GPU that of its stream, which the host does not wait for."""
+        if mesh_device(self.program.mesh).type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _reduce(self) -> None:
         """Reduce the sums that are pending over the data axes, once for all microbatches."""
@@ -123,15 +138,8 @@ class Worker:
                     if not receives and self._is_here(holder):
                         self.posts.send(key, [self.params[leaf]], rank)
                     elif receives and rank == self.rank:
-                        self.posts.expect(
-                            key, [self._empty(program.leaves[leaf])], holder % program.ranks
-                        )
+                        self.posts.expect(key, holder % program.ranks)
                         self.borrowed.append((key, leaf))
-
-    def _empty(self, held: StoredValue) -> torch.Tensor:
-        return torch.empty(
-            self.local(held), dtype=held.dtype, device=mesh_device(self.program.mesh)
-        )
 
     def _source(self, action: Action) -> tuple[Key, tuple[str, ...], int] | None:
         """The message that an action waits for: its key, the values' names, their stage."""
@@ -147,10 +155,8 @@ class Worker:
         source = self._source(action)
         if source is None or self._is_here(source[2]) or not source[1]:
             return
-        key, names, stage = source
-        if not self.posts.is_expected(key):
-            like = [self._empty(self.program.made.values[name]) for name in names]
-            self.posts.expect(key, like, stage % self.program.ranks)
+        key, _, stage = source
+        self.posts.expect(key, stage % self.program.ranks)
 
     def _receive(self, action: Action) -> Generator[None, None, None]:
         for key, leaf in self.borrowed:
@@ -294,8 +300,7 @@ class Worker:
         keys = {stage: ("gradient", stage, holder, leaf) for stage in found}
         for stage, key in keys.items():
             if not self._is_here(stage):
-                like = self._empty(program.leaves[leaf])
-                self.posts.expect(key, [like], stage % program.ranks)
+                self.posts.expect(key, stage % program.ranks)
         for stage, key in keys.items():
             if not self._is_here(stage):
                 while not self.posts.is_here(key):
@@ -319,8 +324,7 @@ class Worker:
         for stage in found:
             key = ("gradient", stage, self.rank, leaf)
             if not self._is_here(stage):
-                like = self._empty(self.program.leaves[leaf])
-                self.posts.expect(key, [like], stage % self.program.ranks)
+                self.posts.expect(key, stage % self.program.ranks)
                 while not self.posts.is_here(key):
                     yield
                 self.parts[leaf, stage] = self.posts.take(key)[0]

@@ -2,14 +2,16 @@
 
 A queue holds as many messages as can be on their way at once (`ftp.pipeline.buffers`), so that a
 sender need not wait for room where the schedule runs to its end. It is read in the order of
-sending: a message that another one is behind of is copied out until its action reads it.
+sending.
 """
 
 import ctypes
 import itertools
 import mmap
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memor
 from ftp.runtime.stage_programs import as_bytes
 from ftp.sharding.mesh import Mesh
 
-_LINE = 64  # bytes: a slot begins with its message's tag, in a cache line of its own
+_LINE = 64  # bytes of a cache line: each slot begins with one
 
 
 class MessageQueue:
@@ -47,37 +49,29 @@ class MessageQueue:
         self._room, self._size = slots
         self._group, self._pair = group, pair
         self._sender, self._reader = memory.data_ptr(), memory.data_ptr() + HEADER_BYTES
-        self._early: dict[int, torch.Tensor] = {}
+        self._asked: deque[Sequence[torch.Tensor]] = deque()
         own = self._sender if group.rank() == pair[0] else self._reader
         ctypes.c_int64.from_address(own + 8).value = os.getpid()
 
-    def send(self, tag: int, values: Sequence[torch.Tensor]) -> None:
+    def send(self, values: Sequence[torch.Tensor]) -> None:
         """Copy a message into the queue; waits while it is full."""
         self._wait(self._reader, self.count + 1 - self._room, self._pair[1])
-        slot = self._slot()
-        slot[:8].view(torch.int64).fill_(tag)
-        at = _LINE
-        for value in map(as_bytes, (x.contiguous() for x in values)):
-            slot[at : at + len(value)] = value
-            at += len(value)
+        _copy(self._slot(), values, is_read=False)
         self.count += 1
         self._library.ftp_post(self._sender, self.count)
 
-    def take(self, tag: int, values: Sequence[torch.Tensor]) -> None:
-        """Wait for the message with a tag, and copy it into ``values``."""
-        while (held := self._early.pop(tag, None)) is None:
+    def receive(self, values: Sequence[torch.Tensor]) -> "Receive":
+        """Ask for the next message; it is in ``values`` after ``wait()`` of what comes back."""
+        self._asked.append(values)
+        return Receive(self, self.count + len(self._asked))
+
+    def read(self, number: int) -> None:
+        """Wait for messages up to the one with a number, and copy them to where they are asked."""
+        while self.count < number:
             self._wait(self._sender, self.count + 1, self._pair[0])
-            slot = self._slot()
-            arrived = int(slot[:8].view(torch.int64))
-            if arrived == tag:
-                _copy(slot[_LINE:], values)
-            else:
-                self._early[arrived] = slot[_LINE:].clone()
+            _copy(self._slot(), self._asked.popleft(), is_read=True)
             self.count += 1
             self._library.ftp_post(self._reader, self.count)
-            if arrived == tag:
-                return
-        _copy(held, values)
 
     def _slot(self) -> torch.Tensor:
         at = 2 * HEADER_BYTES + self.count % self._room * self._size
@@ -92,11 +86,25 @@ class MessageQueue:
             raise failure_of("message between stages", found, timeout, ranks)
 
 
-def _copy(data: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
+@dataclass(frozen=True)
+class Receive:
+    """A message that is asked for."""
+
+    queue: MessageQueue
+    number: int
+
+    def wait(self) -> None:
+        """Wait until it is here."""
+        self.queue.read(self.number)
+
+
+def _copy(slot: torch.Tensor, values: Sequence[torch.Tensor], *, is_read: bool) -> None:
     at = 0
-    for value in map(as_bytes, values):
-        value.copy_(data[at : at + len(value)])
-        at += len(value)
+    for value in values:
+        data = as_bytes(value.contiguous())
+        place = slot[at : at + len(data)]
+        _ = data.copy_(place) if is_read else place.copy_(data)
+        at += len(data)
 
 
 def message_queues(
@@ -110,7 +118,7 @@ def message_queues(
     """
     assert mesh.torch is not None
     group = mesh.torch.get_group(axis)
-    rounded = {pair: (n, _LINE + -(-size // _LINE) * _LINE) for pair, (n, size) in slots.items()}
+    rounded = {pair: (n, -(-size // _LINE) * _LINE) for pair, (n, size) in slots.items()}
     sizes = [2 * HEADER_BYTES + n * size for n, size in rounded.values()]
     *starts, total = itertools.accumulate(sizes, initial=HEADER_BYTES)
 

@@ -1,6 +1,10 @@
-"""Messages between the stages of a pipeline: in one process, or between processes."""
+"""Messages between the stages of a pipeline: in one process, or between processes.
 
-from collections.abc import Mapping, Sequence
+From one rank to another all messages have one order, that of sending. A receiver asks for them in
+this order whatever it reads first: NCCL pairs sends with receives by their order alone.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +13,8 @@ import torch.distributed as dist
 from ftp.pipeline.buffers import RankPair
 from ftp.runtime.shared_messages import MessageQueue
 from ftp.runtime.stage_programs import as_bytes
-from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh import Mesh, mesh_device
+from ftp.sharding.mesh_groups import pair_group, uses_nccl
 
 Key = tuple[str, int, int, int]  # kind, from stage, to stage, microbatch or leaf
 BETWEEN_ACTIONS = ("F", "B")  # kinds; others are one message a step
@@ -27,10 +32,7 @@ class Mailbox:
         self.sent[key] = list(values)
         self.count += 1
 
-    def is_expected(self, key: Key) -> bool:
-        return True
-
-    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+    def expect(self, key: Key, rank: int) -> None:
         pass
 
     def is_here(self, key: Key) -> bool:
@@ -47,60 +49,79 @@ class Mailbox:
 class Messages:
     """Messages between processes: between actions through shared memory where there is a queue,
     all others by torch.distributed's point-to-point calls.
+
+    Args:
+        order: per pair of ranks the messages from one to the other, in the order of sending.
+        empty: new tensors for the values of a message.
+        queues, groups: of pairs that have a queue in shared memory, or a process group of their
+            own; others send over the group of the axis.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         axis: str,
-        tags: Mapping[Key, int],
+        order: Mapping[RankPair, Sequence[Key]],
+        empty: Callable[[Key], list[torch.Tensor]],
         queues: Mapping[RankPair, MessageQueue],
+        groups: Mapping[RankPair, dist.ProcessGroup],
     ):
         assert mesh.torch is not None
-        self.tags, self.queues = tags, queues
-        self.group = mesh.torch.get_group(axis)
-        self.rank = self.group.rank()
-        self.expected: dict[Key, tuple[MessageQueue | list[Any], list[torch.Tensor]]] = {}
+        self.axis_group = mesh.torch.get_group(axis)
+        self.ranks = dist.get_process_group_ranks(self.axis_group)
+        self.rank = self.axis_group.rank()
+        self.empty, self.queues, self.groups = empty, queues, groups
+        # What is not sent or asked for yet, the next one last; apart where it goes through a queue.
+        self.left: dict[tuple[RankPair, bool], list[Key]] = {}
+        for pair, keys in order.items():
+            for key in reversed(keys) if self.rank in pair else ():
+                self.left.setdefault((pair, self._is_queued(key, pair)), []).append(key)
+        self.arriving: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
         self.sending: dict[Key, list[tuple[Any, torch.Tensor]]] = {}
 
+    def _is_queued(self, key: Key, pair: RankPair) -> bool:
+        return key[0] in BETWEEN_ACTIONS and pair in self.queues
+
     def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
-        if key[0] in BETWEEN_ACTIONS and (queue := self.queues.get((self.rank, rank))):
-            queue.send(self.tags[key], values)
+        pair = self.rank, rank
+        is_queued = self._is_queued(key, pair)
+        following = self.left[pair, is_queued].pop()
+        assert following == key, f"{key} is sent before {following}"
+        if is_queued:
+            self.queues[pair].send(values)
             return
+        group, to = self.groups.get(pair, self.axis_group), self.ranks[rank]
         sending = self.sending[key] = []
-        for i, value in enumerate(values):
+        for value in values:
             if value.numel():
                 data = as_bytes(value.contiguous())
-                work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
-                sending.append((work, data))
+                sending.append((dist.isend(data, to, group=group), data))
 
     def release(self, key: Key) -> None:
         """Free the tensors of a sent message that has been read."""
         for work, _ in self.sending.pop(key, ()):
             work.wait()
 
-    def is_expected(self, key: Key) -> bool:
-        return key in self.expected
-
-    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
-        if key[0] in BETWEEN_ACTIONS and (queue := self.queues.get((rank, self.rank))):
-            self.expected[key] = queue, list(like)
-            return
-        works = [
-            dist.irecv(as_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
-            for i, x in enumerate(like)
-            if x.numel()
-        ]
-        self.expected[key] = works, list(like)
+    def expect(self, key: Key, rank: int) -> None:
+        """Ask for a message, and for those that are sent before it."""
+        pair = rank, self.rank
+        is_queued = self._is_queued(key, pair)
+        left, group = self.left[pair, is_queued], self.groups.get(pair, self.axis_group)
+        while key in left:
+            coming = left.pop()
+            values = self.empty(coming)
+            if is_queued:
+                works = [self.queues[pair].receive(values)]
+            else:
+                full = [as_bytes(x) for x in values if x.numel()]
+                works = [dist.irecv(x, self.ranks[rank], group=group) for x in full]
+            self.arriving[coming] = works, values
 
     def is_here(self, key: Key) -> bool:
         return True
 
     def take(self, key: Key) -> list[torch.Tensor]:
-        works, values = self.expected.pop(key)
-        if isinstance(works, MessageQueue):
-            works.take(self.tags[key], values)
-            return values
+        works, values = self.arriving.pop(key)
         for work in works:
             work.wait()
         return values
@@ -109,3 +130,27 @@ class Messages:
         """Wait until all sent messages have been received."""
         for key in list(self.sending):
             self.release(key)
+
+
+def groups_of_pairs(
+    mesh: Mesh, axis: str, pairs: Collection[RankPair]
+) -> dict[RankPair, dist.ProcessGroup]:
+    """For NCCL a process group of this rank's pairs of ranks, for each direction: one group does
+    what it is asked for in order, so that a message would wait for those of the other direction.
+    Empty for other backends. All ranks of the mesh call it together.
+    """
+    assert mesh.torch is not None
+    if not uses_nccl(mesh):
+        return {}
+    rank, found = mesh.torch.get_group(axis).rank(), {}
+    for pair in sorted(pairs):
+        if rank in pair:
+            group = found[pair] = pair_group(mesh, axis, pair)
+            # NCCL connects two ranks at their first message, and the host waits until both are
+            # there: here in one order on all ranks.
+            byte = torch.zeros(1, dtype=torch.uint8, device=mesh_device(mesh))
+            if rank == pair[0]:
+                dist.send(byte, group=group, group_dst=1 - group.rank())
+            else:
+                dist.recv(byte, group=group, group_src=1 - group.rank())
+    return found

@@ -7,8 +7,10 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 
 import ftp
+import ftp.runtime.stage_messages
 from ftp import P
 from tests.pipeline import test_stacks
 from tests.pipeline.test_steps import tensor_parallel, zero_with_tp
@@ -105,6 +107,75 @@ def test_equals_one_device(name):
         assert measured == len(pipe.actions(shape[axes.index("pp")])[0])
     held = [sum(torch.Size(s).numel() for s in rank.value[2]) for rank in ranks]
     assert max(held) < 0.8 * sum(x.numel() for x in optree.tree_leaves(model.params()))
+
+
+def ordered(model, shape, pipe):
+    """A step whose pairs of ranks have process groups, as NCCL's: what each group was asked for."""
+    ftp.runtime.stage_messages.uses_nccl = lambda mesh: True
+    ftp.init_process_group()
+    asked: dict[tuple[int, ...], list[Any]] = {}
+
+    def noting(name):
+        call = getattr(dist, name)
+
+        def noted(data, rank, *, group, **kwargs):
+            ranks = (dist.get_rank(), rank) if name == "isend" else (rank, dist.get_rank())
+            assert sorted(ranks) == dist.get_process_group_ranks(group)
+            asked.setdefault(ranks, []).append((len(data), group.group_name))
+            return call(data, rank, group=group, **kwargs)
+
+        setattr(dist, name, noted)
+
+    noting("isend")
+    noting("irecv")
+    mesh, params = ftp.make_mesh(shape, ("pp", "dp"), device_type="cpu"), model.params()
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(model.loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe)
+    placed = ftp.device_put(params, mesh, specs)
+    batch = ftp.device_put(model.batch(4 * pipe.microbatches), mesh, P("dp"))
+    for _ in range(2):
+        loss, grads = step(placed, *batch)
+    full = ftp.device_get(grads, mesh, specs)
+    ftp.destroy_process_group()
+    return loss, optree.tree_leaves(full), asked
+
+
+def of_kinds(kinds: Any, stage: int, numbers: str) -> list[ftp.Action]:
+    pairs: Any = zip(kinds, numbers, strict=True)
+    return [ftp.Action(kind, stage, int(i)) for kind, i in pairs]
+
+
+# Ranks read in another order than is sent, in each direction.
+CROSSED = [of_kinds("FFFBBB", 0, "012210"), of_kinds("FFFBBB", 1, "210012")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "schedule", "chunks"),
+    [
+        ((2, 1), 2, CROSSED, 1),
+        pytest.param((2, 2), 4, "interleaved", 2, marks=pytest.mark.slow),
+        pytest.param((4, 1), 4, "zero_bubble", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_group_is_asked_in_one_order_on_both_ranks(shape, layers, schedule, chunks):
+    """NCCL pairs sends with receives by their order. Each direction has a group of its own."""
+    model = Model(layers, tied=True, scaled=True, skips=True)
+    pipe = ftp.Pipeline("pp", 3 if chunks == 1 else 2, schedule, chunks=chunks)
+    ranks = launch(ordered, shape[0] * shape[1], model, shape, pipe, timeout=240)
+    due_loss, due = model.on_one_device(pipe.microbatches, 4 * pipe.microbatches)
+    asked: dict[tuple[int, ...], list[Any]] = {}
+    for rank in ranks:
+        assert rank.error is None, rank.error
+        loss, grads, own = rank.value
+        torch.testing.assert_close(loss, due_loss, rtol=1e-12, atol=1e-12)
+        for a, b in zip(grads, optree.tree_leaves(due), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        for pair, calls in own.items():
+            asked.setdefault(pair, []).append(calls)
+    assert all(sender == receiver for sender, receiver in asked.values())
+    names = [{name for _, name in calls} for (calls, _) in asked.values()]
+    assert all(len(found) == 1 for found in names)
+    assert len(set.union(*names)) == len(asked)
 
 
 def stacked(rows):

@@ -91,7 +91,7 @@ def messages_of(step: int, number: int) -> list[torch.Tensor]:
 
 
 def queueing(room: int) -> None:
-    """Messages taken in another order than sent, by a reader that comes late, then a sender."""
+    """Messages awaited in another order than asked for; the reader comes late, then the sender."""
     ftp.init_process_group()
     mesh = resolve(ftp.make_mesh((2,), ("pp",), device_type="cpu"))
     size = sum(x.numel() * x.itemsize for x in messages_of(0, 0))
@@ -101,15 +101,16 @@ def queueing(room: int) -> None:
         if step % 2 == rank:
             time.sleep(0.3)
         for pair in ((0, 1), (1, 0)):
+            due = [messages_of(step, number) for number in range(6)]
             if rank == pair[0]:
-                for number in range(6):
-                    queues[pair].send(7 * number, messages_of(step, number))
+                for message in due:
+                    queues[pair].send(message)
             else:
+                found = [[torch.zeros(x.shape, dtype=x.dtype) for x in of] for of in due]
+                coming = [queues[pair].receive(into) for into in found]
                 for number in (1, 0, 3, 2, 5, 4):
-                    due = messages_of(step, number)
-                    found = [torch.zeros(x.shape, dtype=x.dtype) for x in due]
-                    queues[pair].take(7 * number, found)
-                    assert all(map(torch.equal, found, due)), (step, number)
+                    coming[number].wait()
+                    assert all(map(torch.equal, found[number], due[number])), (step, number)
     ftp.destroy_process_group()
 
 
@@ -137,7 +138,7 @@ def stopping() -> Any:
     begin = time.monotonic()
     try:
         if os.environ["RANK"] == "1":
-            queues[0, 1].take(0, [torch.zeros(1, dtype=torch.int64)])
+            queues[0, 1].receive([torch.zeros(1, dtype=torch.int64)]).wait()
         else:
             time.sleep(4)
     except dist.DistBackendError as e:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ftp
-from ftp.errors import ScheduleError
+from ftp.errors import ScheduleError, SpecError
 from ftp.pipeline import buffers
 from ftp.pipeline.schedule import (
     SCHEDULES,
@@ -135,6 +135,12 @@ def test_a_permuted_schedule_ends_or_is_refused(drawn, data):
 def test_errors():
     with pytest.raises(ScheduleError, match=r"schedule is '1f2b'\. Give one of '1f1b', 'gpipe'"):
         ftp.Pipeline("pp", 2, "1f2b")
+    for schedule in (7, [["F", "B"], []]):
+        with pytest.raises(ScheduleError, match="it is a name, or for each rank a list"):
+            ftp.Pipeline("pp", 2, schedule)  # type: ignore[arg-type]
+    for stages in ("emb", ["emb", "head"]):
+        with pytest.raises(SpecError, match="it is a list of patterns for each stage"):
+            ftp.Pipeline("pp", 2, stages=stages)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="microbatches is 0"):
         ftp.Pipeline("pp", 0)
     with pytest.raises(ScheduleError, match="runs one stage a rank, not chunks=2"):

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ def test_report(tmp_path):
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["planned"]
 
 
-def test_errors(tmp_path):
+def test_errors(tmp_path, monkeypatch):
     model, mesh, pipe = Model(2), ftp.simulated_mesh((2, 2), ("pp", "dp")), ftp.Pipeline("pp", 4)
     params = model.params()
     specs = pipe.place(params, P(), mesh)
@@ -292,6 +293,13 @@ def test_errors(tmp_path):
     of_key = ftp.shard(drawn, mesh, specs, batch_specs=(P("dp"), P("dp"), P()), pipeline=pipe)
     with pytest.raises(InputError, match=r"Of a random key give ftp\.random\.split\(key, 4\)"):
         of_key(params, *model.batch(8), ftp.random.key(0))
+    scaled = lambda p, x, y, s: s.reshape(-1)[0] * model.loss(p, x, y)  # noqa: E731
+    of_number = ftp.shard(scaled, mesh, specs, batch_specs=(P("dp"), P("dp"), P()), pipeline=pipe)
+    rows, number = model.batch(8), torch.tensor(2.0, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"s is 0-d.* Give s\.expand\(4\) of spec P\(\)"):
+        of_number(params, *rows, number)
+    loss, _ = of_number(params, *rows, number.expand(4))
+    torch.testing.assert_close(loss, 2 * model.on_one_device(4, 8)[0])
     with pytest.raises(ReportError, match="holds one graph of each rank; stages are several"):
         step.lower(params, *model.batch(8)).save(tmp_path / "staged.ftp")
     on_stages = ftp.shard(model.loss, mesh, specs, batch_specs=P("pp"), pipeline=pipe)
@@ -315,8 +323,11 @@ def test_errors(tmp_path):
     with pytest.raises(SpecError, match=r"Pass pipeline="):
         ftp.shard(model.loss, mesh, specs)
     on_gpus = replace(resolve(mesh), kind="process", device_type="cuda")
-    with pytest.raises(MeshError, match=r"stages send by gloo"):
-        check_pipeline(pipe, on_gpus, Options())
+    for uses_nccl in (True, False):
+        monkeypatch.setattr("ftp.api.options.uses_nccl", lambda mesh, found=uses_nccl: found)
+        gloo = pytest.raises(MeshError, match="gloo, which sends no tensors of a GPU")
+        with nullcontext() if uses_nccl else gloo:
+            check_pipeline(pipe, on_gpus, Options())
     lists = ftp.Pipeline("pp", 1, [[ftp.Action("F", 0, 0)], []])
     with pytest.raises(ScheduleError, match="is missing"):
         ftp.shard(model.loss, mesh, specs, pipeline=lists)

@@ -15,12 +15,14 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_paralle
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import ftp
 from ftp import P
 from ftp.ops import philox
 from ftp.runtime.cuda_graph import WARM_UP, RecordedRun, graphs_of
 from ftp.sharding.mesh import mesh_device, resolve
+from tests.support.staged_models import Model
 
 DEVICE = "cuda"
 pytestmark = [
@@ -278,4 +280,28 @@ def _ranks(backend: str, way: dict[str, Any]) -> None:
         torch.testing.assert_close(found.cpu(), loss)
         whole = ftp.device_get(sharded, mesh, of_params)
         torch.testing.assert_close({k: g.cpu() for k, g in whole.items()}, dict(grads))
+    ftp.destroy_process_group()
+
+
+@two_gpus
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_over_nccl_equal_one_gpu(schedule: str, compile: bool):
+    for rank in launch(_stages, 2, schedule, compile, timeout=300):
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+
+
+def _stages(schedule: str, compile: bool) -> None:
+    model, pipe = Model(4, tied=True, scaled=True, skips=True), ftp.Pipeline("pp", 4, schedule)
+    mesh, full, batch = ftp.make_mesh((2,), ("pp",)), model.params(), model.batch(8)
+    specs = pipe.place(full, P(), mesh)
+    step = ftp.shard(model.loss, mesh, specs, pipeline=pipe, compile=compile)
+    params, rows = ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, P())
+    due = model.on_one_device(4, 8)
+    for _ in range(3):
+        loss, grads = step(params, *rows)
+        found = loss.cpu(), tree_map(Tensor.cpu, ftp.device_get(grads, mesh, specs))
+        torch.testing.assert_close(found, due)
+    lowered: Any = step.lower(params, *rows)
+    assert all(t.end > t.start >= 0 for t in lowered.timeline.measured)
     ftp.destroy_process_group()
