@@ -1,20 +1,14 @@
 """The page on the design: its examples print what it says."""
 
-import doctest
 from pathlib import Path
+
+from pages import run_examples
 
 PAGE = Path(__file__).parents[1] / "docs" / "design.md"
 
 
 def test_the_page():
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    text = PAGE.read_text().replace("```", "")
-    test = doctest.DocTestParser().get_doctest(text, {}, "design", str(PAGE), 0)
-    printed: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=flags)
-    runner.run(test, out=printed.append)
-    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
-    assert len(test.examples) > 30
+    run_examples("design.md", least=31)
 
 
 def test_the_tree_on_the_page_names_every_package_and_file():

@@ -1,12 +1,11 @@
 """Attention with its sequence cut: numbers of one device, memory linear in the sequence."""
 
-import doctest
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import run_examples
 from rings import forget_steps
 from torch import Tensor
 from torch.nn import functional as F
@@ -301,5 +300,4 @@ def test_work_in_zigzag_is_even(n: int):
 
 
 def test_the_page():
-    page = Path(__file__).resolve().parents[2] / "docs/attention.md"
-    assert doctest.testfile(str(page), module_relative=False).failed == 0
+    run_examples("attention.md")

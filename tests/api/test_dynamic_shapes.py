@@ -1,12 +1,10 @@
 """One plan for many shapes: every size is what one device computes, by one trace and few plans."""
 
-import doctest
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pages import run_examples
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
@@ -273,13 +271,4 @@ def test_dims_that_do_not_fit(dims, error, said):
 
 
 def test_the_page():
-    page = Path(__file__).resolve().parents[2] / "docs/shapes.md"
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    test = doctest.DocTestParser().get_doctest(
-        page.read_text().replace("```", ""), {}, "shapes", str(page), 0
-    )
-    printed: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=flags)
-    runner.run(test, out=printed.append)
-    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
-    assert test.examples
+    run_examples("shapes.md")

@@ -1,12 +1,12 @@
 """The page on options: its examples; every pair of options works, or is refused with a reason."""
 
-import doctest
 import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from pages import run_examples
 from torch import nn
 
 import ftp
@@ -32,13 +32,7 @@ OPTIONS = {
 
 
 def test_the_page():
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    text = PAGE.read_text().replace("```", "")
-    test = doctest.DocTestParser().get_doctest(text, {}, "options", str(PAGE), 0)
-    printed: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=flags)
-    runner.run(test, out=printed.append)
-    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
+    run_examples("options.md")
     listed = re.findall(r"^\| `(\w+)[=`]", PAGE.read_text(), re.M)
     assert set(listed) == set(OPTIONS)
 

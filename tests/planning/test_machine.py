@@ -1,10 +1,8 @@
 """The hardware that programs are planned for: presets, links by axis, hosts."""
 
-import doctest
-from pathlib import Path
-
 import pytest
 import torch
+from pages import run_examples
 
 import ftp
 from ftp import Hardware, Link, P
@@ -13,7 +11,6 @@ from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.sharding.launcher import known_hosts
 from ftp.sharding.mesh import resolve
 
-PAGE = Path(__file__).parents[2] / "docs" / "hardware.md"
 X = torch.empty(64, 32, device="meta")
 W = {"w": torch.empty(32, 64, device="meta")}
 MAKERS = {
@@ -27,14 +24,7 @@ MAKERS = {
 
 
 def test_the_page():
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    text = PAGE.read_text().replace("```", "")
-    test = doctest.DocTestParser().get_doctest(text, {}, "hardware", str(PAGE), 0)
-    printed: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=flags)
-    runner.run(test, out=printed.append)
-    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
-    assert len(test.examples) > 16
+    run_examples("hardware.md", least=17)
 
 
 @pytest.mark.parametrize("name", MAKERS)
