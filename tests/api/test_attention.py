@@ -230,6 +230,35 @@ def test_wrong_rings_are_refused():
         check(certificate)
 
 
+@pytest.mark.parametrize(
+    ("shape", "names", "cut"),
+    [((3,), ("cp",), P(None, None, "cp")), ((2, 2), ("cp", "tp"), P(None, "tp", ftp.zigzag("cp")))],
+)
+def test_derivatives_in_forward_mode(shape: Any, names: Any, cut: P):
+    """Along all inputs, of the result and of the gradients."""
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ahead = torch.ones(9, 9, dtype=torch.bool).triu(1)
+        return (q @ k.mT / 6**0.5).masked_fill(ahead, -torch.inf).softmax(-1) @ v
+
+    def derivatives(of: Any) -> Any:
+        def run(*args: Tensor) -> Any:
+            given, along = args[:3], args[3:]
+            gradient = torch.func.grad(lambda *x: of(*x).square().sum(), (0, 1, 2))
+            first = torch.func.jvp(of, given, along)[1]
+            return first, *torch.func.jvp(gradient, given, along)[1]
+
+        return run
+
+    torch.manual_seed(0)
+    args = torch.randn(6, 2, 4, 9, 6, dtype=torch.float64).unbind()
+    step = ftp.spmd(
+        derivatives(attend), ftp.simulated_mesh(shape, names), (cut,) * 6, (cut,) * 4, certify=True
+    )
+    for one, right in zip(step(*args), derivatives(dense)(*args), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-10)
+
+
 def test_memory_is_linear():
     mesh = ftp.AbstractMesh((8,), ("cp",))
     cut = P(None, None, "cp")

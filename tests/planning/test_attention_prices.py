@@ -182,3 +182,23 @@ def test_keys_that_do_not_fit_are_not_gathered():
             assert found.memory > gathered
         else:
             assert found.memory < gathered / 2
+
+
+def test_a_ring_across_hosts_and_heads_inside():
+    """Of a sequence that both axes cut: slow links hide behind the work, fast ones bring heads."""
+
+    def loss(w: dict[str, Tensor], x: Tensor) -> Tensor:
+        q, k, v = ((x @ w[n]).unflatten(-1, (16, 128)).transpose(1, 2) for n in "qkv")
+        return (causal(q, k, v).transpose(1, 2).flatten(2) @ w["o"]).square().mean()
+
+    mesh = ftp.AbstractMesh((2, 4), ("host", "dev"), hosts=[0] * 4 + [1] * 4)
+    specs = {**dict.fromkeys("qkv", P(None, "dev")), "o": P("dev")}
+    x = torch.empty(1, 1 << 17, 2048, dtype=torch.bfloat16, device="meta")
+    w = dict.fromkeys("qkvo", x[0, :2048])
+    step = ftp.shard(
+        loss, mesh, specs, batch_specs=P(None, ("host", "dev")), hardware=ftp.Hardware.h100()
+    )
+    moved = [(c.op, c.axes) for c in step.lower(w, x).collectives]
+    assert moved.count(("ring", ("host",))) == 2
+    assert moved.count(("all_to_all", ("dev",))) == 8
+    assert {op for op, axes in moved if axes == ("host",)} <= {"ring", "all_reduce"}
