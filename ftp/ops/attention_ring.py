@@ -76,7 +76,10 @@ def one_rank(
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         for block in row_blocks:
-            into = [x.narrow(2, block.at, block.length) for x in (out, total)]
+            into = (
+                out.narrow(2, block.at, block.length),
+                total.narrow(2, block.at, block.length),
+            )
             for held in steps.blocks(owner, piece, attention.KEYS):
                 alone, (of_k, of_v), of_mask = _alone(held, near, mask)
                 attend(*into, q, of_k, of_v, block, alone, is_causal, scale, of_mask)
