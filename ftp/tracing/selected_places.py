@@ -1,14 +1,74 @@
 """Writes to the places that a mask selects."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.ops.assume import assume
+from ftp.tracing.same_values import holds_same
+from ftp.tracing.selected import (
+    OF_ALL_ROWS,
+    Selected,
+    Selections,
+    beside,
+    is_selection,
+    refused,
+    zeroed,
+)
 
-def put(x: Tensor, at: Sequence[Tensor], value: Any, valid: Tensor, accumulate: bool) -> Tensor:
+
+def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:
+    new = _put(group, x, key, value)
+    if new is None:
+        if isinstance(x, Selected) or not is_selection(key, x) or not holds_same(key, group.mask):
+            raise refused("a write but to the places of the same mask", as_it_is=True)
+        new = _write(x, group, value)
+    return x.copy_(new)
+
+
+def _write(x: Tensor, group: Selections, value: Selected) -> Tensor:
+    """``x`` after ``x[mask] = value``."""
+    flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
+    rows = value.rows.to(x.dtype)
+    return torch.where(beside(group.valid, flat), rows, flat).reshape(x.shape)
+
+
+def _put(
+    group: Selections, x: Any, key: Any, value: Any, accumulate: bool = False
+) -> Tensor | None:
+    """``x`` after ``x[i, j] = value`` at selected indices, which do not repeat."""
+    keys = key if isinstance(key, tuple | list) else (key,)
+    if isinstance(x, Selected) or len(keys) > x.ndim:
+        return None
+    if not all(isinstance(k, Selected) and k.rows.ndim == 1 for k in keys):
+        return None
+    if any(k.rows.dtype is torch.bool for k in keys):
+        return None
+    dims = 1 + x.ndim - len(keys)
+    if isinstance(value, Selected) and value.rows.ndim != dims:
+        raise refused("a write of selected rows of another number of dims", as_it_is=True)
+    if isinstance(value, Tensor) and value.ndim >= dims and value.shape[0] != 1:
+        raise refused(f"a write of a tensor of shape {tuple(value.shape)} to selected rows", True)
+    sizes = x.shape[: len(keys)]
+    for k, size in zip(keys, sizes, strict=True):
+        if k.below is None or k.below > size:
+            assume(lambda k=k, size=size: _are_in(k, size), f"indices are in [-{size}, {size})")
+    at = [k.rows % size if size else k.rows for k, size in zip(keys, sizes, strict=True)]
+    rows = value.rows if isinstance(value, Selected) else value
+    return _written_at(x, at, rows, group.valid, accumulate)
+
+
+def _are_in(key: Selected, size: int) -> Tensor:
+    index = key.rows.detach()
+    return (index >= -size) & (index < size) | ~key.group.valid
+
+
+def _written_at(
+    x: Tensor, at: Sequence[Tensor], value: Any, valid: Tensor, accumulate: bool
+) -> Tensor:
     """``x`` after ``x[at] = value`` at valid rows; the others are written behind its end, and cut.
 
     Args:
@@ -25,3 +85,46 @@ def put(x: Tensor, at: Sequence[Tensor], value: Any, valid: Tensor, accumulate: 
     value = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(len(valid), *rest)
     behind = torch.cat([flat, flat.new_zeros(1, *rest)])
     return behind.index_put((place,), value, accumulate)[:count].reshape(x.shape)
+
+
+def _index_add(
+    group: Selections, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1
+) -> Any:
+    if isinstance(x, Selected) or not isinstance(index, Selected) or dim % x.ndim:
+        return None
+    if not isinstance(source, Selected):
+        return None
+    return torch.index_add(x, dim, index.rows, zeroed(source).to(x.dtype), alpha=alpha)
+
+
+def _index_put(
+    group: Selections, x: Any, indices: Any, values: Any, accumulate: bool = False
+) -> Any:
+    return _put(group, x, indices, values, accumulate)
+
+
+def _index_copy(group: Selections, x: Any, dim: int, index: Any, source: Any) -> Any:
+    return None if isinstance(x, Selected) or dim % x.ndim else _put(group, x, index, source)
+
+
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of ``function`` that writes to its first operand."""
+
+    def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
+        new = function(group, x, *args, **kwargs)
+        return None if new is None else x.copy_(new)
+
+    return of
+
+
+OF_ALL_ROWS.update(
+    {
+        "__setitem__": _setitem,
+        "index_add": _index_add,
+        "index_add_": _written(_index_add),
+        "index_copy": _index_copy,
+        "index_copy_": _written(_index_copy),
+        "index_put": _index_put,
+        "index_put_": _written(_index_put),
+    }
+)

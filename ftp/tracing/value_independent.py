@@ -16,6 +16,9 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
+import ftp.tracing.selected_features
+import ftp.tracing.selected_places
+import ftp.tracing.selected_reductions  # noqa: F401  (they fill the tables of selected rows)
 from ftp import static
 from ftp.axis import is_inside
 from ftp.functional.remat import ModeOfBlocks
