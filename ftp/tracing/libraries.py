@@ -1,16 +1,19 @@
 """Patches of other libraries while a program is traced: a context manager for each."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules import adaptive, transformer
+from torch.utils import _pytree as pytree
 
+from ftp.errors import TraceError
 from ftp.functional.remat import run_again
 from ftp.ops.assume import assume
+from ftp.source import at_line
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
@@ -159,6 +162,8 @@ def _checkpoint() -> Iterator[None]:
         return generator(repeated(run), False, *args, **kwargs)
 
     def entered(ctx: Any, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            return _without_gradient(run, args)
         again = repeated(run)
         results = forward(ctx, run, False, *args)
         ctx.run_function = again
@@ -175,12 +180,44 @@ def _checkpoint() -> Iterator[None]:
         reentrant.forward = staticmethod(forward)
 
 
+def _without_gradient(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """A reentrant block none of whose arguments has a gradient: no gradient goes through it."""
+    with torch.enable_grad():
+        results = run(*args)
+    if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(results)):
+        raise TraceError(
+            f"{at_line()}torch.utils.checkpoint(use_reentrant=True) gives a gradient where a tensor"
+            " among its arguments has one, and none has here: what the block captures, or takes in"
+            " a dict or list, would get a gradient of zero. Pass use_reentrant=False."
+        )
+    return results
+
+
+@contextmanager
+def _inference_mode() -> Iterator[None]:
+    """Take ``torch.inference_mode`` as ``torch.no_grad``: torch refuses later changes to what is
+    made within it, transforms among them.
+    """
+    owner: Any = torch.inference_mode
+    original = owner.__enter__
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)
+
+    owner.__enter__ = enter
+    try:
+        yield
+    finally:
+        owner.__enter__ = original
+
+
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
     _adaptive_softmax,
     _distributions,
     _transformers,
     _checkpoint,
+    _inference_mode,
     flex_attention,
     varlen_attention,
     control_flow,
