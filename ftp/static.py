@@ -11,13 +11,14 @@ step they are plain functions of tensors, with the same results.
 tensor([ 3,  4, -1])
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.errors import InputError
-from ftp.ops.assume import assume
+from ftp.ops.assume import assume, is_listening
 
 
 def nonzero(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
@@ -158,9 +159,61 @@ def bincount(
     return _counted(x.clamp(0, size - 1).long(), torch.where(is_in, weights, zero), size)
 
 
-def _check_size(name: str, size: object) -> None:
+def while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried_inputs: Sequence[Any],
+    *,
+    max_steps: int,
+) -> tuple[Any, ...]:
+    """``torch``'s ``while_loop`` of at most ``max_steps`` iterations, with gradients of any order:
+    each iteration is a ``torch.cond``, and those after the last one run nothing.
+
+    Args:
+        cond_fn: of the carried values, whether another iteration runs: one element.
+        body_fn: of the carried values, the next ones, of equal shapes and dtypes.
+        carried_inputs: the first ones.
+        max_steps: a loop that would go on is ended here.
+
+    Returns:
+        The last carried values.
+
+    Raises:
+        InputError: ``max_steps`` that is no int, or negative. TraceError: a body that changes a
+            shape or dtype.
+
+    >>> while_loop(lambda x: x < 100, lambda x: (x * x,), (torch.tensor(3.0),), max_steps=5)
+    (tensor(6561.),)
+
+    Source: equinox, ``equinox.internal.while_loop(kind="bounded")``.
+    """
+    _check_size("while_loop", max_steps, "max_steps")
+    values = tuple(carried_inputs)
+
+    def body(*given: Any) -> tuple[Any, ...]:
+        made = body_fn(*given)
+        return tuple(made) if isinstance(made, tuple | list) else (made,)
+
+    def stay(*given: Any) -> tuple[Any, ...]:
+        return tuple(x.clone() if isinstance(x, Tensor) else x for x in given)
+
+    for _ in range(max_steps):
+        goes_on = cond_fn(*values)
+        if is_listening():
+            values = torch.cond(goes_on, body, stay, values)
+        elif goes_on:
+            values = body(*values)
+        else:
+            return values
+    claim = f"a loop ends within {max_steps} iterations, the max_steps of ftp.static.while_loop"
+    assume(lambda: ~(torch.as_tensor(cond_fn(*values)) != 0), claim)
+    return values
+
+
+def _check_size(name: str, size: object, argument: str = "size") -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise InputError(f"{name}(size={size!r}): it is a number of elements, 0 or more.")
+        of = "elements" if argument == "size" else "iterations"
+        raise InputError(f"{name}({argument}={size!r}): it is a number of {of}, 0 or more.")
 
 
 def _claimed(mask: Tensor, size: int, what: str, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.arguments import Shape
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.counted_rows import are_counted
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
@@ -178,11 +179,15 @@ def _checked_out_specs(
     failures = []
     leaf_specs = definition.out_specs(result, inputs.specs, inputs.call.args)
     names = leaf_names(result, "the result")
-    for leaf, static, spec, name in zip(
-        traced.out_leaves, traced.is_static, leaf_specs, names, strict=True
+    counted = are_counted(traced.out_tree)
+    for leaf, static, spec, name, is_counted in zip(
+        traced.out_leaves, traced.is_static, leaf_specs, names, counted, strict=True
     ):
         if not static:
-            found[leaf] = spec
+            found[leaf] = PartitionSpec() if is_counted else spec
+            if is_counted:
+                failures += _of_counted_rows(name, spec)
+                continue
             shape, axes = traced.out_shapes[leaf], definition.mesh.axes
             failures += check_spec(spec, shape, axes, name, takes_sums=True) if spec else []
         elif spec:
@@ -195,3 +200,12 @@ def _checked_out_specs(
     results = sum(not static for static in traced.is_static)
     found[results:] = [PartitionSpec()] * (len(found) - results)  # the assumptions' conditions
     return found
+
+
+def _of_counted_rows(name: str, spec: PartitionSpec | None) -> list[str]:
+    if not spec or not name.endswith(".rows"):
+        return []
+    return [
+        f"{name.removesuffix('.rows')} has spec {spec}, but how many rows it has is known after the"
+        " run, so that it is whole on every rank. Give P()."
+    ]

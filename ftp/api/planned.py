@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ftp.api.outputs import RENEWALS
 from ftp.runtime.program import Program
 from ftp.runtime.stage_programs import ProgramOfSubgraphs
 from ftp.sharding.arguments import Shape
+from ftp.sharding.counted_rows import are_counted, cut
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
 from ftp.tracing.captured import Captured
@@ -60,7 +62,12 @@ class Planned:
             leaf if static else outputs[leaf]
             for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
         ]
-        return program.out_tree.unflatten(leaves)
+        result = program.out_tree.unflatten(leaves)
+        return cut(result) if self._has_counted_rows else result
+
+    @cached_property
+    def _has_counted_rows(self) -> bool:
+        return any(are_counted(self.program.out_tree))
 
 
 def planned_for(

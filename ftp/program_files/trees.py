@@ -8,10 +8,17 @@ from typing import Any
 import optree
 
 from ftp.errors import ProgramFileError
+from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
 
-_PLAIN = {tuple: "tuple", list: "list", dict: "dict", OrderedDict: "ordered"}
-_MAKE = {"tuple": tuple, "list": list}
+_PLAIN = {
+    tuple: "tuple",
+    list: "list",
+    dict: "dict",
+    OrderedDict: "ordered",
+    CountedRows: "counted rows",
+}
+_MAKE = {"tuple": tuple, "list": list, "counted rows": CountedRows._make}
 
 
 def write_tree(tree: optree.PyTreeSpec, given: optree.PyTreeSpec) -> Any:

@@ -14,6 +14,7 @@ from ftp.context import set_within
 from ftp.errors import InputError, join_failures
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.tracing.explain_errors import defined_at
+from ftp.tracing.selected import counted
 
 aten = torch.ops.aten
 WAYS = ("func", "grad", "backward")  # each differentiates functions that those before it refuse
@@ -72,7 +73,7 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             loss, extra = _split(
                 loss_fn, loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own)), has_aux
             )
-            aux_leaves, aux_tree = flatten(extra)
+            aux_leaves, aux_tree = flatten(counted(extra))
             aux[:] = aux_tree, aux_leaves
             return loss, [leaf for leaf in aux_leaves if isinstance(leaf, Tensor)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.nn.modules import adaptive, transformer
 from torch.utils import _pytree as pytree
 
@@ -17,6 +18,7 @@ from ftp.source import at_line
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
+from ftp.tracing.selected import Selected, Selections
 from ftp.tracing.varlen_attention import varlen_attention
 
 
@@ -211,6 +213,35 @@ def _inference_mode() -> Iterator[None]:
         owner.__enter__ = original
 
 
+@contextmanager
+def _selected_rows_beside_gradients() -> Iterator[None]:
+    """Let torch.func's gradients return rows that a mask selects, in ``aux``."""
+    original = eager_transforms._undo_create_differentiable
+
+    def undo(results: Any, level: int | None = None) -> Any:
+        groups: dict[Selections, Selections] = {}
+
+        def plain(x: Any) -> Any:
+            return original(x, level)
+
+        def of(x: Any) -> Any:
+            if not isinstance(x, Selected):
+                return plain(x)
+            if x.group not in groups:
+                own = x.group
+                first = plain(own.first[0]), plain(own.first[1])
+                groups[own] = Selections(plain(own.mask), plain(own.valid), first, own.line)
+            return Selected(plain(x.rows), groups[x.group], x.below)
+
+        return pytree.tree_map(of, results)
+
+    eager_transforms._undo_create_differentiable = undo
+    try:
+        yield
+    finally:
+        eager_transforms._undo_create_differentiable = original
+
+
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
     _adaptive_softmax,
@@ -218,6 +249,7 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _transformers,
     _checkpoint,
     _inference_mode,
+    _selected_rows_beside_gradients,
     flex_attention,
     varlen_attention,
     control_flow,

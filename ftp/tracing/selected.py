@@ -8,15 +8,21 @@ selected rows only (``selected_reductions.py``); a write back ``x[mask] = rows``
 rows as they were (``selected_places.py``). Every other function is refused.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from ftp.errors import TraceError
-from ftp.source import user_line
+from ftp.ops.assume import assume
+from ftp.ops.microbatch_means import means_of_trace
+from ftp.sharding.counted_rows import CountedRows
+from ftp.sharding.pytree import NAMESPACE, flatten
+from ftp.source import at_line, user_line
 from ftp.tracing.packed_sequences import packed_steps
 from ftp.tracing.same_values import holds_same
 
@@ -95,13 +101,25 @@ class Selected:
         return apply(Tensor.__getitem__, (self, key), {})
 
     def __len__(self) -> int:
-        raise refused("len()")
+        raise _number_refused("len()")
 
     def __iter__(self) -> Any:
-        raise refused("a loop over rows")
+        raise refused(
+            "a loop over rows",
+            instead="Loop over all places (for e in range(n)): where none is selected, sums are"
+            " zero, and writes write nothing.",
+        )
 
     def __bool__(self) -> bool:
         raise refused("bool()")
+
+
+def _number_refused(what: str) -> TraceError:
+    instead = (
+        "mask.sum() is their number. An if for no rows is not needed: sums of none are zero, and"
+        " writes write nothing."
+    )
+    return refused(what, instead=instead)
 
 
 class _ShapeOfSelection:
@@ -113,14 +131,14 @@ class _ShapeOfSelection:
     def __getitem__(self, at: Any) -> Any:
         places = range(len(self._sizes))[at]
         if (0 in places) if isinstance(places, range) else places == 0:
-            raise refused("the number of selected rows")
+            raise _number_refused("the number of selected rows")
         return tuple(self._sizes)[at]
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __iter__(self) -> Any:
-        raise refused("the number of selected rows")
+        raise _number_refused("the number of selected rows")
 
 
 def _binary(name: str, swapped: bool = False) -> Any:
@@ -183,7 +201,24 @@ def _stacked(found: Sequence[Selected], group: Selections) -> Selected:
     return Selected(torch.stack([x.rows for x in found], 1), group, max(group.mask.shape))
 
 
+def counted(result: Any) -> Any:
+    """A function's result in which selected rows are those of all rows that come first, and their
+    number. A pipeline, whose microbatches have numbers of their own, refuses them.
+    """
+    leaves, _ = flatten(result)
+    if means_of_trace() is not None or not any(isinstance(x, Selected) for x in leaves):
+        return result
+    return optree.tree_map(
+        lambda x: _counted(x) if isinstance(x, Selected) else x, result, namespace=NAMESPACE
+    )
+
+
+def _counted(x: Selected) -> CountedRows:
+    return CountedRows(x.rows.index_select(0, order_of(x.group)), x.group.valid.sum())
+
+
 _PACK: Any = torch._VF._pack_padded_sequence
+_UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
 SELECTING = frozenset(
     (
         _PACK,
@@ -195,6 +230,7 @@ SELECTING = frozenset(
         torch.masked_select,
         torch.nonzero,
         torch.where,
+        *_UNIQUE,
     )
 )
 
@@ -209,8 +245,10 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func is Tensor.__getitem__:
         return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
     if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
-        x, mask = args
-        return select(x, group_of(mask)) if is_selection(mask, x) and x.ndim == mask.ndim else None
+        x, mask = torch.broadcast_tensors(*args)
+        return select(x, group_of(mask)) if is_selection(mask, x) else None
+    if func in _UNIQUE:
+        return _unique(*args, **kwargs) if func in _UNIQUE[:2] else _consecutive(*args, **kwargs)
     if len(args) == 1 and args[0].ndim and func in _NONZERO and set(kwargs) <= {"as_tuple"}:
         group = group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0)
         found = places(group)
@@ -219,6 +257,47 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 _NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+
+
+def _unique(
+    x: Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """``torch.unique``: the distinct elements are rows; None along a dim."""
+    if dim is not None or not x.numel():
+        return None
+    ordered, order = x.reshape(-1).sort(stable=True)
+    values, inverse, counts = _runs(ordered)
+    inverse = torch.zeros_like(inverse).scatter(0, order, inverse)
+    found = [values, inverse.reshape(x.shape), counts]
+    return _asked(found, return_inverse, return_counts)
+
+
+def _consecutive(
+    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """``torch.unique_consecutive``: the first elements of runs are rows; None along a dim."""
+    if dim is not None or not x.numel():
+        return None
+    values, inverse, counts = _runs(x.reshape(-1))
+    return _asked([values, inverse.reshape(x.shape), counts], return_inverse, return_counts)
+
+
+def _runs(x: Tensor) -> tuple[Selected, Tensor, Selected]:
+    """The first elements of runs of equal elements, the run of each element, and their lengths."""
+    is_first = torch.cat([x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]])
+    run = is_first.cumsum(0) - 1
+    group = group_of(is_first)
+    lengths = torch.zeros_like(run).index_add(0, run, torch.ones_like(run))
+    return select(x, group), run, select(lengths.index_select(0, run), group)
+
+
+def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
+    made = [x for x, is_asked in zip(found, (True, inverse, counts), strict=True) if is_asked]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def is_selection(key: Any, x: Any) -> bool:
@@ -256,13 +335,10 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         name in OF_EACH_ROW and OF_EACH_ROW[name](rows.ndim, args, kwargs)
     ):
         raise refused(name)
-    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)))
-    if name in POINTWISE:
-        if len({x.rows.ndim for x in given}) > 1:
-            raise refused(f"{name} of selected rows that differ in their number of dims", True)
-        for other in flat((args, kwargs)):
-            if isinstance(other, Tensor):
-                _check_plain(other, rows)
+    if name in POINTWISE and len({x.rows.ndim for x in given}) > 1:
+        raise refused(f"{name} of selected rows that differ in their number of dims", True)
+    of = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
+    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)), of)
     out = func(*plain_args, **plain_kwargs)
     if name == "__getitem__" and isinstance(args[0], Tensor):
         out = _unless_none(out, group)
@@ -297,18 +373,42 @@ def flat(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _replaced(tree: Any) -> Any:
+def _replaced(tree: Any, of: Callable[[Tensor], Tensor]) -> Any:
+    """``tree`` with all rows in the place of selected ones, and ``of`` each plain tensor."""
     if isinstance(tree, dict):
-        return {key: _replaced(value) for key, value in tree.items()}
+        return {key: _replaced(value, of) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(value) for value in tree)
-    return tree.rows if isinstance(tree, Selected) else tree
+        return type(tree)(_replaced(value, of) for value in tree)
+    if isinstance(tree, Selected):
+        return tree.rows
+    return of(tree) if isinstance(tree, Tensor) else tree
 
 
-def _check_plain(other: Tensor, rows: Tensor) -> None:
-    """Refuse a plain operand that is not broadcast over the rows of the selection beside it."""
-    if other.ndim >= rows.ndim and other.shape[0] != 1:
-        raise refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
+def _row_by_row(rows: Tensor, group: Selections) -> Callable[[Tensor], Tensor]:
+    """Plain operands beside ``rows``: broadcast over them, or of one row for each selected one."""
+
+    def of(other: Tensor) -> Tensor:
+        if other.ndim < rows.ndim or other.shape[0] == 1:
+            return other
+        size = other.shape[0]
+        if other.ndim > rows.ndim or size in (0, rows.shape[0]):
+            raise refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
+        claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(other.shape)} has"
+        assume(group.valid.sum() == size, claim)
+        warnings.warn(
+            f"{at_line()}A tensor of shape {tuple(other.shape)} is beside rows that a mask selects,"
+            f" whose number is a value: it is assumed that the mask selects {size} rows."
+            " check_inputs=True checks it.",
+            stacklevel=2,
+        )
+        return other.index_select(0, (group.valid.cumsum(0) - 1).clamp(0, size - 1))
+
+    return of
+
+
+def order_of(group: Selections) -> Tensor:
+    """The places of selected rows, in front of zeros."""
+    return torch.nonzero_static(group.valid, size=group.valid.numel(), fill_value=0)[:, 0]
 
 
 def beside(valid: Tensor, rows: Tensor) -> Tensor:
@@ -325,12 +425,13 @@ def is_over_rows(ndim: int, dim: Any) -> bool:
     return any(d % ndim == 0 for d in dims)
 
 
-def refused(what: str, as_it_is: bool = False) -> TraceError:
+def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> TraceError:
     line = user_line()
-    does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
-    return TraceError(
-        f"{does} depends on values{f' at {line}' if line else ''}: a program has fixed shapes."
-        "\n  Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"
+    instead = instead or (
+        "Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"
         " x[mask] = rows or index_add. Else use torch.where(mask, x, 0) or weights, or"
         " ftp.static.masked_select and nonzero, which take a size."
     )
+    does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
+    where = f" at {line}" if line else ""
+    return TraceError(f"{does} depends on values{where}: a program has fixed shapes.\n  {instead}")

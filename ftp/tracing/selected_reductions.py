@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ftp.ops.assume import assume
 from ftp.tracing.packed_sequences import BatchSizes, padded, recurrent
 from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected import (
@@ -20,6 +21,7 @@ from ftp.tracing.selected import (
     beside,
     group_of,
     is_over_rows,
+    order_of,
     refused,
     selected,
     wrapped,
@@ -103,9 +105,22 @@ def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
     return of
 
 
-def _index_select(group: Selections, x: Any, dim: int, index: Any) -> Any:
-    if isinstance(x, Selected) or dim % x.ndim:
+def _taken(group: Selections, x: Any, key: Any) -> Any:
+    """``x[mask][key]`` at plain indices, as those of ``torch.unique(return_inverse=True)``."""
+    is_index = isinstance(key, Tensor) and key.dtype in (torch.int64, torch.int32)
+    if not is_index or not isinstance(x, Selected) or not x.rows.shape[0]:
         return None
+    count, known = group.valid.sum(), key.detach()
+    assume((known >= -count) & (known < count), "indices are below the number of selected rows")
+    place = torch.where(key < 0, key + count, key).clamp(0, x.rows.shape[0] - 1)
+    return x.rows[order_of(group)[place]]
+
+
+def _index_select(group: Selections, x: Any, dim: int, index: Any) -> Any:
+    if dim % x.ndim:
+        return None
+    if isinstance(x, Selected):
+        return _taken(group, x, index)
     return apply(Tensor.__getitem__, (x, index), {})
 
 
@@ -147,6 +162,7 @@ def _recurrent(name: str) -> Callable[..., Any]:
 
 OF_ALL_ROWS.update(
     {
+        "__getitem__": _taken,
         "_pad_packed_sequence": _padded,
         **dict.fromkeys(("view", "reshape"), _rows_of_elements),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

@@ -42,6 +42,7 @@ from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
 from ftp.tracing.recorder import Recorder, record
+from ftp.tracing.selected import counted
 from ftp.tracing.value_independent import unchecked
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def _traced(
         # Not around make_fx: it asks some twenty attributes of every input.
         with unchecked(), recorder.recording():
             with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
-                out = fn(*in_tree.unflatten(filled))
+                out = counted(fn(*in_tree.unflatten(filled)))
             out_leaves, out_tree = flatten(out)
             check_results(out_leaves, out)
             result[:] = out_tree, out_leaves

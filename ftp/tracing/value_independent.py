@@ -233,8 +233,49 @@ def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = F
     return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
 
 
+def _getitem(input: Tensor, key: Any) -> Tensor:
+    """``x[i]``, where ``i`` may be a tensor of one integer, which torch reads."""
+    while (at := _place_by_tensor(input, key)) is not None:
+        dim, place, key = at
+        input = input.index_select(dim, place)
+    return Tensor.__getitem__(input, key)
+
+
+def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
+    """Of the first integer in a tensor in ``key``: the dim, the place along it, and the key for the
+    place alone. None where there is no such integer.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    numbers = [isinstance(k, Tensor) and not k.ndim and k.dtype in _INTEGERS for k in keys]
+    if True not in numbers or any(isinstance(k, Selected) for k in keys):
+        return None
+    at = numbers.index(True)
+    taken = [0 if k is None or k is Ellipsis else k.ndim if _is_mask(k) else 1 for k in keys]
+    dim = sum(taken[:at])
+    if any(k is Ellipsis for k in keys[:at]):
+        dim = input.ndim - sum(taken[at:])
+    if not 0 <= dim < input.ndim:
+        return None  # for torch's error
+    place = keys[at].long().reshape(1)
+    place = torch.where(place < 0, place + input.shape[dim], place)
+    keys[at] = 0
+    return dim, place, tuple(keys)
+
+
+def _is_mask(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
-    if (
+    if (at := _place_by_tensor(input, key)) is not None:
+        dim, place, key = at
+        part = input.index_select(dim, place)
+        _setitem(part, key, value)
+        input.index_copy_(dim, place, part)
+    elif (
         isinstance(key, Tensor)
         and key.dtype in (torch.bool, torch.uint8)
         and key.ndim
@@ -398,6 +439,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.index_put: _index_put,
     Tensor.index_put: _index_put,
     Tensor.index_put_: _in_place(_index_put),
+    Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     torch.istft: _istft,
     Tensor.istft: _istft,

@@ -669,9 +669,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/control_flow.md"
 
 
 def test_the_page():
-    """Its program runs, and each error that it quotes is one of those above."""
+    """Its programs run, and each error that it quotes is one of those above."""
     text = PAGE.read_text()
-    exec(compile(text.split("```python\n")[1].split("```")[0], str(PAGE), "exec"), {})
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    assert len(blocks) == 2
+    exec(compile("\n".join(blocks), str(PAGE), "exec"), {})
     for name in REFUSED.keys() - told.keys():
         test_refused(name)
     quoted = re.findall(r"\| \"(.+)\" \|", text.split("## What is refused")[1])
@@ -688,3 +690,43 @@ def test_branches_of_another_dtype_are_refused_in_a_gradient_too():
     )
     with pytest.raises(TraceError, match=r"float32.* if true and float64"):
         step(torch.ones(4), torch.ones(4))
+
+
+def _fixed_point(p: Params, x: Tensor) -> Tensor:
+    def body(i: Tensor, z: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+        return i + 1, torch.tanh(z @ p["a"] / 4 + x), z
+
+    def goes_on(i: Tensor, z: Tensor, before: Tensor) -> Tensor:
+        return (z - before).norm() > 0.3
+
+    start = torch.tensor(0), torch.zeros_like(x), torch.ones_like(x)
+    i, z, _ = ftp.static.while_loop(goes_on, body, start, max_steps=9)
+    return (z @ p["b"]).square().mean() + i
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_a_loop_that_ends_by_values(shape: tuple[int, ...]):
+    """With its gradient; it ends after another number of iterations for other inputs."""
+    trips = set()
+    for seed in (1, 2, 3):
+        p, x = inputs(6, 4, seed)
+        check(_fixed_point, _fixed_point, shape, P(None, "tp"), p, x / 2**seed)
+        ran = _fixed_point({"a": p["a"], "b": torch.zeros_like(p["b"])}, x / 2**seed)
+        trips.add(int(ran))
+    assert len(trips) > 1 and max(trips) < 9
+
+
+def test_a_loop_that_does_not_end_within_its_steps():
+    def loop(x: Tensor) -> Tensor:
+        (y,) = ftp.static.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, (x,), max_steps=2)
+        return y
+
+    x = torch.zeros(3)
+    assert torch.equal(loop(x), x + 2)
+    mesh = ftp.simulated_mesh(2, "dp")
+    step = ftp.spmd(loop, mesh, P("dp"), check_inputs=True)
+    assert torch.equal(step(x + 2), x + 3)
+    with pytest.raises(ftp.errors.InputError, match="ends within 2 iterations"):
+        step(x)
+    with pytest.raises(ftp.errors.InputError, match="max_steps=None"):
+        ftp.static.while_loop(lambda x: x, lambda x: x, (x,), max_steps=None)  # type: ignore

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import ftp
 from ftp import P
-from ftp.errors import TraceError
+from ftp.errors import InputError, SpecError, TraceError
 
 X = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 W = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -246,7 +246,7 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
     "mul of rows that different masks": _mask_changed_between,
     "mul of rows that different": _one_mask_changed_between,
-    "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x[:, 0]).sum(),
+    "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x.flatten(0, 1)).sum(),
     "sort": lambda w, x, ids: (x @ w)[ids >= 0].sort(0).values.sum(),
     "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x[0]]).sum(),
     "a loop over rows": lambda w, x, ids: sum(r.sum() for r in (x @ w)[ids >= 0]),
@@ -274,3 +274,95 @@ def test_what_depends_on_the_number_of_rows_is_refused(what: str):
         step(W, X, IDS)
     assert what in str(error.value) or what == "matmul"
     assert "test_selected.py" in str(error.value)
+
+
+def _returned(x: Tensor, ids: Tensor) -> dict[str, object]:
+    return {
+        "rows": F.gelu(x[ids >= 0]),
+        "none": x[ids > 99],
+        "places": ((ids > 0).nonzero(), torch.where(ids == 1)),
+        "elements": x.masked_select((ids > 0)[..., None]),
+        "distinct": torch.unique(ids, return_inverse=True, return_counts=True),
+        "runs": torch.unique_consecutive(ids.flatten() > 0, return_counts=True),
+        "number": (ids > 0).sum(),
+    }
+
+
+@pytest.mark.parametrize("mesh", [((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=["dp3", "dp2×tp2"])
+def test_returned_rows_are_cut_to_their_number(mesh: tuple[tuple, tuple]):
+    specs = P("dp", None, "tp" if "tp" in mesh[1] else None), P("dp")
+    step = ftp.spmd(_returned, ftp.simulated_mesh(*mesh), specs, certify=True)
+    for ids in (IDS, IDS.flip(0), torch.full_like(IDS, -1)):  # one program, other numbers
+        torch.testing.assert_close(step(X, ids), _returned(X, ids), rtol=0, atol=0)
+
+
+def test_returned_rows_beside_a_loss_and_in_a_saved_program(tmp_path):
+    def loss(w: Tensor, x: Tensor, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = x @ w
+        return y.square().mean(), {"kept": y[ids >= 0], "names": ids.unique()}
+
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    (value, aux), _ = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), has_aux=True)(W, X, IDS)
+    expected, due = loss(W, X, IDS)
+    torch.testing.assert_close((value, aux), (expected, due))
+    lowered = ftp.lower(lambda x, ids: [x[ids >= 0]], mesh, P("dp"), X, IDS)
+    lowered.save(tmp_path / "rows.ftp")
+    for program in (lowered.compile(), ftp.load_program(tmp_path / "rows.ftp", mesh)):
+        torch.testing.assert_close(program(X, IDS), [X[IDS >= 0]], rtol=0, atol=0)
+
+
+def test_a_spec_of_returned_rows_is_an_error():
+    step = ftp.spmd(lambda x, ids: x[ids > 0], ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))
+    with pytest.raises(SpecError, match="is known after the run"):
+        step(X, IDS)
+
+
+def test_a_table_of_distinct_names():
+    """``unique`` with the place of each element: rows at plain indices."""
+
+    def of_rows(w: Tensor, ids: Tensor) -> Tensor:
+        names, place = torch.unique(ids.clamp(min=0), return_inverse=True)
+        rows = torch.tanh(w[names])
+        return rows[place].square().sum() + rows.sin().sum() + rows[torch.tensor([-1, 0])].sum()
+
+    for mesh, spec in (
+        (ftp.simulated_mesh((3,), ("tp",)), P("tp")),
+        (ftp.simulated_mesh(2, "tp"), P()),
+    ):
+        w = W.clone().requires_grad_()
+        expected = of_rows(w, IDS)
+        (gradient,) = torch.autograd.grad(expected, w)
+        value, grad = ftp.shard(of_rows, mesh, spec, certify=True)(W, IDS)
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(grad, gradient, rtol=1e-11, atol=1e-12)
+
+
+def test_a_tensor_of_as_many_rows_as_are_selected():
+    def loss(w: Tensor, x: Tensor, ids: Tensor, due: Tensor) -> Tensor:
+        return ((x @ w)[ids >= 0] - due).square().sum()
+
+    due = X.flatten(0, 1)[: int((IDS >= 0).sum())]
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.shard(loss, mesh, P(None, "tp"), check_inputs=True)
+    with pytest.warns(UserWarning, match="assumed that the mask selects 6 rows"):
+        value, grad = step(W, X, IDS, due)
+    w = W.clone().requires_grad_()
+    expected = loss(w, X, IDS, due)
+    (gradient,) = torch.autograd.grad(expected, w)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad, gradient, rtol=1e-11, atol=1e-12)
+    with pytest.raises(InputError, match="selects 6 rows"):
+        step(W, X, IDS.clamp(min=0), due)
+
+
+def test_rows_returned_beside_a_gradient_in_the_function():
+    def slopes(w: Tensor, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def inner(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            y = x @ w
+            return y.square().sum(), (y[y[..., 0] > 0], y[ids >= 0])
+
+        grad, (above, kept) = torch.func.grad(inner, has_aux=True)(w)
+        return grad, above, kept.mean()
+
+    step = ftp.spmd(slopes, ftp.simulated_mesh((2,), ("dp",)), (P(), P("dp"), P("dp")))
+    torch.testing.assert_close(step(W, X, IDS), slopes(W, X, IDS), rtol=1e-11, atol=1e-12)
