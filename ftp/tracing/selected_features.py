@@ -62,10 +62,8 @@ def _item(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if any(k is Ellipsis or isinstance(k, Tensor | int) for k in keys):
         return False
     chosen = [i for i, k in enumerate(keys) if isinstance(k, Selected)]
-    together = chosen == list(range(len(chosen)))
-    return together and all(
-        keys[i].rows.ndim == 1 and keys[i].rows.dtype is not torch.bool for i in chosen
-    )
+    together = chosen == list(range(len(chosen))) and len({keys[i].ndim for i in chosen}) == 1
+    return together and all(keys[i].dtype is not torch.bool for i in chosen)
 
 
 def _joined(is_new: int) -> Callable[..., bool]:
@@ -76,6 +74,19 @@ def _joined(is_new: int) -> Callable[..., bool]:
         return all(isinstance(x, Selected) for x in args[0]) and dim % (ndim + is_new) > 0
 
     return check
+
+
+def _transposed(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return len(args) == 3 and args[1] % ndim > 0 and args[2] % ndim > 0
+
+
+def _pairs(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return len(args) == 2 and all(isinstance(x, Selected) for x in args)
+
+
+def _similarity(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    alike = _pairs(ndim, args[:2], kwargs) and args[0].ndim == args[1].ndim
+    return alike and _keeps_rows(2, 1)(ndim, args, kwargs)
 
 
 def _squeezed(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -114,6 +125,12 @@ def _of_first(check: Callable[..., bool]) -> Callable[..., bool]:
 OF_EACH_ROW.update(
     {
         **dict.fromkeys(("sum", "mean", "amax", "amin", "argmax", "argmin"), _keeps_rows(1)),
+        **dict.fromkeys(("prod", "all", "any", "cumprod"), _of_first(_keeps_rows(1))),
+        "glu": _of_first(_keeps_rows(1, -1)),
+        "unbind": _of_first(_keeps_rows(1, 0)),
+        "transpose": _of_first(_transposed),
+        "bmm": _pairs,
+        "cosine_similarity": _similarity,
         **dict.fromkeys(("max", "min"), _of_first(_keeps_rows(1))),
         **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cumsum"), _keeps_rows(1)),
         **dict.fromkeys(("chunk", "split"), _keeps_rows(2)),
@@ -147,6 +164,6 @@ _NAMES = """
     logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not isnan isfinite
     isinf isclose nan_to_num float double half bfloat16 long int bool to type type_as detach clone
     contiguous floor ceil round trunc frac fmod remainder floor_divide hypot logit logaddexp lerp
-    addcmul addcdiv xlogy
+    addcmul addcdiv xlogy masked_fill
 """
 POINTWISE.update(_NAMES.split())

@@ -43,8 +43,13 @@ def _put(
     keys = key if isinstance(key, tuple | list) else (key,)
     if isinstance(x, Selected) or len(keys) > x.ndim:
         return None
-    if not all(isinstance(k, Selected) and k.rows.ndim == 1 for k in keys):
+    if not all(isinstance(k, Selected) and k.rows.shape[1:].numel() == 1 for k in keys):
         return None
+    if (behind := keys[0].rows.ndim - 1) and isinstance(value, Selected):  # mask.nonzero(): (n, 1)
+        if value.rows.shape[1 : 1 + behind] != keys[0].rows.shape[1:]:
+            return None
+        value = Selected(value.rows.flatten(0, behind), group)
+    keys = [Selected(k.rows.reshape(-1), group, k.below) for k in keys]
     if any(k.rows.dtype is torch.bool for k in keys):
         return None
     dims = 1 + x.ndim - len(keys)

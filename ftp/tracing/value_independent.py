@@ -246,7 +246,13 @@ def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
     place alone. None where there is no such integer.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
-    numbers = [isinstance(k, Tensor) and not k.ndim and k.dtype in _INTEGERS for k in keys]
+    numbers = [
+        isinstance(k, Tensor)
+        and not k.ndim
+        and k.dtype in _INTEGERS
+        and getattr(k, "constant", None) is None  # torch reads a literal's value
+        for k in keys
+    ]
     if True not in numbers or any(isinstance(k, Selected) for k in keys):
         return None
     at = numbers.index(True)

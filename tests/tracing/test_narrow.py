@@ -84,3 +84,27 @@ def test_a_write_before_is_no_write_to_the_view():
 
     value, _ = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())(W, X, torch.tensor(1))
     torch.testing.assert_close(value, loss(W, X, torch.tensor(1)))
+
+
+def _at_places(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    y = x @ w
+    y[at[0], 1:] = x[at[1], 1:] * 2
+    y[:, at[2]] += y[..., at[0]].exp()
+    return (
+        y[at[1]].square().sum()
+        + y[torch.tensor([0, 2]), at[0]].sum()
+        + y[None, :, at[1]].sin().sum()
+    )
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
+def test_an_index_in_a_tensor(spec: P):
+    at = torch.tensor([3, -2, 0])
+    w = W.clone().requires_grad_()
+    expected = _at_places(w, X, at)
+    (gradient,) = torch.autograd.grad(expected, w)
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    step = ftp.shard(_at_places, mesh, spec, batch_specs=(P("dp"), P()), certify=True)
+    value, grad = step(W, X, at)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)

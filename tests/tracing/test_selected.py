@@ -147,7 +147,31 @@ def _hard_negatives(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return (F.cross_entropy(picked, due, reduction="sum") + boxes) / count.sum()
 
 
+def _boxes(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """YOLO's overlaps of boxes, and functions of each row beside them."""
+    y, mask = x @ w, ids >= 0
+    size = (torch.min(y[mask][..., 3:], x[mask][..., 3:]) - y[mask][..., :3]).clamp_(0).prod(-1)
+    near = F.cosine_similarity(y[mask], x[mask], dim=-1)
+    pairs = y[mask].unflatten(1, (2, 3))
+    products = torch.bmm(pairs, x[mask].unflatten(1, (3, 2))).transpose(1, 2)
+    first, *_ = F.glu(y[mask], -1).unbind(-1)
+    kept = y[mask].masked_fill(x[mask] > 0, 0.5).cumprod(-1)
+    return size.sum() + near.mean() + products.sin().sum() + first.sum() + kept.square().mean()
+
+
+def _solved(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """MiDaS' alignment: scales of the images whose system can be solved."""
+    y = (x @ w).sum(-1)
+    rows, due = (y * y).sum(1), (y * x[..., 0]).sum(1)
+    valid = (ids > 0).any(1).nonzero()
+    scale = torch.zeros_like(rows)
+    scale[valid] = due[valid] / rows[valid]
+    return (scale[:, None] * y - x[..., 0]).square().sum()
+
+
 PROGRAMS = [
+    _boxes,
+    _solved,
     _hard_negatives,
     _mask_written_twice,
     _indices,
