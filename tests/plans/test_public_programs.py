@@ -7,6 +7,7 @@ import pytest
 from public_language import LANGUAGE
 from public_methods import METHODS
 from public_programs import reference, specs_of
+from public_recent import RECENT
 from public_science import SCIENCE
 from public_signals import SIGNALS
 from public_structure import STRUCTURE
@@ -15,7 +16,7 @@ from public_vision import VISION
 import ftp
 from ftp import P
 
-PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS
+PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),
