@@ -17,6 +17,7 @@ from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
 from ftp.per_rank.token_mixing import mixing_op
+from ftp.per_rank.token_trial import eps_of, mixed_by
 from ftp.per_rank.trace_locally import traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -43,10 +44,11 @@ def send_tokens(
     the weights otherwise is gathered, and a ``PlanWarning`` names it.
 
     The layer must treat each token by itself, as dropless layers do: keep losses and statistics
-    over all tokens outside. What its ops tell is checked: experts that choose their tokens, a
-    capacity and norms over tokens are refused. The rest, such as that rows come back to their
-    tokens, is in ``lowered.assumptions``; ``check_inputs=True`` runs the layer on all tokens too
-    and raises an InputError where results differ.
+    over all tokens outside. That is checked when it is traced, by its ops and then by a run of a
+    few drawn tokens, together and in two parts: experts that choose their tokens, a capacity,
+    norms over tokens, and rows that do not come back to their tokens are refused. What no such run
+    shows is in ``lowered.assumptions``; ``check_inputs=True`` runs the layer on all tokens too and
+    raises an InputError where results differ.
 
     Args:
         layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
@@ -110,7 +112,7 @@ def send_tokens(
             raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
         if missing:  # copies of a token, whose results are dropped
             x = torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
-        count, experts = _experts_of(layer, leaves, tree, names, x, axis, n, axes)
+        count, experts, eps = _experts_of(layer, leaves, tree, names, x, axis, n, axes)
 
         def of_rank(x: Tensor, *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
@@ -143,7 +145,7 @@ def send_tokens(
 
         def is_that_of_all_tokens() -> Tensor:
             values = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-            return _is_close(made.detach(), layer(tree.unflatten(values), given.detach()))
+            return _is_close(made.detach(), layer(tree.unflatten(values), given.detach()), eps)
 
         assume(
             is_that_of_all_tokens,
@@ -220,8 +222,10 @@ def _experts_of(
     axis: str,
     n: int,
     token_axes: tuple[str, ...],
-) -> tuple[int, set[str]]:
-    """How many experts there are, and the parameters that grouped matmuls read."""
+) -> tuple[int, set[str], float]:
+    """How many experts there are, the parameters that grouped matmuls read, and the rounding of the
+    least exact dtype.
+    """
     sees = RowsTravel(axis, n, None)
 
     def look(x: Tensor, *given: Any) -> Any:
@@ -234,8 +238,13 @@ def _experts_of(
     sizes = dict.fromkeys(token_axes, 1)
     tensors = [t for t in (x, *leaves) if isinstance(t, Tensor)]
     tokens = _prime_above(max(n for t in tensors for n in t.shape))
-    seen = _meta((tokens, *x.shape[1:]), x.dtype)
-    traced = traced_locally(look, sizes, [seen, *leaves], x.device.type, ["x", *names])
+
+    def traced_with(shape: Sequence[int]) -> Any:
+        given = [_meta(shape, x.dtype), *leaves]
+        return traced_locally(look, sizes, given, x.device.type, ["x", *names])
+
+    seen = (tokens, *x.shape[1:])
+    traced = traced_with(seen)
     shapes = {
         name: leaf.shape for name, leaf in zip(names, leaves, strict=True) if name in sees.used
     }
@@ -255,21 +264,31 @@ def _experts_of(
             f"{at_line()}send_tokens: grouped matmuls read {held}, whose numbers of experts"
             " differ. Send the tokens of each mixture by itself."
         )
-    if traced.out_shapes == [seen.shape] and (mixing := mixing_op(traced.gm, tokens)) is not None:
-        raise SpecError(
-            f"{at_line()}send_tokens: a token's result depends on other tokens, by"
-            f" {mixing.target} at {mixing.meta.get('source') or 'an unknown line'}. Each rank runs"
-            " the layer on its own tokens, so its numbers would not be one device's. Let the layer"
-            " treat each token by itself and keep losses and statistics outside, or leave it out of"
-            " send_tokens: its experts are then planned as any other weights."
-        )
-    return counts.pop(), set(shapes)
+    if traced.out_shapes == [seen]:
+        if (mixing := mixing_op(traced.gm, tokens)) is not None:
+            at = mixing.meta.get("source") or "an unknown line"
+            _refuse_mixed(f"by {mixing.target} at {at}")
+        if (off := mixed_by(traced, tokens, x.shape, traced_with)) is not None:
+            _refuse_mixed(
+                "or on its place: on a few drawn tokens, two parts of them alone give other"
+                f" results than among all, off by {off:.1g} of the largest"
+            )
+    return counts.pop(), set(shapes), eps_of(traced.gm)
 
 
-def _is_close(made: Tensor, expected: Tensor) -> Tensor:
+def _refuse_mixed(how: str) -> None:
+    raise SpecError(
+        f"{at_line()}send_tokens: a token's result depends on other tokens, {how}. Each rank runs"
+        " the layer on its own tokens, so its numbers would not be one device's. Let the layer"
+        " treat each token by itself and keep losses, statistics and random draws outside, or leave"
+        " it out of send_tokens: its experts are then planned as any other weights."
+    )
+
+
+def _is_close(made: Tensor, expected: Tensor, eps: float) -> Tensor:
     """Whether two results differ by rounding only; so do those that are no numbers."""
     off = (made - expected).abs().amax()
-    return ~(off > torch.finfo(made.dtype).eps ** 0.5 * expected.abs().amax())
+    return ~(off > eps**0.5 * expected.abs().amax())
 
 
 def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:

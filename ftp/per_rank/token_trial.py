@@ -1,0 +1,222 @@
+"""Run a layer on a few drawn tokens, to see whether a token's result depends on other tokens where
+its ops do not tell.
+
+The layer's results for all tokens are compared with those for two parts of them, with drawn
+parameters. The tokens are all different, all the same, or of two kinds, so that some expert gets
+more rows than a capacity allows. Large parameters are not allocated: a matrix of rank one stands
+for each.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftp.errors import FtpError
+from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.tracing.trace import Traced
+
+aten = torch.ops.aten
+_FEWEST = 13  # tokens of a part: no small period of positions divides it
+_POSITIONS = 3  # of a sequence, in place of all, if the layer takes any number
+_ALLOCATED = 1 << 20  # elements of a parameter
+_SMALL, _LARGEST = 1 << 21, 1 << 26  # elements of all values of one run
+_known: dict[Any, float | None] = {}
+
+
+def mixed_by(
+    first: Traced, count: int, shape: Sequence[int], traced: Callable[[Sequence[int]], Traced]
+) -> float | None:
+    """The difference between a layer's results for all tokens and for parts of them, over the
+    largest result; None if it is rounding, or if the layer does not run here. Equal layers of a
+    model are tried once.
+
+    Args:
+        first: the layer's trace on ``count`` tokens, as for ``mixing_op``.
+        shape: of the tokens that the layer is called with.
+        traced: traces the layer on tokens of another shape.
+    """
+    inputs = [n.meta["val"] for n in first.gm.graph.nodes if n.op == "placeholder"]
+    key = first.gm.code, tuple(shape), tuple((tuple(x.shape), x.dtype) for x in inputs)
+    if key not in _known:
+        if len(_known) == 1024:
+            _known.clear()
+        _known[key] = _tried(first, count, shape, traced)
+    return _known[key]
+
+
+def _tried(
+    first: Traced, count: int, shape: Sequence[int], traced: Callable[[Sequence[int]], Traced]
+) -> float | None:
+    own = tuple(map(int, shape))
+    for rows, *inner in dict.fromkeys(_shapes(first, count, own)):
+        odd = max(rows // 2 - (rows // 2 + 1) % 2, 1)
+        try:
+            found = {n: traced((n, *inner)) for n in dict.fromkeys((rows, odd, rows - odd))}
+            return _difference([found[n] for n in (rows, odd, rows - odd)])
+        except (FtpError, RuntimeError, ValueError, TypeError, IndexError):
+            continue  # the layer is for its own sizes, or an op does not run on drawn values
+    return None
+
+
+def _shapes(first: Traced, count: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Shapes of tokens to try, with fewer positions of a sequence and then with all. There are more
+    than the numbers that the layer's integers are compared and computed with, such as a capacity,
+    as far as memory allows.
+    """
+    numbers, each = [0], 0.0
+    for node in first.gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        made = [x for x in _leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+        each += sum(x.numel() for x in made if x.numel() % count == 0) / count
+        if not any(x.is_floating_point() for x in made):
+            given = [x for x in _leaves((node.args, node.kwargs)) if type(x) in (int, float)]
+            numbers += [int(n) for n in given if 0 < n < _LARGEST and n % count]
+    rows, *inner = shape
+    each /= max(math.prod(inner[:-1]), 1)  # per position
+    wanted = max(n for n in numbers if n * each <= _SMALL)
+    at_most = max(2, rows)
+    if inner[:-1]:
+        many = min(2 * _FEWEST, at_most)
+        *outer, positions = (min(n, _POSITIONS) for n in inner[:-1])
+        needed = -(-(wanted + 2) // (many * math.prod(outer)))
+        if needed <= inner[-2]:
+            yield many, *outer, max(positions, needed), inner[-1]
+    many = min(max(2 * _FEWEST, wanted + 2), at_most)
+    if many * math.prod(inner[:-1]) * each <= _LARGEST:
+        yield many, *inner
+
+
+def _difference(parts: Sequence[Traced]) -> float | None:
+    """The difference in two draws of four: where scores tie, rounding may decide in one."""
+    eps = max(eps_of(part.gm) for part in parts)
+    found: list[float] = []
+    for seed in range(4):
+        if len(found) == 2 or (seed == 2 and not found):
+            break
+        # Hide the surrounding trace and transforms: these tensors have values.
+        with (
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+        ):
+            off = _difference_of_draw(parts, seed)
+        if off > eps**0.5:
+            found.append(off)
+    return max(found) if len(found) == 2 else None
+
+
+def _difference_of_draw(parts: Sequence[Traced], seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    graph = parts[0].gm.graph
+    like, *leaves = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
+    leaves = leaves[: len(leaves) - len(parts[0].constants)]
+    # Scores may have a bias: the experts that tokens choose differ if it is the same for all.
+    spread = 0.5 * (seed % 2)
+    given = [_drawn(x, generator, spread) for x in leaves]
+    captured = [_captured(x, generator, spread) for x in parts[0].constants]
+    tokens = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    sizes = [part.out_shapes[0][0] for part in parts[1:]]
+    flat = tokens.flatten(0, -2) if tokens.ndim > 1 else tokens
+    is_one = torch.rand(len(flat), generator=generator) < 0.5
+    two = flat[torch.where(is_one, 0, len(flat) - 1)].view_as(tokens)
+    alike = [one.expand_as(tokens) for one in flat[[0, len(flat) // 2, -1]]]
+    off = 0.0
+    for x in (tokens, two, *alike):
+        whole, *of_parts = (
+            _run(part, [piece.clone(), *given, *captured])
+            for part, piece in zip(parts, (x, *x.split(sizes)), strict=True)
+        )
+        apart = (whole - torch.cat(of_parts)).nan_to_num(0, 0, 0).abs().amax()
+        largest = whole.nan_to_num(0, 0, 0).abs().amax()
+        off = max(off, float(apart / largest) if largest else 0.0)
+    return off
+
+
+def _drawn(like: Tensor, generator: torch.Generator, spread: float) -> Tensor:
+    if like.numel() > _ALLOCATED:
+        return torch.empty(like.shape, dtype=like.dtype, device="meta")
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    made = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+    if like.ndim < 2:  # scales and biases
+        return (1 + spread * made.abs()).to(like.dtype)
+    return (2 * made / max(like.shape[-2], 1) ** 0.5).to(like.dtype)
+
+
+def _run(traced: Traced, given: Sequence[Tensor]) -> Tensor:
+    values: dict[fx.Node, Any] = {}
+    feed = iter(given)
+    for node in traced.gm.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(feed)
+        elif node.op == "output":
+            return values[node.args[0][0]].to(torch.float64)
+        else:
+            values[node] = _called(node, values)
+    raise AssertionError("a graph has an output")
+
+
+def _captured(x: Tensor, generator: torch.Generator, spread: float) -> Tensor:
+    """A tensor that the layer captures; drawn if it has no values, as in the surrounding trace."""
+    has_values = not (x.is_meta or isinstance(x, FakeTensor))
+    return x.detach().cpu() if has_values else _drawn(x, generator, spread)
+
+
+def _called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    target: Any = node.target
+    given: Any = (node.args, node.kwargs)
+    given = map_aggregate(given, lambda x: values[x] if isinstance(x, fx.Node) else _on_cpu(x))
+    args, kwargs = given
+    if len({x.is_meta for x in _leaves(given) if isinstance(x, Tensor)}) < 2:
+        return target(*args, **kwargs)
+    added: Any = 0
+    if target is aten.addmm.default and len(args) == 3 and not kwargs and not args[0].is_meta:
+        added, *args = args
+    elif target not in (aten.mm.default, GROUPED_MM):
+        raise ValueError("an op reads elements of a parameter that is not allocated")
+    x, weight, *ends = args[:3]
+    if x.is_meta or not weight.is_meta or x.ndim != 2:
+        raise ValueError("a product that is not of tokens with a parameter")
+    return (added + _by_rank_one(node.meta["val"], x, *ends)).to(node.meta["val"].dtype)
+
+
+def _on_cpu(x: Any) -> Any:
+    return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+def _by_rank_one(like: Tensor, x: Tensor, ends: Tensor | None = None) -> Tensor:
+    """The product of rows with a matrix of rank one, or with that of each row's group."""
+    rows, width = x.shape
+    made = (x.double() @ _vector(width) / width**0.5)[:, None] * _vector(like.shape[-1] + 1)[1:]
+    if ends is not None:
+        groups = len(ends)
+        group = torch.searchsorted(ends.long().cummax(0).values, torch.arange(rows), right=True)
+        made = made * torch.where(group < groups, 1 + group / groups, 0)[:, None]
+    return made
+
+
+def _vector(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(width, generator=generator, dtype=torch.float64)
+
+
+def eps_of(gm: fx.GraphModule) -> float:
+    """The rounding of the least precise dtype that a program computes in."""
+    values = [x for node in gm.graph.nodes for x in _leaves(node.meta.get("val"))]
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    map_aggregate(tree, found.append)
+    return found
