@@ -42,7 +42,7 @@ _TEXTS = {
     Meaning.NOT_REQUIRING_GRAD: r"does not require grad",
     Meaning.CALLS_BACKWARD: r"backward\(\) called inside a functorch transform",
     Meaning.CALLS_REQUIRES_GRAD: r"call Tensor\.requires_grad_\(\)",
-    Meaning.FORWARD_TAKES_CTX: r"setup_context",
+    Meaning.FORWARD_TAKES_CTX: r"must override the setup_context",
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",

@@ -131,9 +131,11 @@ def explain(error: Exception) -> FtpError | None:
             " argument's leaves; inside a"
             " function use torch.func.grad, whose argnums name the arguments."
         )
-    if meaning is Meaning.FORWARD_TAKES_CTX and (function := _function_behind(error)):
+    if meaning is Meaning.FORWARD_TAKES_CTX:
+        function = _function_behind(error)
+        what = f"{function} is" if function else "The function uses"
         return GradientRefused(
-            f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is"
+            f"{what} an autograd.Function whose forward takes ctx{at}; a gradient that is"
             " traced needs the form in two parts:"
             "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
             " what backward needs."
@@ -166,7 +168,9 @@ def explain(error: Exception) -> FtpError | None:
 
 
 def _function_behind(error: Exception) -> str:
-    """The autograd.Function that an error came from, as ``Name (file.py:12  class Name(...):)``."""
+    """The autograd.Function that an error came from, as ``Name (file.py:12  class Name(...):)``; ""
+    where C++ calls it, as in torch 2.14.
+    """
     traceback, found = error.__traceback__, None
     while traceback is not None:
         given = traceback.tb_frame.f_locals.get("cls")
