@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.passes.aliasing import families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
 
@@ -54,6 +55,7 @@ class _FakeValues(FakeTensorProp):
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm, mode)
+        self.fake = FakeOf(mode)
         self.known: dict[Any, Any] = {}
         self.viewed: dict[int, Any] = {}  # keeps tensors alive, so that an id is not used again
 
@@ -69,9 +71,26 @@ class _FakeValues(FakeTensorProp):
         described = self._number if is_view(n) else _layout
         key = (target, str(mapped_arguments(n, lambda x: described(self.env[x]))))
         if key not in self.known:
-            self.known[key] = super().run_node(n)
+            foreseen = self._foreseen(n)
+            self.known[key] = super().run_node(n) if foreseen is None else foreseen
         n.meta["val"] = self.known[key]
         return self.known[key]
+
+    def _foreseen(self, n: fx.Node) -> Any:
+        """The result of a plain op; a reshape is the views or the copy that it consists of."""
+        if not is_plain(n.target) and n.target is not aten.reshape.default:  # type: ignore[arg-type]
+            return None
+        args, kwargs = mapped_arguments(n, self.env.__getitem__)
+        with torch._C._DisableTorchDispatch():
+            found = meta_result(n.target, args, kwargs)  # type: ignore[arg-type]
+            if found is None:
+                return None
+            device = next(
+                x.fake_device for x in map(self.env.get, n.all_input_nodes) if type(x) is FakeTensor
+            )
+            if isinstance(found, torch.Tensor):
+                return self.fake(found, device)
+            return type(found)([self.fake(part, device) for part in found])
 
     def _number(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -178,12 +197,22 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
         return False
-    return (
-        x.shape == y.shape
-        and x.dtype == y.dtype
-        and x.stride() == y.stride()
-        and is_non_overlapping_and_dense_or_false(x)
-    )
+    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride() and _is_dense(x)
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether elements neither overlap nor leave gaps."""
+    if x._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
+        return is_non_overlapping_and_dense_or_false(x)  # loads sympy
+    if not x.numel():
+        return True
+    step = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
 
 
 def _is_fresh(node: fx.Node) -> bool:

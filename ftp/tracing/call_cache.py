@@ -9,6 +9,7 @@ results are made from the recorded metadata.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.proxy import Proxy
 
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,8 @@ class Recall:
     """
 
     def __init__(self, mode: FakeTensorMode):
-        self._mode = mode
+        self._fake = FakeOf(mode)
         self._known: dict[Any, _KnownCall | None] = {}
-        self._fresh: dict[torch.device, dict[str, Any]] = {}  # the attributes of a new fake tensor
-        unsafe = mode._allow_unsafe_data_ptr_access
-        self._guard = (
-            torch._C._set_warn_deprecated_on_mutable_data_ptr
-            if unsafe
-            else torch._C._set_throw_on_mutable_data_ptr
-        )
 
     def call(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
@@ -182,22 +177,44 @@ class Recall:
             node.meta["val"] = self._tensor(own, x)
 
     def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
-        """As ``FakeTensor(mode, plain, device)``, which looks at each of its twenty attributes."""
         if source is None:
             plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device="meta")
         else:
             plain = torch.empty(0, dtype=val.dtype, device="meta")
             plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
-        if val.device not in self._fresh:
-            self._fresh[val.device] = dict(
-                FakeTensor(self._mode, torch.empty(0, device="meta"), val.device).__dict__
-            )
-        made = Tensor._make_subclass(
-            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=val.device
-        )  # type: ignore[call-arg]
-        self._guard(made)
-        made.__dict__.update(self._fresh[val.device])  # type: ignore[attr-defined]
-        return made
+        return self._fake(plain, val.device)
+
+    def foresee(self, call: TracedCall, args: Any, kwargs: Any, tracer: Any) -> None:
+        """Cache a first call whose result is known without tracing it."""
+        func = call.key[0]
+        if call.key in self._known or not is_plain(func):
+            return
+        result = meta_result(func, args, kwargs)
+        parts = list(result) if isinstance(result, tuple | list) else [result]
+        if not all(isinstance(part, Tensor) for part in parts):
+            return
+        places: dict[int, Any] = {}
+        stores: dict[int, Any] = {}
+        for i, tensor in enumerate(call.given):
+            places.setdefault(id(tensor), _Input(i))
+            stores.setdefault(tensor.untyped_storage()._cdata, _Input(i))
+        device = call.given[0].fake_device
+        vals = [_val(part, stores, device) for part in parts]
+        if None in vals:
+            return
+        name = tracer.graph._target_to_str(func.overloadpacket.__name__)
+        given, named = _in_places(tuple(args), places), _in_places(dict(kwargs), places)
+        if isinstance(result, Tensor):
+            made = None if call.in_place else _Made(0)
+            records = (_Record(func, name, given, named, vals[0]),)
+            known = _KnownCall(records, made, call.in_place)
+        else:
+            taken = [
+                _Record(getitem, "getitem", (_Made(0), i), {}, val) for i, val in enumerate(vals)
+            ]
+            made = type(result)(_Made(i + 1) for i in range(len(parts)))
+            known = _KnownCall((_Record(func, name, given, named, None), *taken), made, False)
+        self._known[call.key] = known
 
     def learn(self, call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> None:
         """Remember the nodes that a call was recorded as."""
@@ -278,7 +295,7 @@ def _known(
         val = node.meta.get("val")
         taken = None
         if type(val) is FakeTensor:
-            taken = _val(val, stores)
+            taken = _val(val, stores, val.fake_device)
             if taken is None:
                 return None
             stores.setdefault(val.untyped_storage()._cdata, _Made(i))
@@ -333,7 +350,7 @@ def _known(
     return _KnownCall(tuple(records), _marked(result, made), False)
 
 
-def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:
+def _val(val: Tensor, stores: Mapping[int, Any], device: torch.device) -> _Val | None:
     if val.is_conj() or val.is_neg() or val.is_sparse or val.layout is not torch.strided:
         return None
     shares = stores.get(val.untyped_storage()._cdata)
@@ -344,7 +361,7 @@ def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:
         val.stride(),
         int(val.storage_offset()),
         val.dtype,
-        val.fake_device,
+        device,
         shares,
     )
 
@@ -361,6 +378,17 @@ def _placed(tree: Any, node_of: Any) -> Any:
         )
     if isinstance(tree, dict):
         return {k: _placed(t, node_of) for k, t in tree.items()}
+    return tree
+
+
+def _in_places(tree: Any, places: Mapping[int, _Input]) -> Any:
+    """A call's arguments in terms of its tensors."""
+    if type(tree) is FakeTensor:
+        return places[id(tree)]
+    if isinstance(tree, tuple | list):
+        return type(tree)([_in_places(t, places) for t in tree])
+    if isinstance(tree, dict):
+        return {k: _in_places(t, places) for k, t in tree.items()}
     return tree
 
 

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ftp.errors import FtpError, TraceError
 from ftp.functional.gradient_hooks import GradientRefused
@@ -81,6 +80,8 @@ def explain(error: Exception) -> FtpError | None:
     """The error to raise for an error of torch's while tracing; None for an ordinary mistake in the
     function.
     """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads sympy
+
     line, meaning = raised_line(error), meaning_of(error)
     at = f" at {line}" if line else ""
     if (

@@ -191,6 +191,8 @@ class Recorder(TorchDispatchMode):
             torch._C.DisableTorchFunction()
         ):  # ops that run on tensors in here are no calls of the program
             call = self._recall.call(func, args, kwargs, self._tracer)
+            if call and func not in ALWAYS and func not in FIXED:
+                self._recall.foresee(call, args, kwargs, self._tracer)
             return call, self._recall.again(call, self._tracer) if call else None
 
     def _keep_vals(self, args: Sequence[Any]) -> None:

@@ -1,8 +1,6 @@
 """torch's compiler is loaded where it is used, and works then as if it had been loaded before."""
 
-import subprocess
-import sys
-from pathlib import Path
+from own_process import check  # type: ignore[import-not-found]
 
 PROGRAM = """
 import sys, torch, ftp
@@ -71,14 +69,6 @@ print(LocalSource("x").name, ConstantSource("x").name)
 import torch._dynamo.source as source
 print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
 """
-
-
-def check(program: str, expected: list[str]) -> None:
-    """The program, run in a process of its own, prints the expected lines."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert found.stdout.splitlines() == expected, found.stderr[-3000:]
 
 
 def test_the_compiler_is_loaded_for_another_name_of_its_sources():

@@ -1,0 +1,104 @@
+"""Shapes and strides of an op's result, by the op's kernel for meta tensors.
+
+Fake tensors find the same, but ask a dozen tables first, and from inside of their kernels they load
+DTensor. Here are ops whose result depends on shapes, strides and dtypes of operands alone, of the
+same kind on every device.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def is_plain(func: OpOverload) -> bool:
+    """Whether `meta_result` finds the op's result."""
+    return (
+        func.namespace == "aten"
+        and (func.overloadpacket in _OTHERS or torch.Tag.pointwise in func.tags)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        )
+    )
+
+
+_OTHERS = frozenset(
+    (
+        aten._log_softmax, aten._log_softmax_backward_data, aten._softmax,
+        aten._softmax_backward_data, aten._unsafe_view, aten.alias, aten.amax, aten.amin, aten.bmm,
+        aten.cat, aten.copy_, aten.cumsum, aten.detach, aten.diagonal, aten.embedding, aten.expand,
+        aten.gather, aten.index_select, aten.mm, aten.nll_loss_forward, aten.permute, aten.select,
+        aten.slice, aten.split, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unfold,
+        aten.unsqueeze, aten.view,
+    )
+)  # fmt: skip
+
+
+class FakeOf:
+    """Makes a fake tensor of a meta tensor, as ``FakeTensor(mode, meta, device)``, which looks at
+    each of its twenty attributes.
+    """
+
+    def __init__(self, mode: FakeTensorMode):
+        self._mode = mode
+        self._fresh: dict[torch.device, dict[str, Any]] = {}  # the attributes of a new fake tensor
+        unsafe = mode._allow_unsafe_data_ptr_access
+        self._guard = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr
+            if unsafe
+            else torch._C._set_throw_on_mutable_data_ptr
+        )
+
+    def __call__(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        if device not in self._fresh:
+            self._fresh[device] = dict(
+                FakeTensor(self._mode, torch.empty(0, device="meta"), device).__dict__
+            )
+        made = Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )  # type: ignore[call-arg]
+        self._guard(made)
+        made.__dict__.update(self._fresh[device])  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+
+class _NotPlain(Exception):
+    """An argument that fake tensors must look at."""
+
+
+def meta_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a call of fake tensors, on meta; a view is in its operand's memory. None if an
+    argument is of another kind, or the call fails, which fake tensors explain better.
+    """
+    devices: set[torch.device] = set()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        try:
+            given = [_on_meta(x, devices) for x in args]
+            named = {name: _on_meta(x, devices) for name, x in kwargs.items()}
+            return func(*given, **named) if len(devices) == 1 else None
+        except (_NotPlain, RuntimeError, IndexError, TypeError, ValueError, AssertionError):
+            return None
+
+
+def _on_meta(x: Any, devices: set[torch.device]) -> Any:
+    if isinstance(x, Tensor):
+        if type(x) is not FakeTensor or x._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
+            raise _NotPlain
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise _NotPlain
+        devices.add(x.fake_device)
+        plain = torch.empty(0, dtype=x.dtype, device="meta")
+        return plain.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    if isinstance(x, list | tuple):
+        return [_on_meta(one, devices) for one in x]
+    if isinstance(x, torch.device | torch.layout | torch.SymInt | torch.SymFloat):
+        raise _NotPlain
+    return x
