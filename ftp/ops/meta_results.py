@@ -94,6 +94,8 @@ def _on_meta(x: Any, devices: set[torch.device]) -> Any:
             raise _NotPlain
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise _NotPlain
+        if not x.numel():  # fake tensors give views of nothing other strides
+            raise _NotPlain
         devices.add(x.fake_device)
         plain = torch.empty(0, dtype=x.dtype, device="meta")
         return plain.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
