@@ -144,13 +144,14 @@ def groups_of_pairs(
         return {}
     rank, found = mesh.torch.get_group(axis).rank(), {}
     for pair in sorted(pairs):
+        group = pair_group(mesh, axis, pair)
         if rank in pair:
-            group = found[pair] = pair_group(mesh, axis, pair)
+            found[pair] = group
             # NCCL connects two ranks at their first message, and the host waits until both are
             # there: here in one order on all ranks.
             byte = torch.zeros(1, dtype=torch.uint8, device=mesh_device(mesh))
             if rank == pair[0]:
-                dist.send(byte, group=group, group_dst=1 - group.rank())
+                dist.send(byte, group=group, group_dst=pair[1])
             else:
-                dist.recv(byte, group=group, group_src=1 - group.rank())
+                dist.recv(byte, group=group, group_src=pair[0])
     return found

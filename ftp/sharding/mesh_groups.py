@@ -57,12 +57,12 @@ def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
 
 
 def pair_group(mesh: Mesh, axis: str, pair: tuple[int, int]) -> dist.ProcessGroup:
-    """The group of two ranks of this rank's group along an axis, for what the first one sends to
-    the second one. The first call makes the group; both ranks make it together.
+    """A group along an axis for what one rank sends to another one. The first call makes the group;
+    all ranks along the axis make it together: torch names a group by how many a process has.
     """
     assert mesh.torch is not None
     along = dist.get_process_group_ranks(mesh.torch.get_group(axis))
-    return _made_once(mesh, axis, (axis, *map(str, pair)), [along[rank] for rank in pair])
+    return _made_once(mesh, axis, (axis, *map(str, pair)), along)
 
 
 def _made_once(

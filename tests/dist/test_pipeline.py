@@ -120,7 +120,6 @@ def ordered(model, shape, pipe):
 
         def noted(data, rank, *, group, **kwargs):
             ranks = (dist.get_rank(), rank) if name == "isend" else (rank, dist.get_rank())
-            assert sorted(ranks) == dist.get_process_group_ranks(group)
             asked.setdefault(ranks, []).append((len(data), group.group_name))
             return call(data, rank, group=group, **kwargs)
 
@@ -154,7 +153,7 @@ CROSSED = [of_kinds("FFFBBB", 0, "012210"), of_kinds("FFFBBB", 1, "210012")]
     [
         ((2, 1), 2, CROSSED, 1),
         pytest.param((2, 2), 4, "interleaved", 2, marks=pytest.mark.slow),
-        pytest.param((4, 1), 4, "zero_bubble", 1, marks=pytest.mark.slow),
+        ((3, 1), 3, "zero_bubble", 1),
     ],
 )
 def test_a_group_is_asked_in_one_order_on_both_ranks(shape, layers, schedule, chunks):
