@@ -151,6 +151,11 @@ def entries_over(spec: P, ndim: int) -> bool:
 
 def misnamed(spec: P, axes: tuple[str, ...] | None) -> str | None:
     """The error message for a spec limited to ``axes``, or for ``axes``; None if both are right."""
+    if spec.unreduced:
+        return (
+            f"{spec} is no constraint: where a sum is left pending is the planner's choice. Give"
+            f" {P(*spec.entries)}."
+        )
     if axes is None:
         return None
     if not axes or not all(isinstance(axis, str) for axis in axes):

@@ -98,4 +98,5 @@ def whole_units(spec: PartitionSpec) -> PartitionSpec:
     """The spec without units, to check against a local shape."""
     if spec.entries[:1] == (...,):
         return spec
-    return PartitionSpec(*(tuple(c.axis for c in spec.cuts(d)) or None for d in range(len(spec))))
+    entries = (tuple(c.axis for c in spec.cuts(d)) or None for d in range(len(spec)))
+    return PartitionSpec(*entries, unreduced=spec.unreduced)

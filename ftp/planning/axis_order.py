@@ -81,7 +81,8 @@ def axis_order(
         if _fits(spec, shape, order, axes):
             return spec
         return PartitionSpec(
-            *[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)]
+            *[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)],
+            unreduced=spec.unreduced,
         )
 
     return list(order), FixedLayouts(

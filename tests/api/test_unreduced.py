@@ -83,6 +83,18 @@ def test_a_function_that_is_not_linear_gets_the_sum():
     torch.testing.assert_close(twice(x), 2 * x, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("misfit", [ftp.units("tp", 6), ftp.units("tp", 2, pack=(2, 4))])
+def test_a_sum_of_shards_that_the_planner_gathers_first(misfit):
+    """A unit that ranks share, and packs of several sizes, are no cut that the planner knows."""
+    mesh = ftp.simulated_mesh((3, 2), ("dp", "tp"))
+    x = torch.randn(4, 6, dtype=torch.float64)
+    pending = P(None, misfit, unreduced="dp")
+    step = ftp.spmd(lambda x: x.sin(), mesh, pending, P("dp"))
+    torch.testing.assert_close(step(x), x.sin(), rtol=1e-12, atol=1e-12)
+    back = ftp.spmd(lambda x: 2 * x, mesh, P("dp"), pending, certify=True)
+    torch.testing.assert_close(back(x), 2 * x, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("held", [P(), P("tp"), P(unreduced=("tp",))])
 def test_a_certificate_tells_a_term_from_a_value(held: P):
     """A value on every rank, or a shard, is no term of a sum; a term is no value."""
@@ -102,6 +114,10 @@ def test_errors():
         ftp.spmd(lambda x: x, mesh, P(unreduced=("tp",)))(x > 0)
     with pytest.raises(SpecError, match="the mesh has no axis 'dp'"):
         ftp.spmd(lambda x: x, mesh, P(), P(unreduced=("dp",)))(x)
+    with pytest.raises(SpecError, match=r"is no constraint.*planner's choice. Give P\(\)"):
+        ftp.constrain(x, P(unreduced=("tp",)))
+    with pytest.raises(SpecError, match=r"the result has spec .*reduce the value first"):
+        ftp.local(lambda x: x, mesh, P(), P(unreduced=("tp",)), check=False)(x)
 
 
 @pytest.mark.parametrize(("entries", "axes"), [(("tp",), ("tp",)), ((), ("tp", "tp"))])
