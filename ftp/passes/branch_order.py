@@ -43,6 +43,16 @@ def _reads(
             yield read_in(user.target, user.args, found[user], slot)
 
 
+def predicates_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Per node of a branch the predicates that decide whether it runs."""
+    deciding = {number_of(node.target, node.args): node.args[:1] for node in graph.nodes}
+    return {
+        node: [x for number, _ in path if number >= 0 for x in deciding[number]]  # type: ignore[misc]
+        for node, path in branches(graph).items()
+        if path
+    }
+
+
 def mark(graph: fx.Graph) -> fx.Graph:
     """The graph with each node's branch recorded on it; the same graph where there are none."""
     found = branches(graph)

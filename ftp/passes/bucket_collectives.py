@@ -12,8 +12,10 @@ from torch import fx
 from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.branch_order import predicates_of
 from ftp.passes.copy_elimination import copied, put_in_order
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
+from ftp.planning.branches import waits_for
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.labels import numbered
 
@@ -109,12 +111,13 @@ def packs(
             groups.append(needed)
             open_[key] = [node for node in members if node not in needed], rest
 
+    waits = waits_for(graph)
     for node in graph.nodes:
         if node.target in FILLS and node.results[0].shape == ():
             seeds[node.name] = FILLS[node.target], node.results[0].dtype
             needs.follow(node, ())
             continue
-        needs.follow(node, node.operands)
+        needs.follow(node, waits[node])
         if node.own_axes:  # per-rank code may have collectives of its own
             close(open_)
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
@@ -160,9 +163,10 @@ def in_order_of(graph: Graph, found: Packs) -> Packs:
     def end(number: int) -> None:
         ended.append(tuple(node.name for node in open_.pop(number)))
 
+    waits = waits_for(graph)
     for node in graph.nodes:
         is_seed = node.name in found.seeds
-        needs.follow(node, () if is_seed else node.operands)
+        needs.follow(node, () if is_seed else waits[node])
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
             continue
         for number, members in list(open_.items()):
@@ -329,8 +333,14 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
 
 def sort_graph(graph: fx.Graph) -> None:
     """Put the nodes of a graph that the caller has copied in an order in which they can run: each
-    at its place, or after its last operand.
+    at its place, or after its last operand and the predicates of its branches.
     """
+    _sort(graph, {})
+    if predicates := predicates_of(graph):  # of a graph in order
+        _sort(graph, predicates)
+
+
+def _sort(graph: fx.Graph, predicates: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     nodes = list(graph.nodes)
     place: dict[fx.Node, int] = {}
     position = {node: at for at, node in enumerate(nodes)}
@@ -338,13 +348,11 @@ def sort_graph(graph: fx.Graph) -> None:
         stack = [wanted]
         while stack:
             node = stack[-1]
-            missing = [operand for operand in node.all_input_nodes if operand not in place]
+            needed = [*node.all_input_nodes, *predicates.get(node, ())]
+            missing = [one for one in needed if one not in place]
             if missing:
                 stack += missing[::-1]
             else:
                 stack.pop()
-                place.setdefault(
-                    node,
-                    max([position[node], *(place[operand] for operand in node.all_input_nodes)]),
-                )
+                place.setdefault(node, max([position[node], *(place[one] for one in needed)]))
     put_in_order(sorted(place, key=place.__getitem__))

@@ -15,6 +15,7 @@ from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.bucket_collectives import BUCKET_BYTES, BUCKETS, PACK_BYTES, sort_graph
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS
+from ftp.planning.branches import waits_for
 from ftp.planning.cost import Hardware, collective_seconds
 from ftp.planning.graph import Graph, Node, Value
 from ftp.sharding.layout import estimated
@@ -102,9 +103,10 @@ def span_packs(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...],
     needs: dict[Node, int] = {}  # the pairs that a node depends on, itself included
     open_: dict[tuple[object, ...], list[Node]] = {}
     groups: list[list[Node]] = []
+    waits = waits_for(graph)
     for node in graph.nodes:
         needs[node] = bit.get(node, 0)
-        for value in node.operands:
+        for value in waits[node]:
             needs[node] |= needs[value.node]
         is_sent = node.kind == "reshard" and node.target.op not in LOCAL_STEPS
         for kind, members in list(open_.items()):

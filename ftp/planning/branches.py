@@ -8,7 +8,7 @@ the choice of its cond.
 from collections.abc import Sequence
 
 from ftp.ops.choose import BranchPath, common, number_of, read_in
-from ftp.planning.graph import Graph, Node, Rewrite, unchanged
+from ftp.planning.graph import Graph, Node, Rewrite, Value, unchanged
 
 
 def placed(graph: Graph) -> Rewrite:
@@ -27,6 +27,18 @@ def placed(graph: Graph) -> Rewrite:
                 read_in(node.target, node.args, node.branch, slot)
             )
     return Graph(_together(graph.nodes, 0), graph.outputs), copies
+
+
+def waits_for(graph: Graph) -> dict[Node, list[Value]]:
+    """What each node waits for: its operands, and the predicates of the branches that it is in."""
+    predicates = {number_of(node.target, node.args): node.operands[:1] for node in graph.nodes}
+    return {
+        node: [
+            *node.operands,
+            *(x for number, _ in node.branch if number >= 0 for x in predicates[number]),
+        ]
+        for node in graph.nodes
+    }
 
 
 def _together(nodes: Sequence[Node], depth: int) -> list[Node]:

@@ -455,6 +455,20 @@ def certificate() -> Any:
     return certify(step.lower(torch.randn(5, 5), torch.randn(5, 5)))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_branch_comes_after_its_predicate(sign):
+    """The predicate's sum is not packed with one that stands after the branch's collective."""
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x * x.cos().sum(), torch.sin, (x,))
+        return y * x.square().sum() + w
+
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3) * sign
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), certify=True)
+    assert [c.op for c in step.lower(x, x).collectives] == ["all_reduce"] * 3
+    torch.testing.assert_close(step(x, x), fn(x, x), rtol=1e-12, atol=0)
+
+
 def test_a_certificate_survives_its_file(tmp_path):
     certificate().save(tmp_path / "program.json")
     check_certificate(load_certificate(tmp_path / "program.json"))
