@@ -93,12 +93,12 @@ def _by_program(
 ) -> torch.Tensor:
     if old == new and mesh.kind != "abstract":
         return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
-    if mesh.kind == "process" and leaf.dtype not in _SENT_AS_IS:
+    if mesh.kind != "abstract" and leaf.dtype not in _SENT_AS_IS:
         return _resharded_as_bytes(leaf, mesh, old, new)
     return _mover(mesh, _shortest(old), _shortest(new))(leaf)
 
 
-# Dtypes that every backend can send.
+# Dtypes that every backend can send, and that every op which only moves elements has a kernel for.
 _SENT_AS_IS = {
     torch.float64,
     torch.float32,

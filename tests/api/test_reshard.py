@@ -174,3 +174,16 @@ def test_bad_moves(options, text):
     with pytest.raises(ftp.FtpError) as caught:
         ftp.reshard(ftp.device_put(tensor((4,)), mesh, P("a")), mesh, P("a"), P("b"), **options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_dtypes_of_few_kernels(dtype):
+    """Chunks of a zigzag are put in order by ops, such as flip, that these dtypes lack."""
+    mesh = ftp.simulated_mesh((3,), ("a",))
+    x = torch.arange(10).to(torch.uint8).to(dtype).view(2, 5)
+    old, new = P(None, ftp.zigzag("a")), P(None, "a")
+    moved = ftp.reshard(ftp.device_put(x, mesh, old), mesh, old, new)
+    assert moved.dtype == dtype
+    assert torch.equal(
+        ftp.device_get(moved, mesh, new).contiguous().view(torch.uint8), x.view(torch.uint8)
+    )
