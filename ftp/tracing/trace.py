@@ -42,6 +42,7 @@ from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
 from ftp.tracing.recorder import Recorder, record
+from ftp.tracing.reshaped_views import check_reshaped_views
 from ftp.tracing.selected import counted
 from ftp.tracing.value_independent import unchecked
 
@@ -258,6 +259,7 @@ def _traced(
         )
     check_writes(gm.graph)
     check_copied_views(gm.graph)
+    check_reshaped_views(gm.graph)
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)

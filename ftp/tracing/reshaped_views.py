@@ -1,0 +1,80 @@
+"""Changes of a tensor's shape in place, as by ``x.t_()``, beside its views.
+
+The gradient of a view replays the op that made it on what it views. After a change of that shape in
+place the op would find another tensor than the one that it was applied to.
+"""
+
+import torch
+from torch import fx
+
+from ftp.errors import TraceError, join_failures
+from ftp.tracing.explain_errors import located
+from ftp.tracing.functionalize_graph import storages, writes
+
+aten = torch.ops.aten
+RESHAPES = {
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.swapaxes_.default,
+    aten.swapdims_.default,
+    aten.unsqueeze_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.as_strided_.default,
+}
+
+
+def check_reshaped_views(graph: fx.Graph) -> None:
+    """Refuse to change a shape in place where the gradient of a view would be wrong: of a tensor
+    whose earlier views are used afterwards, or of a view where its memory is written afterwards.
+    """
+    nodes = list(graph.nodes)
+    changed = [
+        (at, node) for at, node in enumerate(nodes) if node.target in RESHAPES and _changes(node)
+    ]
+    if not changed or not any(node.meta.get("phase") for node in nodes):
+        return
+    failures = [
+        f"{node.target}{located(node.meta['source'])} changes a shape in place, and"
+        f" {user.target}{located(user.meta['source'])} uses memory that they share: the gradient"
+        " would be that of another view. Make a new tensor, as x = x.t() for x.t_()."
+        for at, node in changed
+        if (user := _used_later(nodes, at)) is not None
+    ]
+    if failures:
+        raise TraceError(join_failures(dict.fromkeys(failures)))
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether a shape changes; a call that was recorded from memory does not tell, and is taken to
+    change it.
+    """
+    before, after = (n.meta.get("tensor_meta") for n in (*node.all_input_nodes[:1], node))
+    if before is None or after is None:
+        return True
+    return (before.shape, before.stride) != (after.shape, after.stride)
+
+
+def _used_later(nodes: list[fx.Node], at: int) -> fx.Node | None:
+    """The first node after the change at ``at`` that makes a gradient wrong."""
+    first, itself = nodes[at], {nodes[at]}
+    memory = storages(first)
+    while first.args and (written := writes(first)) == [first.args[0]]:
+        (first,) = written
+        itself.add(first)
+    aliases = {n for n in nodes[:at] if n not in itself and storages(n) & memory}
+    is_view = any(n in aliases for n in first.all_input_nodes)
+    is_written = False
+    for user in nodes[at + 1 :]:
+        if user.op != "call_function" or user.meta.get("phase"):
+            continue
+        if not is_view and any(value in aliases for value in user.all_input_nodes):
+            return user
+        is_written |= any(storages(value) & memory for value in writes(user))
+        if any(value in itself for value in user.all_input_nodes):
+            if is_view and is_written:
+                return user
+            if storages(user) & memory:
+                itself.add(user)
+    return None
