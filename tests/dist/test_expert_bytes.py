@@ -18,10 +18,14 @@ TOKENS, K, DIM, HIDDEN, EXPERTS = 16, 2, 6, 10, 4
 _BYTES = {"float": 4, "double": 8, "long int": 8, "unsigned char": 1}
 
 
+def _chosen(x, count):
+    """Each token's experts, by the number that it has first: all get as many rows."""
+    return (x[:, :1].round().to(torch.int64) * K + torch.arange(K)) % count
+
+
 def _layer(p, x):
-    """Every expert gets as many rows as the others."""
     count = p["gate"].shape[0]
-    chosen = (torch.arange(len(x) * K) % count).view(-1, K)
+    chosen = _chosen(x, count)
     weights = (x @ p["router"]).softmax(-1).gather(1, chosen)
     order = chosen.flatten().argsort(stable=True)
     offs = F.one_hot(chosen.flatten(), count).sum(0).cumsum(0).to(torch.int32)
@@ -45,14 +49,16 @@ def _moved():
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in {**shapes, "router": (DIM, EXPERTS), "in": (DIM, DIM)}.items()
     }
+    full["in"] = torch.eye(DIM, dtype=torch.float64)
     x = torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64)
+    x[:, 0] = torch.arange(TOKENS)
 
     def loss(layer):
         return lambda p, x: layer(p, x @ p["in"]).square().sum()
 
     def experts(p, x):
         count = p["gate"].shape[0]
-        chosen = (torch.arange(len(x) * K) % count).view(-1, K)
+        chosen = _chosen(x, count)
         weights = (x @ p["router"]).softmax(-1).gather(1, chosen)
         made = torch.stack(
             [(F.silu(x @ p["gate"][e]) * (x @ p["up"][e])) @ p["down"][e] for e in range(count)], 1
