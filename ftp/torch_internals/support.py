@@ -21,7 +21,8 @@ NEEDED = {
     "torch._VF": "_pack_padded_sequence",
     "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
-    " _cuda_releasePool _current_autograd_node _current_graph_task_id _dispatch_keys"
+    " _cuda_releasePool _current_autograd_node _current_graph_task_id"
+    " _dispatch_has_kernel_for_dispatch_key _dispatch_keys"
     " _distributed.Placement _dynamo.guards.TensorGuards _len_torch_function_stack"
     " _set_grad_enabled _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr",
     "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"
@@ -85,6 +86,7 @@ NEEDED = {
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
+    "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
     " tree_map tree_map_only tree_unflatten",
     "torch.utils._sympy.functions": "IntTrueDiv",
