@@ -51,7 +51,7 @@ def launch(
     job: Callable[..., Any] | str,
     n: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
     env: dict[str, str] | None = None,
 ) -> list[Rank]:
     """Runs ``job`` in n processes, with RANK and the like in their environment, and says how each
