@@ -47,13 +47,11 @@ def check_reshaped_views(graph: fx.Graph) -> None:
 
 
 def _changes(node: fx.Node) -> bool:
-    """Whether a shape changes; a call that was recorded from memory does not tell, and is taken to
-    change it.
+    """Whether a shape or strides change: the recorder keeps a node's ``val`` as it was before an
+    op in place.
     """
-    before, after = (n.meta.get("tensor_meta") for n in (*node.all_input_nodes[:1], node))
-    if before is None or after is None:
-        return True
-    return (before.shape, before.stride) != (after.shape, after.stride)
+    before, after = (n.meta["val"] for n in (node.all_input_nodes[0], node))
+    return (before.shape, before.stride()) != (after.shape, after.stride())
 
 
 def _used_later(nodes: list[fx.Node], at: int) -> fx.Node | None:
