@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ftp.pipeline.buffers import RankPair, arrivals, known_read, messages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, TimedAction
-from ftp.runtime.pipeline_worker import Mark, Worker, seconds_between
+from ftp.runtime.pipeline_worker import Instant, Worker, seconds_between
 from ftp.runtime.program import Program
 from ftp.runtime.shared_messages import MessageQueue, message_queues
 from ftp.runtime.stage_messages import (
@@ -52,7 +52,7 @@ class PipelineProgram(ProgramOfSubgraphs):
     leaves: Sequence[StoredValue]
     stage_of: Sequence[int | None]
     batch: Sequence[StoredValue]
-    marks: list[tuple[Action, int, Mark, Mark, Mark]] = field(default_factory=list)
+    marks: list[tuple[Action, int, Instant, Instant, Instant]] = field(default_factory=list)
 
     @property
     def measured(self) -> list[TimedAction]:

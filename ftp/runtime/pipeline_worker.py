@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ftp.runtime.pipeline_program import PipelineProgram
 
 Values = dict[str, torch.Tensor]
-Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a GPU
+Instant = float | torch.cuda.Event  # seconds of the host's clock, or an event on a GPU
 
 
-def seconds_between(start: Mark, end: Mark) -> float:
+def seconds_between(start: Instant, end: Instant) -> float:
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)
         end.synchronize()
@@ -81,7 +81,7 @@ class Worker:
             yield from self._collect(leaf, found)
         self._reduce()
 
-    def _now(self) -> Mark:
+    def _now(self) -> Instant:
         """This moment: on a GPU that of its stream, which the host does not wait for."""
         if mesh_device(self.program.mesh).type != "cuda":
             return time.perf_counter()
