@@ -43,6 +43,8 @@ def mixed_by(
         traced: traces the layer on tokens of another shape.
     """
     inputs = [n.meta["val"] for n in first.gm.graph.nodes if n.op == "placeholder"]
+    if any(map(_has_values, first.constants)):  # of which the program's text says nothing
+        return _tried(first, count, shape, traced)
     key = first.gm.code, tuple(shape), tuple((tuple(x.shape), x.dtype) for x in inputs)
     if key not in _known:
         if len(_known) == 1024:
@@ -167,8 +169,11 @@ def _run(traced: Traced, given: Sequence[Tensor]) -> Tensor:
 
 def _captured(x: Tensor, generator: torch.Generator, spread: float) -> Tensor:
     """A tensor that the layer captures; drawn if it has no values, as in the surrounding trace."""
-    has_values = not (x.is_meta or isinstance(x, FakeTensor))
-    return x.detach().cpu() if has_values else _drawn(x, generator, spread)
+    return x.detach().cpu() if _has_values(x) else _drawn(x, generator, spread)
+
+
+def _has_values(x: Tensor) -> bool:
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
