@@ -2,6 +2,7 @@
 they cost.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,14 @@ def test_what_cannot_be_tried_stays_an_assumption(draws):
     with pytest.warns(ftp.errors.PlanWarning, match="are gathered"):
         found = step.lower(params, torch.randn(6, 512))
     assert not draws and len(found.assumptions) == 1
+
+
+def test_an_equal_program_that_captures_other_values_is_tried_again(monkeypatch):
+    gm = torch.fx.symbolic_trace(lambda x: x)
+    next(iter(gm.graph.nodes)).meta["val"] = torch.empty(4, 2, device="meta")
+    verdicts = iter([None, 0.5])
+    monkeypatch.setattr(token_trial, "_known", {})
+    monkeypatch.setattr(token_trial, "_tried", lambda *_: next(verdicts))
+    layers: list[Any] = [SimpleNamespace(gm=gm, constants=[x]) for x in torch.eye(2)]
+    found = [token_trial.mixed_by(layer, 4, (4, 2), lambda shape: layers[0]) for layer in layers]
+    assert found == [None, 0.5]
