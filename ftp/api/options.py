@@ -78,8 +78,11 @@ def has_stages(specs: Any) -> bool:
     return any(isinstance(s, PartitionSpec) and staged(s) is not None for s in flatten(specs)[0])
 
 
-def check_staged(options: Options) -> None:
+def check_staged(options: Options, *, is_pipeline: bool = True) -> None:
     """Raises for options that do not go with specs that give stages.
+
+    Args:
+        is_pipeline: a pipeline takes the step's gradient.
 
     Raises:
         InputError: an option that is not written for programs that run in subgraphs.
@@ -89,8 +92,8 @@ def check_staged(options: Options) -> None:
         "explicit": (options.explicit, "What stages send to each other is no line's."),
         "cuda_graph": (options.cuda_graph, "What stages send is not recorded."),
         "reduce_dtype": (
-            options.reduce_dtype is not None,
-            "What a subgraph sends would be rounded like gradients.",
+            options.reduce_dtype is not None and not is_pipeline,
+            "Gradients are summed where pipeline= takes them.",
         ),
     }
     for name, (is_given, why) in excluded.items():

@@ -35,7 +35,7 @@ class StagedStep(Step):
     """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
 
     def __init__(self, definition: Definition):
-        check_staged(definition.options)
+        check_staged(definition.options, is_pipeline=False)
         super().__init__(definition)
 
     def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]

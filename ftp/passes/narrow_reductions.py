@@ -3,7 +3,7 @@ terms, and a float32 sum at the receiver.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -13,35 +13,43 @@ from ftp.partitioning.collectives import Collective
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value
-from ftp.rules.op_kinds import VIEWS
+from ftp.rules.op_kinds import VIEWS_AND_COPIES
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
-_PASSES_ON = VIEWS | {aten._to_copy.default, aten.clone.default}
 
 
-def gradient_reductions(graph: Graph) -> frozenset[str]:
+def gradient_reductions(graph: Graph, gradients: Collection[int] | None = None) -> frozenset[str]:
     """The names of the plan's reshards that sum gradients over ranks.
 
     The terms come from a backward pass, and no op of that pass reads the sum: it is returned, or
     read by the optimizer. The sum of an activation's gradient is read by the backward pass.
+
+    Args:
+        gradients: in a part of a step, the outputs that are gradients, or sums of them over
+            microbatches; another part may read the other outputs.
     """
     users = graph.users()
+    sums = [
+        node
+        for node in graph.nodes
+        if node.kind == "reshard"
+        and node.target.op in ("all_reduce", "reduce_scatter")
+        and node.target.src.op == "sum"
+        and node.depends & BATCH
+        and node.results[0].dtype.is_floating_point
+    ]
+    if gradients is not None:
+        ends = {graph.outputs[i] for i in gradients}
+        read = set(graph.outputs) - ends
+        return frozenset(n.name for n in sums if _ends_in(Value(n), ends, read, users))
     found = set()
-    for node in graph.nodes:
-        if (
-            node.kind == "reshard"
-            and node.target.op in ("all_reduce", "reduce_scatter")
-            and node.target.src.op == "sum"
-            and node.depends & BATCH
-            and node.results[0].dtype.is_floating_point
-        ):
-            sources = set(_sources(node.operands[0], node.target.axes))
-            phases = {source.phase for source in sources}
-            if all(phase % 2 for phase in phases) and _leaves(Value(node), max(phases), users):
-                found.add(node.name)
+    for node in sums:
+        phases = {source.phase for source in _sources(node.operands[0], node.target.axes)}
+        if all(phase % 2 for phase in phases) and _leaves(Value(node), max(phases), users):
+            found.add(node.name)
     return frozenset(found)
 
 
@@ -72,12 +80,31 @@ def _leaves(value: Value, phase: int, users: dict[Value, list[tuple[Node, int]]]
     for user, _ in users.get(value, ()):
         if user.phase > phase:
             continue
-        is_passed_on = user.kind in ("reshard", "constrain") or user.target in _PASSES_ON
-        if not is_passed_on or not all(
+        if not _passes_on(user) or not all(
             _leaves(Value(user, i), phase, users) for i in range(len(user.results))
         ):
             return False
     return True
+
+
+def _ends_in(
+    value: Value, ends: Set[Value], read: Set[Value], users: dict[Value, list[tuple[Node, int]]]
+) -> bool:
+    """Whether all that reads a value, a view or a cast of it, is an output in ``ends``, or its
+    addition to a sum that is one.
+    """
+    return value not in read and all(
+        (user.target is aten.add.Tensor and Value(user) in ends)
+        or (
+            _passes_on(user)
+            and all(_ends_in(Value(user, i), ends, read, users) for i in range(len(user.results)))
+        )
+        for user, _ in users.get(value, ())
+    )
+
+
+def _passes_on(node: Node) -> bool:
+    return node.kind in ("reshard", "constrain") or node.target in VIEWS_AND_COPIES
 
 
 def narrow_reductions(

@@ -1,6 +1,6 @@
 """Gradients added to those of earlier microbatches inside the backward pass, each as it comes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +9,9 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.subgraphs import StageGraph
+from ftp.pipeline.subgraphs import StageGraph, Stages
 from ftp.rules.local_op import as_module
+from ftp.rules.op_kinds import VIEWS_AND_COPIES
 
 aten = torch.ops.aten
 
@@ -68,6 +69,50 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
     made = graph.placeholder(name)
     made.target = made.name
     return made
+
+
+def names_of_gradients(stages: Stages, summed: Collection[StageGraph]) -> set[str]:
+    """The names of gradients, of their sums over microbatches, and of values of which subgraphs
+    make these by views and casts alone.
+
+    Args:
+        summed: the subgraphs, from `with_sums`.
+    """
+    gradients = {name for own in stages.gradients for name in own.values()}
+    found = gradients | {f"{name}, summed" for name in gradients}
+    found |= {name for subgraph in summed for name in subgraph.values}
+    found -= {name for _, name in stages.results}
+    while True:
+        others = {
+            name
+            for subgraph in summed
+            for name, is_gradient in _values(subgraph, found)
+            if name in found and not is_gradient
+        }
+        if not others:
+            return found
+        found -= others
+
+
+def _values(subgraph: StageGraph, gradients: Set[str]) -> Iterator[tuple[str, bool]]:
+    """The values that a subgraph reads, and whether it makes nothing but gradients of each."""
+    names = dict[fx.Node, set[str]]()
+    returned: Any = subgraph.gm.graph.output_node().args[0]
+    for name, node in zip(subgraph.outputs, returned, strict=True):
+        names.setdefault(node, set()).add(name)
+
+    def ends_in_gradients(node: fx.Node) -> bool:
+        return names.get(node, set()) <= gradients and all(
+            user.op == "output"
+            or (user.target is aten.add.Tensor and names.get(user, {""}) <= gradients)
+            or (user.target in VIEWS_AND_COPIES and ends_in_gradients(user))
+            for user in node.users
+        )
+
+    inputs = [node for node in subgraph.gm.graph.nodes if node.op == "placeholder"]
+    values = inputs[len(subgraph.params) + len(subgraph.batch) :]
+    for name, node in zip(subgraph.values, values, strict=False):
+        yield name, ends_in_gradients(node)
 
 
 def check_sums(subgraph: StageGraph, summed: StageGraph) -> None:

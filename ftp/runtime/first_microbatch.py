@@ -44,6 +44,7 @@ def without_sums(
         roles=program.roles[:begin],
         donated=(),
         given_up=given_up,
+        gradients=tuple(k for k, of in enumerate(at) if of in (program.gradients or ())),
     )
 
 

@@ -78,7 +78,11 @@ class Decided:
 
 
 def decide(
-    graph: Graph, options: Options, axes: Mapping[str, int], hardware: Hardware = DEFAULT
+    graph: Graph,
+    options: Options,
+    axes: Mapping[str, int],
+    hardware: Hardware = DEFAULT,
+    gradients: Sequence[int] | None = None,
 ) -> Decided:
     """Decide from a plan's graph which collectives are merged, chunked, fused, packed and
     prefetched.
@@ -86,8 +90,9 @@ def decide(
     Args:
         axes: of the mesh; empty if collectives of several axes cannot be merged.
         hardware: its links by axis decide which sums over two axes take three steps.
+        gradients: of `gradient_reductions`.
     """
-    narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
+    narrowed = _narrowed(graph, options, gradients)
     spanned = spans(graph, hardware, without=narrowed)
     inside = {node.name for node in graph.nodes if node.branch}  # they stay in their branches
     spanned = tuple(s for s in spanned if s.first not in inside and s.second not in inside)
@@ -96,7 +101,7 @@ def decide(
     if options.bucket:
         graph = merge_axes(graph, axes, apart, hardware)
         inside = {node.name for node in graph.nodes if node.branch}
-        narrowed = gradient_reductions(graph) - inside if options.reduce_dtype else frozenset()
+        narrowed = _narrowed(graph, options, gradients) - inside
     alone = narrowed | inside
     chunked = chunks(graph, options.chunks)
     kept = tuple(name for name in chunked.reshards if name not in alone)
@@ -113,6 +118,10 @@ def decide(
         span_packs(prefetched, spanned) if options.bucket else tuple((span,) for span in spanned)
     )
     return Decided(prefetched, packed, chunked, fused, narrowed, together)
+
+
+def _narrowed(graph: Graph, options: Options, gradients: Sequence[int] | None) -> frozenset[str]:
+    return frozenset() if options.reduce_dtype is None else gradient_reductions(graph, gradients)
 
 
 def rank_graph(

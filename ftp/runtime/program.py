@@ -68,6 +68,8 @@ class Program:
         donated: positions of inputs whose memory a run may use for its outputs.
         given_up: positions of inputs that the caller does not need after a run. If there are any,
             ``run`` takes a list and empties it, and an eager rank frees each after its last use.
+        gradients: of a subgraph of a step, the outputs that are gradients, or sums of them; None
+            for a whole step, whose graph tells.
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``bucket``, ``prefetch``,
@@ -88,6 +90,7 @@ class Program:
     roles: tuple[str, ...] = ()
     donated: tuple[int, ...] = ()
     given_up: tuple[int, ...] = ()
+    gradients: tuple[int, ...] | None = None
     assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
     hardware: Hardware = DEFAULT_HARDWARE
@@ -111,7 +114,7 @@ class Program:
     def _decided(self) -> tuple[Decided, Partitioner]:
         is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
         axes = self.mesh.axes if is_ascending else {}
-        decided = decide(self.plan.graph, self.options, axes, self.hardware)
+        decided = decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
         return decided, self._partitioner_of(decided)
 
     @cached_property
@@ -169,6 +172,7 @@ class Program:
         return (
             f"{describe_plan(self.plan)}\nbucket={o.bucket}, prefetch={o.prefetch},"
             f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
+            f"{'' if self.gradients is None else f', gradients={self.gradients}'}"
             f"\nplanned for {describe_hardware(self.hardware)}"
         )
 

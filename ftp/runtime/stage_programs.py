@@ -16,7 +16,7 @@ from ftp.errors import MeshError
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.stacked import Stacks
 from ftp.pipeline.subgraphs import StageGraph, Stages
-from ftp.pipeline.sums import check_sums, with_sums
+from ftp.pipeline.sums import check_sums, names_of_gradients, with_sums
 from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared
 from ftp.runtime.options import Options
@@ -223,6 +223,7 @@ def plan_stages(
         check_sums(subgraph, subgraphs[key])
         for name in subgraphs[key].sums:
             planner.start_sum(name, subgraph)
+    planner.gradients.update(names_of_gradients(stages, subgraphs.values()))
     given_up = {
         key: _given_up(subgraph, stages, copied) for key, subgraph in stages.subgraphs.items()
     }
@@ -234,12 +235,12 @@ def plan_stages(
         for key, subgraph in subgraphs.items()
         if subgraph.sums and not set(subgraph.sums).intersection(subgraph.outputs)
     }
-    reductions = {
-        rank: Reduction(results, leaves, planner.plan(subgraph))
-        for rank in range(ranks)
-        for results, leaves, subgraph in [sums.subgraph(rank, ranks, stage_of, planner.asked)]
-        if subgraph.outputs
-    }
+    reductions = {}
+    for rank in range(ranks):
+        results, leaves, subgraph = sums.subgraph(rank, ranks, stage_of, planner.asked)
+        if subgraph.outputs:
+            planner.gradients.update(subgraph.outputs[len(results) :])
+            reductions[rank] = Reduction(results, leaves, planner.plan(subgraph))
     values = planner.values
     return StagePrograms(mesh, stages, subgraphs, programs, first, copied, values, reductions)
 

@@ -39,6 +39,7 @@ class SubgraphPlanner:
         mesh: from `within_stage`.
         names, params, batch: of `plan_stages`.
         asked: specs of values whose layout is decided, by name.
+        gradients: the names of gradients and of their sums, from `names_of_gradients`.
         check: raises for constraints that do not fit the mesh.
         values: the results of the subgraphs so far, by name.
     """
@@ -52,6 +53,7 @@ class SubgraphPlanner:
     options: Options
     hardware: Hardware
     check: Callable[[Prepared], None]
+    gradients: set[str] = field(default_factory=set)
     values: dict[str, StoredValue] = field(default_factory=dict)
     _known: dict[str, Program] = field(default_factory=dict)
     _first: dict[tuple[int, tuple[bool, ...]], Program] = field(default_factory=dict)
@@ -76,7 +78,8 @@ class SubgraphPlanner:
         ]
         asked = [self.asked.get(name) for name in subgraph.outputs]
         given_up = (*given_up, *range(len(given) - len(subgraph.sums), len(given)))
-        text = f"{_describe(subgraph, given, asked)}\n{given_up}"
+        gradients = tuple(i for i, x in enumerate(subgraph.outputs) if x in self.gradients)
+        text = f"{_describe(subgraph, given, asked)}\n{given_up} {gradients}"
         if text not in self._known:
             self._known[text] = _planned(
                 subgraph,
@@ -89,6 +92,7 @@ class SubgraphPlanner:
                 self.hardware,
                 self.check,
                 given_up,
+                gradients,
             )
         program = self._known[text]
         for name, spec, shape, node in zip(
@@ -131,6 +135,7 @@ def _planned(
     hardware: Hardware,
     check: Callable[[Prepared], None],
     given_up: tuple[int, ...],
+    gradients: tuple[int, ...],
 ) -> Program:
     called = [names[0][i] for i in subgraph.params] + [names[1][i] for i in subgraph.batch]
     called += subgraph.values
@@ -167,6 +172,7 @@ def _planned(
         roles=tuple(roles),
         donated=tuple(range(len(given) - len(subgraph.sums), len(given))),
         given_up=given_up,
+        gradients=gradients,
         options=options,
         hardware=hardware,
     )

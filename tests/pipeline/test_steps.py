@@ -313,7 +313,6 @@ def test_errors(tmp_path, monkeypatch):
     options: list[dict[str, Any]] = [
         {"donate": (0,)},
         {"check_inputs": True},
-        {"reduce_dtype": torch.bfloat16},
     ]
     for option in options:
         with pytest.raises(InputError, match=r"exclude each other|does not go with stages"):
