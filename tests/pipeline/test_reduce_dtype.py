@@ -105,7 +105,7 @@ def test_gradients_alone_are_narrowed(schedule, spec_of):
         step = ftp.shard(
             model.loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe, bucket=False, **options
         )
-        lowered = step.lower(params, *model.batch(4))
+        lowered: Any = step.lower(params, *model.batch(4))
         return [c for rank in range(2) for c in lowered.collectives_of(rank)]
 
     wide, narrow = collectives(), collectives(reduce_dtype=BF16)
