@@ -4,8 +4,9 @@ and back.
 The code runs as written, with whole weights. ``RowsTravel`` sees its calls. For a tensor with
 experts or rows as dim 0 it remembers the owner's form: the rank's own experts, or the rows that
 were sent to them. A grouped matmul is computed on owners' forms; a function of each row or expert
-alone is computed on both forms. The form that nothing reads is dead code, and with it the gather of
-weights and the sending of rows between two matmuls.
+alone is computed on both forms, and a tensor of one value for each row, such as weights of the
+router, is sent for it. The form that nothing reads is dead code, and with it the gather of weights
+and the sending of rows between two matmuls. Rows that are computed twice are sent once.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from ftp.per_rank.dispatch import Route, route_of
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
 from ftp.source import user_line
+from ftp.tracing.same_values import holds_same
 
 aten = torch.ops.aten
 GROUPED = (torch._grouped_mm, F.grouped_mm)  # type: ignore[attr-defined]
@@ -61,7 +63,7 @@ class RowsTravel(TorchFunctionMode):
         self.used: set[str] = set()
         self.read: dict[str, str] = {}
         self._owned: dict[int, _Owned] = {}  # by the id of the whole tensor, which it keeps alive
-        self._routes: dict[int, tuple[Tensor, int, Route]] = {}
+        self._routes: list[tuple[Tensor, int, Route]] = []
         self._alike: dict[int, Tensor] = {}
         self._is_looking = False
         self._calls = _OpsOfCall()
@@ -100,11 +102,7 @@ class RowsTravel(TorchFunctionMode):
         given = [o for x in tree_leaves((args, kwargs)) if (o := self._of(x)) is not None]
         if not given:
             return made
-        others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if all(self._of(x) is not None or id(x) in self._alike for x in others):
-            self._follow(func, args, kwargs, given, made)
-        else:  # other tensors have this rank's values, not those of the rows' owner
-            self._note(func, given)
+        self._follow(func, args, kwargs, given, made)
         return made
 
     def _of(self, x: Any) -> _Owned | None:
@@ -127,19 +125,38 @@ class RowsTravel(TorchFunctionMode):
         if not results:
             return
         first = given[0]
-        if all(o.of is first.of for o in given) and self._calls.keep_dim_0(
-            [o.whole for o in given], results
+        # Tensors with this rank's values, not those of the rows' owner.
+        others = [
+            x
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor) and self._of(x) is None and id(x) not in self._alike
+        ]
+        if (
+            all(o.of is first.of for o in given)
+            and (not others or isinstance(first.of, Tensor))
+            and self._calls.keep_dim_0([*(o.whole for o in given), *others], results)
         ):
+            is_shared = isinstance(first.of, Tensor) and any(
+                id(x) in self._alike and x.is_floating_point()
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, Tensor)
+            )
 
             def own(x: Any) -> Any:
                 of = self._of(x)
-                return x if of is None else of.owned
+                if of is None and any(x is other for other in others):
+                    of = self._sent(x, first.of)
+                if of is None:
+                    return x
+                return self._filled(of.owned, first.of) if is_shared else of.owned
 
             try:
                 owned = tree_leaves(func(*tree_map(own, args), **tree_map(own, kwargs)))
             except (RuntimeError, ValueError, IndexError):
                 owned = []  # the call states the number of rows or experts
             found = [x for x in owned if isinstance(x, Tensor)]
+            if is_shared:
+                found = [self._filled(x, first.of) for x in found]
             if len(found) == len(results) and all(
                 a.shape[1:] == b.shape[1:] and b.shape[0] == first.owned.shape[0]
                 for a, b in zip(results, found, strict=True)
@@ -172,26 +189,51 @@ class RowsTravel(TorchFunctionMode):
         self.used |= weight.parameters
         if self._is_looking:
             return F.grouped_mm(a, b, offs=offs, out_dtype=out_dtype)
-        to = self._route(offs, a.shape[0])
+        offs, to = self._route(offs, a.shape[0])
         rows = self._of(a)
         if rows is None or rows.of is not offs:
-            rows = self._owned[id(a)] = _Owned(a, to.send(a), offs)
+            rows = self._sent(a, offs)
         made = F.grouped_mm(rows.owned, weight.owned, offs=to.ends, out_dtype=out_dtype)
         whole = to.bring_back(made)
         self._owned[id(whole)] = _Owned(whole, made, offs)
         return whole
 
-    def _route(self, offs: Tensor, rows: int) -> Route:
-        """The route of rows whose groups end at ``offs``; cached, as ranks exchange counts."""
-        known = self._routes.get(id(offs))
-        if known is not None and known[1] == rows:
-            return known[2]
+    def _sent(self, x: Tensor, offs: Any) -> _Owned:
+        """The owner's form of this rank's rows; that of equal rows, if there is one."""
+        for known in self._owned.values():
+            is_like = known.of is offs and known.whole.requires_grad == x.requires_grad
+            if is_like and holds_same(known.whole, x):
+                return known
+        _, to = self._route(offs, x.shape[0])
+        made = self._owned[id(x)] = _Owned(x, to.send(x), offs)
+        return made
+
+    def _filled(self, x: Tensor, offs: Any) -> Tensor:
+        """Arrived rows, with numbers at which functions are smooth where none arrived. The gradient
+        of a tensor that all rows share sums over those too, and 0 / 0 would stay in it. A row that
+        arrives brings True.
+        """
+        if not x.is_floating_point():
+            return x
+        whole = next(o.whole for o in self._owned.values() if o.of is offs)
+        ones = torch.ones(whole.shape[0], dtype=torch.bool, device=x.device)
+        has = self._sent(ones, offs).owned.view(-1, *(1,) * (x.ndim - 1))
+        spare = torch.linspace(0.25, 0.75, x[0].numel(), dtype=x.dtype, device=x.device)
+        return torch.where(has, x, spare.view(x.shape[1:]))
+
+    def _route(self, offs: Tensor, rows: int) -> tuple[Tensor, Route]:
+        """The route of rows whose groups end at ``offs``, and the tensor of these ends that it was
+        first made for: ranks exchange counts once.
+        """
+        for ends, count, known in self._routes:
+            if count == rows and holds_same(ends, offs):
+                return ends, known
         # A group whose end is before the end of the group before it has no rows.
         ends = offs.detach().to(torch.int64).clamp(0, rows).cummax(0).values
         of_expert = F.pad(ends, (1, 0)).diff()
         made = route_of(of_expert, rows, self.axis, self.n, self.capacity)
-        self._routes[id(offs)] = offs, rows, made
-        return made
+        self._routes.append((offs, rows, made))
+        return offs, made
 
 
 # The effect of a call, by the ops that it runs.

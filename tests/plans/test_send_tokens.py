@@ -267,6 +267,82 @@ def test_rows_come_back_for_what_needs_them_together(between):
     assert len(rows) == 7  # there and back twice, with their gradients; that of x is not asked for
 
 
+# Rows that are computed twice, and what belongs to each row, beside rows that travel.
+
+
+def sorted_rows(p: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    """Two experts a token: rows' tokens, their weights, and a function that gives the ends anew."""
+    weights, experts = routed(p, x, 2)
+    order = experts.flatten().argsort(stable=True)
+    ends = lambda: F.one_hot(experts, 4).sum((0, 1)).cumsum(0).to(torch.int32)  # noqa: E731
+    return order, weights.flatten()[order][:, None], ends
+
+
+def written_twice(p: Any, x: torch.Tensor) -> torch.Tensor:
+    order, weights, ends = sorted_rows(p, x)
+    gate = F.silu(F.grouped_mm(x[order // 2], p["up"], offs=ends()))
+    h = gate * F.grouped_mm(x[order // 2], p["up"].sin(), offs=ends())
+    made = F.grouped_mm(h, p["down"], offs=ends()) * weights
+    return torch.zeros_like(x).index_add(0, order // 2, made)
+
+
+def once_without_gradient(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """The rows that have no gradient are not those that have one."""
+    order, weights, ends = sorted_rows(p, x)
+    x = x * p["scale"].sum()
+    with torch.no_grad():
+        size = F.grouped_mm(x[order // 2], p["up"], offs=ends()).abs()
+    h = F.silu(F.grouped_mm(x[order // 2], p["up"], offs=ends())) / (1 + size)
+    made = F.grouped_mm(h, p["down"], offs=ends()) * weights
+    return torch.zeros_like(x).index_add(0, order // 2, made)
+
+
+def weighted_between(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """As in Megatron, weights of the router multiply between the matmuls."""
+    order, weights, ends = sorted_rows(p, x)
+    h = F.silu(F.grouped_mm(x[order // 2], p["up"], offs=ends())) * weights
+    made = F.grouped_mm(h, p["down"], offs=ends())
+    return torch.zeros_like(x).index_add(0, order // 2, made)
+
+
+def normalized_and_scaled(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """Rows of zeros, of which there are some where fewer rows arrive than may, would be 0 / 0."""
+    order, weights, ends = sorted_rows(p, x)
+    h = F.grouped_mm(x[order // 2], p["up"], offs=ends())
+    h = h / h.square().sum(-1, keepdim=True).sqrt() * p["scale"] / weights
+    made = F.grouped_mm(h, p["down"], offs=ends())
+    return torch.zeros_like(x).index_add(0, order // 2, made)
+
+
+@pytest.mark.parametrize(
+    ("layer", "widths"),
+    [  # of rows there, back, and of the gradients; that of x is not asked for
+        (written_twice, [4, 4, 4]),
+        (once_without_gradient, [4, 4, 4, 4, 4]),
+        (weighted_between, [4, 1, 4, 4, 1]),
+        (normalized_and_scaled, [4, 1, 1, 4, 4, 1]),
+    ],
+)
+def test_what_travels_beside_rows(layer, widths, monkeypatch):
+    params, x = drawn(4, 6, None, 0)
+    params["scale"] = torch.linspace(1, 2, 6, dtype=torch.float64)
+    specs = {"router": P(), "favour": P(), "scale": P(), "up": P("ep"), "down": P("ep")}
+    sent = ftp.plans.send_tokens(layer, "ep")
+    mesh = ftp.simulated_mesh(2, "ep")
+    step = ftp.shard(loss_of(sent), mesh, specs, batch_specs=P("ep"), certify=True)
+    found = step(params, x)
+    rows = [c for c in step.lower(params, x).collectives if c.worst_nbytes is not None]
+    assert sorted(c.shape[1] if len(c.shape) > 1 else 1 for c in rows) == sorted(widths)
+
+    def by_group(a: Any, b: Any, offs: Any) -> torch.Tensor:
+        parts = a.tensor_split([int(end) for end in offs[:-1]])
+        return torch.cat([part @ w for part, w in zip(parts, b, strict=True)])
+
+    monkeypatch.setattr(F, "grouped_mm", by_group)
+    grads, value = torch.func.grad_and_value(loss_of(layer))(params, x)
+    torch.testing.assert_close(found, (value, grads), rtol=1e-10, atol=1e-10)
+
+
 def test_weights_that_are_read_otherwise_are_gathered_and_named():
     def layer(p, x):
         return FORMS["torchtitan_form"](p, x, 2) + p["up"].square().sum()
