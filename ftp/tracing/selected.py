@@ -23,15 +23,24 @@ from ftp.ops.microbatch_means import means_of_trace
 from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
+from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.packed_sequences import packed_steps
 from ftp.tracing.same_values import holds_same
 
 # Functions by name; the files above fill the tables. Of all rows: the result of (group, *args,
 # **kwargs), None where this call acts on each row alone. Of each row: whether it does, from (dims
-# of the rows, args, kwargs). Pointwise: functions of elements.
+# of the rows, args, kwargs). Pointwise: functions of elements. Singular: functions that, or whose
+# derivatives, are inf or nan at some finite operands.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
 OF_EACH_ROW: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {}
 POINTWISE: set[str] = set()
+SINGULAR: set[str] = set()
+aten = torch.ops.aten
+_FORMS = {
+    *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int),
+    *(aten.permute.default, aten.unsqueeze.default, aten.select.int, aten.slice.Tensor),
+    *(aten.expand.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
+}
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 _OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
@@ -337,10 +346,15 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise refused(name)
     if name in POINTWISE and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
-    of = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
-    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)), of)
+    is_singular = name in SINGULAR and _may_be_infinite(name, args)
+    beside_rows = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
+    plain_args, plain_kwargs = _replaced(
+        (list(args), dict(kwargs)),
+        lambda x: _finite(beside_rows(x), group, is_singular),
+        lambda x: _finite(x.rows, group, is_singular) if is_singular else x.rows,
+    )
     out = func(*plain_args, **plain_kwargs)
-    if name == "__getitem__" and isinstance(args[0], Tensor):
+    if is_singular or (name == "__getitem__" and isinstance(args[0], Tensor)):
         out = _unless_none(out, group)
     if isinstance(out, tuple | list):
         return type(out)([wrapped(o, group, name) for o in out])
@@ -373,14 +387,42 @@ def flat(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _replaced(tree: Any, of: Callable[[Tensor], Tensor]) -> Any:
-    """``tree`` with all rows in the place of selected ones, and ``of`` each plain tensor."""
+def _may_be_infinite(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call of a singular function may be: division by a number is not."""
+    number = args[1] if len(args) > 1 and isinstance(args[1], int | float) else None
+    if name in ("div", "divide", "true_divide"):
+        return number is None
+    return name != "pow" or number is None or number < 1
+
+
+def _finite(x: Tensor, group: Selections, is_singular: bool) -> Tensor:
+    """An operand of a function of rows. If the mask selects no row, torch computes nothing of it,
+    and an inf or nan that the function makes here would be one of gradients, times zero: a mean
+    of no rows, or a division by their number.
+    """
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.where(group.first[1], x, torch.ones_like(x)) if is_singular else x
+    return _unless_none(x, group) if is_singular or not _is_given(x) else x
+
+
+def _is_given(x: Tensor) -> bool:
+    """Whether a tensor is an input or a captured tensor, or its elements in another form."""
+    node = node_of(x)
+    while node is not None and node.target in _FORMS:
+        node = node.all_input_nodes[0]
+    return node is None or node.op in ("placeholder", "get_attr")
+
+
+def _replaced(
+    tree: Any, of: Callable[[Tensor], Tensor], of_selected: Callable[[Selected], Tensor]
+) -> Any:
+    """``tree`` with ``of`` each plain tensor, and ``of_selected`` each selection."""
     if isinstance(tree, dict):
-        return {key: _replaced(value, of) for key, value in tree.items()}
+        return {key: _replaced(value, of, of_selected) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(value, of) for value in tree)
+        return type(tree)(_replaced(value, of, of_selected) for value in tree)
     if isinstance(tree, Selected):
-        return tree.rows
+        return of_selected(tree)
     return of(tree) if isinstance(tree, Tensor) else tree
 
 

@@ -159,6 +159,18 @@ def _boxes(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return size.sum() + near.mean() + products.sin().sum() + first.sum() + kept.square().mean()
 
 
+def _of_no_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Scatter within classes. No row is of class 3, for which torch computes nothing."""
+    y, total = (x @ w).flatten(0, 1), w.new_zeros(())
+    for c in (0, 3):
+        mask = (ids.flatten() >= 0) if c == 0 else (ids.flatten() == c)
+        kept = y[mask] - y[mask].mean(0)
+        apart = (kept * (3 - c)).square().sum(-1).sqrt()
+        total = total + (kept / mask.sum() @ w).square().sum() + apart.sum()
+        total = total + ((kept * (4 * c)).acos() @ w).sum()
+    return total
+
+
 def _solved(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     """MiDaS' alignment: scales of the images whose system can be solved."""
     y = (x @ w).sum(-1)
@@ -170,6 +182,7 @@ def _solved(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
 
 
 PROGRAMS = [
+    _of_no_rows,
     _boxes,
     _solved,
     _hard_negatives,
