@@ -225,8 +225,9 @@ class Sizes:
 
     def function(self, formulas: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """From sizes to the values of formulas."""
-        written = "".join(f"{x.written() if is_dynamic(x) else int(x)}, " for x in formulas)
-        return self.compiled([x for x in formulas if is_dynamic(x)], f"({written})")
+        texts = [x.written() if hasattr(type(x), "ints") else repr(x) for x in formulas]
+        needed = [part for x in formulas if hasattr(type(x), "ints") for part in x.ints()]
+        return self.compiled(needed, f"({''.join(f'{text}, ' for text in texts)})")
 
     def _counts(self, values: Sequence[int]) -> list[int]:
         return [v // s.multiple for v, s in zip(values, self.given, strict=True)]
@@ -309,8 +310,8 @@ class Sizes:
     def _opaque(self, kind: str, x: Any, y: Any) -> Any:
         low, high = self._bounds(_terms(x))
         if kind == "//":
-            below, above = self._bounds(_terms(y))
-            ends = [e / d for e in (low, high) for d in (below, above)]
+            below, above = (max(end, 1.0) for end in self._bounds(_terms(y)))  # it is positive
+            ends = [0.0 if math.isinf(d) else e / d for e in (low, high) for d in (below, above)]
             low, high = _floor(min(ends)), _floor(max(ends))
         elif kind == "%":
             most = self._bounds(_terms(y))[1] - 1
@@ -429,6 +430,10 @@ class DynamicInt:
 
     def __repr__(self) -> str:
         return self.sizes.written(self.terms, self.sizes.described)
+
+    def ints(self) -> "list[DynamicInt]":
+        """The formulas of ints that it is computed from."""
+        return [self]
 
     def written(self) -> str:
         """The formula in the names that `Sizes.function` gives to atoms."""

@@ -37,7 +37,7 @@ class DynamicPrograms:
         none.
         """
         family = self._family(call, dynamic, mesh)
-        if family is None or family.why_not or not family.traces:
+        if family is None or not family.traces:
             return None
         sized = families.sizes_of(call.leaves, dynamic, family, mesh)
         if sized is None:

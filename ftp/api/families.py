@@ -106,11 +106,13 @@ class Family:
     """The programs of calls that differ in dynamic sizes alone.
 
     Attributes:
+        alone: the number of sizes that were traced for many and serve one.
         why_not: why sizes are traced and planned one by one; "" where they are not.
     """
 
     dynamic: Dynamic
     traces: list[FamilyTrace] = field(default_factory=list)
+    alone: int = 0
     why_not: str = ""
 
     def find(self, values: Sequence[int]) -> FamilyPlan | None:
@@ -122,25 +124,29 @@ class Family:
         """The trace that serves these sizes."""
         return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
 
-    def add(self, trace: FamilyTrace) -> FamilyTrace:
-        """Keep a trace.
+    def add(self, trace: FamilyTrace) -> None:
+        """Keep a trace, unless its conditions allow one size only, as of ``if x.shape[1] == 4``.
 
         Raises:
-            NotDynamic: its conditions allow one size only, or the family has ``MOST_TRACES``.
+            NotDynamic: there are too many traces, or one size only is all that the function takes.
         """
-        if trace.sizes.conditions.pins() or len(self.traces) == MOST_TRACES:
+        pins = trace.sizes.conditions.pins()
+        self.alone += pins
+        if len(self.traces) == MOST_TRACES or (pins and self.alone > len(self.traces)):
             symbolic = trace.traced.symbolic
             assert symbolic is not None
             raise NotDynamic(f"the function asks for sizes: {symbolic.described()}.")
-        self.traces.append(trace)
-        return trace
+        if not pins:
+            self.traces.append(trace)
 
     def give_up(self, why: str) -> None:
-        """Plan sizes one by one from now on, and say why."""
+        """Plan sizes that no plan serves yet one by one from now on, and say why."""
         self.why_not = why
         names = ", ".join(r.name for r in self.dynamic.ranges)
+        plans = any(trace.plans for trace in self.traces)
+        new = " for which there is no plan yet" if plans else ""
         warnings.warn(
-            f"dynamic_shapes: every size of {names} is traced and planned for itself: {why}",
+            f"dynamic_shapes: every size of {names}{new} is traced and planned for itself: {why}",
             stacklevel=6,
         )
 

@@ -3,23 +3,24 @@
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from ftp.dynamic_int import DynamicInt, is_dynamic
+from ftp.dynamic_float import DynamicFloat, is_formula
+from ftp.dynamic_int import DynamicInt
 from ftp.passes.copy_elimination import copied
 
 
-def number_inputs(graph: fx.Graph) -> tuple[fx.Graph, tuple[DynamicInt, ...]]:
-    """The graph with each formula in its nodes' arguments as an int input, after its other inputs;
-    and the formulas, in the order of these inputs.
+def number_inputs(graph: fx.Graph) -> tuple[fx.Graph, tuple[DynamicInt | DynamicFloat, ...]]:
+    """The graph with each formula in its nodes' arguments as a number input, after its other
+    inputs; and the formulas, in the order of these inputs.
     """
     new, _ = copied(graph)
-    last, made = None, dict[DynamicInt, fx.Node]()
+    last, made = None, dict[DynamicInt | DynamicFloat, fx.Node]()
     for node in new.nodes:
         if node.op == "placeholder":
             last = node
 
     def number(x: object) -> object:
         nonlocal last
-        if not is_dynamic(x):
+        if not is_formula(x):
             return x
         if x not in made:
             before = new.inserting_before(next(iter(new.nodes)))

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from ftp.dynamic_int import Sizes, is_dynamic, moved
+from ftp.dynamic_float import is_formula, moved_number
+from ftp.dynamic_int import Sizes
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.ops.choose import BranchPath
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
@@ -322,15 +323,15 @@ def size_in(sizes: Sizes) -> Callable[[Any], Any]:
     from ftp.tracing.symbolic import symbolic_of
 
     known = symbolic_of(sizes)
-    return lambda x: moved(known.dynamic(x), sizes)
+    return lambda x: moved_number(known.dynamic(x), sizes)
 
 
 def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
     args, kwargs = replaced(node.args, Value, _meta), replaced(dict(node.kwargs), Value, _meta)
     key = (node.target, repr(args), repr(kwargs))
     metas = tensors((args, kwargs), Meta)
-    numbers = tensors((args, kwargs), int)
-    if sizes is not None and any(map(is_dynamic, [*numbers, *(s for m in metas for s in m.shape)])):
+    numbers = [*tensors((args, kwargs), (int, float)), *(s for m in metas for s in m.shape)]
+    if sizes is not None and any(map(is_formula, numbers)):
         from ftp.tracing.symbolic import symbolic_of
 
         traced = sizes.memo.setdefault("primitives", {})

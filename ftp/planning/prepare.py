@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ftp.dynamic_int import Sizes, moved
+from ftp.dynamic_float import moved_number
+from ftp.dynamic_int import Sizes
 from ftp.ops.constrain import Pin
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
@@ -65,7 +66,7 @@ def prepare(
     size = None
     if sizes is not None and number is not None:
         found = number
-        size = lambda x: moved(found(x), sizes)  # noqa: E731
+        size = lambda x: moved_number(found(x), sizes)  # noqa: E731
     graph = from_fx(gm, names, strict=strict, size=size)
     graph, _ = prune(live(graph))
     graph, _ = merge_common(graph)

@@ -50,7 +50,7 @@ class Call:
         )
 
 
-def tensors(tree: Any, kind: type) -> Iterator[Any]:
+def tensors(tree: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """The members of nested arguments that are of ``kind``, in order."""
     if isinstance(tree, kind):
         yield tree

@@ -5,14 +5,16 @@ torch's shape functions compute with ``SymInt`` and record each comparison of si
 a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 """
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import sympy
 import torch
-from torch import SymInt, fx
+from torch import SymFloat, SymInt, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
@@ -21,10 +23,17 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from ftp.dynamic_float import DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
+_ARITHMETIC = {
+    "/": operator.truediv,
+    "*": operator.mul,
+    "+": operator.add,
+    "**": operator.pow,
+}
 
 
 class NotSymbolic(Exception):
@@ -95,7 +104,10 @@ class Symbolic:
             )
 
     def symint(self, x: Any) -> Any:
-        """A size for torch's shape functions."""
+        """A size, or a float computed from sizes, for torch's shape functions."""
+        if type(x) is DynamicFloat:
+            left, right = (torch.sym_float(self.symint(part)) for part in (x.left, x.right))
+            return _ARITHMETIC[x.operator](left, right)
         if not is_dynamic(x):
             return x
         if x not in self._symints:
@@ -123,13 +135,15 @@ class Symbolic:
         return self._symints[alone]
 
     def dynamic(self, x: Any) -> Any:
-        """A size as torch's shape functions give it.
+        """A size, or a float computed from sizes, as torch's shape functions give it.
 
         Raises:
             NotSymbolic: where it is no formula of ints.
         """
         if isinstance(x, SymInt):
             return self.of_formula(x.node.expr)
+        if isinstance(x, SymFloat):
+            return self._of_float(x.node.expr)
         if isinstance(x, SYMBOLIC):
             raise NotSymbolic(f"the number {x}")
         return x
@@ -175,10 +189,12 @@ class Symbolic:
     def _of_formula(self, e: Any) -> Any:
         if isinstance(e, int):
             return e
-        if e.is_Integer:
+        if e.is_Integer or (e.is_Float and float(e).is_integer()):  # floats are compared with sizes
             return int(e)
         args = [self.of_formula(a) for a in e.args] if not e.is_Relational else []
         match type(e).__name__:
+            case "ToFloat":
+                return args[0]
             case "Add":
                 return sum(args[1:], args[0])
             case "Mul":
@@ -203,6 +219,23 @@ class Symbolic:
             case _:
                 raise NotSymbolic(f"the number {e}")
 
+    def _of_float(self, e: Any) -> Any:
+        """A float formula of torch's."""
+        if e.is_Float:
+            return float(e)
+        if e.is_integer and not isinstance(e, sizes_functions.ToFloat):
+            return self.of_formula(e)
+        args = [self._of_float(a) for a in e.args]
+        symbols = {"FloatTrueDiv": "/", "IntTrueDiv": "/", "FloatPow": "**", "Add": "+", "Mul": "*"}
+        name = type(e).__name__
+        if name == "ToFloat":
+            return DynamicFloat("*", 1.0, args[0])
+        if name not in symbols:
+            raise NotSymbolic(f"the number {e}")
+        for x in args[1].ints() if symbols[name] == "/" and is_formula(args[1]) else ():
+            self.sizes.note("zero", x, False)
+        return functools.reduce(functools.partial(DynamicFloat, symbols[name]), args)
+
     def note_guards(self) -> list[str]:
         """Note torch's guards since the last call as conditions; returns their lines."""
         first, self._noted = self._noted, len(self.env.guards)
@@ -214,13 +247,15 @@ class Symbolic:
         return self.env.lines[first : self._noted]
 
     def _is_of_one(self, at: int) -> bool:
-        """Whether a guard excludes dynamic dims of size one, and nothing else. C++ adds such guards
-        to see whether strides allow a view. They change no value: the view or copy that is right
-        for other sizes is right for size one.
+        """Whether a guard says that a dynamic dim is not of size one, and nothing else. C++ adds
+        such guards to see whether strides allow a view. They change no value: the view or copy that
+        is right for other sizes is right for size one.
         """
         e = self.env.guards[at].expr
         if type(e).__name__ != "Unequality":
             return False
+        if 1 in e.args:
+            return True
         x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
         return is_dynamic(x) and len(x.terms) == 2 and sum(x.terms.values()) == 0 and () in x.terms
 
@@ -233,6 +268,8 @@ class Symbolic:
         elif name == ("And" if answer else "Or"):
             for part in e.args:
                 self._note(part, answer)
+        elif name in ("And", "Or"):
+            self._note_one_of(e, answer)
         elif e.is_Relational:
             x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
             kind = {
@@ -248,6 +285,14 @@ class Symbolic:
         else:
             raise NotSymbolic(f"the condition {e}")
 
+    def _note_one_of(self, e: Any, answer: bool) -> None:
+        """One part decides an ``or`` that holds. That a size is one number is the last choice."""
+        for part in sorted(e.args, key=_is_number):
+            with suppress(ValueError, NotSymbolic):
+                self._note(part, answer)
+                return
+        raise NotSymbolic(f"the condition {e}")
+
     @contextmanager
     def generic(self, line: Callable[[], str]) -> Iterator[None]:
         """Within the block torch's shape functions assume that a dynamic size is not one. The
@@ -259,6 +304,13 @@ class Symbolic:
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         with oblivious, enable_python_dispatcher():
             yield
+
+
+def _is_number(condition: Any) -> bool:
+    """Whether a condition says that a formula of sums and products has one value."""
+    return type(condition).__name__ == "Equality" and not condition.has(
+        sizes_functions.Mod, sizes_functions.PythonMod, sizes_functions.FloorDiv
+    )
 
 
 def _product(args: Sequence[Any]) -> Any:

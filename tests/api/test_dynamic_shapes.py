@@ -195,6 +195,81 @@ def test_a_function_that_asks_for_a_size_is_traced_for_each_answer():
     assert step.shapes.traces == 2 and not step.shapes.one_by_one
 
 
+def next_tokens(params, tokens):
+    """Labels shifted by one, and a mask from ones."""
+    size = tokens.shape[1]
+    x = params["emb"][tokens[:, :-1]] @ params["up"]
+    scores = x @ x.transpose(1, 2)
+    mask = torch.tril(torch.ones(size - 1, size - 1))
+    x = scores.masked_fill(mask == 0, float("-inf")).softmax(-1) @ x @ params["down"]
+    return F.cross_entropy(
+        (x @ params["head"]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    )
+
+
+def padded_blocks(params, tokens):
+    x = params["emb"][tokens] @ params["up"]
+    x = F.pad(x, (0, 0, 0, -tokens.shape[1] % 4)).unflatten(1, (-1, 4)).mean(2)
+    return x.square().mean()
+
+
+def chunks(params, tokens):
+    x = params["emb"][tokens] @ params["up"]
+    return sum(part.square().mean() for part in x.chunk(2, 1))
+
+
+def statistics(params, tokens):
+    """A variance, whose gradient is scaled by a float of the size, and a root of the size."""
+    x = params["emb"][tokens] @ params["up"]
+    x = (x - x.mean((0, 1))) / (x.var((0, 1), unbiased=False) + 1e-5).sqrt()
+    return (x**3).sum() / tokens.shape[1] ** 0.5
+
+
+def one_size_apart(params, tokens):
+    x = params["emb"][tokens] @ params["up"]
+    return x.square().mean() * (2 if tokens.shape[1] == 7 else 3)
+
+
+@pytest.mark.parametrize(
+    "fn", [next_tokens, padded_blocks, chunks, statistics, one_size_apart], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("name", ["tp", "context"])
+def test_sizes_as_people_use_them(fn, name):
+    mesh, specs, spec = LAYOUTS[name]
+    step = ftp.shard(fn, mesh, specs, batch_specs=spec, dynamic_shapes=DIMS)
+    for size in (6, 7, 9, 2, 16, 1):
+        loss, grads = step(weights(), batch(size)[0])
+        want_grads, want = torch.func.grad_and_value(fn)(weights(), batch(size)[0])
+        assert torch.allclose(loss, want, rtol=1e-10, equal_nan=True)
+        for key, grad in grads.items():
+            assert torch.allclose(grad, want_grads[key], rtol=1e-9, atol=1e-11, equal_nan=True), key
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+    assert step.shapes.plans <= (4 if fn is next_tokens else 3)  # S and S - 1 divide or do not
+
+
+def test_plans_serve_after_a_size_that_fits_none():
+    """A loop over the size beyond a limit: sizes below it keep their plan."""
+
+    def loss(params, x):
+        if x.shape[1] < 8:
+            return (x @ params["w"]).square().mean()
+        return sum((x[:, i] @ params["w"]).square().mean() for i in range(x.shape[1]))
+
+    step = ftp.shard(loss, on({"tp": 2}), {"w": P(None, "tp")}, dynamic_shapes=DIMS)
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+
+    def check(size):
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+
+    check(5)
+    check(9)
+    with pytest.warns(UserWarning, match="for which there is no plan yet"):
+        check(10)
+    check(6)
+    assert step.shapes.traces == step.shapes.plans == 1
+
+
 def test_a_size_that_is_a_number_of_the_function_is_named():
     def loss(params, x):
         total = torch.zeros((), dtype=x.dtype)

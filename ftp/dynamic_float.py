@@ -1,0 +1,65 @@
+"""Floats computed from the sizes of dynamic dims, such as the ``1 / S`` of a mean's gradient: a
+value at one size, and the formula for others.
+
+They are arguments of ops, and nothing decides by them: code that asks for the value, or compares
+it, gets an error, and the program is planned size by size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved
+
+_OPERATORS = ("/", "*", "+", "**")
+
+
+@dataclass(frozen=True, repr=False)
+class DynamicFloat:
+    """An operator between two numbers, of which one at least is a formula.
+
+    >>> from ftp.dynamic_int import Symbol
+    >>> sizes = Sizes([Symbol("S", 7, 1, 512)])
+    >>> (s,) = sizes.symbols
+    >>> half = DynamicFloat("/", 1.0, 2 * s)
+    >>> half, sizes.function([half, s])([4])
+    ((1.0 / (2*S)), (0.125, 4))
+    """
+
+    operator: str
+    left: Any
+    right: Any
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return float
+
+    def ints(self) -> list[DynamicInt]:
+        """The formulas of ints that it is computed from."""
+        return [x for part in (self.left, self.right) if is_formula(part) for x in part.ints()]
+
+    def written(self) -> str:
+        """As `DynamicInt.written`."""
+        left, right = (x.written() if is_formula(x) else repr(x) for x in (self.left, self.right))
+        return f"({left} {self.operator} {right})"
+
+    def __repr__(self) -> str:
+        left, right = (f"({x!r})" if is_dynamic(x) else repr(x) for x in (self.left, self.right))
+        return f"({left} {self.operator} {right})"
+
+    def _asked(self, *_: object) -> Any:
+        raise TypeError(f"the value of {self!r} is asked for, which is another at every size")
+
+    __float__ = __bool__ = __int__ = __index__ = _asked
+    __lt__ = __gt__ = __le__ = __ge__ = _asked
+
+
+def is_formula(x: Any) -> bool:
+    """Whether a number, int or float, is a formula of dynamic sizes."""
+    return type(x) in (DynamicInt, DynamicFloat)
+
+
+def moved_number(x: Any, to: Sizes) -> Any:
+    """As `moved`, for floats too."""
+    if type(x) is not DynamicFloat:
+        return moved(x, to)
+    return DynamicFloat(x.operator, moved_number(x.left, to), moved_number(x.right, to))
