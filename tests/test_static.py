@@ -95,6 +95,8 @@ RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sort": lambda x: x.sort(dim=1, descending=True)[1].T.reshape(-1)[2:],
     "argsort": lambda x: x.argsort(1).to(torch.int32)[:, 1],
     "max": lambda x: x.max(1, keepdim=True).indices.squeeze(1),
+    "sorted": lambda x: x.topk(2, -1).indices.flatten().sort().values.flip(0),
+    "gathered": lambda x: x.argmax(1)[x.argsort(0)[:, 0]].gather(0, torch.arange(3)),
     "remainder": lambda x: (x * 9).long().flatten() % 4,
     "clamp": lambda x: (x * 9).long()[0].clamp(0, 3),
 }
@@ -117,6 +119,8 @@ def test_torchs_bincount_of_a_range_that_ops_show(name: str):
 UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of the batch": lambda x: x.long().flatten(),
     "argmax of more": lambda x: x.argmax(0),
+    "gathered by a range": lambda x: x.long().flatten()[x.argmax(1)],
+    "a largest value": lambda x: x.long().max(1).values,
     "a sum": lambda x: x.argmax(1) + 1,
     "negative": lambda x: (x * 9).long()[0].clamp(-1, 3),
     "written": lambda x: x.argmax(1).index_fill_(0, torch.tensor([0]), 7),

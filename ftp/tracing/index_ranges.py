@@ -24,9 +24,17 @@ def index_range(x: Tensor) -> int | None:
         found = _range_of(node)
         if found is not None:
             return None if are_written(seen, node.graph) else found
-        if node.target not in _SELECTS or not _is_long(node):
+        is_values = (
+            node.target is operator.getitem
+            and node.args[1] == 0
+            and node.all_input_nodes[0].target in _WITH_INDICES
+        )
+        if not (is_values or node.target in _SELECTS) or not _is_long(node):
             return None
         node = node.all_input_nodes[0]
+        if is_values:
+            seen[node] = None
+            node = node.all_input_nodes[0]
 
 
 def _range_of(node: fx.Node) -> int | None:
@@ -77,6 +85,10 @@ _SELECTS = {
     aten.clone.default,
     aten.detach.default,
     aten.expand.default,
+    aten.flip.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_select.default,
     aten.permute.default,
     aten.reshape.default,
     aten.select.int,
