@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.certification.certificate import Certificate
@@ -33,6 +32,7 @@ from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.findings import cached_findings
 from ftp.rules.registry import RULES
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 SIZES = (2, 3, 5, 7)
 PROVED = (

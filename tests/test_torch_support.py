@@ -173,3 +173,15 @@ def test_every_checked_name_is_in_use():
     }
     assert needed <= words, f"no longer used: {needed - words}"
     assert support.missing(load=True) == []
+
+
+@IMPORTED
+def test_private_names_of_several_files_are_behind_torch_internals():
+    files: dict[str, list[str]] = {}
+    for path in (ROOT / "ftp").rglob("*.py"):
+        if "torch_internals" not in path.parts:
+            for name in used(ast.parse(path.read_text())):
+                files.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: at for name, at in files.items() if len(at) > 1 and not is_module(name)}
+    # Importing inductor's configuration is what each of its two users defers.
+    assert set(shared) <= {"torch._inductor.config.patch"}, shared

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import optree
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.api.dynamic_shapes import DynamicDims
 from ftp.errors import DonationError, InputError, join_failures
@@ -21,6 +19,9 @@ from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.device_put import mesh_device
 from ftp.tensors.placement import Placement, known_of, placement
+from ftp.torch_internals.dispatch import dispatch_keys
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 
 class Arguments:
@@ -105,7 +106,7 @@ def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Me
     )
 
 
-_dispatch_keys = torch._C._dispatch_keys
+_dispatch_keys = dispatch_keys
 
 
 def _describe(leaf: Any) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import (
@@ -31,6 +30,7 @@ from ftp.runtime.executed import executed
 from ftp.runtime.program import Program, axes_of_groups
 from ftp.sharding.layout import Size
 from ftp.sharding.spec import PartitionSpec
+from ftp.torch_internals.pytree import tree_leaves
 
 
 def certify(lowered: Lowered) -> Certificate:

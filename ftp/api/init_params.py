@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ftp.api.shard import spmd
 from ftp.api.step import Step
@@ -19,6 +18,7 @@ from ftp.random.draws import Draws
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, kind_of, match_patterns
 from ftp.sharding.spec import PartitionSpec
+from ftp.torch_internals.modes import TorchDispatchMode
 
 Initializer = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
 RESETS = ("reset_parameters", "_reset_parameters")

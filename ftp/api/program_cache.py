@@ -5,12 +5,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 
 from ftp.api.arguments import Arguments
 from ftp.api.planned import Planned
 from ftp.sharding.mesh import Mesh
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 MANY = 10  # programs of one step, at which it warns of what changes from call to call
 _PAD = "Pad tensors to one shape, or to a few (buckets)."

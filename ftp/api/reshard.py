@@ -5,8 +5,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.shard import spmd
@@ -19,6 +17,8 @@ from ftp.tensors.device_put import device_put
 from ftp.tensors.placement import placed, placement, placement_of, remember
 from ftp.tensors.reshard_across_meshes import relocate
 from ftp.tensors.sharded_tree import Leaf, check_placement, fitted_tree
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import disable_current_modes
 
 
 def reshard(
@@ -163,5 +163,5 @@ def _simulated(
         tuple(p.spec for p in program.operands),
         [p.spec for p in program.results],
     )
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         return step.lower(*metas)._program.run

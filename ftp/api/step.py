@@ -37,6 +37,7 @@ from ftp.tensors.check_indices import check_indices
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addresses
 from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import compare_copies
+from ftp.torch_internals.autograd_state import set_grad_enabled
 from ftp.tracing.captured import warn_of_others
 from ftp.tracing.trace import Traced
 from ftp.version import __version__
@@ -120,7 +121,7 @@ class Step:
         unchecked: Arguments | None = None,
     ) -> list[torch.Tensor]:
         program, is_grad_enabled, has_begun = planned.program, torch.is_grad_enabled(), False
-        torch._C._set_grad_enabled(False)  # torch.no_grad takes ten times as long
+        set_grad_enabled(False)  # torch.no_grad takes ten times as long
         try:
             with record.running(program.fingerprint, program.describe_failure, program.has_issued):
                 if unchecked is not None:
@@ -141,7 +142,7 @@ class Step:
                 remember(inputs[i], facts[program.tensor_leaves[i]])
             raise
         finally:
-            torch._C._set_grad_enabled(is_grad_enabled)
+            set_grad_enabled(is_grad_enabled)
         return outputs
 
     @property

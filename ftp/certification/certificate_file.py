@@ -26,6 +26,7 @@ from ftp.certification.certificate import (
 from ftp.certification.ranks import Ranks
 from ftp.errors import CertificateError
 from ftp.rules.call import Meta
+from ftp.torch_internals.op_types import OpOverload
 
 VERSION = 8
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
@@ -223,7 +224,7 @@ def _encode(value: Any) -> Any:
             return {"node": value.name}
         case torch.device():
             return {"device": str(value)}
-        case torch._ops.OpOverload():
+        case OpOverload():
             return {"target": str(value)}
         case tuple():
             return {"tuple": [_encode(v) for v in value]}

@@ -18,6 +18,7 @@ from ftp.certification.unsound import Unsound
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.rules.local_op import RankGraph
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -214,13 +215,13 @@ class _Purified:
 
 
 def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _is_collective(node: Any) -> bool:
     target: Any = node.target
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and target.namespace == "_c10d_functional"
         and target is not WAIT
     )
@@ -238,7 +239,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
         return _bases(tuple_of)
     if target in _NUMBERS:
         return []
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return list(node.all_input_nodes)
     found: list[fx.Node] = []
     if any(r.alias_info is not None for r in target._schema.returns):

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ftp.checkpoint.manifest import SAVING
 from ftp.errors import CheckpointError
+from ftp.torch_internals.process_groups import get_default_store
 
 LOCK = ".lock-"
 BEAT = 1.0  # seconds between two heartbeats
@@ -292,7 +293,7 @@ def _job_token() -> str:
     """Equal in all ranks of a job, and in its restarts, which share the launcher's store."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return _token
-    store = c10d._get_default_store()
+    store = get_default_store()
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     try:

@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ftp.torch_internals.process_groups import get_default_store
+
 _LEAST = 0.5  # least number of seconds for a request, even if all time is spent
 _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 31 bits
 _LOOK = 0.5  # seconds between two polls of a store that cannot call back
@@ -29,7 +31,7 @@ class Connection:
     """One connection to the default process group's store, and the thread that uses it."""
 
     def __init__(self, timeout: float):
-        store: Any = c10d._get_default_store()
+        store: Any = get_default_store()
         self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = (
             queue.SimpleQueue()
         )

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ftp.distributed.channel import Channel
 from ftp.distributed.neighbours import Neighbours
 from ftp.distributed.store import Store, calls_back, cloned, wait
 from ftp.distributed.waiting import LINGER, QUESTIONS
+from ftp.torch_internals.process_groups import get_default_group, get_default_store
 
 _LOOK_AGAIN = 0.5  # seconds between two looks at an agreement that this rank has not joined
 
@@ -43,10 +43,10 @@ class Watcher:
         self._has_met = self._is_closed = False
         self._stop = threading.Event()
         self._group = weakref.ref(
-            c10d._get_default_group(), lambda _: self._wake() if not self._stop.is_set() else None
+            get_default_group(), lambda _: self._wake() if not self._stop.is_set() else None
         )
         self._pid = os.getpid()
-        self._store: Any = c10d._get_default_store()
+        self._store: Any = get_default_store()
         self._thread = threading.Thread(target=self._run, name="ftp-agreement", daemon=True)
         self._thread.start()
         # A daemon thread inside the store's C++ code while the interpreter goes down would abort
@@ -69,7 +69,7 @@ class Watcher:
 
     def is_current(self) -> bool:
         """Whether the default process group is that of the mesh."""
-        return dist.is_initialized() and self._group() is c10d._get_default_group()
+        return dist.is_initialized() and self._group() is get_default_group()
 
     def stop(self) -> None:
         self._stop.set()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import TraceError
 from ftp.source import user_line
+from ftp.torch_internals.fake_tensors import FakeTensor
 
 READS_VALUE = (
     "which depends on the data. A proof is for all inputs: compute with tensors, with a mask as"

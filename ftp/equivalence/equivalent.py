@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ftp.axis import Inside, entered
 from ftp.certification.certificate import Certificate, Recorded, Unreduced
@@ -28,6 +27,10 @@ from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_name
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.source import raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of
+from ftp.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 
 def equivalent(
@@ -426,9 +429,9 @@ class _Comparison:
 
 
 def _empty(recorder: ProgramRecorder, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    from torch.utils._python_dispatch import _disable_current_modes
+    from ftp.torch_internals.modes import disable_current_modes
 
-    with _disable_current_modes(), recorder.fake:
+    with disable_current_modes(), recorder.fake:
         return torch.empty(tuple(shape), dtype=dtype)
 
 

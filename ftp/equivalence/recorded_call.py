@@ -75,7 +75,7 @@ class RecordedCall:
 
     def work(self, number: int) -> Any:
         """A handle whose ``wait`` is recorded."""
-        from torch._C._distributed_c10d import PythonCallbackWork
+        from ftp.torch_internals.process_groups import PythonCallbackWork
 
         def wait(*_: Any) -> bool:
             node = self.recorder.graph.call_function(ARRIVED, (number,))

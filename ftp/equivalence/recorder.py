@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._C._autograd import _get_sequence_nr
-from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.certification.residues.ops import KNOWN
@@ -24,6 +19,11 @@ from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
 from ftp.ops.grouped_mm import as_matmuls
 from ftp.source import is_users, user_line, user_lines
+from ftp.torch_internals.autograd_state import current_autograd_node, get_sequence_nr
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.modes import TorchDispatchMode, disable_current_modes
+from ftp.torch_internals.op_types import decomposition_table
+from ftp.torch_internals.pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default)
@@ -89,7 +89,7 @@ class ProgramRecorder(TorchDispatchMode):
                     f"{user_line()}\n  The program holds a constant tensor of shape"
                     f" {tuple(real.shape)}: pass it as an argument."
                 )
-            with _disable_current_modes():
+            with disable_current_modes():
                 values = real.detach().reshape(-1).tolist()
             if real.dtype is torch.bool:
                 values = [int(v) for v in values]
@@ -234,10 +234,10 @@ class ProgramRecorder(TorchDispatchMode):
 
     def line(self) -> str:
         """The user's line and those that called it; in the backward pass of an op, the op's."""
-        running = torch._C._current_autograd_node()
+        running = current_autograd_node()
         line = ", from ".join(user_lines(SHOWN, _CALLER))
         if running is None:
-            self._lines.setdefault(_get_sequence_nr() - 1, line)
+            self._lines.setdefault(get_sequence_nr() - 1, line)
             return line
         forward = self._lines.get(running._sequence_nr(), "")
         if not forward or not self._is_users_backward(running):

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from ftp import random
 from ftp.exported.module_calls import memory_of
@@ -24,6 +22,8 @@ from ftp.planning.plan import Plan
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, local_pieces, local_shape
 from ftp.tensors.device_put import take
+from ftp.torch_internals import pytree
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.tracing.recorder import PROVENANCE
 from ftp.tracing.trace import Traced
 

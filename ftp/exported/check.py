@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator
-from torch.utils import _pytree as pytree
 
 from ftp.errors import InputError, join_failures
 from ftp.exported.random_ops import is_random, undrawn
 from ftp.source import told_line
+from ftp.torch_internals import pytree
+from ftp.torch_internals.op_types import HigherOrderOperator
 
 
 def check_program(program: Any, draws: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from ftp.torch_internals import pytree
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

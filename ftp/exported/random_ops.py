@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from ftp import random
 from ftp.random.draws import Draws
 from ftp.random.torch_functions import DRAWN
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.op_facts import is_deterministic
 
 aten = torch.ops.aten

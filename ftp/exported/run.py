@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
@@ -15,6 +14,7 @@ from ftp.runtime.program import groups_of
 from ftp.runtime.simulate import COLLECTIVES
 from ftp.runtime.simulate import simulate as run_in_lockstep
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
+from ftp.torch_internals import pytree
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
@@ -27,6 +26,7 @@ from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, require_coordinate, res
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import P, PartitionSpec
 from ftp.source import told_line
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ftp.errors import SpecError, join_failures
 from ftp.exported.module_calls import memory_of
@@ -13,6 +12,7 @@ from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, match_patterns
 from ftp.sharding.spec import P
+from ftp.torch_internals import pytree
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import TraceError, join_failures
 from ftp.sharding.pytree import flatten
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 _INSTEAD = (
     "Remove the hook; x.register_hook in the function runs, and a step returns its"

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
+from torch.overrides import TorchFunctionMode
+
+from ftp.errors import InputError
+from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
+from ftp.sharding.pytree import flatten, kind_of
+from ftp.source import user_line
+from ftp.torch_internals.functorch import (
     TransformType,
     get_interpreter_stack,
     get_unwrapped,
@@ -17,13 +23,8 @@ from torch._C._functorch import (
     maybe_get_level,
     unwrap_if_dead,
 )
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_map_only
-
-from ftp.errors import InputError
-from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
-from ftp.sharding.pytree import flatten, kind_of
-from ftp.source import user_line
+from ftp.torch_internals.modes import get_current_function_mode_stack
+from ftp.torch_internals.pytree import tree_map_only
 
 Policy = str | Callable[[Any], bool]
 POLICIES = ("nothing", "products", "collectives")
@@ -168,11 +169,11 @@ class ModeOfBlocks(TorchFunctionMode):
 
 def _modes_of_blocks() -> Again:
     """A context that enters the present modes of blocks where torch has left them."""
-    modes = [m for m in _get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
+    modes = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
 
     @contextmanager
     def again() -> Iterator[None]:
-        entered = {id(mode) for mode in _get_current_function_mode_stack()}
+        entered = {id(mode) for mode in get_current_function_mode_stack()}
         with ExitStack() as stack:
             for mode in modes:
                 if id(mode) not in entered:

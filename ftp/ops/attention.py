@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ftp.ops import tile_kernels
 from ftp.ops.define import define
 from ftp.ops.tile_kernels import like_heads, over_heads
 from ftp.sharding.spec import Interval
+from ftp.torch_internals.op_types import OpOverload
 
 QUERIES, KEYS = 1024, 8192  # sizes of a tile, forward
 TILE = 1024  # queries and keys of a tile, backward

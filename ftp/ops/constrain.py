@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch.autograd_function import custom_function_call
 
 from ftp.context import set_within
 from ftp.errors import SpecError
 from ftp.ops.define import define
 from ftp.sharding.spec import P, Units, Zigzag
 from ftp.source import at_line
+from ftp.torch_internals.functorch import TransformType, custom_function_call
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Define a torch op in the namespace ``ftp``."""
 
 import torch
-from torch._ops import OpOverload
+
+from ftp.torch_internals.op_types import OpOverload
 
 
 def like(name: str, op: OpOverload) -> str:

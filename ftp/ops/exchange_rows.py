@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.errors import InputError
 from ftp.ops.define import define
+from ftp.torch_internals.process_groups import resolve_process_group
 
 Counts = list[list[int]]
 EXCHANGE_ROWS = define(
@@ -101,7 +101,7 @@ def _all_to_all_rows(
     x: Tensor, counts: Tensor, bound: int, back: bool, fits: bool, source: str, group: Any
 ) -> Tensor:
     sizes = checked_counts(counts, x.shape[0], bound, back, source, fits)
-    over = _resolve_process_group(group)
+    over = resolve_process_group(group)
     mine = over.rank()
     sent, received = sizes[mine], [row[mine] for row in sizes]
     rows, count = x[: sum(sent)], sum(received)

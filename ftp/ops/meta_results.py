@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ftp.torch_internals.dispatch import dispatch_has_kernel_for_dispatch_key
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.modes import DisableTorchDispatch, DisableTorchFunction
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -24,9 +27,7 @@ def is_plain(func: OpOverload) -> bool:
         func.namespace == "aten"
         and (func.overloadpacket in _OTHERS or torch.Tag.pointwise in func.tags)
         and torch.Tag.nondeterministic_seeded not in func.tags
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        )
+        and not dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
 
 
@@ -79,7 +80,7 @@ def meta_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     argument is of another kind, or the call fails, which fake tensors explain better.
     """
     devices: set[torch.device] = set()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with DisableTorchDispatch(), DisableTorchFunction():
         try:
             given = [_on_meta(x, devices) for x in args]
             named = {name: _on_meta(x, devices) for name, x in kwargs.items()}

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ftp.context import set_within
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 
 @dataclass(eq=False)
@@ -84,4 +84,4 @@ def noting_means(microbatches: int) -> Iterator[Means]:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is not wrapped by an active torch.func transform."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[attr-defined]
+    return not is_functorch_wrapped_tensor(tensor)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
+
+from ftp.torch_internals.process_groups import resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def on_processes(op: str, one_rank: Callable[..., OneRank]) -> None:
 
 def over(group: Any) -> tuple[int, Start]:
     """This rank's place in a process group, and how to exchange over it."""
-    found = _resolve_process_group(group)
+    found = resolve_process_group(group)
     rank, n, tags = found.rank(), found.size(), itertools.count()
 
     def start(sends: Sends) -> Callable[[], Arrived]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftp.ops.define import define
 from ftp.ops.grouped_mm import recorded as recorded_grouped_mm
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -134,7 +135,7 @@ def _width(targets: Tensor) -> int:
     return 2 * targets.shape[-1] + 1
 
 
-FIXED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+FIXED: dict[OpOverload, Callable[..., Any]] = {
     aten.linalg_lstsq.default: _fixed_lstsq,
     aten._ctc_loss.Tensor: lambda p, t, i, n, blank=0, zero_infinity=False: ctc_loss(
         p, t, i, n, blank, zero_infinity

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.axis import is_inside
 from ftp.errors import InputError, MeshError, join_failures
@@ -23,6 +20,12 @@ from ftp.sharding.mesh import Mesh, resolve
 from ftp.sharding.pytree import flatten, kind_of, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.sharding.traced_arguments import spec_of_argument
+from ftp.torch_internals.functorch import (
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+)
+from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.trace import trace
 
 
@@ -342,7 +345,7 @@ def _program(
     args = item.filled(slices)
     leaves, names = flatten(args)[0], leaf_names(args, "args")
     # Hide the surrounding trace: it has stacks, this one a slice.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         device_type = stacks[0].device.type
         traced = trace(fn, leaves, item.tree, device_type, names=names, within=True)
     if any(traced.is_static):

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import optree
-from torch.utils import _pytree as pytree
 
 from ftp.sharding.pytree import PartlyCovered
+from ftp.torch_internals import pytree
 
 
 class Slots(PartlyCovered):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
 from ftp.errors import InputError
 from ftp.optim.base import (
@@ -27,6 +26,7 @@ from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
 from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals.functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
 deferred_compiler.defer()
 

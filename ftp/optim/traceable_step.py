@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.ops.fused_optimizer import fused_kernels, update_of, written
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 # Formulas that read no values, where the class has others that do.
 CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)

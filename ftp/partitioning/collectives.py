@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group
 
 # Imported for its effect: graph passes then keep a collective that one rank has no use for.
 from torch.distributed import _functional_collectives  # noqa: F401
 
 from ftp.ops.define import define, like
+from ftp.torch_internals.op_types import OpOverload
+from ftp.torch_internals.process_groups import resolve_process_group
 
 c10d = torch.ops._c10d_functional
 
@@ -25,10 +26,10 @@ def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
     return c10d.all_gather_into_tensor_out.default(shard, n, group, out=whole)
 
 
-def gather_of(group: Any, device: torch.device) -> torch._ops.OpOverload:
+def gather_of(group: Any, device: torch.device) -> OpOverload:
     """The functional all-gather for tensors of a device."""
     if device.type == "cuda":
-        backend = _resolve_process_group(group)._get_backend(device).name()
+        backend = resolve_process_group(group)._get_backend(device).name()
         if backend == "gloo":
             return _OVER_GLOO
     return c10d.all_gather_into_tensor.default

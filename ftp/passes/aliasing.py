@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.torch_internals.op_types import OpOverload
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
@@ -20,9 +22,7 @@ def is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _gives_view(target: Any) -> bool:
-    if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(
-        target, torch._ops.OpOverload
-    ):
+    if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(target, OpOverload):
         return True
     return any(r.alias_info is not None for r in target._schema.returns)
 
@@ -44,7 +44,7 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if node.op == "call_function" and is_view(node):
             for operand in (
                 node.all_input_nodes[:1]
-                if isinstance(node.target, torch._ops.OpOverload)
+                if isinstance(node.target, OpOverload)
                 else node.all_input_nodes
             ):
                 root[find(node)] = find(operand)

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import RuleError
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.passes.copy_elimination import copied
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 _SIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
@@ -145,7 +146,7 @@ def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
     value = node.meta.get("val")
     if node.target is aten.contiguous.default:
         return held[node.all_input_nodes[0]].dim
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, FakeTensor):
+    if not isinstance(node.target, OpOverload) or not isinstance(value, FakeTensor):
         return None
     operands = list(tensors((node.args, dict(node.kwargs)), fx.Node))
     if not all(isinstance(x.meta.get("val"), FakeTensor) for x in operands):

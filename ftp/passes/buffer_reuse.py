@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -18,6 +17,9 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.passes.aliasing import families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.modes import DisableTorchDispatch
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -43,7 +45,7 @@ def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """
     if mode.shape_env is None:
         return nullcontext()
-    from torch._dispatch.python import enable_python_dispatcher  # takes long to import
+    from ftp.torch_internals.modes import enable_python_dispatcher  # takes long to import
 
     return enable_python_dispatcher()
 
@@ -63,7 +65,7 @@ class _FakeValues(FakeTensorProp):
         target: Any = n.target
         is_plain = (
             n.op == "call_function"
-            and isinstance(target, torch._ops.OpOverload)
+            and isinstance(target, OpOverload)
             and not target._schema.is_mutable
         )
         if not is_plain:
@@ -81,7 +83,7 @@ class _FakeValues(FakeTensorProp):
         if not is_plain(n.target) and n.target is not aten.reshape.default:  # type: ignore[arg-type]
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             found = meta_result(n.target, args, kwargs)  # type: ignore[arg-type]
             if found is None:
                 return None
@@ -171,7 +173,7 @@ def in_place(node: fx.Node) -> Any:
 
 @functools.cache
 def _in_place_form(target: Any) -> Any:
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(
         getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
@@ -217,8 +219,4 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a node allocates its result's memory, which nothing outside the graph refers to."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and not is_view(node)
-    )
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and not is_view(node)

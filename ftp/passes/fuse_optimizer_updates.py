@@ -13,6 +13,7 @@ from ftp.ops.choose import BranchPath
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 _DENSE = (
@@ -139,7 +140,7 @@ def changed(node: fx.Node) -> list[fx.Node]:
     """The operands that a node writes to."""
     found: list[fx.Node] = []
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+    if isinstance(target, OpOverload) and target._schema.is_mutable:
         for argument, value in zip(target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 map_arg(value, found.append)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftp.ops.fused_optimizer import ADAM, ADAMW
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.passes.copy_elimination import copied
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 MATMUL = 1 << 12  # multiplications up to which a matmul is written as a formula

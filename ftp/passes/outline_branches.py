@@ -11,6 +11,7 @@ from ftp.ops.choose import BranchPath, number_of
 from ftp.passes.aliasing import is_view
 from ftp.passes.branch_order import branches
 from ftp.rules.local_op import RankGraph
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 NodeMap = dict[fx.Node, fx.Node]
@@ -94,7 +95,7 @@ def _emit_cond(
 
 def _is_own(x: Any, inside: set[fx.Node]) -> bool:
     """Whether a result is contiguous, in memory that its branch allocates."""
-    if x not in inside or not isinstance(x.target, torch._ops.OpOverload) or is_view(x):
+    if x not in inside or not isinstance(x.target, OpOverload) or is_view(x):
         return False
     value = x.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_contiguous()

@@ -16,10 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ftp.axis import all_gather
 from ftp.errors import RuleError
@@ -27,6 +24,9 @@ from ftp.per_rank.dispatch import Route, route_of
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
 from ftp.source import user_line
+from ftp.torch_internals.functorch import unwrapped
+from ftp.torch_internals.modes import TorchDispatchMode
+from ftp.torch_internals.pytree import tree_leaves, tree_map
 from ftp.tracing.same_values import holds_same
 
 aten = torch.ops.aten
@@ -241,15 +241,8 @@ class RowsTravel(TorchFunctionMode):
 _BY_POSITION = (aten.tril.default, aten.triu.default)  # a row's result depends on its position
 
 
-def _base(x: Tensor) -> Tensor:
-    """The tensor of a call as the ops that it runs see it."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    return x
-
-
 def _storage(x: Tensor) -> int:
-    return _base(x).untyped_storage()._cdata
+    return unwrapped(x).untyped_storage()._cdata
 
 
 class _OpsOfCall(TorchDispatchMode):
@@ -288,7 +281,7 @@ class _OpsOfCall(TorchDispatchMode):
         """Whether each slice of the results along dim 0 is computed from the same slice of each of
         ``given``, and from no other tensor's slices.
         """
-        kept = {id(_base(x)) for x in given}
+        kept = {id(unwrapped(x)) for x in given}
         for func, args, kwargs, made in self.made:
             taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if not any(id(x) in kept for x in taken):
@@ -298,7 +291,7 @@ class _OpsOfCall(TorchDispatchMode):
                 return False
             if gives and _along_dim_0(func, args, kwargs, [id(x) in kept for x in taken], gives):
                 kept |= {id(x) for x in gives}
-        return all(id(_base(x)) in kept for x in results)
+        return all(id(unwrapped(x)) in kept for x in results)
 
 
 def _along_dim_0(

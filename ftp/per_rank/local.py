@@ -38,6 +38,7 @@ from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
+from ftp.torch_internals.functorch import peek_interpreter_stack
 from ftp.tracing.trace import Traced
 
 
@@ -307,6 +308,6 @@ def _reorder(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> None:
 
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+    if peek_interpreter_stack() is not None:
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from ftp.errors import RuleError
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.rule import BoundRule
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 _POSITIONS = ("index", "indices", "offs")  # arguments that are positions, in torch's schemas

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.errors import FtpError
 from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
 from ftp.tracing.trace import Traced
 
 aten = torch.ops.aten
@@ -105,9 +105,9 @@ def _difference(parts: Sequence[Traced]) -> float | None:
             break
         # Hide the surrounding trace and transforms: these tensors have values.
         with (
-            _disable_current_modes(),
+            disable_current_modes(),
             temporarily_clear_interpreter_stack(),
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             torch.no_grad(),
         ):
             off = _difference_of_draw(parts, seed)

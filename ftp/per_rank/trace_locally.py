@@ -10,14 +10,21 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.axis import Inside, entered
 from ftp.errors import TraceError
 from ftp.sharding.pytree import flatten
 from ftp.source import at_line
+from ftp.torch_internals.autograd_state import (
+    pop_saved_tensors_default_hooks,
+    push_saved_tensors_default_hooks,
+    top_saved_tensors_default_hooks,
+)
+from ftp.torch_internals.functorch import (
+    is_functorch_wrapped_tensor,
+    temporarily_clear_interpreter_stack,
+)
+from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.explain_errors import SURROUNDING
 from ftp.tracing.trace import Traced, trace
 
@@ -57,7 +64,7 @@ def trace_apart(
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
     # Hide the surrounding trace and transforms: they have global tensors, this trace local ones.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
+    with disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
         return trace(fn, leaves, tree, device_type, names=names)
 
 
@@ -65,14 +72,14 @@ def trace_apart(
 def _without_saved_hooks() -> Iterator[None]:
     """Remove hooks of saved tensors, such as torch.utils.checkpoint's, within the block."""
     hooks = []
-    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[attr-defined]
+    while (pair := top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)
-        torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+        pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
+            push_saved_tensors_default_hooks(pack, unpack)
 
 
 def check_captured(fn: Callable[..., Any]) -> None:

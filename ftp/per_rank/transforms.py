@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.ops.axis_collectives import axis_of, differentiable
 from ftp.per_rank.gradient import Pair, contributed, has_gradient, split
 from ftp.per_rank.program import Port, RankCode, program_of
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, Units
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.trace import Traced, trace
 
 _KEPT = 1024  # programs; more than a model has
@@ -87,7 +87,7 @@ def _run(program: RankCode, values: Sequence[Any]) -> list[Any]:
 def _traced(fn: Any, args: Any, device_type: str) -> Traced:
     leaves, tree = flatten(args)
     names = [f"input {i}" for i in range(len(leaves))]
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         traced = trace(fn, leaves, tree, device_type, names=names)
     assert not traced.constants, "a program has its constants as operands"
     return traced

@@ -19,6 +19,7 @@ from ftp.errors import RuleError
 from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
+from ftp.torch_internals.op_types import OpOverload
 
 AxisSet = frozenset[str]
 # Their results do not vary over their axis.
@@ -125,7 +126,7 @@ def _is_linear(
     if node.target is getitem or axis_of(node.target, node.args[1:]):
         # The counts of unequal parts must be equal on the ranks that are summed over.
         return operands[0] in sums and all(axis not in types[n] for n in operands[1:])
-    assert isinstance(node.target, torch._ops.OpOverload), node.target
+    assert isinstance(node.target, OpOverload), node.target
 
     def meta(n: fx.Node) -> Any:
         return Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype)

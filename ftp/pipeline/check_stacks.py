@@ -20,6 +20,7 @@ from ftp.ops.stack import STACK, UNSTACK
 from ftp.pipeline.check import Number, Numbering, name_of_one
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 LayerCounts = Sequence[tuple[int, ...] | None]
@@ -149,7 +150,7 @@ class _StackNumbering:
     def _rule(self, node: fx.Node, env: Mapping[fx.Node, Number]) -> _LayerRule | None:
         """How an op of the traced graph acts on layers; None where it does not keep them apart."""
         slots, val = _slots(node), node.meta.get("val")
-        is_op = isinstance(node.target, torch._ops.OpOverload) and isinstance(val, torch.Tensor)
+        is_op = isinstance(node.target, OpOverload) and isinstance(val, torch.Tensor)
         if not is_op or not any(env[n] in self.stacks for n in slots):
             return None
         args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, _meta)

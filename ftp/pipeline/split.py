@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.errors import PlanningError
 from ftp.pipeline.schedule import Kind
@@ -25,6 +24,7 @@ from ftp.pipeline.value_stages import (
     is_in_tuple,
 )
 from ftp.rules.local_op import as_module
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 

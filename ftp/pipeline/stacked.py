@@ -20,6 +20,7 @@ from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.local_op import as_module
 from ftp.rules.rule import BoundRule
 from ftp.sharding.spec import P, PartitionSpec, Stage, local_shape
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -351,7 +352,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _rule(node: fx.Node) -> BoundRule | None:
     """The rule of an op with one result that runs on parts as it stands."""
     val, target = node.meta["val"], node.target
-    if not isinstance(val, torch.Tensor) or not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(val, torch.Tensor) or not isinstance(target, OpOverload):
         return None
 
     def meta(n: fx.Node) -> Meta:

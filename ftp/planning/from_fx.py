@@ -36,6 +36,7 @@ from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.decompose import decompose as trace_decomposition
 
 aten = torch.ops.aten
@@ -198,7 +199,7 @@ class _GraphBuilder:
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
         else:
-            assert isinstance(node.target, torch._ops.OpOverload), node.target
+            assert isinstance(node.target, OpOverload), node.target
             rule = self.rule(node.target, args, kwargs, results, source)
             made = Node(node.name, "op", node.target, args, kwargs, results, rule, **origin)
             made.own_axes = frozenset(region_of(node.target, args))
@@ -218,7 +219,7 @@ class _GraphBuilder:
 
     def rule(
         self,
-        target: torch._ops.OpOverload,
+        target: OpOverload,
         args: Any,
         kwargs: Any,
         results: tuple[Meta, ...],

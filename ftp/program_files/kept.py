@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
 from ftp.distributed.handed_out import HandedOut
@@ -43,6 +42,7 @@ from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.trace import Traced
 
 KEEP = "FTP_PLANS"  # "0": never; "1": for simulated meshes too
@@ -107,7 +107,7 @@ def _is_of_own_rules(graph: fx.Graph) -> bool:
         if any(op in own or op.namespace in ("aten", "prims", "ftp") for op in given):
             return False
     known = {CONSTRAIN, *_OWN[id(RULES)], *_OWN[id(DECOMPOSITIONS)]}
-    called = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    called = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
     codes = [program_of(str(n.args[1])) for n in called if n.target is LOCAL]
     return all(n.target in known or n.target is LOCAL for n in called) and all(
         _is_of_own_rules(code.gm.graph) for code in codes if code.is_planned

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.errors import ProgramFileError
 from ftp.ops.constrain import Pin
@@ -28,6 +27,7 @@ from ftp.rules.call import Call, Meta
 from ftp.runtime.options import Options
 from ftp.sharding.layout import Chunk, Layout, Product
 from ftp.sharding.spec import PartitionSpec, Stage, Units, Zigzag
+from ftp.torch_internals.op_types import OpOverload
 
 TUPLE, LIST, DICT, FROZENSET, FLOAT, COMPLEX, DTYPE, DEVICE, MESH_DEVICE, CONSTANT = range(10)
 OP, FUNCTION, SLICE, REF, NODE, VALUE, GROUP, TENSOR, ELLIPSIS, SPEC = range(10, 20)

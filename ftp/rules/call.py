@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ftp.errors import RuleError
+from ftp.torch_internals.op_types import OpOverload
 
 
 @dataclass(frozen=True)

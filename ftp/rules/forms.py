@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
 
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, all_whole, broadcast_notation, core_dims, numbered, reduced
 from ftp.rules.notation import BATCH, Dims, Notation, parse
 from ftp.rules.registry import LinearGroups, register
 from ftp.rules.rule import LocalHook, Rule
+from ftp.torch_internals.op_types import OpOverload
 
 
 def einsum(*ops: "OpOverload | str") -> None:

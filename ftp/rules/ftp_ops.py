@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
@@ -22,6 +21,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
 from ftp.rules.rule import LocalHook, Rule
+from ftp.torch_internals.op_types import OpOverload
 
 # Neither op passes a pending sum on: each slice is reduced by itself, so that a rank holds one
 # layer's terms at a time.

@@ -3,7 +3,6 @@
 import math
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.ops.static_shape import lstsq
 from ftp.rules.call import Call
@@ -14,6 +13,7 @@ from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 batched(
     aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default,

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.dynamic_int import broadcast_shapes
 from ftp.ops.static_shape import ctc_loss, ctc_loss_backward
@@ -17,6 +16,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 
 def losses(*ops: OpOverload) -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.ops.grouped_mm import GROUPED_MM, GROUPED_MM_PART
 from ftp.rules.call import Call
@@ -15,6 +14,7 @@ from ftp.rules.notation import Notation, parse
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import LocalHook, Rule
+from ftp.torch_internals.op_types import OpOverload
 
 einsum(aten.bmm.default, "b m k, b k n -> b m n")
 einsum(aten.dot.default, "k, k -> ()")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverloadPacket
+
+from ftp.torch_internals.op_types import OpOverloadPacket
 
 
 @dataclass(frozen=True)

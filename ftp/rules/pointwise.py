@@ -1,7 +1,5 @@
 """Elementwise ops, grouped by what they are linear in."""
 
-from torch._ops import OpOverload
-
 from ftp.rules.call import Call
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import along_dim, pointwise
@@ -10,6 +8,7 @@ from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten, prims
 from ftp.rules.registry import rule
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 
 def overloads(names: str, kinds: str = "default") -> list[OpOverload]:

@@ -7,14 +7,13 @@ printouts and tests are derived from it. ``forms`` has the short forms.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch._ops import OpOverload
-
 from ftp.errors import RuleError
 from ftp.rules.call import Call
 from ftp.rules.notation import parse
 from ftp.rules.overloads import MissingOp
 from ftp.rules.rule import LocalHook, Rule
 from ftp.rules.texts import by_text, has_optional_tensor
+from ftp.torch_internals.op_types import OpOverload
 
 LinearGroups = Sequence[Sequence[int]]
 RuleMaker = Callable[[Call], "Rule | str | None"]

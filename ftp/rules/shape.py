@@ -5,7 +5,6 @@ from itertools import count
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ftp.dynamic_int import gcd, slice_bounds
 from ftp.rules.call import Call
@@ -17,6 +16,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 
 @rule(

@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch._ops import OpOverload
-
 from ftp.rules.call import Call
 from ftp.rules.dims import all_whole
 from ftp.rules.notation import BATCH, Notation
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 
 def by_text(

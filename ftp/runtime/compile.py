@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 
 from ftp.ops.philox import AS_TENSOR_OPS
@@ -23,6 +22,7 @@ from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]

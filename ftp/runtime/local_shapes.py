@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate, map_arg
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.partitioning.partition import WAIT
+from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.torch_internals.modes import disable_current_modes
+from ftp.torch_internals.op_types import OpOverload
 
 
 class LocalTensor(NamedTuple):
@@ -79,7 +80,7 @@ def annotate(shapes: LocalShapes, device: str) -> None:
         held = values[0]
         key = held.shape, held.stride, held.dtype
         if key not in known:
-            with _disable_current_modes(), mode:
+            with disable_current_modes(), mode:
                 known[key] = torch.empty_strided(
                     held.shape, held.stride, dtype=held.dtype, device=device
                 )
@@ -193,7 +194,7 @@ class _Shapes:
     def _run(
         self, target: Any, args: Any, kwargs: Any, operands: Sequence[LocalTensor]
     ) -> tuple[tuple[Any, ...], ...]:
-        with _disable_current_modes(), torch.no_grad(), self.mode:
+        with disable_current_modes(), torch.no_grad(), self.mode:
             fakes = [
                 torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device)
                 for h in operands
@@ -229,7 +230,7 @@ _PLAIN = (
 
 
 def _is_torch_op(target: Any) -> bool:
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return isinstance(target, OpOverload) and target.namespace == "aten"
 
 
 def _is_plain(value: Any) -> bool:

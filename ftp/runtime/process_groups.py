@@ -10,7 +10,6 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 from torch import fx
-from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.distributed.agreement import exchange
 from ftp.errors import MeshError
@@ -23,6 +22,7 @@ from ftp.runtime.shared_memory import SharedGroup, shared_groups
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.mesh_groups import product_group
 from ftp.sharding.process_group import gpu_uuid
+from ftp.torch_internals.process_groups import resolve_process_group
 
 
 def with_device_gathers(graph: fx.Graph, device: torch.device) -> fx.Graph:
@@ -43,7 +43,7 @@ def check_recordable(graph: fx.Graph, device: torch.device) -> None:
     found: dict[str, None] = {}
     for node in graph.nodes:
         if "collective" in node.meta:
-            backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
+            backend = resolve_process_group(node.args[-1])._get_backend(device).name()
             if backend != "nccl":
                 found[
                     f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"
@@ -71,7 +71,7 @@ def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
     for group in dict.fromkeys(
         node.args[-1] for node in graph.nodes if node.target in (gather_matmuls, matmul_scatter)
     ):
-        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
+        ranks = dist.get_process_group_ranks(resolve_process_group(group))
         mine = mine or lack(
             [devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank)
         )

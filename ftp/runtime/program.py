@@ -12,7 +12,6 @@ from typing import Any
 import optree
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.local_program import LocalProgram
@@ -50,6 +49,8 @@ from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_pieces, local_shape
 from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
+from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.torch_internals.op_types import OpOverload
 
 
 @dataclass(kw_only=True)
@@ -330,7 +331,7 @@ class Program:
         for node in done:
             is_known = (
                 node.op != "call_function"
-                or isinstance(node.target, torch._ops.OpOverload)
+                or isinstance(node.target, OpOverload)
                 or node.target is getattr
             )
             written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}

@@ -27,6 +27,7 @@ from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
 from ftp.sharding.mesh import Mesh
+from ftp.torch_internals.op_types import OpOverload
 
 c10d = torch.ops._c10d_functional
 SLOT_BYTES = 4 << 20  # bytes that hold a part of a tensor; each rank has two slots
@@ -266,9 +267,7 @@ def _in_ring(op: RingOp) -> Callable[..., Any]:
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {}
 
 
-def _define(
-    collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]
-) -> torch._ops.OpOverload:
+def _define(collective: OpOverload, run: Callable[..., torch.Tensor]) -> OpOverload:
     """An op with the arguments of one of torch's collectives, which runs in shared memory and has
     finished when it returns.
     """

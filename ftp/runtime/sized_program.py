@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.dynamic_int import Conditions, is_dynamic
 from ftp.partitioning.local_program import Coordinate, LocalProgram
@@ -22,6 +21,7 @@ from ftp.runtime.compile import Run, eager
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 
 @dataclass(frozen=True)

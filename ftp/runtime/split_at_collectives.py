@@ -18,6 +18,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.aliasing import WAIT, is_view, read_until
 from ftp.passes.onednn_matmuls import BY_ONEDNN
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 _KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
@@ -156,7 +157,7 @@ def _stands_alone(node: fx.Node) -> bool:
     if node.target in AS_TENSOR_OPS:
         return is_drawn_by_itself(node)
     return node.target not in _MATMULS and (
-        not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten"
+        not isinstance(node.target, OpOverload) or node.target.namespace != "aten"
     )
 
 

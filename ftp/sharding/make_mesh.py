@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftp.errors import MeshError
@@ -20,6 +19,7 @@ from ftp.sharding.process_group import (
     set_group_timeout,
     timeout_of,
 )
+from ftp.torch_internals.process_groups import get_default_group
 
 
 def make_mesh(
@@ -68,7 +68,7 @@ def make_mesh(
     # torch gives the groups of the axes its own default of half an hour, not the default group's
     # timeout.
     if dist.get_backend() != "fake":
-        world_group = c10d._get_default_group()
+        world_group = get_default_group()
         set_group_timeout(mesh.get_all_groups(), timeout_of(world_group))
     return mesh
 

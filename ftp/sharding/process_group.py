@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ftp.errors import CollectiveError, FtpError, MeshError
 from ftp.sharding.launcher import Launched, launched
+from ftp.torch_internals.process_groups import get_default_group, set_pg_timeout
 
 DEVICE_TYPES = ("cpu", "cuda")
 START_TIMEOUT = (
@@ -163,7 +164,7 @@ def timeouts() -> Timeouts | None:
 
 def own_timeouts() -> Timeouts:
     """The timeouts of a process group that torch's ``init_process_group`` made."""
-    seconds = timeout_of(c10d._get_default_group()).total_seconds()
+    seconds = timeout_of(get_default_group()).total_seconds()
     return Timeouts(seconds, seconds)
 
 
@@ -181,7 +182,7 @@ def current_world() -> int:
             "The process group of this DeviceMesh is destroyed. Make the mesh anew after"
             " init_process_group."
         )
-    group = c10d._get_default_group()
+    group = get_default_group()
     if not _worlds or _worlds[-1]() is not group:
         resolved_meshes.clear()
         product_groups.clear()
@@ -294,4 +295,4 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def set_group_timeout(groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:
     for group in groups:
-        c10d._set_pg_timeout(timeout, group)
+        set_pg_timeout(timeout, group)

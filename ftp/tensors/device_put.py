@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.distributed.agreement import Running, calls
@@ -22,6 +21,7 @@ from ftp.tensors.global_shapes import global_shape as global_shape  # where othe
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.replicas import compare_copies
 from ftp.tensors.sharded_tree import Leaf, ShardedTree, agree_on_shapes, sharded_tree
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 
 def device_put(

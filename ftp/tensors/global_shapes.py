@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import MismatchError, join_failures
 from ftp.sharding.arguments import Shape
@@ -14,6 +13,7 @@ from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec, Stage, known_size, local_shape
 from ftp.tensors.placement import placement_of
+from ftp.torch_internals.fake_tensors import FakeTensor
 
 
 def abstract(leaf: Any, shape: Shape | None) -> Any:

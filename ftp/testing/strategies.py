@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ftp.rules.proof.prove import Sample, results_of
 from ftp.rules.proof.trial import resized
@@ -17,6 +16,7 @@ from ftp.sharding.make_mesh import simulated_mesh
 from ftp.sharding.mesh import AnyMesh, SimulatedMesh, resolve
 from ftp.sharding.pytree import NAMESPACE
 from ftp.sharding.spec import PartitionSpec, units
+from ftp.torch_internals.op_types import OpOverload
 
 try:
     from hypothesis import assume

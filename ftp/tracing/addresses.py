@@ -7,12 +7,12 @@ k.data_ptr()``), uses them as cache keys, and asks for their alignment.
 from typing import Any, Never
 
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ftp.errors import TraceError
 from ftp.source import at_line
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import unwrapped
 
 _ALIGNED = 64  # bytes: where memory of its own begins
 
@@ -61,8 +61,7 @@ class Addresses:
     def of(self, x: Tensor) -> Any:
         if not is_fake(x):
             return x.data_ptr()
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
+        x = unwrapped(x)
         storage = x.untyped_storage()
         _, number = self._known.setdefault(
             storage._cdata, (StorageWeakRef(storage), len(self._known))

@@ -4,13 +4,13 @@ hold.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ftp.axis import is_inside
 from ftp.errors import TraceError
 from ftp.ops.assume import Condition, assumptions_to
 from ftp.source import user_line
+from ftp.torch_internals.functorch import unwrapped
 from ftp.tracing.known_values import KnownValues
 
 
@@ -40,13 +40,5 @@ class Assumptions:
         if not isinstance(condition, Tensor):
             with assumptions_to(lambda *_: None):  # the claim's own ops note no assumptions
                 condition = condition()
-        whole = _unwrapped(_unwrapped(condition).all())
+        whole = unwrapped(unwrapped(condition).all())
         self.conditions.append(self._recorder.known(whole))
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor inside all wrappers of torch.func; under vmap it has the mapped dims too."""
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor

@@ -12,11 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._C._functorch import (
-    peek_interpreter_stack,
-    unwrap_if_dead,
-)
-from torch.utils import _pytree as pytree
 
 from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures
@@ -25,7 +20,9 @@ from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
 from ftp.ops.choose import CHOOSE, BranchPath, branch, common, number_of, read_in
 from ftp.source import at_line
-from ftp.tracing.captured_tensors import CapturedFinder, Swapped, is_batched, nodes_so_far, plain
+from ftp.torch_internals import pytree
+from ftp.torch_internals.functorch import is_batched, peek_interpreter_stack, unwrap_if_dead
+from ftp.tracing.captured_tensors import CapturedFinder, Swapped, nodes_so_far, plain
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.known_values import KnownValues

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.proxy import Proxy
 
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.modes import DisableTorchDispatch
+from ftp.torch_internals.op_types import OpOverload
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Recall:
         def node_of(place: Any) -> fx.Node:
             return call.inputs[place.at] if type(place) is _Input else nodes[place.at]
 
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             for record in known.records:
                 args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
@@ -171,7 +172,7 @@ class Recall:
         of the tensor itself.
         """
         x = node.meta["val"]
-        with torch._C._DisableTorchDispatch():
+        with DisableTorchDispatch():
             at = int(x.storage_offset())
             own = _Val(tuple(x.shape), x.stride(), at, x.dtype, x.fake_device, None)
             node.meta["val"] = self._tensor(own, x)

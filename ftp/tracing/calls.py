@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -24,6 +22,10 @@ from torch.overrides import TorchFunctionMode
 from ftp.axis import is_inside
 from ftp.ops.constrain import marked_gradients, probe
 from ftp.source import describe_line, is_editable, is_users
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.functorch import (
+    is_batched,
+)
 
 aten = torch.ops.aten
 
@@ -134,7 +136,7 @@ class TorchCalls:
         """``x`` through a new probe. Unchanged if it is no tensor, or an example of ``vmap``, which
         has fewer dims in the source.
         """
-        if type(x) not in (Tensor, FakeTensor) or _is_example(x):
+        if type(x) not in (Tensor, FakeTensor) or is_batched(x):
             return x
         self.sites.append(Probe(site, self.now))
         return probe(x, len(self.sites) - 1)
@@ -185,15 +187,6 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return self._calls.call(func, args, kwargs or {})
-
-
-def _is_example(x: Tensor) -> bool:
-    """Whether a tensor is mapped by ``vmap``, at any level."""
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
 
 
 def _slot(func: Callable[..., Any], i: int) -> int | str:

@@ -3,20 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-)
 from torch._functorch import utils as functorch_utils
-from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import TraceError
 from ftp.source import at_line
+from ftp.torch_internals.functorch import (
+    CustomFunctionHigherOrderOperator,
+    get_unwrapped,
+    is_batched,
+    is_functorch_wrapped_tensor,
+    unwrapped,
+)
+from ftp.torch_internals.modes import DisableTorchFunction
 
 
 def _tracer() -> Any:
@@ -31,19 +32,9 @@ def nodes_so_far() -> frozenset[fx.Node]:
 
 def node_of(x: Tensor) -> fx.Node | None:
     """The node of a tensor, inside all wrappers of torch.func."""
-    with torch._C.DisableTorchFunction():
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-        held = _tracer().tensor_tracker.get(x)
+    with DisableTorchFunction():
+        held = _tracer().tensor_tracker.get(unwrapped(x))
     return None if held is None else held.proxy.node
-
-
-def is_batched(x: Tensor) -> bool:
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
 
 
 def _is_transformed(x: Tensor) -> bool:
@@ -89,7 +80,7 @@ class _Replacing(TorchFunctionMode):
 
     def _swapped(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 if not _is_transformed(x) or (node := node_of(x)) not in self._before:
                     return x
                 assert node is not None
@@ -145,14 +136,11 @@ def plain(x: Tensor) -> Tensor:
     """The tensor without gradients, and without wrappers of torch.func unless one of them maps over
     it.
     """
-    if not is_batched(x):
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-    return x.detach()
+    return (x if is_batched(x) else unwrapped(x)).detach()
 
 
 def _has_gradient(x: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if is_batched(x):
             return x.requires_grad
         while not x.requires_grad and is_functorch_wrapped_tensor(x):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.selected import Selected

@@ -18,11 +18,11 @@ from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
 from torch._higher_order_ops.map import MapImpl
 from torch._higher_order_ops.scan import ScanOp
 from torch._higher_order_ops.while_loop import WhileLoopOp
-from torch.utils import _pytree as pytree
 
 from ftp.errors import TraceError
 from ftp.functional.scan import scan
 from ftp.source import at_line
+from ftp.torch_internals import pytree
 from ftp.tracing.branches import Conds
 from ftp.tracing.known_values import KnownValues
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
 
 from ftp.sharding.pytree import flatten
+from ftp.torch_internals.op_types import OpOverload, decomposition_table
 from ftp.tracing.functionalize_graph import (
     clean,
     constants_last,

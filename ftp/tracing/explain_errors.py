@@ -5,16 +5,16 @@ to do.
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from ftp.errors import FtpError, TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.source import describe_line, raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of, operator_of
+from ftp.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from ftp.tracing.advice import advice_on
 
 aten = torch.ops.aten

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.listed_blocks import known_of, listed
 from ftp.ops.score_functions import evaluate
+from ftp.torch_internals.functorch import (
+    is_functorch_wrapped_tensor,
+    temporarily_clear_interpreter_stack,
+)
+from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.dense_attention import jvp_of, one_by_one, replaced, scores_of, weighted
 from ftp.tracing.score_functions import as_program
 
@@ -73,7 +75,7 @@ def _known(tables: Sequence[Tensor]) -> str:
     """Facts about block tables that were made before the trace."""
     if not tables or not all(map(_is_given, tables)):
         return ""
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         return known_of(tables)
 
 

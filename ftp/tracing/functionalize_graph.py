@@ -8,15 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, join_failures
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.explain_errors import LEAKED, located
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.restride import without_strides

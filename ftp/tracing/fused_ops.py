@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ftp.rules.op_kinds import ATTENTION
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.tracing.gpu_attention import with_gpu_attention
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from ftp.ops.tile_kernels import ALIGNED, WIDEST_HEAD
+from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 CPU = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
-from ftp.tracing.captured_tensors import is_batched, node_of
+from ftp.torch_internals.functorch import is_batched
+from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.known_values import are_written
 
 aten = torch.ops.aten

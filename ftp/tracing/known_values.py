@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._C._functorch import (
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.torch_internals.functorch import (
     get_unwrapped,
     is_batchedtensor,
     is_functorch_wrapped_tensor,
+    temporarily_clear_interpreter_stack,
     unwrap_if_dead,
 )
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import _disable_current_modes
-
-from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.op_facts import op_facts
 
@@ -48,14 +48,14 @@ class KnownValues:
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             held = tracer.tensor_tracker.get(conditions)
         if held is None or not self._is_constant(held.proxy.node):
             return None
         with (
-            _disable_current_modes(),
+            disable_current_modes(),
             temporarily_clear_interpreter_stack(),
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             torch.no_grad(),
         ):
             return bool(self._computed(held.proxy.node, tracer.root).all())

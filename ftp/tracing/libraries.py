@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.nn.modules import adaptive, transformer
-from torch.utils import _pytree as pytree
 
 from ftp.errors import TraceError
 from ftp.functional.remat import run_again
 from ftp.ops.assume import assume
 from ftp.source import at_line
+from ftp.torch_internals import pytree
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _unwrap_batched
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from ftp.rules.op_kinds import ATTENTION
+from ftp.torch_internals import pytree
+from ftp.torch_internals.dispatch import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard
+from ftp.torch_internals.functorch import (
+    add_batch_dim,
+    retrieve_current_functorch_interpreter,
+    unwrap_batched,
+)
+from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -41,9 +45,9 @@ def _kernel(op: Any, call: MappedForm) -> Callable[..., Any]:
         interpreter: Any = retrieve_current_functorch_interpreter()
         level = interpreter.level()
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        pairs = [_unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in leaves]
-        batched = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
-        with torch._C._ExcludeDispatchKeyGuard(batched):
+        pairs = [unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None) for x in leaves]
+        batched = DispatchKeySet(DispatchKey.FuncTorchBatched)
+        with ExcludeDispatchKeyGuard(batched):
             if all(dim is None for _, dim in pairs):
                 return op(*args, **kwargs)
             plain = [x if dim is None else x.movedim(dim, 0) for x, dim in pairs]
@@ -51,9 +55,9 @@ def _kernel(op: Any, call: MappedForm) -> Callable[..., Any]:
             is_mapped = pytree.tree_unflatten([dim is not None for _, dim in pairs], tree)
             made, mapped = call(op, interpreter.batch_size(), is_mapped, given, by_name)
         if isinstance(made, Tensor):
-            return _add_batch_dim(made, 0, level) if mapped else made
+            return add_batch_dim(made, 0, level) if mapped else made
         return tuple(
-            _add_batch_dim(x, 0, level) if is_one else x
+            add_batch_dim(x, 0, level) if is_one else x
             for x, is_one in zip(made, mapped, strict=True)
         )
 

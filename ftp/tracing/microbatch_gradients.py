@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch._functorch import eager_transforms
-from torch.utils import _pytree as pytree
 
 from ftp.errors import TraceError
 from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
+from ftp.torch_internals import pytree
 
 
 @contextmanager

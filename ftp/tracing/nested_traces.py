@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
+
+from ftp.torch_internals import pytree
 
 
 @contextmanager

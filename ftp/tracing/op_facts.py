@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ftp.errors import TraceError
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
 from ftp.rules.overloads import aten
+from ftp.torch_internals.autograd_state import current_autograd_node
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.explain_errors import located
 
 
@@ -116,7 +117,7 @@ def checks_in_gradient() -> bool:
     """Whether the value is asked for in such a formula. The answer ``True`` keeps the gradient and
     refuses the second derivative.
     """
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return node is not None and node.name() in _CHECKING
 
 

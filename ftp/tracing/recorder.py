@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
 
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
@@ -29,6 +19,20 @@ from ftp.ops.choose import BranchPath, current_branch
 from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
 from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals.autograd_state import (
+    current_autograd_node,
+    current_graph_task_id,
+    get_sequence_nr,
+)
+from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.functorch import unwrap_if_dead
+from ftp.torch_internals.modes import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
@@ -96,7 +100,7 @@ class Recorder(TorchDispatchMode):
     ) -> FakeTensor:
         if self.symbolic is not None:
             shape = [self.symbolic.symint(s) for s in shape]
-        with _disable_current_modes(), self.mode:
+        with disable_current_modes(), self.mode:
             if strides is None:
                 made: Any = torch.empty(tuple(shape), dtype=dtype, device=self.device)
                 return made
@@ -114,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self._tracer.graph.eliminate_dead_code = lambda *_: False
         self._graph = self._tracer.graph
         self._last = None
-        self._numbered = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._numbered = get_sequence_nr()
         self._boundary = sys._getframe(2)
         with self:
             yield
@@ -145,7 +149,7 @@ class Recorder(TorchDispatchMode):
                 and type(args[0]) is not FakeTensor
                 and args[0].device.type != "meta"
             ):
-                with _disable_current_modes():
+                with disable_current_modes():
                     return func(*args)
             if checks_in_gradient():
                 return True
@@ -187,9 +191,7 @@ class Recorder(TorchDispatchMode):
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[TracedCall | None, Any]:
         """The call, if it can be cached, and its result, if it was replayed from the cache."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # ops that run on tensors in here are no calls of the program
+        with DisableTorchFunction():  # ops that run on tensors in here are no calls of the program
             call = self._recall.call(func, args, kwargs, self._tracer)
             if call and func not in ALWAYS and func not in FIXED:
                 self._recall.foresee(call, args, kwargs, self._tracer)
@@ -201,7 +203,7 @@ class Recorder(TorchDispatchMode):
             if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
                 node = self._tracer.tensor_tracker[tensor].proxy.node
                 if node.meta.get("val") is tensor:
-                    with _disable_current_modes(), self.mode:
+                    with disable_current_modes(), self.mode:
                         node.meta["val"] = tensor.detach()
 
     def _lifted(self, tree: Any) -> Any:
@@ -226,7 +228,7 @@ class Recorder(TorchDispatchMode):
 
     def known(self, tensor: Tensor) -> Tensor:
         """``tensor`` if it belongs to this trace; for a captured tensor its input."""
-        tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
+        tensor = unwrap_if_dead(tensor)
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
             return tensor
         if is_inside() and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
@@ -252,7 +254,7 @@ class Recorder(TorchDispatchMode):
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)
-            with _disable_current_modes():
+            with disable_current_modes():
                 self.constants.append(tensor if is_outer else tensor.detach())
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = (tensor, fake)
@@ -262,7 +264,7 @@ class Recorder(TorchDispatchMode):
         """The current pass (even numbers forward, odd ones backward), recomputation and branch."""
         if (of := self.replayed) is not None:
             return of.get("phase", 0), of.get("region"), of.get("branch", ())
-        is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        is_backward = current_graph_task_id() != -1
         self._phase += is_backward != bool(self._phase % 2)
         return self._phase, current_region(), current_branch()
 
@@ -271,14 +273,14 @@ class Recorder(TorchDispatchMode):
             return self.replayed.get("source", "")
         if self._told is not None:
             return self._told()
-        forward = torch._C._current_autograd_node()
+        forward = current_autograd_node()
         frame = sys._getframe(2)
         while frame is not None and frame is not self._boundary:
             code = frame.f_code
             if is_users(code):
                 line = self._describe(code.co_filename, frame.f_lineno)
                 if forward is None:
-                    now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+                    now = get_sequence_nr()
                     for number in range(self._numbered, now):
                         self._lines[number] = line
                     self._numbered = max(self._numbered, now)

@@ -6,10 +6,11 @@ import operator
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
-from ftp.tracing.captured_tensors import is_batched, node_of
+from ftp.torch_internals.functorch import is_batched
+from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.known_values import are_written
 from ftp.tracing.op_facts import op_facts
 

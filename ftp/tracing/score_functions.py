@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.ops.score_functions import intern
+from ftp.torch_internals import pytree
+from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import disable_current_modes
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ def as_program(
         return [torch.empty((), dtype=d, device=device) for d in dtypes]
 
     # Hide the surrounding trace: this one records ops on single scores.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
         at = (torch.int64,) * 4 if is_mask else (dtype, *(torch.int64,) * 4)
         with FakeTensorMode() as mode, torch.no_grad():
             seen = _Captures(mode)

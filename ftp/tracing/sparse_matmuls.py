@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.sharding.sparse_matrix import LAYOUTS, entries_of, product
+from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import disable_current_modes
 
 MATMULS: frozenset[Callable[..., Any]] = frozenset(
     (
@@ -44,6 +44,6 @@ def matmul(args: Sequence[Any]) -> Tensor | None:
 def _entries_of(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The row, the column and the value of each entry, the same tensors each time."""
     if a not in _entries:
-        with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        with disable_current_modes(), temporarily_clear_interpreter_stack():
             _entries[a] = entries_of(a)
     return _entries[a]

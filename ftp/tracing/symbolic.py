@@ -15,7 +15,6 @@ from typing import Any
 import sympy
 import torch
 from torch import SymFloat, SymInt, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
@@ -25,6 +24,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from ftp.dynamic_float import DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic
+from ftp.torch_internals.modes import enable_python_dispatcher
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)

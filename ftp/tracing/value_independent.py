@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_gradtrackingtensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 import ftp.tracing.selected_features
@@ -24,6 +22,8 @@ from ftp.axis import is_inside
 from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import is_gradtrackingtensor
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
 from ftp.tracing.index_ranges import index_range

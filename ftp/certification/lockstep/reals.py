@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from ftp.ops.exchange import LITERAL
+from ftp.torch_internals.pytree import tree_map
 
 FACTORIES = (
     "full",

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.residues.domain import FACTORIES, UNINITIALISED, Residues
@@ -21,6 +20,7 @@ from ftp.certification.residues.field import Field, Ranking
 from ftp.certification.residues.value import Blind, Degenerate, Planes, order, same
 from ftp.certification.residues.words import words
 from ftp.errors import CertificateError, SpecError
+from ftp.torch_internals.functorch import unwrapped
 
 CHOICES = words("topk argmax argmin max min sort argsort")
 MOST = 1 << 16  # routings that are run
@@ -167,9 +167,7 @@ class _Steered(Residues):
 
     def storage(self, x: Any) -> int:
         held = x.planes[0] if isinstance(x, Planes) else x
-        while is_functorch_wrapped_tensor(held):
-            held = get_unwrapped(held)
-        return held.untyped_storage()._cdata
+        return unwrapped(held).untyped_storage()._cdata
 
     def compares_others(self) -> list[Tensor]:
         """Whether choices compared numbers that the ranking does not hold."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from ftp.certification.residues import arithmetic as ar
 from ftp.certification.residues.field import Field
@@ -22,6 +21,7 @@ from ftp.certification.residues.value import (
 )
 from ftp.certification.residues.words import words
 from ftp.ops.exchange import LITERAL
+from ftp.torch_internals.pytree import tree_any, tree_leaves, tree_map
 
 FACTORIES = words(
     """

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
 
 from ftp.rules.overloads import MissingOp
+from ftp.torch_internals.op_types import OpOverload, decomposition_table
 
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
 HALF = (torch.float16, torch.bfloat16)

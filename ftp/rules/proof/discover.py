@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ftp.errors import RuleError
 from ftp.rules.bind import bind
@@ -27,6 +26,7 @@ from ftp.rules.proof.prove import Case, prove, results_of
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import SoundPlacement, holding, resized, size_arguments
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 CPU_SECONDS = 10  # per form of a call
 SECONDS = 45.0

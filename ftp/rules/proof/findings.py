@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from ftp.errors import RuleError
 from ftp.ops.native import cache_folder, read_own
 from ftp.rules.notation import parse
 from ftp.rules.rule import Rule
+from ftp.torch_internals.op_types import OpOverload
 
 FORMAT = 2  # version of the files and of what counts as proven; others are ignored
 

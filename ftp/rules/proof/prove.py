@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
@@ -21,6 +20,7 @@ from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.local_op import LocalCut, LocalOp, localize
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule, Rule
+from ftp.torch_internals.op_types import OpOverload
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results whose values mean nothing

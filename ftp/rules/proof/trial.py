@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ftp.rules.call import Meta, replaced, tensors
 from ftp.rules.proof.prove import chunk
 from ftp.rules.rule import BoundRule
+from ftp.torch_internals.op_types import OpOverload
 
 Fill = Callable[[tuple[int, ...], Any], Tensor]
 _TENSORS = (Tensor, Meta)

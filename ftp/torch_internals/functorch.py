@@ -1,0 +1,40 @@
+"""The transforms of ``torch.func`` that a tensor or a call is in. Read at torch 2.13."""
+
+from torch import Tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+    unwrap_if_dead,
+)
+from torch._C._functorch import _add_batch_dim as add_batch_dim
+from torch._C._functorch import _unwrap_batched as unwrap_batched
+from torch._functorch.autograd_function import (
+    CustomFunctionHigherOrderOperator,
+    custom_function_call,
+)
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """The tensor inside all wrappers of ``torch.func``; under vmap it has the mapped dims too."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether a tensor is mapped by ``vmap``, at any level."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False

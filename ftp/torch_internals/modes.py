@@ -1,0 +1,8 @@
+"""Modes that see each call or op, and how to be without them. Read at torch 2.13."""
+
+from torch._C import DisableTorchFunction
+from torch._C import _DisableTorchDispatch as DisableTorchDispatch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.overrides import _get_current_function_mode_stack as get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
