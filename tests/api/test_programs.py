@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import ftp
 
 QUICK = settings(
-    max_examples=400,
+    max_examples=160,
     derandomize=True,
     database=None,
     print_blob=False,

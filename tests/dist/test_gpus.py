@@ -87,7 +87,7 @@ def test_gloo_gathers_tensors_of_gpus_by_the_call_that_takes_them(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str, is_other: bool
 ):
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
-    monkeypatch.setattr("ftp.partitioning.collectives._resolve_process_group", lambda name: group)
+    monkeypatch.setattr("ftp.partitioning.collectives.resolve_process_group", lambda name: group)
     other = torch.ops.ftp.all_gather_over_gloo.default
     assert (gather_of("0", torch.device(device)) is other) == is_other
 

@@ -238,7 +238,7 @@ def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, ba
     from ftp.runtime.process_groups import check_recordable
 
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
-    monkeypatch.setattr("ftp.runtime.process_groups._resolve_process_group", lambda name: group)
+    monkeypatch.setattr("ftp.runtime.process_groups.resolve_process_group", lambda name: group)
     mesh = ftp.AbstractMesh((2,), ("tp",), device_type="cuda")
     lowered = ftp.lower(
         lambda x: x.sum(), mesh, P("tp"), torch.empty(4, device="meta"), out_specs=P()
