@@ -347,14 +347,15 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name in POINTWISE and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
     is_singular = name in SINGULAR and _may_be_infinite(name, args)
+    is_lookup = name in ("__getitem__", "embedding") and any(isinstance(a, Tensor) for a in args)
     beside_rows = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
     plain_args, plain_kwargs = _replaced(
         (list(args), dict(kwargs)),
-        lambda x: _finite(beside_rows(x), group, is_singular),
+        lambda x: x if is_lookup else _finite(beside_rows(x), group, is_singular),
         lambda x: _finite(x.rows, group, is_singular) if is_singular else x.rows,
     )
     out = func(*plain_args, **plain_kwargs)
-    if is_singular or (name == "__getitem__" and isinstance(args[0], Tensor)):
+    if is_singular or is_lookup:
         out = _unless_none(out, group)
     if isinstance(out, tuple | list):
         return type(out)([wrapped(o, group, name) for o in out])
