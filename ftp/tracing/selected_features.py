@@ -11,12 +11,12 @@ from ftp.ops.assume import assume
 from ftp.tracing.selected import OF_EACH_ROW, POINTWISE, SINGULAR, Selected, flat, is_over_rows
 
 
-def _keeps_rows(at: int, default: Any = None) -> Callable[..., bool]:
+def _keeps_rows(at: int, default: Any = None, name: str = "dim") -> Callable[..., bool]:
     """For a function along the dim in argument ``at``: whether this is not the dim of rows."""
 
     def check(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        dim = args[at] if len(args) > at else kwargs.get("dim", default)
-        return dim is not None and not is_over_rows(ndim, dim)
+        dim = args[at] if len(args) > at else kwargs.get(name, default)
+        return dim not in (None, (), []) and not is_over_rows(ndim, dim)
 
     return check
 
@@ -105,6 +105,27 @@ def _gathered(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     return is_index and args[1] % ndim > 0
 
 
+def _flipped(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    dims = args[1:] if len(args) > 2 else kwargs.get("dims", *args[1:])
+    return not is_over_rows(ndim, dims)
+
+
+def _sized(kept: int) -> Callable[..., bool]:
+    """Of ``expand`` and ``repeat``: whether the size of the dim of rows is ``kept``, as it was."""
+
+    def check(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+        return len(sizes) == ndim and sizes[0] == kept and not kwargs
+
+    return check
+
+
+def _selected_features(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``x.index_select(dim, index)`` by an index that is the same for all rows."""
+    plain = len(args) == 3 and isinstance(args[0], Selected) and isinstance(args[2], Tensor)
+    return plain and args[1] % ndim > 0
+
+
 def _flattened(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """``flatten`` of the dims beside the rows, or of rows of one element."""
     start = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
@@ -151,6 +172,12 @@ OF_EACH_ROW.update(
         **dict.fromkeys(("var", "std"), _of_first(_keeps_rows(1))),
         "topk": _of_first(_keeps_rows(2, -1)),
         **dict.fromkeys(("sort", "argsort"), _of_first(_keeps_rows(1, -1))),
+        "flip": _of_first(_flipped),
+        "roll": _of_first(_keeps_rows(2, name="dims")),
+        "diff": _of_first(_keeps_rows(2, -1)),
+        "expand": _of_first(_sized(-1)),
+        "repeat": _of_first(_sized(1)),
+        "index_select": _selected_features,
         "__getitem__": _item,
     }
 )
@@ -164,7 +191,7 @@ _NAMES = """
     logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not isnan isfinite
     isinf isclose nan_to_num float double half bfloat16 long int bool to type type_as detach clone
     contiguous floor ceil round trunc frac fmod remainder floor_divide hypot logit logaddexp lerp
-    addcmul addcdiv xlogy masked_fill
+    addcmul addcdiv xlogy masked_fill zeros_like ones_like full_like
 """
 POINTWISE.update(_NAMES.split())
 

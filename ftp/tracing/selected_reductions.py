@@ -48,6 +48,13 @@ def _mean(
     return total / (group.valid.sum() * rest_of)
 
 
+def _mean_over_rows(group: Selections, x: Selected) -> Tensor:
+    return _sum(group, x) / group.valid.sum()
+
+
+_REDUCTIONS = {"mean": _mean, "sum": _sum, "batchmean": _mean_over_rows, "none": None}
+
+
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
     """A loss of pairs of elements, reduced over the selected rows."""
 
@@ -55,13 +62,13 @@ def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
         reduction = kwargs.get("reduction", "mean")
         if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
             return None
-        if kwargs.get("weight") is not None or reduction not in ("mean", "sum", "none"):
+        if kwargs.get("weight") is not None or reduction not in _REDUCTIONS:
             return None
         if input.rows.shape != target.rows.shape:
             return None
         each = function(input.rows, target.rows, **{**kwargs, "reduction": "none"})
         value = wrapped(each, group, function.__name__)
-        reduce = {"mean": _mean, "sum": _sum}.get(reduction)
+        reduce = _REDUCTIONS[reduction]
         return reduce(group, value) if reduce else value
 
     return of
@@ -180,6 +187,7 @@ OF_ALL_ROWS.update(
                 F.huber_loss,
                 F.binary_cross_entropy,
                 F.binary_cross_entropy_with_logits,
+                F.kl_div,
             )
         },
         "cross_entropy": _cross_entropy(F.cross_entropy),

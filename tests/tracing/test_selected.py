@@ -159,6 +159,20 @@ def _boxes(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return size.sum() + near.mean() + products.sin().sum() + first.sum() + kept.square().mean()
 
 
+def _forms_of_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Functions that move the features of each row."""
+    y, near = (x @ w)[ids >= 0], x[ids >= 0].log_softmax(-1)
+    moved = y.flip(-1) * y.roll(1, -1) + y[..., None].flip(1, 2)[..., 0]
+    moved = moved + torch.roll(y, (2,), dims=(1,))
+    moved = moved.index_select(1, torch.tensor([5, 4, 0, 1, 2, 3])) + torch.flip(y, (1,))
+    pairs = y[:, :1].expand(-1, 6) * y.repeat(1, 2)[:, ::2] * (torch.ones_like(y) + 1)
+    steps = y.diff(dim=1).square().sum(-1) + torch.diff(y, 2, -1).sum(-1)
+    apart = F.kl_div(near, y.softmax(-1), reduction="batchmean") + F.kl_div(
+        near, y.log_softmax(-1), reduction="sum", log_target=True
+    )
+    return (moved * pairs).mean() + steps.square().mean() + apart
+
+
 def _of_no_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     """Scatter within classes. No row is of class 3, for which torch computes nothing."""
     y, total = (x @ w).flatten(0, 1), w.new_zeros(())
@@ -182,6 +196,7 @@ def _solved(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
 
 
 PROGRAMS = [
+    _forms_of_rows,
     _of_no_rows,
     _boxes,
     _solved,
