@@ -106,9 +106,6 @@ def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Me
     )
 
 
-_dispatch_keys = dispatch_keys
-
-
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         # A placement implies the dispatch keys, which take longer to read than all the rest.
@@ -116,7 +113,7 @@ def _describe(leaf: Any) -> tuple[Any, ...]:
         return (
             leaf.shape,
             leaf.dtype,
-            known if known is not None else _dispatch_keys(leaf).raw_repr(),
+            known if known is not None else dispatch_keys(leaf).raw_repr(),
         )
     # 0.0 equals -0.0, and 1 equals True.
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf

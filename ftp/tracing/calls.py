@@ -23,9 +23,7 @@ from ftp.axis import is_inside
 from ftp.ops.constrain import marked_gradients, probe
 from ftp.source import describe_line, is_editable, is_users
 from ftp.torch_internals.fake_tensors import FakeTensor
-from ftp.torch_internals.functorch import (
-    is_batched,
-)
+from ftp.torch_internals.functorch import is_batched
 
 aten = torch.ops.aten
 

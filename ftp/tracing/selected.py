@@ -23,24 +23,16 @@ from ftp.ops.microbatch_means import means_of_trace
 from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
-from ftp.tracing.captured_tensors import node_of
+from ftp.tracing.no_rows import finite, is_singular_call, unless_none
 from ftp.tracing.packed_sequences import packed_steps
 from ftp.tracing.same_values import holds_same
 
 # Functions by name; the files above fill the tables. Of all rows: the result of (group, *args,
 # **kwargs), None where this call acts on each row alone. Of each row: whether it does, from (dims
-# of the rows, args, kwargs). Pointwise: functions of elements. Singular: functions that, or whose
-# derivatives, are inf or nan at some finite operands.
+# of the rows, args, kwargs). Pointwise: functions of elements.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
 OF_EACH_ROW: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {}
 POINTWISE: set[str] = set()
-SINGULAR: set[str] = set()
-aten = torch.ops.aten
-_FORMS = {
-    *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int),
-    *(aten.permute.default, aten.unsqueeze.default, aten.select.int, aten.slice.Tensor),
-    *(aten.expand.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
-}
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 _OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
@@ -183,15 +175,8 @@ def select(x: Tensor, group: Selections) -> Selected:
 
 def selected(flat: Tensor, group: Selections) -> Selected:
     """The valid rows; a copy of the first one in the place of each other row."""
-    safe = _unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group)
+    safe = unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group.first[1])
     return Selected(torch.where(beside(group.valid, flat), flat, safe), group)
-
-
-def _unless_none(rows: Tensor, group: Selections) -> Tensor:
-    """The rows if the mask selects any; else ones, at which most functions are smooth."""
-    floats = rows.dtype.is_floating_point or rows.dtype.is_complex
-    spare = torch.full((), 0.5 if floats else 0, dtype=rows.dtype, device=rows.device)
-    return torch.where(group.first[1], rows, spare)
 
 
 def places(group: Selections) -> tuple[Selected, ...]:
@@ -346,17 +331,18 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise refused(name)
     if name in POINTWISE and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
-    is_singular = name in SINGULAR and _may_be_infinite(name, args)
+    is_singular = is_singular_call(name, args)
+    is_any = group.first[1]
     is_lookup = name in ("__getitem__", "embedding") and any(isinstance(a, Tensor) for a in args)
     beside_rows = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
     plain_args, plain_kwargs = _replaced(
         (list(args), dict(kwargs)),
-        lambda x: x if is_lookup else _finite(beside_rows(x), group, is_singular),
-        lambda x: _finite(x.rows, group, is_singular) if is_singular else x.rows,
+        lambda x: x if is_lookup else finite(beside_rows(x), is_any, is_singular),
+        lambda x: finite(x.rows, is_any, is_singular) if is_singular else x.rows,
     )
     out = func(*plain_args, **plain_kwargs)
     if is_singular or is_lookup:
-        out = _unless_none(out, group)
+        out = unless_none(out, is_any)
     if isinstance(out, tuple | list):
         return type(out)([wrapped(o, group, name) for o in out])
     made = wrapped(out, group, name)
@@ -386,32 +372,6 @@ def flat(tree: Any) -> list[Any]:
     if isinstance(tree, list | tuple):
         return [leaf for value in tree for leaf in flat(value)]
     return [tree]
-
-
-def _may_be_infinite(name: str, args: Sequence[Any]) -> bool:
-    """Whether a call of a singular function may be: division by a number is not."""
-    number = args[1] if len(args) > 1 and isinstance(args[1], int | float) else None
-    if name in ("div", "divide", "true_divide"):
-        return number is None
-    return name != "pow" or number is None or number < 1
-
-
-def _finite(x: Tensor, group: Selections, is_singular: bool) -> Tensor:
-    """An operand of a function of rows. If the mask selects no row, torch computes nothing of it,
-    and an inf or nan that the function makes here would be one of gradients, times zero: a mean
-    of no rows, or a division by their number.
-    """
-    if not (x.is_floating_point() or x.is_complex()):
-        return torch.where(group.first[1], x, torch.ones_like(x)) if is_singular else x
-    return _unless_none(x, group) if is_singular or not _is_given(x) else x
-
-
-def _is_given(x: Tensor) -> bool:
-    """Whether a tensor is an input or a captured tensor, or its elements in another form."""
-    node = node_of(x)
-    while node is not None and node.target in _FORMS:
-        node = node.all_input_nodes[0]
-    return node is None or node.op in ("placeholder", "get_attr")
 
 
 def _replaced(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ftp.ops.assume import assume
-from ftp.tracing.selected import OF_EACH_ROW, POINTWISE, SINGULAR, Selected, flat, is_over_rows
+from ftp.tracing.selected import OF_EACH_ROW, POINTWISE, Selected, flat, is_over_rows
 
 
 def _keeps_rows(at: int, default: Any = None, name: str = "dim") -> Callable[..., bool]:
@@ -194,10 +194,3 @@ _NAMES = """
     addcmul addcdiv xlogy masked_fill zeros_like ones_like full_like
 """
 POINTWISE.update(_NAMES.split())
-
-_INFINITE = """
-    div divide true_divide floor_divide fmod remainder pow reciprocal sqrt rsqrt log log2 log10
-    log1p tan asin acos atan2 acosh atanh erfinv lgamma digamma hypot logit addcdiv xlogy prod
-    cumprod norm linalg_vector_norm linalg_norm normalize var std cosine_similarity
-"""
-SINGULAR.update(_INFINITE.split())
