@@ -26,7 +26,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 
-ROUNDS, RANKS = 40, 2
+ROUNDS, RANKS = 80, 2
 EXPERTS, CHOSEN, DIM, HIDDEN, TOKENS = 8, 2, 256, 512, 2048  # tokens of both ranks
 COLUMNS = ("form", "seconds", "of by hand", "CPU seconds", "CPU of by hand", "MiB sent", "MiB held")
 QUARTILES = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
