@@ -2,22 +2,13 @@
 included.
 """
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from few_or_many import few_or_many
 from programs import AXES, Drawn, programs
 from torch.utils._pytree import tree_leaves
 
 import ftp
 
-QUICK = settings(
-    max_examples=160,
-    derandomize=True,
-    database=None,
-    print_blob=False,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-LARGE = settings(QUICK, max_examples=3000, derandomize=False)
 TOLERANCE = 1e-10
 
 
@@ -61,27 +52,11 @@ def compare(found, expected) -> None:
     )
 
 
-@QUICK
-@given(programs(gradients=False))
+@few_or_many(programs(gradients=False, longest=14), few=20, many=3000)
 def test_values(drawn: Drawn):
     check_values(drawn)
 
 
-@QUICK
-@given(programs(gradients=True))
+@few_or_many(programs(gradients=True, longest=14), few=20, many=3000)
 def test_gradients(drawn: Drawn):
-    check_gradients(drawn)
-
-
-@pytest.mark.slow
-@LARGE
-@given(programs(gradients=False, longest=14))
-def test_values_of_many(drawn: Drawn):
-    check_values(drawn)
-
-
-@pytest.mark.slow
-@LARGE
-@given(programs(gradients=True, longest=14))
-def test_gradients_of_many(drawn: Drawn):
     check_gradients(drawn)

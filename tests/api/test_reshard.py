@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 
 import ftp
@@ -68,8 +68,7 @@ def tensor(shape, dtype=torch.float64):
     return values.abs().to(dtype) if dtype is torch.uint8 else values.to(dtype)
 
 
-@settings(max_examples=150, derandomize=True)
-@given(cases(), st.sampled_from(DTYPES))
+@few_or_many(cases(), st.sampled_from(DTYPES), few=40, many=600)
 def test_resharding_keeps_the_values(case, dtype):
     mesh, shape, old, new = case
     x = tensor(shape, dtype)
@@ -80,16 +79,14 @@ def test_resharding_keeps_the_values(case, dtype):
     assert torch.equal(ftp.device_get(placed, mesh, old), x)
 
 
-@settings(max_examples=100, derandomize=True)
-@given(cases())
+@few_or_many(cases(), few=20, many=400)
 def test_a_program_that_only_moves_is_the_identity(case):
     mesh, shape, old, new = case
     x = tensor(shape)
     assert torch.equal(ftp.spmd(lambda x: x.clone(), mesh, old, new)(x), x)
 
 
-@settings(max_examples=60, derandomize=True)
-@given(cases())
+@few_or_many(cases(), few=12, many=240)
 def test_the_transpose_of_a_move_is_the_identity(case):
     mesh, shape, old, new = case
     x, weight = tensor(shape), tensor(shape) + 1
@@ -101,8 +98,15 @@ def test_the_transpose_of_a_move_is_the_identity(case):
     assert torch.equal(grads["x"], weight)
 
 
-@settings(max_examples=60, derandomize=True)
-@given(cases(), meshes(), st.data(), st.sampled_from(DTYPES), st.sampled_from([None, 16, 1000]))
+@few_or_many(
+    cases(),
+    meshes(),
+    st.data(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, 16, 1000]),
+    few=20,
+    many=240,
+)
 def test_another_mesh(case, new_mesh, data, dtype, max_bytes):
     mesh, shape, old, _ = case
     x = tensor(shape, dtype)

@@ -18,7 +18,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from programs import AXES, Drawn, programs
 from torch import fx
@@ -49,7 +49,6 @@ from ftp.runtime.program import Program, groups_of, join_parts, shard_of
 from ftp.runtime.simulate import COLLECTIVES, simulate
 from ftp.sharding.pytree import flatten
 from ftp.testing.divergence import compare
-from tests.api.test_programs import QUICK
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -85,8 +84,6 @@ OTHER_SHAPES = (
 )  # native kernels may crash on what these give them
 KERNELS = {update.kernel for update in UPDATES.values()}
 PASSES = ({}, {"bucket": True}, {"chunks": 2}, {"bucket": True, "chunks": 2, "prefetch": 1 << 30})
-FEW = settings(QUICK, max_examples=20)
-MANY = settings(QUICK, max_examples=1500)
 
 
 def lower(
@@ -508,20 +505,18 @@ def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
         MOVEMENTS[target](element_map("x", [DimPart(whole(1, 0, n), n) for n in (2, 3)]), *args)
 
 
-@FEW
-@given(programs(gradients=False), st.sampled_from(PASSES))
+@few_or_many(programs(gradients=False), st.sampled_from(PASSES), few=8, many=400)
 def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=False)
     require_own_programs(lowered._program, certify(lowered))
     check_mutants(lowered, values, 0, 4)
 
 
-@FEW
-@given(programs(gradients=True), st.sampled_from(PASSES))
+@few_or_many(programs(gradients=True), st.sampled_from(PASSES), few=5, many=1500)
 def test_gradients(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=True)
     require_own_programs(lowered._program, certify(lowered))
-    check_mutants(lowered, values, 0, 4)
+    check_mutants(lowered, values, 1, 12)
 
 
 def require_own_programs(program: Program, certificate: Certificate) -> None:
@@ -543,15 +538,6 @@ def test_ranks_where_axes_cut_in_another_order_than_the_meshs(shape: Any, axes: 
     for size in (1, 5, 7):
         lowered = step.lower(torch.ones(size, dtype=torch.float64))
         require_own_programs(lowered._program, certify(lowered))
-
-
-@pytest.mark.slow
-@MANY
-@given(programs(gradients=True), st.sampled_from(PASSES))
-def test_many(drawn: Drawn, passes: Mapping[str, Any]):
-    lowered, values = lower(drawn, passes, gradients=True)
-    certify(lowered)
-    check_mutants(lowered, values, 1, 12)
 
 
 def mlp(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from models import LlamaBlock, LlamaConfig
 from plan_reshards import unbucketed
@@ -18,7 +18,6 @@ import ftp
 from ftp import P
 from ftp.errors import InputError
 from ftp.planning.layers import repeats
-from tests.api.test_programs import QUICK
 
 CFG = LlamaConfig(dim=16, heads=4, kv_heads=2, hidden=20)  # 20 does not divide by 3
 CUTS = {"attn.w[qkv].weight": 0, "attn.wo.weight": 1, "mlp.w[13].weight": 0, "mlp.w2.weight": 1}
@@ -54,13 +53,14 @@ def equal(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-13)
 
 
-@settings(QUICK, max_examples=8)
-@given(
+@few_or_many(
     st.sampled_from(MESHES),
     st.booleans(),
     st.booleans(),
     st.sampled_from([None, "nothing", "collectives"]),
     st.integers(1, 3),
+    few=4,
+    many=60,
 )
 def test_equals_one_device(
     shape: tuple[int, ...], is_zero: bool, cuts_batch: bool, remat: str | None, layers: int

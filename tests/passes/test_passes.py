@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from launch import launch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
 from programs import AXES, Drawn, programs
@@ -37,7 +37,7 @@ from ftp.passes.aliasing import families
 from ftp.runtime.program import Program, groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
-from tests.api.test_programs import QUICK, compare
+from tests.api.test_programs import compare
 
 C10D = torch.ops._c10d_functional
 ADAMW = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -115,8 +115,7 @@ def written_in_flight(graph: fx.Graph) -> list[fx.Node]:
 PASSES = [drop_copies, schedule]  # after `prefetch` and `pack`, which a program does itself
 
 
-@settings(QUICK, max_examples=60)
-@given(programs(gradients=False))
+@few_or_many(programs(gradients=False), few=12, many=400)
 def test_random_programs_keep_their_values(drawn: Drawn):
     mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
     options: dict[str, Any] = {

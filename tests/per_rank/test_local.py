@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from plan_reshards import unbucketed
 
@@ -757,8 +757,7 @@ def part_of(x, spec, dp, tp):
     return tuple(found)
 
 
-@settings(max_examples=15)
-@given(st.data())
+@few_or_many(st.data(), few=6, many=100)
 def test_random_bodies_under_random_specs(data):
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
     x_spec, w_spec, y_spec = (data.draw(st.sampled_from(IN)) for _ in range(3))

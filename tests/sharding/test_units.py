@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from few_or_many import few_or_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_reshards import unbucketed
@@ -66,8 +67,7 @@ def tensor(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(max_examples=100, derandomize=True)
-@given(cases())
+@few_or_many(cases(), few=100, many=1000)
 def test_shards_make_up_the_tensor(case):
     mesh, shape, old, _ = case
     x, whole = tensor(*shape), torch.full(shape, torch.nan, dtype=torch.float64)
@@ -79,8 +79,7 @@ def test_shards_make_up_the_tensor(case):
     assert torch.equal(whole, x)
 
 
-@settings(max_examples=40, derandomize=True)
-@given(cases(), st.booleans())
+@few_or_many(cases(), st.booleans(), few=12, many=200)
 def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     mesh, shape, old, new = case
     if back:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -57,8 +58,7 @@ def moves(draw: Any) -> Any:
     return mesh, size, *(both if draw(st.booleans()) else both[::-1])
 
 
-@settings(max_examples=16, derandomize=True)
-@given(moves())
+@few_or_many(moves(), few=6, many=100)
 def test_moves_keep_the_values_and_so_do_their_transposes(case: Any):
     mesh, shape, old, new = case
     made = torch.Generator().manual_seed(0)

@@ -1,0 +1,41 @@
+"""Property tests of few examples by default, and of many among the slow tests."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+LOOSE = settings(
+    print_blob=False, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def few_or_many(
+    *strategies: Any, few: int, many: int, **named: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`hypothesis.given`, as two tests of one body: ``few`` examples are drawn by default, ``many``
+    in a slow test.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        tests = {
+            count: settings(LOOSE, max_examples=count)(given(*strategies, **named)(body))
+            for count in (few, many)
+        }
+        signature = inspect.signature(tests[few])  # the body's, without what is drawn
+        examples = inspect.Parameter("examples", inspect.Parameter.KEYWORD_ONLY)
+
+        @pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.slow)])
+        @functools.wraps(body)
+        def test(examples: int, **arguments: Any) -> None:
+            tests[examples](**arguments)
+
+        test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), examples]
+        )
+        return test
+
+    return decorate
