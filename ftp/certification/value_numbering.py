@@ -3,6 +3,7 @@ are one class.
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +13,15 @@ from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
+from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.tracing.decompose import decompose
 
 aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
@@ -100,6 +104,8 @@ class _Numbers:
         if keys[0] not in self.classes:
             if (summed := self.sum_of_scatter(node)) is not None:
                 keys = [summed]
+            elif (repeated := self.repeated(node)) is not None:
+                return repeated
             elif (inner := self.decomposed(node)) is not None:
                 return inner
         made = [self.classes.setdefault(key, len(self.classes)) for key in keys]
@@ -169,8 +175,56 @@ class _Numbers:
             return None
         return self.key(node.target, (scatter.args[3], *node.args[1:]), node.kwargs, 0)
 
-    def decomposed(self, node: Any) -> list[Any] | None:
-        by = DECOMPOSITIONS.get(node.target)
+    def repeated(self, node: Any) -> list[Any] | None:
+        """The classes of a view that repeats elements, of a sum of what a view takes apart, and of
+        attention to shared keys, where the certificate's program has ops of their own for them.
+        """
+        if node.target is aten.sum.dim_IntList:
+            found = self.sum_of_repeated(node)
+        elif node.target in RESHAPES:
+            found = self.repeated_by_view(node)
+        elif shares_keys(node.target, [tuple(_val(n).shape) for n in node.all_input_nodes]):
+            known = len(self.classes)
+            classes = self.decomposed(node, OF_HEADS[node.target])
+            return classes if len(self.classes) == known else None
+        else:
+            return None
+        return None if found is None else [self.of[found]]
+
+    def sum_of_repeated(self, total: Any) -> Ref | None:
+        view, (dim, *more) = total.args[0], total.args[1]
+        if view.target not in RESHAPES or more or _val(total).dtype != _val(view).dtype:
+            return None
+        shape = tuple(_val(view).shape)
+        if merged_dim(shape, tuple(_val(view.args[0]).shape)) != dim - 1:
+            return None
+        found = self.known(SUM_EACH, view.args[0], shape[dim], dim - 1)
+        if found is None or _val(total).ndim < len(shape):
+            return found
+        return self.known(aten.unsqueeze.default, found, dim)
+
+    def repeated_by_view(self, view: Any) -> Ref | None:
+        many = view.args[0]
+        many = many.args[0] if many.target is aten.clone.default else many
+        if many.target is not aten.expand.default:
+            return None
+        few, *shapes = many.args[0], tuple(_val(many).shape), tuple(_val(view).shape)
+        dim = repeated_dim(tuple(_val(few).shape), *shapes)
+        if dim is None:
+            return None
+        found = self.known(aten.squeeze.dim, few, dim + 1)
+        return found and self.known(REPEAT_EACH, found, shapes[0][dim + 1], dim)
+
+    def known(self, target: Any, of: Any, *args: Any) -> Ref | None:
+        """The value of an op of the certificate's program, if it has it."""
+        number = self.classes.get(self.key(target, (of, *args), {}, 0))
+        if number is None:
+            return None
+        self.of[found := Ref(f"class {number}")] = number
+        return found
+
+    def decomposed(self, node: Any, by: Callable[..., Any] | None = None) -> list[Any] | None:
+        by = by or DECOMPOSITIONS.get(node.target)
         if by is None:
             return None
         operands: list[fx.Node] = []
@@ -185,6 +239,10 @@ class _Numbers:
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
         return self.run(gm.graph)
+
+
+def _val(node: Any) -> torch.Tensor:
+    return node.meta["val"]
 
 
 def is_zeros(node: Any) -> bool:

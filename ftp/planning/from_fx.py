@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -280,12 +280,13 @@ def decompose(
     *,
     strict: bool = False,
     sizes: Sizes | None = None,
+    table: Mapping[OpOverload, Callable[..., Any]] = DECOMPOSITIONS,
 ) -> Rewrite:
-    """The graph with those of ``nodes`` that have a decomposition replaced by primitives; the same
-    graph if none has. ``sizes``: the dynamic sizes, if any.
+    """The graph with those of ``nodes`` that have a decomposition in ``table`` replaced by other
+    ops; the same graph if none has. ``sizes``: the dynamic sizes, if any.
     """
     size = None if sizes is None else size_in(sizes)
-    wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
+    wanted = {n for n in nodes if n.target in table}
     if not wanted:
         return unchanged(graph)
     graph, copies = graph.copied()
@@ -297,7 +298,7 @@ def decompose(
         if node not in wanted:
             out.append(node)
             continue
-        gm = _primitives(node, sizes)
+        gm = _primitives(node, sizes, table[node.target])
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         builder = _GraphBuilder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:
@@ -327,9 +328,9 @@ def size_in(sizes: Sizes) -> Callable[[Any], Any]:
     return lambda x: moved_number(known.dynamic(x), sizes)
 
 
-def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
+def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.GraphModule:
     args, kwargs = replaced(node.args, Value, _meta), replaced(dict(node.kwargs), Value, _meta)
-    key = (node.target, repr(args), repr(kwargs))
+    key = (node.target, by, repr(args), repr(kwargs))
     metas = tensors((args, kwargs), Meta)
     numbers = [*tensors((args, kwargs), (int, float)), *(s for m in metas for s in m.shape)]
     if sizes is not None and any(map(is_formula, numbers)):
@@ -337,12 +338,10 @@ def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
 
         traced = sizes.memo.setdefault("primitives", {})
         if key not in traced:
-            traced[key] = trace_decomposition(
-                node.target, args, kwargs, DECOMPOSITIONS[node.target], symbolic_of(sizes)
-            )
+            traced[key] = trace_decomposition(node.target, args, kwargs, by, symbolic_of(sizes))
         return traced[key]
     if key not in _traced:
-        gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
+        gm = trace_decomposition(node.target, args, kwargs, by)
         assert gm is not None
         while len(_traced) >= _MOST_TRACED:
             del _traced[next(iter(_traced))]

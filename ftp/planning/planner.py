@@ -25,10 +25,12 @@ from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
 from ftp.planning.regather import gather_again
+from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
+from ftp.rules.decompositions.heads import OF_HEADS, shares_keys
 from ftp.sharding.layout import Layout, R
 
-Decompose = Callable[[Graph, Iterable[Node]], Rewrite]
+Decompose = Callable[..., Rewrite]  # see `ftp.planning.from_fx.decompose`
 Watch = Callable[[Problem], None]
 
 
@@ -397,12 +399,14 @@ def _decompose_on_demand(
     data_axes: Sequence[str],
     decompose: Decompose,
 ) -> _Progress:
-    """Replace ops by primitives where an axis may cut a factor that they keep whole.
+    """Replace ops by primitives where an axis may cut a factor that they keep whole, and repeat
+    elements by an op where it may cut them in more parts than there are.
 
     On a data axis only the batch's cuts count: activations keep them.
     """
     while True:
         blocked: dict[Node, None] = {}
+        across: dict[Node, None] = {}
         for at, name in enumerate(order):
             if axes[name] == 1:
                 continue
@@ -414,7 +418,15 @@ def _decompose_on_demand(
             blocked.update(
                 dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose)
             )
-        smaller = program.after(decompose(program.graph, blocked)) if blocked else program
+            across.update(found.across)
+        smaller = program.after(repeat_each(program.graph, across))
+        if smaller is program:
+            shared = [
+                n for n in across if shares_keys(n.target, [v.meta.shape for v in n.operands])
+            ]
+            smaller = program.after(decompose(program.graph, shared, table=OF_HEADS))
+        if smaller is program and blocked:
+            smaller = program.after(decompose(program.graph, blocked))
         if smaller is program:
             return program
         program = smaller

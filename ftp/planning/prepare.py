@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -112,7 +113,7 @@ def plan_prepared(
         data_axes=data_axes,
         reshard_after_forward=reshard_after_forward,
         hardware=hardware,
-        decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict, sizes=prepared.sizes),
+        decompose=partial(decompose, strict=strict, sizes=prepared.sizes),
         watch=watch,
     )
     plan.sizes = prepared.sizes

@@ -34,12 +34,14 @@ class Reach:
         cuts: per node the factors it may be cut on.
         blocked: per node the factors that its rule keeps whole and that some layout cuts.
         rings: per node the factors that an axis may cut beside another one (the rule's ``ring``).
+        across: nodes with a layout that cuts several factors of a dim as one.
     """
 
     layouts: dict[Value, list[Layout]] = field(default_factory=dict)
     cuts: dict[Node, list[Cut]] = field(default_factory=dict)
     blocked: dict[Node, list[str]] = field(default_factory=dict)
     rings: dict[Node, list[Cut]] = field(default_factory=dict)
+    across: dict[Node, None] = field(default_factory=dict)
 
 
 def reach(
@@ -67,6 +69,7 @@ def reach(
             return
         cut = factor_of(dims, node.sizes, layout, n)
         if cut is None:
+            found.across[node] = None
             return
         if cut[0] in node.rule.whole:
             if any(cut[0] == second for _, second in node.rule.ring) and cut[1] == cut[2] == 1:

@@ -34,6 +34,11 @@ def dims_of(letters: tuple[str, ...], heads: dict[str, tuple[str, ...]] | None =
     return tuple((heads or {}).get(f, (f,)) for f in letters)
 
 
+def pending_over_queries(heads: dict[str, tuple[str, ...]]) -> tuple[tuple[str, str], ...]:
+    """The factors of queries that keys lack, over which gradients of keys are pending sums."""
+    return (("s", "sum"), *((f, "sum") for f in heads["h"] if f != "h"))
+
+
 def _mask_dims(heads: dict[str, tuple[str, ...]], mask: Meta, q: Meta, k: Meta) -> Dims:
     """The mask's columns are whole unless it is one query's, even where a ring cuts the keys."""
     full = ("b", "h", "s", "t" if q.shape[2] == 1 else "m")
@@ -61,10 +66,7 @@ def flash_for_cpu(call: Call) -> Rule:
     mask = call.kwargs.get("attn_mask")
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
     operands = (dims_of(Q, heads), dims_of(K), dims_of(V), *masks)
-    whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
-    notation = Notation(
-        operands, (dims_of(OUT, heads), dims_of(LSE, heads)), frozenset(whole), ((), ())
-    )
+    notation = Notation(operands, (dims_of(OUT, heads), dims_of(LSE, heads)), WHOLE, ((), ()))
     # With one query, a token beside a cache, scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if is_token else RING_FACTORS
@@ -81,12 +83,11 @@ def flash_for_cpu_backward(call: Call) -> Rule:
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
     out = dims_of(OUT, heads)
     operands = (out, dims_of(Q, heads), dims_of(K), dims_of(V), out, dims_of(LSE, heads), *masks)
-    whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
-    over_queries = (("s", "sum"),)
+    over_queries = pending_over_queries(heads)
     notation = Notation(
         operands,
         (dims_of(Q, heads), dims_of(K), dims_of(V)),
-        frozenset(whole),
+        WHOLE,
         ((), over_queries, over_queries),
     )
     rest = sizes_of_heads(call, 1), False, RING_FACTORS, sees_of(call.arg("is_causal"))
@@ -131,7 +132,7 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
     """
     at = 0 if len(tensors) == 3 else 1
     heads = factors_of_heads(call, at)
-    out, q, over_queries = dims_of(OUT, heads), dims_of(Q, heads), (("s", "sum"),)
+    out, q, over_queries = dims_of(OUT, heads), dims_of(Q, heads), pending_over_queries(heads)
     operands: tuple[Dims, ...] = (q, dims_of(K), dims_of(V))
     results: tuple[Dims, ...] = (out, dims_of(LSE, heads))
     pending: tuple[Any, ...] = ((), ())
@@ -146,7 +147,6 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
 
     more = own(call.operands[len(operands) :], "o"), own(call.results[len(results) :], "r")
     whole = WHOLE | {f for dims in (*more[0], *more[1]) for dim in dims for f in dim}
-    whole |= {"r"} & {f for dim in q for f in dim}
     ring = RING_FACTORS
     if call.arg("dropout_p"):  # the kernel draws for the whole tensor
         whole, ring = whole | {f for dims in operands for dim in dims for f in dim}, ()
@@ -246,9 +246,9 @@ def varlen(call: Call) -> Rule:
     is_forward = call.target is VARLEN
     heads = factors_of_heads(call, 0 if is_forward else 1)
     out, q, ends = dims_of(OUT, heads), dims_of(Q, heads), ((("ends_q",),), (("ends_k",),))
-    whole = WHOLE | {"ends_q", "ends_k"} | ({"r"} if "r" in heads["h"] else set())
+    whole = WHOLE | {"ends_q", "ends_k"}
     tensors = q, dims_of(K), dims_of(V)
-    over_queries = (("s", "sum"),)
+    over_queries = pending_over_queries(heads)
     if is_forward:
         operands, results = (*tensors, *ends), (out, dims_of(LSE, heads))
         pending: Any = ((), ())

@@ -12,10 +12,12 @@ from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.philox import random_bits, random_keys
+from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.call import Call
-from ftp.rules.dims import broadcast_notation
+from ftp.rules.dims import broadcast_notation, numbered
 from ftp.rules.forms import along_dim, pointwise
+from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalCut, LocalOp, Offset
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
@@ -33,6 +35,53 @@ def _emitting(target: OpOverload) -> LocalHook:
 
 along_dim(UNSTACK, "... [k] -> ...", dim=0, local=_emitting(aten.unbind.int))
 along_dim(STACK, "... -> ... [k]", dim=0, local=_emitting(aten.stack.default))
+
+
+# The elements before they are repeated are whole, so that a rank may hold any of the repeated ones:
+# query heads are cut over more ranks than there are heads of keys.
+
+
+@rule(REPEAT_EACH)
+def repeat_each(call: Call) -> Rule:
+    few, many = _repeated(call, call.operands[0].ndim)
+    return Rule(Notation((few,), (many,), frozenset({"k"}), ((),)), ((0,),), _picked)
+
+
+@rule(SUM_EACH)
+def sum_each(call: Call) -> Rule:
+    few, many = _repeated(call, call.operands[0].ndim)
+    pending = (("g", "sum"),)
+    return Rule(Notation((many,), (few,), frozenset({"k"}), (pending,)), ((0,),), _summed)
+
+
+def _repeated(call: Call, ndim: int) -> tuple[Dims, Dims]:
+    dims, dim = numbered(ndim), call.arg("dim")
+    return (*dims[:dim], ("k",), *dims[dim + 1 :]), (*dims[:dim], ("g",), *dims[dim + 1 :])
+
+
+def _picked(op: LocalOp) -> fx.Node:
+    x, times, dim = op.args
+    if not op.is_cut("g"):
+        return op.default()
+    rows = op.emit(aten.floor_divide.Scalar, op.positions("g"), times)
+    return op.emit(aten.index_select.default, x, dim, rows)
+
+
+def _summed(op: LocalOp) -> fx.Node:
+    """The sums of this rank's elements at their place among zeros. In an even cut, neighbours that
+    have one place are summed first: adding at a place twice is in no fixed order on GPUs.
+    """
+    x, times, dim = op.args
+    if not op.is_cut("g"):
+        return op.default()
+    rows = op.emit(aten.floor_divide.Scalar, op.positions("g"), times)
+    held, cuts = op.sizes["g"], op.cuts["g"]
+    is_even = all((c.outer, c.inner, c.size % c.n, c.second) == (1, 1, 0, None) for c in cuts)
+    step = math.gcd(held, times) if is_even else 1
+    if step > 1:
+        x = op.emit(SUM_EACH, x, step, dim)
+        rows = op.emit(aten.slice.Tensor, rows, 0, 0, held, step)
+    return op.emit(aten.index_add.default, zeros(op), dim, rows, x)
 
 
 @rule(MAP_SLICES)

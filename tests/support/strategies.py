@@ -964,6 +964,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(torch.tensor(side), normal(4, 3), normal(4, 3), 0) for side in (True, False)
     ],
     "ftp.map_slices.default": _mapped_slices,
+    "ftp.repeat_each.default": lambda: [s(normal(3, 2), 4, 0), s(normal(2, 3, 2), 2, 1)],
+    "ftp.sum_each.default": lambda: [s(normal(12, 2), 4, 0), s(normal(2, 6, 2), 2, 1)],
     "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],
     "unstack.default": lambda: [s(normal(3, 5, 4)), s(normal(2))],
     "nonzero_static.default": lambda: [
