@@ -172,7 +172,8 @@ def of_405b(trains):
         state = (opt.init(params),)
 
         def train_step(params, state, batch):
-            grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+            grad_fn = ftp.optim.accumulate(torch.func.grad_and_value(loss_fn), pipe.microbatches)
+            grads, loss = grad_fn(params, batch)
             grads, norm = ftp.optim.clip_by_global_norm(grads, 1.0)
             return *opt.update(grads, state, params), loss, norm
 

@@ -54,30 +54,34 @@ class PipelinedTrainStep(Step):
     ) -> Planned:
         definition, call = self._definition, inputs.call
         names, specs, shapes = inputs.tensor_names, inputs.specs, inputs.shapes
-        # The trace of the whole batch comes first: it tells which arguments are state.
         whole, noted = self._noted(inputs)
-        state = definition.state.union(specs_of_results(definition, inputs, whole)[1])
+        traced, (out_specs, returned) = whole, specs_of_results(definition, inputs, whole)
+        state = definition.state.union(returned)
         is_state = [position in state for position in inputs.tensor_positions]
-        batch = batch_of(whole.gm, noted, is_state)
+        batch = batch_of(traced.gm, noted, is_state)
         at = {inputs.tensors[k] for k in batch}
         given = [(specs[i], shapes[i] or (), call.names[i]) for i in sorted(at)]
         check_batch(self._pipeline, self.mesh, given)
-        count = self._pipeline.microbatches
-        micro = [
-            (shape[0] // count, *shape[1:]) if i in at and shape else shape
-            for i, shape in enumerate(shapes)
-        ]
-        of_one = replace(inputs, shapes=micro)
-        traced, noted = self._noted(of_one)
+        if not noted.batch:
+            # That trace told which arguments are state. Trace again, with one microbatch of the
+            # others.
+            count = self._pipeline.microbatches
+            micro = [
+                (shape[0] // count, *shape[1:]) if i in at and shape else shape
+                for i, shape in enumerate(shapes)
+            ]
+            of_one = replace(inputs, shapes=micro)
+            traced, noted = self._noted(of_one)
+            out_specs, _ = specs_of_results(definition, of_one, traced)
         parts = cut_at_means(traced.gm, noted, names, batch)
         check_parts(traced.gm, noted, parts, len(names))
-        self._check_sizes(noted, whole, traced)
-        out_specs, _ = specs_of_results(definition, of_one, traced)
+        if traced is not whole:
+            self._check_sizes(noted, whole, traced)
         program = self._program(parts, inputs, traced, out_specs[: noted.results])
         return planned_of(definition, inputs, traced, program)
 
     def _noted(self, inputs: Inputs) -> tuple[Traced, Noted]:
-        """The trace of the function on one microbatch, with its means over microbatches."""
+        """A trace of the function, with its means over microbatches."""
         with noting_means(self._pipeline.microbatches) as means:
             traced = traced_for(self._definition, inputs)
         _check_means(means)
@@ -119,7 +123,12 @@ class PipelinedTrainStep(Step):
             specs,
             _flat(len(taken), len(specs)),
         )
-        means = [f"mean {k}" for k in range(len(parts.means))]
+        means = [
+            f"mean {k}"
+            if k < parts.results
+            else f"the gradient of {names[parts.params[parts.leaves[k - parts.results]]]}"
+            for k in parts.means
+        ]
         update = plan_rounds(
             self._definition,
             parts.update,

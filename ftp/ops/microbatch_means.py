@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, contiguous_format
 
 from ftp.context import set_within
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
@@ -21,7 +21,8 @@ class Means:
         microbatches: number of microbatches of a step.
         values: each mean's value for one microbatch, a tensor of its own.
         of: per mean, the parameter whose gradient it is; None for another result.
-        batch: tensors that ``ftp.optim.accumulate`` was given to cut into microbatches.
+        batch, rows: tensors that ``ftp.optim.accumulate`` was given to cut into microbatches, and
+            one microbatch of each.
         calls: number of gradients taken, without those inside others.
         is_within: whether a gradient is being taken.
     """
@@ -30,12 +31,13 @@ class Means:
     values: list[Tensor] = field(default_factory=list)
     of: list[Tensor | None] = field(default_factory=list)
     batch: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor] = field(default_factory=list)
     calls: int = 0
     is_within: bool = False
 
     def begin(self) -> None:
         """Forget all means, for a new trace."""
-        self.values, self.of, self.batch, self.calls = [], [], [], 0
+        self.values, self.of, self.batch, self.rows, self.calls = [], [], [], [], 0
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -47,6 +49,17 @@ class Means:
         finally:
             self.is_within = False
 
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The first microbatch of a batch tensor; one that has no such rows is an error later."""
+        n = self.microbatches
+        whole = not tensor.ndim or tensor.shape[0] % n
+        rows = tensor if whole else tensor.unflatten(0, (-1, n)).select(1, 0)
+        # A node of its own.
+        own = rows.clone(memory_format=contiguous_format)
+        self.batch.append(tensor)
+        self.rows.append(own)
+        return own
+
     def mean(self, value: Tensor, of: Tensor | None = None) -> Tensor:
         """The mean of ``value`` over the microbatches."""
         # Two copies: the first gives each mean its own node, the second may be written to.
@@ -57,8 +70,9 @@ class Means:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors in one order: means, parameters, batch."""
-        return [*self.values, *(x for x in self.of if x is not None), *self.batch]
+        """All tensors in one order: means, parameters, batch, rows."""
+        of = (x for x in self.of if x is not None)
+        return [*self.values, *of, *self.batch, *self.rows]
 
 
 _means: ContextVar[Means | None] = ContextVar("microbatch means", default=None)

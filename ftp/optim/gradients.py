@@ -169,15 +169,16 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
 def _noted(
     grad_fn: Callable[..., tuple[Any, Any]], n: int, means: Means, params: Any, batch: Any
 ) -> Any:
-    """Call ``grad_fn`` once; a pipeline repeats the call for each microbatch."""
+    """Call ``grad_fn`` on one microbatch; a pipeline repeats the call for each."""
     if n != means.microbatches:
         raise InputError(
             f"accumulate(grad_fn, {n}) in a step with a pipeline of {means.microbatches}"
             " microbatches. Give both one number."
         )
+    leaves, batch_tree = flatten(batch)
+    rows = {id(x): means.cut(x) for x in leaves if isinstance(x, Tensor)}
     with means.taking():
-        out = grad_fn(params, *batch)
-    means.batch += [x for x in flatten(batch)[0] if isinstance(x, Tensor)]
+        out = grad_fn(params, *batch_tree.unflatten([rows.get(id(x), x) for x in leaves]))
     given, tree = flatten(params)
     grads, *rest = out if isinstance(out, tuple) else (out,)
     found, found_tree = flatten(grads)

@@ -43,17 +43,28 @@ class TrainStep:
 @dataclass(frozen=True)
 class Noted:
     """The means in the outputs of a traced step: its results, then each mean's value, then the
-    parameters, then the batch tensors.
+    parameters, then the batch tensors, then one microbatch of each.
 
     Attributes:
         results: of the step.
         is_gradient: per mean.
-        batch: how many tensors ``ftp.optim.accumulate`` was to cut.
+        batch: how many tensors ``ftp.optim.accumulate`` was to cut; without it the trace itself is
+            of one microbatch.
     """
 
     results: int
     is_gradient: tuple[bool, ...]
     batch: int
+
+    def rows(self, gm: fx.GraphModule) -> dict[int, int]:
+        """Of each batch tensor that ``accumulate`` cuts, its input of the graph and the output that
+        is one microbatch of it.
+        """
+        number = {n: i for i, n in enumerate(_inputs(gm))}
+        outputs = _outputs(gm)
+        first = len(outputs) - self.batch
+        cut = outputs[first - self.batch : first] if self.batch else ()
+        return {number[node]: first + k for k, node in enumerate(cut)}
 
 
 def batch_of(gm: fx.GraphModule, noted: Noted, is_state: Sequence[bool]) -> tuple[int, ...]:
@@ -66,7 +77,7 @@ def batch_of(gm: fx.GraphModule, noted: Noted, is_state: Sequence[bool]) -> tupl
     inputs = {n: i for i, n in enumerate(_inputs(gm))}
     outputs = _outputs(gm)
     if noted.batch:
-        asked = outputs[-noted.batch :]
+        asked = outputs[-2 * noted.batch : -noted.batch]
         if odd := [node for node in asked if node not in inputs]:
             source = odd[0].meta.get("source")
             raise InputError(
@@ -101,6 +112,7 @@ def cut_at_means(
     inputs, outputs = _inputs(gm), _outputs(gm)
     number = {n: i for i, n in enumerate(inputs)}
     n, count = len(names), len(noted.is_gradient)
+    rows = {i: outputs[at] for i, at in noted.rows(gm).items()} or {i: inputs[i] for i in batch}
     values = outputs[noted.results : noted.results + count]
     of = iter(outputs[noted.results + count :])
     leaf_of = [next(of) if is_gradient else None for is_gradient in noted.is_gradient]
@@ -126,16 +138,17 @@ def cut_at_means(
         i for i in range(count) if is_gradient[i]
     ]
     made = [first[i] for i in order]
-    needed = _ancestors(made) | {leaf for leaf in leaf_of if leaf is not None}
-    cut = set(batch)
-    params = [i for i in range(n) if inputs[i] in needed and i not in cut]
+    cut = set(rows.values())
+    needed = _ancestors(made, stop=cut) | {leaf for leaf in leaf_of if leaf is not None}
+    params = [i for i in range(n) if inputs[i] in needed and inputs[i] not in cut]
     constants = [i - n for i in range(n, len(inputs)) if inputs[i] in needed]
-    own = [i for i in batch if inputs[i] in needed]
+    own = [i for i in batch if rows[i] in needed]
     at = {leaf: k for k, leaf in enumerate(params)}
     leaves = [at[number[leaf]] for i in order if (leaf := leaf_of[i]) is not None]
     if len(set(leaves)) < len(leaves):
         raise InputError("The step takes two gradients of one argument. A pipeline takes one.")
-    microbatch = _part(gm, [inputs[i] for i in (*params, *own, *(n + c for c in constants))], made)
+    taken = [*(inputs[i] for i in params), *(rows[i] for i in own)]
+    microbatch = _part(gm, [*taken, *(inputs[n + c] for c in constants)], made)
     results = outputs[: noted.results]
     after = _ancestors(results, stop=set(values))
     if read := [names[i] for i in batch if inputs[i] in after]:
@@ -180,8 +193,11 @@ def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: i
     roots = [numbering.of(("input", i)) for i in range(len(inputs))]
     due = numbering.run(gm.graph, roots)
     means = range(noted.results, noted.results + len(noted.is_gradient))
-    taken = (*parts.params, *parts.batch, *(arguments + c for c in parts.constants))
-    made = numbering.run(parts.microbatch.graph, [roots[i] for i in taken])
+    rows = noted.rows(gm)
+    taken = [roots[i] for i in parts.params]
+    taken += [due[rows[i]] if i in rows else roots[i] for i in parts.batch]
+    taken += [roots[arguments + c] for c in parts.constants]
+    made = numbering.run(parts.microbatch.graph, taken)
     leaves = iter(due[means.stop :])
     for k, at in enumerate(means):
         # A mean is one op of what the first part returns, of a parameter or of none.

@@ -180,6 +180,30 @@ def test_arguments_that_are_no_batch():
     assert (clipped > 1.99e-3).any() and clipped.max() < 2.01e-3
 
 
+def test_what_accumulate_is_not_given_is_of_the_whole_batch():
+    """A size, and the batch itself where the loss finds it outside of its arguments."""
+    double: dict[str, Any] = {"dtype": torch.float64}
+    params = {"layers": [torch.randn(4, 4, **double) for _ in range(4)]}
+
+    def step(params, x, table):
+        rows, outer = x.shape[0], x
+
+        def loss(p, x, again):
+            for w in p["layers"]:
+                x = (x @ w).tanh()
+            return (x * again - outer.mean(0)).square().sum() / rows
+
+        grads, loss_ = ftp.optim.accumulate(torch.func.grad_and_value(loss), 2)(params, x, x)
+        grads = optree.tree_map(lambda g: g * rows, grads)
+        return optree.tree_map(lambda p, g: p - 0.1 * g, params, grads), loss_, table
+
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
+    in_specs = (PIPE.place(params, P(), mesh), P("dp"), P())
+    run = ftp.spmd(step, mesh, in_specs, pipeline=PIPE, certify=True)
+    args = (params, torch.randn(8, 4, **double), torch.randn(2))
+    torch.testing.assert_close(run(*args), step(*args), rtol=1e-12, atol=1e-12)
+
+
 def test_report():
     model, opt, mesh = Model(4), adamw(), ftp.AbstractMesh((2, 2), ("pp", "dp"))
     params: Any = model.params()
