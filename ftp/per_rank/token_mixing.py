@@ -59,22 +59,23 @@ class _Tokens:
     is_order: bool = False
 
 
-def mixing_op(gm: fx.GraphModule, count: int) -> fx.Node | None:
+def mixing_op(gm: fx.GraphModule, count: int, inputs: int = 1) -> fx.Node | None:
     """The op by which a token's result depends on other tokens; None if there is none.
 
     Sorted rows are assumed to come back to their tokens, and an op without a rule that is not
     torch's to act on each row alone.
 
     Args:
-        gm: traced layer that returns one tensor; dim 0 of its first input is the tokens.
+        gm: traced layer that returns one tensor.
         count: number of tokens: a prime above the sizes of all other dims, so that a dim of tokens
             is identified by its size.
+        inputs: how many of the first inputs have the tokens as dim 0.
     """
     known: dict[fx.Node, list[_Tokens | None]] = {}
     for i, node in enumerate(gm.graph.nodes):
         if node.op == "placeholder":
             is_numbers = _is_whole(_values(node)[0])
-            known[node] = [None if i else _Tokens(frozenset({0}), is_numbers)]
+            known[node] = [_Tokens(frozenset({0}), is_numbers) if i < inputs else None]
         elif node.op == "output":
             made = known[node.args[0][0]][0]
             return made.mixed if made is not None and not made.dims else None

@@ -9,6 +9,7 @@ for each.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,38 +31,56 @@ _SMALL, _LARGEST = 1 << 21, 1 << 26  # elements of all values of one run
 _known: dict[Any, float | None] = {}
 
 
+@dataclass(frozen=True)
+class TokenTrial:
+    """What is known of a layer that is tried.
+
+    Attributes:
+        count: the tokens of its trace, as for ``mixing_op``.
+        shape: of the tokens that it is called with.
+        inputs: how many of its first inputs have the tokens as dim 0: the tokens, and what is
+            beside them.
+        below: integers beside the tokens are drawn below this, such as the number of experts.
+    """
+
+    count: int
+    shape: Sequence[int]
+    inputs: int = 1
+    below: int = 1
+
+
 def mixed_by(
-    first: Traced, count: int, shape: Sequence[int], traced: Callable[[Sequence[int]], Traced]
+    first: Traced, trial: TokenTrial, traced: Callable[[Sequence[int]], Traced]
 ) -> float | None:
     """The difference between a layer's results for all tokens and for parts of them, over the
     largest result; None if it is rounding, or if the layer does not run here. Equal layers of a
     model are tried once.
 
     Args:
-        first: the layer's trace on ``count`` tokens, as for ``mixing_op``.
-        shape: of the tokens that the layer is called with.
+        first: the layer's trace on ``trial.count`` tokens.
         traced: traces the layer on tokens of another shape.
     """
     inputs = [n.meta["val"] for n in first.gm.graph.nodes if n.op == "placeholder"]
     if any(map(_has_values, first.constants)):  # of which the program's text says nothing
-        return _tried(first, count, shape, traced)
-    key = first.gm.code, tuple(shape), tuple((tuple(x.shape), x.dtype) for x in inputs)
+        return _tried(first, trial, traced)
+    shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
+    key = first.gm.code, tuple(trial.shape), trial.inputs, trial.below, shapes
     if key not in _known:
         if len(_known) == 1024:
             _known.clear()
-        _known[key] = _tried(first, count, shape, traced)
+        _known[key] = _tried(first, trial, traced)
     return _known[key]
 
 
 def _tried(
-    first: Traced, count: int, shape: Sequence[int], traced: Callable[[Sequence[int]], Traced]
+    first: Traced, trial: TokenTrial, traced: Callable[[Sequence[int]], Traced]
 ) -> float | None:
-    own = tuple(map(int, shape))
-    for rows, *inner in dict.fromkeys(_shapes(first, count, own)):
+    own = tuple(map(int, trial.shape))
+    for rows, *inner in dict.fromkeys(_shapes(first, trial.count, own)):
         odd = max(rows // 2 - (rows // 2 + 1) % 2, 1)
         try:
             found = {n: traced((n, *inner)) for n in dict.fromkeys((rows, odd, rows - odd))}
-            return _difference([found[n] for n in (rows, odd, rows - odd)])
+            return _difference([found[n] for n in (rows, odd, rows - odd)], trial)
         except (FtpError, RuntimeError, ValueError, TypeError, IndexError):
             continue  # the layer is for its own sizes, or an op does not run on drawn values
     return None
@@ -96,7 +115,7 @@ def _shapes(first: Traced, count: int, shape: tuple[int, ...]) -> Iterator[tuple
         yield many, *inner
 
 
-def _difference(parts: Sequence[Traced]) -> float | None:
+def _difference(parts: Sequence[Traced], trial: TokenTrial) -> float | None:
     """The difference in two draws of four: where scores tie, rounding may decide in one."""
     eps = max(eps_of(part.gm) for part in parts)
     found: list[float] = []
@@ -110,37 +129,58 @@ def _difference(parts: Sequence[Traced]) -> float | None:
             DisableTorchFunction(),
             torch.no_grad(),
         ):
-            off = _difference_of_draw(parts, seed)
+            off = _difference_of_draw(parts, trial, seed)
         if off > eps**0.5:
             found.append(off)
     return max(found) if len(found) == 2 else None
 
 
-def _difference_of_draw(parts: Sequence[Traced], seed: int) -> float:
+def _difference_of_draw(parts: Sequence[Traced], trial: TokenTrial, seed: int) -> float:
     generator = torch.Generator().manual_seed(seed)
     graph = parts[0].gm.graph
-    like, *leaves = (n.meta["val"] for n in graph.nodes if n.op == "placeholder")
-    leaves = leaves[: len(leaves) - len(parts[0].constants)]
+    inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+    like, *beside = inputs[: trial.inputs]
+    leaves = inputs[trial.inputs : len(inputs) - len(parts[0].constants)]
     # Scores may have a bias: the experts that tokens choose differ if it is the same for all.
     spread = 0.5 * (seed % 2)
     given = [_drawn(x, generator, spread) for x in leaves]
     captured = [_captured(x, generator, spread) for x in parts[0].constants]
     tokens = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    travel = [tokens, *(_drawn_beside(x, generator, trial.below) for x in beside)]
     sizes = [part.out_shapes[0][0] for part in parts[1:]]
-    flat = tokens.flatten(0, -2) if tokens.ndim > 1 else tokens
-    is_one = torch.rand(len(flat), generator=generator) < 0.5
-    two = flat[torch.where(is_one, 0, len(flat) - 1)].view_as(tokens)
-    alike = [one.expand_as(tokens) for one in flat[[0, len(flat) // 2, -1]]]
+    dims = max(tokens.ndim - 1, 1)
+    count = math.prod(tokens.shape[:dims])
+    is_one = torch.rand(count, generator=generator) < 0.5
+    two = torch.where(is_one, 0, count - 1)
+    alike = [torch.full((count,), one) for one in (0, count // 2, count - 1)]
     off = 0.0
-    for x in (tokens, two, *alike):
+    for at in (torch.arange(count), two, *alike):
+        taken = [_at(x, at, tokens.shape[:dims]) for x in travel]
+        pieces = zip(*(x.split(sizes) for x in taken), strict=True)
         whole, *of_parts = (
-            _run(part, [piece.clone(), *given, *captured])
-            for part, piece in zip(parts, (x, *x.split(sizes)), strict=True)
+            _run(part, [*(x.clone() for x in piece), *given, *captured])
+            for part, piece in zip(parts, (taken, *pieces), strict=True)
         )
         apart = (whole - torch.cat(of_parts)).nan_to_num(0, 0, 0).abs().amax()
         largest = whole.nan_to_num(0, 0, 0).abs().amax()
         off = max(off, float(apart / largest) if largest else 0.0)
     return off
+
+
+def _at(x: Tensor, at: Tensor, tokens: Sequence[int]) -> Tensor:
+    """A tensor's elements of the tokens ``at``, in place of each token's; as it is if its first
+    dims are not those of the tokens.
+    """
+    dims = len(tokens)
+    return x.flatten(0, dims - 1)[at].view_as(x) if x.shape[:dims] == tokens else x
+
+
+def _drawn_beside(like: Tensor, generator: torch.Generator, below: int) -> Tensor:
+    """Weights and masks are positive; integers may be experts."""
+    made = torch.rand(like.shape, generator=generator, dtype=torch.float64)
+    if like.dtype is torch.bool:
+        return made < 0.5
+    return (made if like.is_floating_point() else made * below).to(like.dtype)
 
 
 def _drawn(like: Tensor, generator: torch.Generator, spread: float) -> Tensor:

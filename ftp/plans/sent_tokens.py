@@ -17,7 +17,7 @@ from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
 from ftp.per_rank.token_mixing import mixing_op
-from ftp.per_rank.token_trial import eps_of, mixed_by
+from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
 from ftp.per_rank.trace_locally import traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -51,7 +51,8 @@ def send_tokens(
     raises an InputError where results differ.
 
     Args:
-        layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
+        layer: takes a tree of parameters, tokens (tokens, ...) or (batch, sequence, ...), and trees
+            of tensors beside them, such as positions, masks, or chosen experts and their weights;
             returns a tensor of the tokens' shape.
         axis: the mesh axis whose ranks own whole experts: equally many, or where it does not
             divide them the last ranks fewer, or none.
@@ -62,9 +63,11 @@ def send_tokens(
         mesh: default the surrounding step's or ``ftp.use_mesh``'s.
 
     Returns:
-        A function of global parameters and tokens, for ``ftp.shard`` and ``ftp.spmd``.
+        A function of the layer's arguments, global ones, for ``ftp.shard`` and ``ftp.spmd``. What
+        is beside the tokens has them as dim 0, is sharded as they are, and gets gradients.
 
     Raises:
+        InputError: a tensor beside the tokens that has not as many.
         SpecError: no grouped matmul reads a parameter, or parameters of different numbers of
             experts; a result that is not of the tokens' shape; a token's result depends on other
             tokens.
@@ -97,7 +100,7 @@ def send_tokens(
     if capacity is not None and capacity < 1:
         raise SpecError(f"send_tokens(capacity={capacity}): an equal load needs 1.")
 
-    def call(params: Any, x: Tensor) -> Any:
+    def call(params: Any, x: Tensor, *beside: Any) -> Any:
         over = resolve(mesh)
         if lacking := [a for a in axes if a not in over.axes]:
             raise MeshError(
@@ -106,15 +109,20 @@ def send_tokens(
             )
         leaves, tree = flatten(params)
         names = leaf_names(params, "params")
-        n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)
-        given, tokens, missing = x, x.shape[0], -x.shape[0] % shards
-        if not tokens:
-            raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
-        if missing:  # copies of a token, whose results are dropped
-            x = torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
-        count, experts, eps = _experts_of(layer, leaves, tree, names, x, axis, n, axes)
+        others, tree_of_others = flatten(beside)
+        _check_beside(x, others, leaf_names(beside, "beside"))
 
-        def of_rank(x: Tensor, *leaves: Any) -> Tensor:
+        def run(leaves: Sequence[Any], x: Tensor, others: Sequence[Any]) -> Any:
+            return layer(tree.unflatten(leaves), x, *tree_of_others.unflatten(others))
+
+        n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)
+        if not x.shape[0]:
+            raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
+        missing = -x.shape[0] % shards
+        filled, *filled_others = (_with_copies(t, missing) for t in (x, *others))
+        count, experts, eps = _experts_of(run, leaves, names, filled, filled_others, axis, n, axes)
+
+        def of_rank(x: Tensor, others: Sequence[Any], *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
             given = [
                 sees.whole(name, leaf, count) if name in experts else leaf
@@ -124,7 +132,7 @@ def send_tokens(
                 if name not in experts:
                     sees.alike(leaf)
             with sees:
-                made = layer(tree.unflatten(given), x)
+                made = run(given, x, others)
             if not isinstance(made, Tensor) or made.shape != x.shape:
                 said = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
                 raise SpecError(
@@ -136,16 +144,21 @@ def send_tokens(
             return made
 
         rows = P(axes)
+        of_others = [rows if isinstance(t, Tensor) else P() for t in others]
         specs = tuple(P(axis) if name in experts else P() for name in names)
         parts = [
             filled_up(leaf, axis, n) if name in experts else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
-        made = local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *parts)[:tokens]
+        sent = local(of_rank, mesh, (rows, of_others, *specs), rows, axes=axes)
+        made = sent(filled, filled_others, *parts)[: x.shape[0]]
 
         def is_that_of_all_tokens() -> Tensor:
-            values = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
-            return _is_close(made.detach(), layer(tree.unflatten(values), given.detach()), eps)
+            values, beside = (
+                [t.detach() if isinstance(t, Tensor) else t for t in given]
+                for given in (leaves, others)
+            )
+            return _is_close(made.detach(), run(values, x.detach(), beside), eps)
 
         assume(
             is_that_of_all_tokens,
@@ -162,8 +175,9 @@ def on_expert_axis(
     """A constraint on a module of experts that sends its tokens, as ``send_tokens`` does for a
     function; for ``ftp.functionalize(model, constraints={path: on_expert_axis("ep")})``.
 
-    The module takes tokens and returns a tensor of their shape. Other arguments are those of
-    ``send_tokens``. Without a mesh, or where the mesh lacks the axes, the module runs as it is.
+    The module takes tokens, and tensors beside them such as chosen experts and their weights, and
+    returns a tensor of the tokens' shape. Other arguments are those of ``send_tokens``. Without a
+    mesh, or where the mesh lacks the axes, the module runs as it is.
 
     >>> on_expert_axis("ep", capacity=0.5)
     Traceback (most recent call last):
@@ -176,10 +190,11 @@ def on_expert_axis(
         except MeshError:
             return own(*args, **kwargs)
         given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor):
+        if not given or not isinstance(given[0], Tensor):
+            said = type(given[0]).__name__ if given else "nothing"
             raise InputError(
-                f"{at_line()}on_expert_axis({axis!r}) takes a module that is called with its tokens"
-                f" alone; {type(module).__name__} is called with {len(given)} arguments."
+                f"{at_line()}on_expert_axis({axis!r}) takes a module whose first argument is the"
+                f" tokens; {type(module).__name__} is called with {said}."
             )
         at = {
             f"{path}.{name}" if path else name: (part, name)
@@ -187,14 +202,16 @@ def on_expert_axis(
             for name, p in part._parameters.items()
             if p is not None
         }
+        unnamed, names = len(args), tuple(kwargs)
         values = {path: part._parameters[name] for path, (part, name) in at.items()}
 
-        def layer(params: Mapping[str, Tensor], x: Tensor) -> Any:
+        def layer(params: Mapping[str, Tensor], *given: Any) -> Any:
+            named = dict(zip(names, given[unnamed:], strict=True))
             with _holding(at, params):
-                return own(x)
+                return own(*given[:unnamed], **named)
 
         sent = send_tokens(layer, axis, token_axes=token_axes, capacity=capacity, mesh=over)
-        return sent(values, given[0])
+        return sent(values, *given)
 
     send_tokens(forward, axis, token_axes=token_axes, capacity=capacity)  # for its errors
     return Constraint(forward=forward)
@@ -213,12 +230,29 @@ def _holding(at: Mapping[str, tuple[nn.Module, str]], values: Mapping[str, Any])
             module._parameters[name] = old[path]
 
 
+def _check_beside(x: Tensor, others: Sequence[Any], names: Sequence[str]) -> None:
+    for name, t in zip(names, others, strict=True):
+        if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
+            raise InputError(
+                f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
+                f" shape {tuple(x.shape)}, which are cut on dim 0: it must have dim 0 of size"
+                f" {x.shape[0]} too. Expand it, or give what all tokens share with the parameters."
+            )
+
+
+def _with_copies(t: Any, missing: int) -> Any:
+    """Copies of the first token after the others; their results are dropped."""
+    if not missing or not isinstance(t, Tensor):
+        return t
+    return torch.cat([t, t[:1].expand(missing, *t.shape[1:])])
+
+
 def _experts_of(
-    layer: Callable[..., Any],
+    run: Callable[..., Any],
     leaves: Sequence[Any],
-    tree: Any,
     names: Sequence[str],
     x: Tensor,
+    others: Sequence[Any],
     axis: str,
     n: int,
     token_axes: tuple[str, ...],
@@ -228,20 +262,25 @@ def _experts_of(
     """
     sees = RowsTravel(axis, n, None)
 
-    def look(x: Tensor, *given: Any) -> Any:
+    def look(x: Tensor, others: Sequence[Any], *given: Any) -> Any:
         for name, leaf in zip(names, given, strict=True):
             if isinstance(leaf, Tensor) and leaf.ndim >= 2:
                 sees.candidate(name, leaf)
         with sees:
-            return layer(tree.unflatten(given), x)
+            return run(given, x, others)
 
     sizes = dict.fromkeys(token_axes, 1)
-    tensors = [t for t in (x, *leaves) if isinstance(t, Tensor)]
+    tensors = [t for t in (x, *others, *leaves) if isinstance(t, Tensor)]
     tokens = _prime_above(max(n for t in tensors for n in t.shape))
 
     def traced_with(shape: Sequence[int]) -> Any:
-        given = [_meta(shape, x.dtype), *leaves]
-        return traced_locally(look, sizes, given, x.device.type, ["x", *names])
+        of_others = [
+            _meta(_beside_of(shape, t.shape, x.shape), t.dtype) if isinstance(t, Tensor) else t
+            for t in others
+        ]
+        given = [_meta(shape, x.dtype), of_others, *leaves]
+        said = ["x", *(f"beside {i}" for i in range(len(others))), *names]
+        return traced_locally(look, sizes, given, x.device.type, said)
 
     seen = (tokens, *x.shape[1:])
     traced = traced_with(seen)
@@ -264,24 +303,28 @@ def _experts_of(
             f"{at_line()}send_tokens: grouped matmuls read {held}, whose numbers of experts"
             " differ. Send the tokens of each mixture by itself."
         )
+    (experts,) = counts
     if traced.out_shapes == [seen]:
-        if (mixing := mixing_op(traced.gm, tokens)) is not None:
+        of_tokens = 1 + sum(isinstance(t, Tensor) for t in others)
+        if (mixing := mixing_op(traced.gm, tokens, of_tokens)) is not None:
             at = mixing.meta.get("source") or "an unknown line"
             _refuse_mixed(f"by {mixing.target} at {at}")
-        if (off := mixed_by(traced, tokens, x.shape, traced_with)) is not None:
+        trial = TokenTrial(tokens, x.shape, of_tokens, experts)
+        if (off := mixed_by(traced, trial, traced_with)) is not None:
             _refuse_mixed(
                 "or on its place: on a few drawn tokens, two parts of them alone give other"
                 f" results than among all, off by {off:.1g} of the largest"
             )
-    return counts.pop(), set(shapes), eps_of(traced.gm)
+    return experts, set(shapes), eps_of(traced.gm)
 
 
 def _refuse_mixed(how: str) -> None:
     raise SpecError(
         f"{at_line()}send_tokens: a token's result depends on other tokens, {how}. Each rank runs"
         " the layer on its own tokens, so its numbers would not be one device's. Let the layer"
-        " treat each token by itself and keep losses, statistics and random draws outside, or leave"
-        " it out of send_tokens: its experts are then planned as any other weights."
+        " treat each token by itself and keep losses, statistics and random draws outside (what is"
+        " computed there for each token may be given beside the tokens), or leave it out of"
+        " send_tokens: its experts are then planned as any other weights."
     )
 
 
@@ -309,6 +352,18 @@ def _prime_above(n: int) -> int:
     return next(
         p for p in itertools.count(max(n, 1) + 1) if all(p % d for d in range(2, math.isqrt(p) + 1))
     )
+
+
+def _beside_of(shape: Sequence[int], own: Sequence[int], x: Sequence[int]) -> list[int]:
+    """The shape that a tensor of shape ``own`` beside tokens of shape ``x`` has beside tokens of
+    ``shape``: it has their dim 0, and those of their other dims but the last that it starts with.
+
+    >>> _beside_of((5, 3, 8), (2, 7, 4), (2, 7, 8)), _beside_of((5, 3, 8), (2, 1, 7), (2, 7, 8))
+    ([5, 3, 4], [5, 1, 7])
+    """
+    dims = max(len(x) - 1, 1)
+    same = next((i for i in range(dims) if i == len(own) or own[i] != x[i]), dims)
+    return [*shape[:same], *own[same:]]
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

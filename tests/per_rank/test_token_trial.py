@@ -151,5 +151,8 @@ def test_an_equal_program_that_captures_other_values_is_tried_again(monkeypatch)
     monkeypatch.setattr(token_trial, "_known", {})
     monkeypatch.setattr(token_trial, "_tried", lambda *_: next(verdicts))
     layers: list[Any] = [SimpleNamespace(gm=gm, constants=[x]) for x in torch.eye(2)]
-    found = [token_trial.mixed_by(layer, 4, (4, 2), lambda shape: layers[0]) for layer in layers]
+    found = [
+        token_trial.mixed_by(layer, token_trial.TokenTrial(4, (4, 2)), lambda shape: layers[0])
+        for layer in layers
+    ]
     assert found == [None, 0.5]
