@@ -59,9 +59,10 @@ def check_pipeline(
         )
     if rng:
         raise InputError(
-            "rng=True and pipeline=: all microbatches of a step would draw from its one key, the"
-            f" same numbers. Pass keys = ftp.random.split(key, {pipeline.microbatches}) as a batch"
-            " argument of spec P(), of which each microbatch has a row: fn(params, x, rng=keys[0])."
+            "rng=True and pipeline= in spmd: all microbatches of a step would draw from its one"
+            f" key, the same numbers. Pass keys = ftp.random.split(key, {pipeline.microbatches}) as"
+            " a batch argument of spec P(), of which each microbatch has a row: fn(params, x,"
+            " rng=keys[0])."
         )
     if options.donate and not updates:
         raise InputError(

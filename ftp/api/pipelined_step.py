@@ -25,6 +25,8 @@ from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
 from ftp.pipeline.value_stages import with_constant_seeds
 from ftp.planning.planner import Watch
+from ftp.random.distributions import is_key
+from ftp.random.distributions import split as split_key
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import plan_stages, within_stage
@@ -36,17 +38,32 @@ from ftp.tracing.trace import Traced
 
 
 class PipelinedStep(Step):
-    """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
+    """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it.
 
-    def __init__(self, definition: Definition, pipeline: Pipeline):
+    Args:
+        takes_key: the last argument is a random key, of which each microbatch gets one of its own.
+    """
+
+    def __init__(self, definition: Definition, pipeline: Pipeline, *, takes_key: bool = False):
         super().__init__(definition)
-        self._pipeline = pipeline
+        self._pipeline, self._takes_key = pipeline, takes_key
+
+    def __call__(self, *args: Any, **unexpected: Any) -> Any:
+        return super().__call__(*self._with_keys(args), **unexpected)
 
     def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
         """The pipeline's programs for these arguments (real, fake or meta), without running them or
         talking to other ranks.
         """
-        return LoweredPipeline(self._known(*args).program)  # type: ignore[arg-type]
+        return LoweredPipeline(self._known(*self._with_keys(args)).program)  # type: ignore[arg-type]
+
+    def _with_keys(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with a row of keys in place of the key. What is no key stays: all ranks
+        learn of the error where arguments are checked.
+        """
+        if not (self._takes_key and args and is_key(args[-1])):
+            return args
+        return (*args[:-1], split_key(args[-1], self._pipeline.microbatches))
 
     @collection_paused()
     def _build(

@@ -1,6 +1,7 @@
 """shard() and spmd(): from a pure function, a mesh and specs to a step function."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
-from ftp.random.distributions import check_key
+from ftp.random.distributions import check_key, is_key
 from ftp.random.draws import keyed
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -112,7 +113,8 @@ def shard(
             sums, of activations and of the loss, keep their dtype.
         rng: the step takes one more argument, the last, ``ftp.random.key(...)``. torch's random
             functions in the function, and models that are given no key of their own, draw from it:
-            the same numbers on any mesh.
+            the same numbers on any mesh. With a pipeline of ``n`` microbatches the i-th one draws
+            from ``ftp.random.split(key, n)[i]``.
         dynamic_shapes: the dims of the batch that change size, as torch.export takes them:
             ``{1: torch.export.Dim("S", max=8192)}``, a prefix tree of the tuple of batch
             arguments. The step is traced once for all their sizes (see docs/shapes.md).
@@ -134,10 +136,12 @@ def shard(
     options = Options.among(locals())
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
     loss_fn = keyed(loss_fn) if rng else loss_fn
+    loss_fn = _with_row(loss_fn) if rng and pipeline is not None else loss_fn
     names = argument_names(loss_fn)
 
     def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        (params, *batch), of_key = _before_key(args) if rng else (args, [])
+        in_rows = pipeline is not None
+        (params, *batch), of_key = _before_key(args, in_rows=in_rows) if rng else (args, [])
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
         if sums := [spec for spec in given if spec.unreduced]:
             raise SpecError(
@@ -164,10 +168,9 @@ def shard(
             )
         from ftp.api.pipelined_step import PipelinedStep
 
-        check_pipeline(pipeline, m, options, rng=rng)
-        return PipelinedStep(
-            Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
-        )
+        check_pipeline(pipeline, m, options)
+        definition = Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options)
+        return PipelinedStep(definition, pipeline, takes_key=rng)
     if has_stages(specs):
         raise SpecError(
             "specs give stages of a pipeline, and there is none. Pass pipeline=, the one whose"
@@ -306,11 +309,28 @@ def lower(
     return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
 
 
-def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
-    """The arguments before the key, and the key's spec, P()."""
+def _before_key(
+    args: tuple[Any, ...], *, in_rows: bool = False
+) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
+    """The arguments before the key, and the key's spec, P().
+
+    Args:
+        in_rows: the last argument is a row of keys for each microbatch.
+    """
     given, key = args[:-1], args[-1] if args else torch.empty(0)
-    check_key(key, "The step's last argument, as rng=True,")
+    if not (in_rows and isinstance(key, torch.Tensor) and key.ndim == 2 and is_key(key[0])):
+        check_key(key, "The step's last argument, as rng=True,")
     return given, [PartitionSpec()]
+
+
+def _with_row(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a key, last, as one of a microbatch's rows of keys: one."""
+
+    @wraps(fn)
+    def with_row(*args: Any) -> Any:
+        return fn(*args[:-1], args[-1][0])
+
+    return with_row
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

@@ -9,6 +9,7 @@ are plain tensor code around two ops, and run eagerly, sharded, compiled and und
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,13 +77,18 @@ def fold_in(key: Tensor, i: int | Tensor) -> Tensor:
     return _keys(key, torch.full((), KEYS + _FOLDS + i, dtype=torch.int64, device=key.device))
 
 
+def is_key(key: Any) -> bool:
+    """Whether a value has the form of a key."""
+    return isinstance(key, Tensor) and key.dtype is torch.int64 and tuple(key.shape) == (2,)
+
+
 def check_key(key: Tensor, name: str) -> None:
     """Check that an argument is a key.
 
     Raises:
         InputError: it is no key; the message names ``name``, the function or argument.
     """
-    if isinstance(key, Tensor) and key.dtype is torch.int64 and tuple(key.shape) == (2,):
+    if is_key(key):
         return
     given, several = kind_of(key), ""
     if isinstance(key, Tensor):

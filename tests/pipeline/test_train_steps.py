@@ -17,6 +17,7 @@ from ftp.api import pipelined_step, pipelined_train_step
 from ftp.errors import CertificateError, InputError, TraceError
 from ftp.pipeline.train_step import cut_at_means
 from ftp.pipeline.value_stages import with_constant_seeds
+from ftp.random.draws import keyed
 from tests.pipeline.test_steps import zero_with_tp
 from tests.support.staged_models import Model, plan_of
 
@@ -120,6 +121,36 @@ def test_twenty_steps_with_dropout():
     same = (batches[0][0], batches[0][1].flip(0))
     losses = [one_device(params, opt.init(params), *b)[2] for b in (batches[0], same)]
     assert not torch.equal(*losses)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_each_microbatch_draws_from_its_part_of_the_key(schedule):
+    """``rng=True``: the model, and random functions beside it, on any mesh."""
+    fn, params = ftp.functionalize(Dropped().double().train())
+    pipe = ftp.Pipeline("pp", 4, schedule)
+
+    def loss(params, tokens):
+        logits = fn(params, tokens[:, :-1])
+        noisy = logits + 0.1 * torch.randn(logits.shape, dtype=logits.dtype)
+        return F.cross_entropy(noisy.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def with_rows(params, tokens, keys):
+        return keyed(loss)(params, tokens, keys[0])
+
+    one_device: Any = ftp.optim.accumulate(torch.func.grad_and_value(with_rows), 4)
+    tokens = torch.randint(11, (8, 6))
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe, rng=True, certify=True)
+    losses = []
+    for seed in range(2):
+        key = ftp.random.key(seed)
+        due, due_loss = one_device(params, tokens, ftp.random.split(key, 4))
+        found = step(params, tokens, key)
+        torch.testing.assert_close(found, (due_loss, due), rtol=1e-12, atol=1e-12)
+        losses.append(due_loss)
+    assert not torch.equal(*losses)
+    assert step.lower(params, tokens, key).memory > 0
 
 
 def test_arguments_that_are_no_batch():
@@ -260,9 +291,11 @@ def test_errors():
     refused(ftp.optim.accumulate(gradients, 2), InputError, "returns gradients alone", *batch)
     odd = model.batch(3)
     refused(grad, InputError, "do not divide into 2 microbatches", *odd)
-    for make in (ftp.shard, ftp.spmd):
-        with pytest.raises(InputError, match="all microbatches of a step would draw"):
-            make(grad, mesh, specs, pipeline=PIPE, rng=True)
+    with pytest.raises(InputError, match="all microbatches of a step would draw"):
+        ftp.spmd(grad, mesh, specs, pipeline=PIPE, rng=True)
+    draws = ftp.shard(model.loss, mesh, specs, pipeline=PIPE, rng=True)
+    with pytest.raises(InputError, match="takes a key"):
+        draws(params, *batch, torch.ones(2))
 
 
 def filled_with_two(gm):
