@@ -36,7 +36,7 @@ step() {
 
 # tests WHAT IF_IT_FAILS SELECTION: some of tests/runtime/test_cuda.py
 tests() {
-    step "$1" "$2" "$python" -m pytest tests/runtime/test_cuda.py -q -rs -p no:cacheprovider -k "$3"
+    step "$1" "$2" "$python" -m pytest tests/runtime/test_cuda.py tests/runtime/test_cuda_programs.py -q -rs -p no:cacheprovider -k "$3"
 }
 
 versions='

@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[dict[str, int], int, int]] = {
         4,
         2048,
     ),  # config, batch, tokens of a sequence
+    "400m": ({"vocab": 32768, "dim": 2048, "layers": 6, "heads": 16, "hidden": 5632}, 4, 2048),
     "tiny": ({"vocab": 64, "dim": 32, "layers": 1, "heads": 2, "hidden": 48}, 2, 16),
 }
 # Of one process; the first compiled one of plain torch is what the others are compared with.
@@ -201,7 +202,8 @@ def _of_ftp(
     constraints = (
         models.sequence_parallel() if case.get("sequence") or options.get("async_tp") else None
     )
-    fn, full = ftp.functionalize(_model(config, dtype, case["device"]), constraints=constraints)
+    model = _model(config, dtype, case["device"])
+    fn, full = ftp.functionalize(model, constraints=constraints)
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=LR, fused=True)
     specs = ftp.plan(full, models.specs(models.cuts(cfg), tp="tp"))
     of_state = opt.specs(full, specs)
@@ -210,6 +212,8 @@ def _of_ftp(
         ftp.device_put(opt.init(full), mesh, of_state),
     )
     del full
+    for own in model.parameters():  # fn keeps the model, whose parameters no step reads
+        own.data = own.data.new_empty(0)
     placed = [ftp.device_put(pair, mesh, P()) for pair in data]
     step = ftp.spmd(
         _train_step(fn, opt),
@@ -443,7 +447,8 @@ def main() -> None:
     shown = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     record.show(shown, [c for c in COLUMNS if any(row.get(c, "") != "" for row in shown)])
     if args.json:
-        record.save("gpu", {"model": args.model, "device": args.device, "rows": rows})
+        name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        record.save("gpu", {"model": args.model, "device": name, "rows": rows})
     misses = [
         f"{row['peer']} misses: {bar}" for row in rows if row["ranks"] == 1 for bar in missed(row)
     ]

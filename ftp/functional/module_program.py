@@ -120,7 +120,13 @@ def snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> ModuleS
         for name, value in module.__dict__.items()
     }
     attributes["_compiled_call_impl"] = None
+    if isinstance(module, nn.RNNBase):  # packs its weights in place, on a GPU
+        attributes["flatten_parameters"] = _leave_parameters
     return ModuleState(path, module, attributes)
+
+
+def _leave_parameters() -> None:
+    pass
 
 
 @contextmanager

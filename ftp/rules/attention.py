@@ -105,7 +105,10 @@ def of_gpu(op: Any, causal: int, tensors: tuple[int, ...], is_padded: bool = Fal
     def maker(call: Call) -> Rule:
         at = int(len(tensors) > 3)
         out, lse = call.operands[4:6] if at else call.results[:2]
-        if is_padded and (call.arg("attn_bias") is not None or lse.shape != out.shape[:3]):
+        is_biased = any(a.name == "attn_bias" for a in call.target._schema.arguments) and (
+            call.arg("attn_bias") is not None
+        )
+        if is_biased or (is_padded and lse.shape != out.shape[:3]):
             return _by_heads(call, BACKWARD if at else FORWARD, at)
         return _of_gpu(call, causal, tensors)
 
@@ -121,6 +124,8 @@ of_gpu(
     (0, 1, 2, 3, 5, 6),
     is_padded=True,
 )
+of_gpu(aten._scaled_dot_product_cudnn_attention.default, 6, (0, 1, 2))
+of_gpu(aten._scaled_dot_product_cudnn_attention_backward.default, 14, (0, 1, 2, 3, 4, 5))
 
 
 def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
@@ -133,11 +138,12 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
     at = 0 if len(tensors) == 3 else 1
     heads = factors_of_heads(call, at)
     out, q, over_queries = dims_of(OUT, heads), dims_of(Q, heads), pending_over_queries(heads)
+    lse = dims_of(LSE, heads) + ((),) * _has_column(call)
     operands: tuple[Dims, ...] = (q, dims_of(K), dims_of(V))
-    results: tuple[Dims, ...] = (out, dims_of(LSE, heads))
+    results: tuple[Dims, ...] = (out, lse)
     pending: tuple[Any, ...] = ((), ())
     if at:
-        operands, results = (out, *operands, out, dims_of(LSE, heads)), operands
+        operands, results = (out, *operands, out, lse), operands
         pending = (), over_queries, over_queries
 
     def own(metas: Sequence[Meta], lead: str) -> tuple[Dims, ...]:
@@ -161,6 +167,14 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
     return Rule(notation, ((0,),) if at else (), local, *rest)
 
 
+def _has_column(call: Call) -> bool:
+    """Whether log-sum-exps have a dim of one element behind those of ftp's op, as cuDNN's have."""
+    return call.target in (
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    )
+
+
 def _by_position(
     call: Call, at: int, causal: int, tensors: Sequence[int] | None = None
 ) -> LocalHook:
@@ -174,6 +188,7 @@ def _by_position(
     """
     places = range(6 if at else 3) if tensors is None else tensors
     own = 3 if at else 2  # results of every kernel
+    has_column = _has_column(call)
     # Memory-efficient attention pads log-sum-exps; ftp's op does not.
     is_padded = call.target in (
         aten._scaled_dot_product_efficient_attention.default,
@@ -185,25 +200,35 @@ def _by_position(
         if len(call.results) == own:
             return made
         first = made if isinstance(made, tuple) else tuple(op.item(made, i) for i in range(own))
+        if has_column and not at and not isinstance(made, tuple):
+            first = first[0], op.emit(aten.unsqueeze.default, first[1], -1)
         more = [
             op.emit(aten.zeros.default, list(meta.shape), dtype=meta.dtype)
             for meta in (call.results[own:] if not at else ())
         ]
         return (*first, *more) if more else (*first, *[None] * (len(call.results) - own))
 
+    def in_rows(op: LocalOp, given: list[Any]) -> list[Any]:
+        """The operands of ftp's op: a backward pass is given log-sum-exps last."""
+        if not (has_column and at):
+            return given
+        return [*given[:-1], op.emit(aten.squeeze.dim, given[-1], -1)]
+
     def local(op: LocalOp) -> Any:
         given = [op.args[i] for i in places]
         is_causal = bool(len(op.args) > causal and op.args[causal])
         if op.is_cut("t"):
-            return filled(op, _ring(op, given, is_causal))
+            return filled(op, _ring(op, in_rows(op, given), is_causal))
         shapes = [op.operand_shape(i) for i in range(len(places))]
         if op.is_cut() and any(math.prod(s) == 0 for s in shapes):
             return filled(op, tuple(zeros(op, i) for i in range(own)))
         if not (op.is_cut("s") and (is_causal or is_padded)):
             if op.target is aten._scaled_dot_product_flash_attention_backward.default:
                 return op.default(*op.args[:8], shapes[1][2], shapes[2][2])  # local lengths
+            if op.target is aten._scaled_dot_product_cudnn_attention_backward.default:
+                return op.default(*op.args[:11], shapes[1][2], shapes[2][2])
             return op.default()
-        part = PART_BACKWARD if at else PART
+        part, given = PART_BACKWARD if at else PART, in_rows(op, given)
         return filled(op, op.emit(part, *given, op.part("s"), [], is_causal, **op.kwargs))
 
     return local
@@ -314,12 +339,3 @@ def _by_heads(call: Call, text: str, query: int) -> Rule:
         ((),) * len(call.results),
     )
     return Rule(notation, ((0,),) if query else (), decompose=False)
-
-
-def by_heads(op: Any, text: str, query: int) -> None:
-    """Register the rule of a kernel that is cut over batch and heads alone, see `_by_heads`."""
-    register((op,), lambda call: _by_heads(call, text, query))
-
-
-by_heads(aten._scaled_dot_product_cudnn_attention.default, FORWARD, 0)
-by_heads(aten._scaled_dot_product_cudnn_attention_backward.default, BACKWARD, 1)

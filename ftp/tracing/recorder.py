@@ -336,9 +336,11 @@ def _has_guard(device_type: str) -> bool:
 
 def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The graph of a function on fake tensors, under their mode."""
+    # Autograd has a thread for each GPU, which sees neither the user's frames nor what is set here.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
     try:
         # Lazy: most graphs are read and never called, and generating their code takes time.
-        with _use_lazy_graph_module(True), _without_log():
+        with one_thread, _use_lazy_graph_module(True), _without_log():
             return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(
                 *inputs
             )

@@ -22,6 +22,7 @@ from ftp.axis import is_inside
 from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
+from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor
 from ftp.tracing.addresses import Addresses
@@ -30,6 +31,8 @@ from ftp.tracing.index_ranges import index_range
 from ftp.tracing.narrow import narrow
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
+
+aten = torch.ops.aten
 
 
 class unchecked(ModeOfBlocks):
@@ -415,6 +418,19 @@ def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
     return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
 
 
+def _step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """A recurrent network in products and pointwise functions, also where cuDNN would take it
+    whole.
+    """
+
+    def fn(*args: Any) -> Any:
+        if args[0].device.type == "cpu" or isinstance(args[3], list | tuple):  # or packed rows
+            return network(*args)
+        return op.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
+
+    return fn
+
+
 def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
 
@@ -450,6 +466,10 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.istft: _istft,
     Tensor.istft: _istft,
     torch.stft: _stft,
+    torch.lstm: _step_by_step(torch.lstm, aten.lstm.input),
+    torch.gru: _step_by_step(torch.gru, aten.gru.input),
+    torch.rnn_tanh: _step_by_step(torch.rnn_tanh, aten.rnn_tanh.input),
+    torch.rnn_relu: _step_by_step(torch.rnn_relu, aten.rnn_relu.input),
     Tensor.stft: _stft,
     Tensor.polygamma_: _in_place(
         lambda input, n: torch.polygamma(n, input.clone())

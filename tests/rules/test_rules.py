@@ -350,7 +350,7 @@ def _metas(tree: Any) -> Any:
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_attention_kernels_of_other_devices_are_cut_by_batch_and_heads(kind: str):
     """And by queries, where the op of parts can stand in."""
-    cut = {"b", "h"} if kind == "cudnn" else {"b", "h", "s"}
+    cut = {"b", "h", "s"}
     forward = getattr(aten, f"_scaled_dot_product_{kind}_attention").default
     backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
     with FakeTensorMode():

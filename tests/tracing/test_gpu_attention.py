@@ -52,11 +52,24 @@ def efficient_backward(
     return *CPU_BACKWARD(grad, q, k, v, out, lse, dropout, is_causal, **mask), None
 
 
+def cudnn(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    assert bias is None and compute_lse
+    out, lse = CPU(q, k, v, dropout_p, is_causal, scale=scale)
+    seed, offset = torch.zeros([], dtype=torch.int64), torch.zeros([], dtype=torch.int64)
+    return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], seed, offset, None
+
+
+def cudnn_backward(grad, q, k, v, out, lse, *rest, scale=None):
+    *_, queries, keys, dropout, is_causal = rest
+    assert (queries, keys) == (q.shape[2], k.shape[2]) and lse.shape[3] == 1
+    return CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), dropout, is_causal, scale=scale)
+
+
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[None]:
     """The GPU's ops on a CPU."""
     library = torch.library.Library("aten", "IMPL")
-    for kernel in (flash, flash_backward, efficient, efficient_backward):
+    for kernel in (flash, flash_backward, efficient, efficient_backward, cudnn, cudnn_backward):
         kind, _, way = kernel.__name__.partition("_")
         name = f"_scaled_dot_product_{kind}_attention{'_' * bool(way)}{way}"
         library.impl(name, kernel, "CPU")
@@ -140,6 +153,14 @@ def chain(kind, is_causal):
             return out, *aten._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, lse, *sizes, 0.0, is_causal, seed, unused
             )
+        if kind == "cudnn":
+            out, lse, *rest = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, is_causal
+            )
+            *sizes, seed, offset, _ = rest
+            return out, *aten._scaled_dot_product_cudnn_attention_backward(
+                grad, q, k, v, out, lse, seed, offset, None, *sizes, 0.0, is_causal
+            )
         out, lse, *rest = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, is_causal
         )
@@ -151,7 +172,7 @@ def chain(kind, is_causal):
     return fn
 
 
-@pytest.mark.parametrize("kind", ["flash", "efficient"])
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_queries_and_heads_of_a_gpu_are_cut(kind, is_causal, kernels):
     cuts = [((3,), P(None, None, "a")), ((2, 2), P("b", None, "a")), ((3,), P(None, "a"))]
@@ -167,15 +188,15 @@ def test_queries_and_heads_of_a_gpu_are_cut(kind, is_causal, kernels):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["flash", "efficient"])
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("is_ring", [True, False])
 def test_tiles_are_computed_by_a_gpu_s_kernels(kind, is_ring, kernels, monkeypatch):
     """With its log-sum-exps: causal queries beside gathered keys, and in a ring."""
-    taken = Counter()
+    taken, of_tiles = Counter(), "flash" if kind == "cudnn" else kind
 
     def kernel_of(q, v, has_mask):
-        taken[kind] += 1
-        return kind
+        taken[of_tiles] += 1
+        return of_tiles
 
     monkeypatch.setattr(tile_kernels, "kernel_of", kernel_of)
     args = [torch.randn(2, 4, 64, 8, dtype=torch.float64) for _ in range(4)]
@@ -191,7 +212,7 @@ def test_tiles_are_computed_by_a_gpu_s_kernels(kind, is_ring, kernels, monkeypat
     assert moved == ({"ring"} if is_ring else {"all_gather", "reduce_scatter"})
     for one, other in zip(step(*args), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-    assert taken[kind] > 6
+    assert taken[of_tiles] > 6
 
 
 class Seen(TorchDispatchMode):
