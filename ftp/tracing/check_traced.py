@@ -14,6 +14,7 @@ from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.selected import Selected
+from ftp.tracing.selected_behind_one import BehindOne
 
 
 def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -45,7 +46,7 @@ def check_results(leaves: Sequence[Any], out: Any) -> None:
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:
     """The reasons why a leaf cannot be a static value; none if it can."""
-    if isinstance(leaf, Selected):
+    if isinstance(leaf, Selected | BehindOne):
         return [leaf.refused_as(name)]
     if isinstance(leaf, torch.nn.Module):
         return [

@@ -112,7 +112,7 @@ def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
     return of
 
 
-def _taken(group: Selections, x: Any, key: Any) -> Any:
+def taken(group: Selections, x: Any, key: Any) -> Any:
     """``x[mask][key]`` at plain indices, as those of ``torch.unique(return_inverse=True)``."""
     is_index = isinstance(key, Tensor) and key.dtype in (torch.int64, torch.int32)
     if not is_index or not isinstance(x, Selected) or not x.rows.shape[0]:
@@ -127,7 +127,7 @@ def _index_select(group: Selections, x: Any, dim: int, index: Any) -> Any:
     if dim % x.ndim:
         return None
     if isinstance(x, Selected):
-        return _taken(group, x, index)
+        return taken(group, x, index)
     return apply(Tensor.__getitem__, (x, index), {})
 
 
@@ -169,7 +169,6 @@ def _recurrent(name: str) -> Callable[..., Any]:
 
 OF_ALL_ROWS.update(
     {
-        "__getitem__": _taken,
         "_pad_packed_sequence": _padded,
         **dict.fromkeys(("view", "reshape"), _rows_of_elements),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

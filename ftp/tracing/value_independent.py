@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import ftp.tracing.selected_behind_one
 import ftp.tracing.selected_features
-import ftp.tracing.selected_places
-import ftp.tracing.selected_reductions  # noqa: F401  (they fill the tables of selected rows)
+import ftp.tracing.selected_places  # noqa: F401  (they fill the tables of selected rows)
 from ftp import static
 from ftp.axis import is_inside
 from ftp.functional.remat import ModeOfBlocks

@@ -51,6 +51,20 @@ def _experts(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return out.square().sum()
 
 
+def _experts_of_mixtral(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """The loop of transformers 4, whose tokens are read behind a dim of size one."""
+    tokens = x.flatten(0, 1)
+    weights, experts = (tokens @ w).softmax(-1).topk(2, -1)
+    out, mask = torch.zeros_like(tokens), F.one_hot(experts, num_classes=6).permute(2, 1, 0)
+    for e in range(6):
+        at, token = torch.where(mask[e])
+        read = tokens[None, token]
+        forms = (read.reshape(-1, 6), read.view(-1, 6), read.squeeze(0), read.flatten(0, 1))
+        h = F.silu(forms[e % 4] @ w[:, e : e + 2]) @ w[e : e + 2] * weights[token, at, None]
+        out.index_add_(0, token, h.to(read.dtype) + 0 * read[0])
+    return out.square().sum()
+
+
 def _logs_at_places(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     y = (x @ w).flatten()
     (at,) = torch.where(y > 0)
@@ -209,6 +223,7 @@ PROGRAMS = [
     _losses,
     _written_back,
     _experts,
+    _experts_of_mixtral,
     _embedded,
     _logs_at_places,
     _by_dtype,
@@ -289,6 +304,11 @@ def _put(w, x, ids, value):
     return out.sum()
 
 
+def _behind_one(w, x):
+    y = x.flatten(0, 1) @ w
+    return y[None, torch.where(y[:, 0] > 0)[0]]
+
+
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "the number of selected rows": _count,
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
@@ -315,8 +335,21 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "add_": lambda w, x, ids: (x @ w).sum() + torch.where(ids > 0)[0].add_(1).sum(),
     "nonzero": lambda w, x, ids: (x @ w).sum() + len((ids > 0).nonzero()),
     "topk": lambda w, x, ids: (x @ w)[ids >= 0].topk(2, 0).values.sum(),
+    "__getitem__": lambda w, x, ids: _behind_one(w, x)[0, 1].sum(),
+    "squeeze": lambda w, x, ids: _behind_one(w, x).squeeze(1).sum(),
+    "square": lambda w, x, ids: _behind_one(w, x).square().sum(),
+    "mul": lambda w, x, ids: (_behind_one(w, x) * 2).sum(),
+    "sin": lambda w, x, ids: torch.sin(_behind_one(w, x)).sum(),
+    "flatten": lambda w, x, ids: _behind_one(w, x).flatten().sum(),
+    "rmul": lambda w, x, ids: (2 * _behind_one(w, x)).sum(),
     "gather": lambda w, x, ids: (x @ w)[ids >= 0].gather(0, ids[ids >= 0][:, None]).sum(),
 }
+
+
+def test_rows_behind_a_dim_of_one_are_no_result():
+    step = ftp.spmd(_behind_one, ftp.simulated_mesh((2,), ("dp",)), (P(), P("dp")))
+    with pytest.raises(TraceError, match="the result gives a shape that depends on values"):
+        step(W, X)
 
 
 @pytest.mark.parametrize("what", REFUSED)
