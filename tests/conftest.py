@@ -5,12 +5,13 @@
 - A test's values depend neither on the tests before it nor on the process that runs it: torch's
   random numbers come from a seed of its own, hypothesis draws the same examples each time.
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
-- What is imported and collected is taken out of the garbage collector's sight, which saves a
-  twentieth of the time.
+- The garbage collector looks at young objects seldom, and at all of them after every fiftieth
+  test.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
 
 import gc
+import itertools
 import os
 import tempfile
 import zlib
@@ -34,7 +35,15 @@ def seed_of_this_test(request: Any) -> None:
 
 def pytest_collection_finish(session: Any) -> None:
     gc.collect()
-    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+_since_collection = itertools.count(1)
+
+
+def pytest_runtest_teardown() -> None:
+    if next(_since_collection) % 50 == 0:
+        gc.collect()
 
 
 def pytest_addoption(parser: Any) -> None:

@@ -1,8 +1,8 @@
-"""Property tests of few examples by default, and of many among the slow tests."""
+"""Tests of few examples or cases by default, and of many among the slow tests."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -39,3 +39,15 @@ def few_or_many(
         return test
 
     return decorate
+
+
+def slow_unless(kept: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
+    """A test's parameters, of which those that are not ``kept`` run among the slow tests.
+
+    >>> [getattr(case, "marks", "by default") for case in slow_unless(lambda n: n < 2, [1])]
+    ['by default']
+    """
+    rows = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [
+        case if kept(*row) else pytest.param(*row, marks=pytest.mark.slow) for case, row in rows
+    ]

@@ -74,7 +74,8 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._reshape_alias.default: "its sizes and strides are not checked",
 }
 LARGEST = 600  # elements of a call's operands together
-SECONDS = 60  # for one op
+SECONDS = 60  # for one child
+TOGETHER = 20  # ops that one child proves
 FORMS = 3  # calls of one op that differ in shapes or arguments
 
 Call = tuple[list[Any], dict[str, Any]]
@@ -305,14 +306,11 @@ class Proof:
 
 def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
     """In child processes, as kernels crash and hang on shards that make no sense."""
-    draws = 0 if op in ELSEWHERE or op in NOT_DRAWN else draws
+    draws = _draws(op, draws)
     _warm()
 
     def work(count: int) -> list[Any]:
-        return [
-            *prove_op(op, calls, pairs=False),
-            *prove_op(op, drawn(op, count) if count else [], pairs=False, made_up=True),
-        ]
+        return _proof(op, calls, count)
 
     limits = {"cpu_seconds": SECONDS, "seconds": 3 * SECONDS}
     answer = apart(lambda: work(draws), **limits)
@@ -324,6 +322,41 @@ def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
         )  # the op by itself, uncut, does not survive what was drawn
     if isinstance(answer, Ended):
         return Proof(failure=answer.how)
+    return _proof_of(answer)
+
+
+def prove_each_apart(
+    ops: Sequence[OpOverload], calls: Mapping[OpOverload, Sequence[Any]], draws: int
+) -> dict[OpOverload, Proof]:
+    """As `prove_apart`, many ops in a child; where it does not survive, each has its own."""
+    _warm()
+    proofs: dict[OpOverload, Proof] = {}
+    for start in range(0, len(ops), TOGETHER):
+        some = ops[start : start + TOGETHER]
+        answers = apart(
+            lambda some=some: [_proof(op, calls.get(op, []), _draws(op, draws)) for op in some],
+            cpu_seconds=SECONDS,
+            seconds=3 * SECONDS,
+        )
+        if isinstance(answers, Ended):
+            proofs |= {op: prove_apart(op, calls.get(op, []), draws) for op in some}
+        else:
+            proofs |= zip(some, map(_proof_of, answers), strict=True)
+    return proofs
+
+
+def _draws(op: OpOverload, draws: int) -> int:
+    return 0 if op in ELSEWHERE or op in NOT_DRAWN else draws
+
+
+def _proof(op: OpOverload, calls: Sequence[Any], draws: int) -> list[Any]:
+    return [
+        *prove_op(op, calls, pairs=False),
+        *prove_op(op, drawn(op, draws) if draws else [], pairs=False, made_up=True),
+    ]
+
+
+def _proof_of(answer: list[Any]) -> Proof:
     strategies, database, failure, more, cases, wrong = answer
     return Proof(strategies + more, cases, database, failure or wrong)
 

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rounding import room
 from torch import Tensor
@@ -68,14 +69,24 @@ class Outcome:
 def database() -> dict[str, Any]:
     """PyTorch's operator database, by name.
 
-    Its samples do not look for a `TestCase` that draws them: that walks the stack for each of them,
-    and reads source files to do so.
+    Its samples do not look for a `TestCase` that draws them, and seed the CPU's generators alone:
+    both would walk the stack for each of them, and read source files to do so.
     """
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
 
     common_utils.extract_test_fn = lambda: None
+    common_utils.set_rng_seed = _seed
     return {f"{o.name}.{o.variant_test_name}" if o.variant_test_name else o.name: o for o in op_db}
+
+
+def _seed(seed: int | None = None) -> None:
+    from torch.testing._internal import common_utils
+
+    seed = common_utils.SEED if seed is None else seed
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def op_names() -> list[str]:

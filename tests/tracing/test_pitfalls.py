@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from plan_reshards import unbucketed
 from torch import Tensor
@@ -17,15 +17,8 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 
-MESHES = {"2": ((2,), ("x",)), "3": ((3,), ("x",)), "2x2": ((2, 2), ("x", "y"))}
-SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
-FEW = settings(
-    max_examples=4,
-    derandomize=True,
-    database=None,
-    print_blob=False,
-    suppress_health_check=SLOW,
-)
+# The simplest case of a property cuts the first dim of each tensor over the first of these.
+MESHES = {"3": ((3,), ("x",)), "2x2": ((2, 2), ("x", "y")), "2": ((2,), ("x",))}
 
 
 def x(*shape: int, seed: int = 0) -> Tensor:
@@ -531,8 +524,8 @@ def layouts(draw: st.DrawFn, ndims: Sequence[int]) -> tuple[str, tuple[P, ...]]:
     for ndim in ndims:
         entries: list[tuple[str, ...]] = [()] * ndim
         for axis in draw(st.permutations(MESHES[mesh][1])):
-            at = draw(st.integers(-1, ndim - 1))
-            if at >= 0:
+            at = draw(st.integers(0, ndim))
+            if at < ndim:
                 entries[at] = (*entries[at], axis)
         specs.append(P(*(e or None for e in entries)))
     return mesh, tuple(specs)
@@ -592,29 +585,10 @@ BETA = pytest.mark.filterwarnings("ignore:index_reduce")
 
 @BETA
 @pytest.mark.parametrize("name", PITFALLS)
-def test_pitfall(name: str):
+@few_or_many(st.data(), few=2, many=60)
+def test_pitfall(name: str, data: st.DataObject):
     fn, arguments = PITFALLS[name]
-
-    @FEW
-    @given(layouts([t.ndim for t in arguments]))
-    def holds(layout: tuple[str, tuple[P, ...]]) -> None:
-        check(fn, arguments, *layout)
-
-    holds()
-
-
-@BETA
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PITFALLS)
-def test_pitfall_over_many_layouts(name: str):
-    fn, arguments = PITFALLS[name]
-
-    @settings(FEW, max_examples=60, derandomize=False)
-    @given(layouts([t.ndim for t in arguments]))
-    def holds(layout: tuple[str, tuple[P, ...]]) -> None:
-        check(fn, arguments, *layout)
-
-    holds()
+    check(fn, arguments, *data.draw(layouts([t.ndim for t in arguments])))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
