@@ -43,6 +43,8 @@ def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
             return site.contiguous(
                 _resharded(_reduce_scatter, site, x, here, there, None, site.cut(reshard.dst))
             )
+        case "all_to_all" if reshard.src.dim == reshard.dst.dim:
+            return site.contiguous(_exchange_parts(site, x, here, there))
         case "all_to_all":
             return site.contiguous(
                 _resharded(
@@ -273,3 +275,20 @@ def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> 
     full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
     whole = _resharded(_all_gather, site, x, here, full, src)
     return _resharded(_slice, site, whole, full, there, None, dst)
+
+
+def _exchange_parts(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
+    """From a cut of a dim to a cut within each of its parts, or back: an all-to-all of pieces."""
+    reshard, d = site.reshard, site.reshard.src.dim
+    assert reshard.parts is not None
+    (outer, parts, rest), n = reshard.parts, reshard.n
+    to_parts = reshard.src.outer == outer
+    src, dst = (
+        CutDim(at, 1, n, 1, 1, 1) for at in ((d + 1, d + 3) if to_parts else (d + 3, d + 1))
+    )
+    seen = [outer, 1, parts, n, rest] if to_parts else [outer, n, parts, 1, rest]
+    due = [outer, n, parts, 1, rest] if to_parts else [outer, 1, parts, n, rest]
+    sizes = ([*here[:d], *dim, *here[d + 1 :]] for dim in (seen, due))
+    given, taken = sizes
+    x = site.emit(aten.reshape.default, x, given)
+    return site.reshape(_all_to_all(site, x, given, taken, src, dst), taken, there)

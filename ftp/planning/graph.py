@@ -55,11 +55,31 @@ class Reshard:
         return self.product or (self.axis,)
 
     @property
+    def parts(self) -> tuple[int, int, int] | None:
+        """Of two cuts of one dim, viewed as ``[outer, n, parts, n, rest]``, one over the first n
+        and one over the second: the sizes ``outer``, ``parts`` and ``rest``. None for other cuts.
+        """
+        (_, dim, a, *_), (_, there, b, *_) = self.src, self.dst
+        is_plain = all(
+            x.kind == "S" and x.inner == 1 and not x.zigzag for x in (self.src, self.dst)
+        )
+        if not is_plain or dim != there or not (isinstance(a, int) and isinstance(b, int)):
+            return None
+        size, (outer, most) = self.shape[dim], sorted((a, b))
+        if not isinstance(size, int) or outer == most or most % (outer * self.n):
+            return None
+        rest = size // (most * self.n)
+        if rest * most * self.n != size or not rest:
+            return None
+        return outer, most // (outer * self.n), rest
+
+    @property
     def op(self) -> str:
         """The name of the collective that the reshard issues, or of its local op."""
         pair = self.src.kind + self.dst.kind
         if pair == "SS":
-            return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
+            is_gathered = self.src.dim == self.dst.dim and self.parts is None
+            return "all_gather" if is_gathered else "all_to_all"
         return {
             "PR": "all_reduce",
             "PS": "reduce_scatter",

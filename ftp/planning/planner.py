@@ -6,7 +6,7 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
@@ -23,7 +23,7 @@ from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Problem
-from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
+from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach, seeds_of_parts
 from ftp.planning.regather import gather_again
 from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
@@ -289,18 +289,21 @@ def _problem(
     graph, specs, ties = program.graph, program.specs, program.ties()
     batch = program.batch
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
-    from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    reaches = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    from_batch = reaches.from_batch()
+    within = seeds_of_parts(from_batch)
     hardware = hardware_of(graph, hardware, name, folded, axes, ties)
     return Problem(
         graph,
         name,
         axes[name],
         hardware,
-        from_specs(),
+        reaches.from_specs(within),
         pinned,
         outputs,
         is_data,
-        from_batch(),
+        from_batch,
+        reaches.of_parts(within),
         ties,
         axes=axes,
     )
@@ -330,6 +333,16 @@ def _fixed(
     return pinned, outputs
 
 
+class _Reaches(NamedTuple):
+    """Functions that give what one axis may cut: the closure of all fixed layouts and some more,
+    the closure of the layouts of the batch, and that of cuts of its parts.
+    """
+
+    from_specs: Callable[..., Reach]
+    from_batch: Callable[[], Reach]
+    of_parts: Callable[[Sequence[tuple[Value, Layout]]], Reach]
+
+
 def _reaches(
     graph: Graph,
     name: str,
@@ -337,10 +350,7 @@ def _reaches(
     axes: Mapping[str, int],
     specs: FixedLayouts,
     batch: Sequence[Node],
-) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
-    """Two functions that give what one axis may cut: the closure of all fixed layouts, and the
-    closure of the layouts of ``batch`` inputs.
-    """
+) -> _Reaches:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
     constrained = [
@@ -364,8 +374,9 @@ def _reaches(
         ]
         constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
 
-    def from_specs() -> Reach:
-        seeds = [(Value(node), layout) for node, layout in pinned.items()]
+    def from_specs(more: Sequence[tuple[Value, Layout]] = ()) -> Reach:
+        seeds = [*more]
+        seeds += [(Value(node), layout) for node, layout in pinned.items()]
         seeds += [
             (value, layout)
             for value, layout in zip(graph.outputs, outputs, strict=True)
@@ -389,7 +400,10 @@ def _reaches(
             else Reach()
         )
 
-    return from_specs, from_batch
+    def of_parts(within: Sequence[tuple[Value, Layout]]) -> Reach:
+        return reach(graph, name, n, within, pinned) if within else Reach()
+
+    return _Reaches(from_specs, from_batch, of_parts)
 
 
 def _decompose_on_demand(
@@ -411,14 +425,14 @@ def _decompose_on_demand(
             if axes[name] == 1:
                 continue
             batch = program.batch if name in data_axes else ()
-            from_specs, from_batch = _reaches(
-                program.graph, name, order[:at], axes, program.specs, batch
-            )
-            found = from_batch() if name in data_axes else from_specs()
-            blocked.update(
-                dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose)
-            )
-            across.update(found.across)
+            reaches = _reaches(program.graph, name, order[:at], axes, program.specs, batch)
+            found = [reaches.from_batch() if name in data_axes else reaches.from_specs()]
+            if name in data_axes:
+                found.append(reaches.of_parts(seeds_of_parts(found[0])))
+            for node in (n for one in found for n in one.blocked):
+                if node.kind == "op" and node.rule.decompose:
+                    blocked[node] = None
+            across.update(found[0].across)
         smaller = program.after(repeat_each(program.graph, across))
         if smaller is program:
             shared = [

@@ -90,7 +90,11 @@ class Prices:
             return True
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
             return bool(value.node.depends & BATCH)
-        return tuple(self.problem.batch_reach.layouts.get(value, ())), value in self.after_conflict
+        reached = (
+            tuple(found.layouts.get(value, ()))
+            for found in (self.problem.batch_reach, self.problem.parts)
+        )
+        return (*reached, value in self.after_conflict)
 
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
@@ -228,11 +232,13 @@ class Prices:
         """Seconds of one reshard, with a violation where it breaks a placement constraint."""
         if src.kind == "P" and src.op != "sum" and dst.kind == "S":
             return self.of_reshard(value, src, R, nbytes)
-        reshard = Reshard(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
+        to = R if dst is GATHERED else dst
+        shape = value.shape if src.kind == to.kind == "S" and src.dim == to.dim else ()
+        reshard = Reshard(self.problem.axis, self.problem.n, src, to, shape)
         seconds = collective_seconds(reshard.op, nbytes, self.problem.n, self.problem.hardware.link)
         if self.problem.open and self.problem.open.is_bare:
             return seconds + (
-                self.violation if src.kind == "S" and not self.may_reshard(value, src) else 0.0
+                self.violation if src.kind == "S" and not self.may_reshard(value, src, dst) else 0.0
             )
         if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
             # A sum that a user widens should be added in the wider dtype. So reducing in the narrow
@@ -241,15 +247,18 @@ class Prices:
                 reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
             seconds = TOO_NARROW * wide
-        if src.kind == "S" and not self.may_reshard(value, src):
+        if src.kind == "S" and not self.may_reshard(value, src, dst):
             seconds += self.violation
         return seconds + (RESHARD_OF_VIEW if value.node.target in VIEWS else 0.0)
 
-    def may_reshard(self, value: Value, home: Layout) -> bool:
+    def may_reshard(self, value: Value, home: Layout, to: Layout = R) -> bool:
         """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
         other axis parameters, and values computed from parameters alone, keep theirs.
         """
         if value in self.free_to_reshard:
+            return True
+        of_parts = self.problem.parts.layouts.get(value, ())
+        if to.kind == "S" and (home in of_parts or to in of_parts):
             return True
         if not self.problem.is_data_axis:
             return bool(value.node.depends & BATCH)

@@ -68,6 +68,8 @@ class Problem:
     constraints depend on.
 
     Attributes:
+        parts: on a data axis, the closure of cuts within each part of what the batch cuts into
+            parts, such as chunks of the flattened batch.
         forms: per node, a filter of its strategies, for reports that compare plans.
     """
 
@@ -80,6 +82,7 @@ class Problem:
     outputs: Sequence[Layout | None]  # None: open
     is_data_axis: bool = False
     batch_reach: Reach = field(default_factory=Reach)
+    parts: Reach = field(default_factory=Reach)
     ties: Ties | None = None
     open: Open | None = None
     axes: Mapping[str, int] = field(default_factory=dict)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.notation import Dims
-from ftp.sharding.layout import Layout, R, Size, div, mul, prod, shard
+from ftp.rules.op_kinds import PARTS
+from ftp.sharding.layout import Layout, R, Size, div, mul, nominal, prod, shard
 
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
@@ -37,6 +38,7 @@ class Reach:
         across: nodes with a layout that cuts several factors of a dim as one.
     """
 
+    n: int = 1
     layouts: dict[Value, list[Layout]] = field(default_factory=dict)
     cuts: dict[Node, list[Cut]] = field(default_factory=dict)
     blocked: dict[Node, list[str]] = field(default_factory=dict)
@@ -54,7 +56,7 @@ def reach(
     """Close ``seeds`` through the rules in both directions; nothing passes through ``pinned`` nodes
     (inputs, constraints) or per-rank code.
     """
-    found = Reach()
+    found = Reach(n)
     users = graph.users()
     work: list[tuple[Value, Layout]] = []
 
@@ -121,6 +123,20 @@ def is_cut_again(node: Node) -> bool:
             for value in node.operands
         )
     )
+
+
+def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
+    """Cuts of the parts of what a cut divides between them, such as chunks of the flattened batch:
+    what a rank holds of a whole part, it would compute alone, or all ranks would.
+    """
+    return [
+        (Value(node, index), layout_of(dims, node.sizes, Cut(there[-1]), found.n))
+        for node in dict.fromkeys((*found.blocked, *found.across))
+        if node.target in PARTS
+        for index, dims in enumerate(node.rule.results)
+        for dim, there in zip(node.rule.operands[0], dims, strict=True)
+        if len(dim) > 1 and nominal(node.sizes[there[-1]]) >= found.n
+    ]
 
 
 def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:

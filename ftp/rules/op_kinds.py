@@ -20,6 +20,9 @@ VIEWS = frozenset(
         aten.split_with_sizes.default, aten.unbind.int,
     }
 )  # fmt: skip
+PARTS = frozenset(
+    {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor}
+)
 VIEWS_AND_COPIES = VIEWS | {aten._to_copy.default, aten.clone.default}
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no plan avoids
 BY_SLICE = frozenset({MAP_SLICES})  # functions of slices; each slice is sent to its owner
