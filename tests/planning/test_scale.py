@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from few_or_many import slow_unless
 from models import LlamaConfig, MLPConfig, build, cuts, lm_batch, specs
 from plan_reshards import unbucketed
 from torch import nn
@@ -157,7 +158,7 @@ BIASED = {
 }
 
 
-@pytest.mark.parametrize("plan", BIASED)
+@pytest.mark.parametrize("plan", slow_unless(lambda plan: plan != "data parallel", BIASED))
 def test_layers_with_biases_are_planned_once(plan: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     fn, params = ftp.functionalize(nn.Sequential(*(Block(16) for _ in range(9))).double())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from few_or_many import few_or_many
 from programs import AXES, Drawn, programs
 
 import ftp
@@ -44,9 +44,6 @@ def plans(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.ftp"))
 
 
-LOOSE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
-
-
 def check(make: Any, args: tuple[Any, ...]) -> None:
     """A second step finds the first one's plan, and gives its bits; so does a donating one."""
     first, _ = run(make(), *args)
@@ -73,25 +70,16 @@ def step_of(drawn: Drawn, gradients: bool) -> ftp.Step:
     )
 
 
-@settings(max_examples=3, suppress_health_check=LOOSE)
-@given(programs(gradients=False))
+@few_or_many(programs(gradients=False, longest=14), few=3, many=150)
 def test_values(folder: Path, drawn: Drawn):
     check(lambda: step_of(drawn, False), tuple(drawn.values))
 
 
-@settings(max_examples=3, suppress_health_check=LOOSE)
-@given(programs(gradients=True))
+@few_or_many(programs(gradients=True, longest=14), few=3, many=150)
 def test_gradients(folder: Path, drawn: Drawn):
     count = sum(i.is_parameter for i in drawn.inputs)
     args = (tuple(drawn.values[:count]), *drawn.values[count:])
     check(lambda: step_of(drawn, True), args)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=LOOSE)
-@given(programs(gradients=False, longest=14))
-def test_values_of_many(folder: Path, drawn: Drawn):
-    check(lambda: step_of(drawn, False), tuple(drawn.values))
 
 
 def loss(params: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from few_or_many import few_or_many
 from programs import AXES, Drawn, programs
 
 import ftp
@@ -98,32 +98,13 @@ def check_gradients(drawn: Drawn, path: Path) -> None:
     check(step, (tuple(drawn.values[:count]), *drawn.values[count:]), path)
 
 
-LOOSE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
-
-
-@settings(max_examples=4, suppress_health_check=LOOSE)
-@given(programs(gradients=False))
+@few_or_many(programs(gradients=False, longest=14), few=3, many=150)
 def test_values(tmp_path: Path, drawn: Drawn):
     check(spmd(drawn), tuple(drawn.values), tmp_path / "program")
 
 
-@settings(max_examples=4, suppress_health_check=LOOSE)
-@given(programs(gradients=True))
+@few_or_many(programs(gradients=True, longest=14), few=3, many=150)
 def test_gradients(tmp_path: Path, drawn: Drawn):
-    check_gradients(drawn, tmp_path / "program")
-
-
-@pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=LOOSE)
-@given(programs(gradients=False, longest=14))
-def test_values_of_many(tmp_path: Path, drawn: Drawn):
-    check(spmd(drawn), tuple(drawn.values), tmp_path / "program")
-
-
-@pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=LOOSE)
-@given(programs(gradients=True, longest=14))
-def test_gradients_of_many(tmp_path: Path, drawn: Drawn):
     check_gradients(drawn, tmp_path / "program")
 
 
