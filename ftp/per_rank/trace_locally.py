@@ -26,6 +26,7 @@ from ftp.torch_internals.functorch import (
 )
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.explain_errors import SURROUNDING
+from ftp.tracing.index_ranges import index_range
 from ftp.tracing.trace import Traced, trace
 
 
@@ -80,6 +81,14 @@ def _without_saved_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             push_saved_tensors_default_hooks(pack, unpack)
+
+
+def showing_range(x: Any) -> Callable[[Any], Any]:
+    """A function of a rank's part of ``x``: the same values, and of indices, such as a router's, an
+    op that shows their range as the surrounding trace sees it.
+    """
+    n = index_range(x) if isinstance(x, Tensor) else None
+    return lambda part: part if n is None else part.clamp(0, n - 1)
 
 
 def check_captured(fn: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
 from ftp.per_rank.token_mixing import mixing_op
 from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
-from ftp.per_rank.trace_locally import traced_locally
+from ftp.per_rank.trace_locally import showing_range, traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
@@ -111,8 +111,10 @@ def send_tokens(
         names = leaf_names(params, "params")
         others, tree_of_others = flatten(beside)
         _check_beside(x, others, leaf_names(beside, "beside"))
+        shown = [showing_range(t) for t in others]
 
         def run(leaves: Sequence[Any], x: Tensor, others: Sequence[Any]) -> Any:
+            others = [show(t) for show, t in zip(shown, others, strict=True)]
             return layer(tree.unflatten(leaves), x, *tree_of_others.unflatten(others))
 
         n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)

@@ -21,7 +21,8 @@ def sent(p: Any, x: torch.Tensor, rows: torch.Tensor, weights: Any, experts: Any
     """The layer's experts: ``rows`` go to the experts that are given for each token."""
     k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
-    offs = F.one_hot(experts, p["up"].shape[0]).sum((0, 1)).cumsum(0).to(torch.int32)
+    counts = torch.bincount(experts.flatten(), minlength=p["up"].shape[0])
+    offs = counts.cumsum(0).to(torch.int32)
     y = F.silu(F.grouped_mm(rows[order // k], p["up"], offs=offs))
     y = F.grouped_mm(y, p["down"], offs=offs) * weights.flatten()[order][:, None]
     return torch.zeros_like(x).index_add(0, order // k, y)
