@@ -2,11 +2,13 @@
 on one device.
 """
 
+import itertools
 from typing import Any
 
 import model_table
 import pytest
 import torch
+from few_or_many import slow_unless
 from real_models import (
     MODULES,
     RESNET_CUTS,
@@ -70,13 +72,12 @@ def close(
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        mesh if mesh in ("tp3", "dp2×tp2") else pytest.param(mesh, marks=pytest.mark.slow)
-        for mesh in MESHES
-    ],
+    ("name", "mesh"),
+    slow_unless(
+        lambda name, mesh: mesh == ("tp3", "dp2×tp2")[list(MODULES).index(name) % 2],
+        itertools.product(MODULES, MESHES),
+    ),
 )
-@pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, mesh: str):
     check(MODULES[name](), mesh)
 
