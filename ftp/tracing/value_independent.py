@@ -423,10 +423,11 @@ def _step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
     whole.
     """
 
-    def fn(*args: Any) -> Any:
-        if args[0].device.type == "cpu" or isinstance(args[3], list | tuple):  # or packed rows
-            return network(*args)
-        return op.py_kernels[DispatchKey.CompositeImplicitAutograd](*args)
+    def fn(*args: Any, **kwargs: Any) -> Any:
+        first = (*args, *kwargs.values())[0]
+        is_packed = "batch_sizes" in kwargs or any(isinstance(a, list | tuple) for a in args[3:4])
+        run = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
+        return (network if first.device.type == "cpu" or is_packed else run)(*args, **kwargs)
 
     return fn
 
