@@ -303,9 +303,9 @@ def _problem(
         outputs,
         is_data,
         from_batch,
-        reaches.of_parts(within),
         ties,
         axes=axes,
+        parts=reaches.of_parts(within),
     )
 
 

@@ -82,8 +82,8 @@ class Problem:
     outputs: Sequence[Layout | None]  # None: open
     is_data_axis: bool = False
     batch_reach: Reach = field(default_factory=Reach)
-    parts: Reach = field(default_factory=Reach)
     ties: Ties | None = None
     open: Open | None = None
     axes: Mapping[str, int] = field(default_factory=dict)
+    parts: Reach = field(default_factory=Reach)
     forms: dict[Node, Callable[[Strategy], bool]] = field(default_factory=dict)

@@ -56,8 +56,9 @@ class _Replacements:
         results = (Meta(tuple(shape), of.meta.dtype),)
         rule = lookup(Call(target, (of.meta, *args), {}, results))
         assert rule is not None, target
+        word = target.__name__.partition(".")[0]
         fresh: Any = {"target": target, "args": (of, *args), "kwargs": {}, "results": results}
-        node = replace(like, name=f"{like.name}.{target._opname}", rule=rule, sizes={}, **fresh)
+        node = replace(like, name=f"{like.name}.{word}", rule=rule, sizes={}, **fresh)
         self.nodes.append(node)
         return Value(node)
 
