@@ -418,7 +418,7 @@ def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
     return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
 
 
-def _step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
+def step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
     """A recurrent network in products and pointwise functions, also where cuDNN would take it
     whole.
     """
@@ -467,10 +467,10 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.istft: _istft,
     Tensor.istft: _istft,
     torch.stft: _stft,
-    torch.lstm: _step_by_step(torch.lstm, aten.lstm.input),
-    torch.gru: _step_by_step(torch.gru, aten.gru.input),
-    torch.rnn_tanh: _step_by_step(torch.rnn_tanh, aten.rnn_tanh.input),
-    torch.rnn_relu: _step_by_step(torch.rnn_relu, aten.rnn_relu.input),
+    torch.lstm: step_by_step(torch.lstm, aten.lstm.input),
+    torch.gru: step_by_step(torch.gru, aten.gru.input),
+    torch.rnn_tanh: step_by_step(torch.rnn_tanh, aten.rnn_tanh.input),
+    torch.rnn_relu: step_by_step(torch.rnn_relu, aten.rnn_relu.input),
     Tensor.stft: _stft,
     Tensor.polygamma_: _in_place(
         lambda input, n: torch.polygamma(n, input.clone())

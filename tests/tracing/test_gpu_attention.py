@@ -215,6 +215,21 @@ def test_tiles_are_computed_by_a_gpu_s_kernels(kind, is_ring, kernels, monkeypat
     assert taken[of_tiles] > 6
 
 
+@pytest.mark.parametrize("kind", ["flash", "cudnn"])
+def test_query_heads_of_a_gpu_stay_cut_over_more_ranks_than_heads_of_keys(kind, kernels):
+    grad, q = (torch.randn(2, 4, 16, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(2, 2, 16, 8, dtype=torch.float64) for _ in range(2))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    expected = [out, *torch.autograd.grad(out, whole, grad)]
+    heads, mesh = P(None, "a"), ftp.simulated_mesh((4,), ("a",))
+    specs = (heads, heads, P(), P())
+    step = ftp.spmd(chain(kind, True), mesh, specs, specs, certify=True)
+    assert {c.op for c in step.lower(grad, q, k, v).collectives} == {"all_reduce"}
+    for one, other in zip(step(grad, q, k, v), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
 class Seen(TorchDispatchMode):
     """Counts attention kernels, and matmuls, by name."""
 

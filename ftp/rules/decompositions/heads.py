@@ -46,6 +46,7 @@ OF_HEADS: dict[OpOverload, Callable[..., Any]] = {
             (
                 aten._scaled_dot_product_flash_attention_for_cpu.default,
                 aten._scaled_dot_product_flash_attention.default,
+                aten._scaled_dot_product_cudnn_attention.default,
                 VARLEN,
             ),
         ),
@@ -54,6 +55,7 @@ OF_HEADS: dict[OpOverload, Callable[..., Any]] = {
             (
                 aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
                 aten._scaled_dot_product_flash_attention_backward.default,
+                aten._scaled_dot_product_cudnn_attention_backward.default,
                 VARLEN_BACKWARD,
             ),
         ),
