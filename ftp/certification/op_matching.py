@@ -10,6 +10,7 @@ from torch import fx
 
 from ftp.certification.element_map import common_position
 from ftp.certification.positions import Index
+from ftp.rules.op_kinds import RESHAPES
 
 aten = torch.ops.aten
 COPIES = (
@@ -17,7 +18,6 @@ COPIES = (
     aten.clone.default,
     aten.detach.default,
 )  # their result is their operand
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)

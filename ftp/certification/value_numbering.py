@@ -18,10 +18,10 @@ from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.op_kinds import RESHAPES
 from ftp.tracing.decompose import decompose
 
 aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:

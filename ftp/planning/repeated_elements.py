@@ -14,9 +14,9 @@ from ftp.planning.graph_passes import merge_common
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.heads import merged_dim, repeated_dim
+from ftp.rules.op_kinds import RESHAPES
 
 aten = torch.ops.aten
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def repeat_each(graph: Graph, across: Collection[Node]) -> Rewrite:

@@ -20,6 +20,7 @@ VIEWS = frozenset(
         aten.split_with_sizes.default, aten.unbind.int,
     }
 )  # fmt: skip
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 PARTS = frozenset(
     {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor}
 )
