@@ -241,8 +241,11 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
     apart: list[Term] = []
     for group in _groups([t for p in held for t in p.terms]):
         mine = [[t for t in group if owner[id(t)] == i] for i in range(len(held))]
-        gains: list[Any] = [_difference(terms, mine[0]) for terms in mine]
-        if any(dim in t.dims for t in group) or None in gains:
+        # Along ``dim`` parts may have different sizes.
+        gains: list[Any] = [None]
+        if not any(dim in t.dims for t in group):
+            gains = [_difference(terms, mine[0]) for terms in mine]
+        if None in gains:
             apart += group
             along.update(d for t in group for d in t.dims)
         else:

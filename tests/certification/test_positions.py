@@ -144,11 +144,15 @@ def test_concatenation(data: Any):
         y, of_sizes = data.draw(drawn())
         parts.append(y if of_sizes == sizes else x.plus(sum_of(x.ndim, 7, [])))
     dim = data.draw(st.integers(0, len(sizes) - 1))
-    found = concatenated(parts, dim, [sizes[dim]] * len(parts))
-    sizes[dim] *= len(parts)
-    expected = np.concatenate(
-        [full(p, [*sizes[:dim], sizes[dim] // len(parts), *sizes[dim + 1 :]]) for p in parts], dim
-    )
+    arrays, counts = [full(p, sizes) for p in parts], [sizes[dim]] * len(parts)
+    if data.draw(st.booleans()):  # some places of each part
+        places = st.lists(st.integers(0, sizes[dim] - 1), min_size=1, max_size=4)
+        of_parts = [data.draw(places) for _ in parts]
+        parts = [p.taken(dim, at) for p, at in zip(parts, of_parts, strict=True)]
+        arrays = [a.take(at, dim) for a, at in zip(arrays, of_parts, strict=True)]
+        counts = [len(at) for at in of_parts]
+    found = concatenated(parts, dim, counts)
+    sizes[dim], expected = sum(counts), np.concatenate(arrays, dim)
     assert np.array_equal(full(found, sizes), expected)
 
 
