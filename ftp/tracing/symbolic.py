@@ -35,6 +35,8 @@ _ARITHMETIC = {
     "**": operator.pow,
 }
 
+_SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
+
 
 class NotSymbolic(Exception):
     """A number in a trace that is no formula of the dynamic sizes that `Sizes` can hold."""
@@ -173,7 +175,7 @@ class Symbolic:
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
         # Whether a dim of size one is squeezed decides the shape of the result.
         self.keeps_ones = any(
-            "squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes
+            getattr(n.target, "overloadpacket", None) in _SQUEEZES for n in graph.nodes
         )
         for node in reversed(graph.nodes):
             if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
