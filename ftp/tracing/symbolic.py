@@ -97,6 +97,7 @@ class Symbolic:
                 source,
                 DimDynamic.DYNAMIC,
                 StrictMinMaxConstraint(vr=limits, warn_only=False),
+                positive=symbol.low > 0 or None,
                 do_not_specialize_zero_one=True,
             )
             count = sizes.count(x)

@@ -300,6 +300,21 @@ def test_a_dim_of_size_one_that_goes_is_a_program_of_its_own():
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
 
 
+@pytest.mark.parametrize("sizes", [(5, 0, 7), (0, 5)], ids=str)
+def test_a_function_that_asks_whether_a_size_is_zero(sizes):
+    def loss(params, x):
+        if x.shape[1] == 0:
+            return params["w"].sum()
+        return (x @ params["w"]).square().sum()
+
+    dims = {1: torch.export.Dim("S", max=MOST)}
+    step = ftp.shard(loss, on({"cp": 2}), batch_specs=P(None, "cp"), dynamic_shapes=dims)
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    for size in sizes:
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+
+
 def test_sizes_that_do_not_fit():
     step = ftp.shard(
         loss_fn, on({"tp": 2}), SPECS, dynamic_shapes={1: torch.export.Dim("S", min=2, max=16)}
