@@ -4,6 +4,9 @@ The work of a block is the exact number of unmasked (query, key) pairs with a qu
 Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are assigned from the heaviest to
 the lightest, each to the rank with the least work that still has room. Then blocks of the busiest
 rank are swapped with lighter blocks of other ranks while that helps.
+
+flex_attention computes all pairs of a block of queries and a block of keys that see each other
+anywhere. Where the numbers of these are uneven, more swaps lower the larger of the two measures.
 """
 
 import heapq
@@ -60,9 +63,9 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
     if n < 1 or block < 1:
         raise SpecError(f"balance takes n and block of at least 1, not n={n} and block={block}.")
     if isinstance(mask, Tensor):
-        pairs = _of_documents(mask)
+        pairs, blocks = _of_documents(mask, block)
     elif hasattr(mask, "kv_num_blocks"):
-        pairs = _of_block_mask(mask)
+        pairs, blocks = _of_block_mask(mask, block)
     else:
         raise SpecError(
             "balance takes a BlockMask of torch.nn.attention.flex_attention, or cu_seqlens as a"
@@ -76,7 +79,9 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
         )
     work = pairs.reshape(-1, block).sum(1)
     room = [pieces(len(work), n, rank)[0][1] for rank in range(n)]
-    order = torch.tensor([b for held in _dealt(work, room) for b in sorted(held)])
+    held = _dealt(work, room)
+    _even_both(np.stack([work, blocks], 1), held)
+    order = torch.tensor([b for of in held for b in sorted(of)])
     device = mask.device if isinstance(mask, Tensor) else mask.kv_num_blocks.device
     made = order.to(device)
     key = id(made)
@@ -115,8 +120,10 @@ def _is_product(n: int, sizes: list[int]) -> bool:
     return n in found
 
 
-def _of_documents(ends: Tensor) -> np.ndarray:
-    """The number of keys that each token of packed documents sees."""
+def _of_documents(ends: Tensor, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The number of keys that each token of packed documents sees, and the number of blocks of keys
+    that each block sees.
+    """
     at = ends.detach().cpu().numpy().astype(np.int64) if ends.dim() == 1 else np.zeros(0, np.int64)
     if ends.is_floating_point() or len(at) < 2 or at[0] != 0 or (np.diff(at) < 0).any():
         raise SpecError(
@@ -124,19 +131,28 @@ def _of_documents(ends: Tensor) -> np.ndarray:
             f" not a tensor of {ends.dtype} and shape {tuple(ends.shape)}"
             + (f" with {at[:6].tolist()}{'...' if len(at) > 6 else ''}." if len(at) else ".")
         )
-    return np.arange(at[-1]) - np.repeat(at[:-1], np.diff(at)) + 1
+    begins = np.repeat(at[:-1], np.diff(at))
+    first = begins[::block] // block
+    return np.arange(at[-1]) - begins + 1, np.arange(len(first)) - first + 1
 
 
-def _of_block_mask(mask: "BlockMask") -> np.ndarray:
-    """The number of keys that a BlockMask leaves each query, summed over batch and heads."""
+def _of_block_mask(mask: "BlockMask", block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The number of keys that a BlockMask leaves each query, and the number of blocks of keys that
+    it leaves each block, both summed over batch and heads.
+    """
     queries, keys = mask.seq_lengths
     rows, columns = mask.BLOCK_SIZE
     total = torch.zeros(queries, dtype=torch.int64)
+    batch = mask.kv_num_blocks.shape[:2]
+    seen = torch.zeros(*batch, -(-queries // block), -(-keys // block), dtype=torch.bool)
     if mask.full_kv_num_blocks is not None:
         b, h, row, column = _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
         width = (keys - column * columns).clamp(0, columns)
         of_block = torch.zeros(-(-queries // rows), dtype=torch.int64).index_add_(0, row, width)
         total += of_block.repeat_interleave(rows)[:queries]
+        of_row = _blocks_of(row, rows, queries, block)
+        of_column = _blocks_of(column, columns, keys, block)
+        seen[b[:, None, None], h[:, None, None], of_row[:, :, None], of_column[:, None]] = True
     b, h, row, column = _listed(mask.kv_num_blocks, mask.kv_indices)
     device = mask.kv_num_blocks.device
     sees = mask.mask_mod
@@ -150,9 +166,18 @@ def _of_block_mask(mask: "BlockMask") -> np.ndarray:
         inside_q, inside_k = q < queries, k < keys
         given = (b[part], h[part], q.clamp(max=queries - 1), k.clamp(max=keys - 1))
         found = sees(*(x.to(device) for x in given)).cpu() & inside_k[:, None]
-        seen = found.sum(2)
-        total.index_add_(0, q[inside_q], seen[inside_q])
-    return total.numpy()
+        total.index_add_(0, q[inside_q], found.sum(2)[inside_q])
+        at, i, j = (found & inside_q[:, :, None]).nonzero(as_tuple=True)
+        seen[b[part][at], h[part][at], q[at, i] // block, k[at, j] // block] = True
+    return total.numpy(), seen.sum((0, 1, 3)).numpy()
+
+
+def _blocks_of(index: Tensor, size: int, length: int, block: int) -> Tensor:
+    """Per block of ``size`` elements the blocks of ``block`` elements that it overlaps; some may be
+    named several times.
+    """
+    within = torch.arange(0, size + block, block).clamp(max=size - 1)
+    return (index[:, None] * size + within).clamp(max=length - 1) // block
 
 
 def _listed(count: Tensor, index: Any) -> tuple[Tensor, ...]:
@@ -206,3 +231,49 @@ def _improved(work: np.ndarray, held: list[list[int]], total: list[int]) -> bool
         total[other] += by_how_much
         return True
     return False
+
+
+_EVEN = 1.01  # work of the busiest rank that is not improved further, in means
+_CANDIDATES = 128  # blocks of a rank that are tried in swaps
+
+
+def _even_both(work: np.ndarray, held: list[list[int]]) -> None:
+    """Swap blocks between ranks while that lowers the largest of all ranks' measures.
+
+    Args:
+        work: (blocks, measures).
+    """
+    share = work * len(held) / work.sum(0).clip(1)  # in means of a rank
+    total = np.stack([share[of].sum(0) for of in held])
+    for _ in range(2 * len(work)):
+        busy = total.max(1)
+        most = int(busy.argmax())
+        if busy[most] <= _EVEN or not _swapped(share, held, total, most):
+            return
+
+
+def _swapped(share: np.ndarray, held: list[list[int]], total: np.ndarray, most: int) -> bool:
+    """Swap a block of a rank with one of another rank, so that neither rank has as much work as it
+    had; False if no swap does.
+    """
+    mine = _some(held[most])
+    for other in total[:, total[most].argmax()].argsort(kind="stable").tolist():
+        theirs = _some(held[other]) if other != most else []
+        if not theirs:
+            continue
+        moved = share[[held[most][i] for i in mine], None] - share[[held[other][j] for j in theirs]]
+        after = np.maximum(total[most] - moved, total[other] + moved).max(2)
+        i, j = np.unravel_index(int(after.argmin()), after.shape)
+        if after[i, j] >= total[most].max() - 1e-9:
+            continue
+        at, to = mine[int(i)], theirs[int(j)]
+        held[most][at], held[other][to] = held[other][to], held[most][at]
+        total[most] -= moved[i, j]
+        total[other] += moved[i, j]
+        return True
+    return False
+
+
+def _some(held: list[int]) -> list[int]:
+    """Places of at most `_CANDIDATES` blocks, evenly spaced."""
+    return list(range(0, len(held), -(-len(held) // _CANDIDATES) or 1))

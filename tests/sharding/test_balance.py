@@ -44,20 +44,32 @@ def test_even_work(drawn: tuple[Tensor, int, int]):
     assert max(found) <= 1.05 * sum(found) / n
 
 
+@pytest.mark.parametrize("blocks", [16, 192])
 @pytest.mark.parametrize("seed", range(24))
-def test_computed_blocks_are_even(seed: int):
+def test_computed_blocks_are_even(seed: int, blocks: int):
     """Of random documents each rank computes as many pairs of a block of queries and one of keys,
-    within 5 %, also where a document begins within a block."""
+    within 5 %, also where a document begins within a block, and documents are shorter."""
     draw = torch.Generator().manual_seed(seed)
     n, block = 2 + seed % 4, 128
-    count = 192 * n
-    cuts = torch.randint(1, count * block, (1 + seed % 12,), generator=draw).sort().values
+    count = blocks * n
+    number = 1 + seed % 12 if seed % 2 else count * block // 100
+    cuts = torch.randint(1, count * block, (number,), generator=draw).sort().values
     ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([count * block])])
-    at = torch.arange(count)
-    begins = ends[torch.bucketize(at * block, ends, right=True) - 1]  # of a block's first query
-    computed = at - begins // block + 1
-    found = [int(computed[part].sum()) for part in ftp.balance(ends, n, block=block).chunk(n)]
-    assert max(found) <= 1.05 * sum(found) / n
+    token = torch.arange(count * block)
+    document = torch.bucketize(token, ends[1:], right=True)
+    begins = ends[document]
+    seen = (token - begins + 1).unflatten(0, (-1, block)).sum(1)
+    computed = torch.arange(count) - begins[::block] // block + 1
+    order = ftp.balance(ends, n, block=block)
+    for measure in (seen, computed):
+        found = [int(measure[part].sum()) for part in order.chunk(n)]
+        assert max(found) <= 1.05 * sum(found) / n
+    if blocks == 16:
+        mask = create_block_mask(
+            lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
+            *(None, None, count * block, count * block, "cpu"),
+        )
+        assert ftp.balance(mask, n).tolist() == order.tolist()
 
 
 @settings(max_examples=15)
