@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch._guards import GuardSource, Source
 
+from ftp.torch_internals import deferred_symbols
+
 PACKAGES = ("torch._dynamo", "torch._inductor")
 _LIGHT = frozenset(
     (
@@ -144,6 +146,7 @@ def defer() -> None:
         sys.modules[full] = module
         setattr(torch, full.rpartition(".")[2], module)
     sys.meta_path.insert(0, _finder)
+    deferred_symbols.defer()
     # make_fx assumes that the compiler has loaded this module.
     importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
 

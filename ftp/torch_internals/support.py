@@ -86,6 +86,7 @@ NEEDED = {
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
+    "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
     " tree_map tree_map_only tree_unflatten",
     "torch.utils._sympy.functions": "FloorDiv IntTrueDiv Mod PythonMod ToFloat",

@@ -1,8 +1,6 @@
 """torch's compiler is loaded where it is used, and works then as if it had been loaded before."""
 
-import subprocess
-import sys
-from pathlib import Path
+from own_process import check  # type: ignore[import-not-found]
 
 PROGRAM = """
 import sys, torch, ftp
@@ -73,14 +71,6 @@ print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
 """
 
 
-def check(program: str, expected: list[str]) -> None:
-    """The program, run in a process of its own, prints the expected lines."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert found.stdout.splitlines() == expected, found.stderr[-3000:]
-
-
 def test_the_compiler_is_loaded_for_another_name_of_its_sources():
     check(AT_ANOTHER_NAME, ["L['x'] x", "torch._dynamo.source True"])
 
@@ -96,26 +86,3 @@ def test_the_compiler_is_loaded_at_its_first_use():
         "module",
     ]
     check(PROGRAM, expected)
-
-
-WITHOUT_DTENSOR = """
-import sys, torch, ftp
-from ftp import P
-
-mesh = ftp.simulated_mesh((2,), ("tp",))
-model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 6), torch.nn.SiLU())
-fn, params = ftp.functionalize(model)
-specs = ftp.plan(params, {"0.*": P(), "1.*": P("tp")})
-
-def loss(params, x):
-    heads = fn(params, x).unflatten(-1, (2, 3)).transpose(2, 3).flatten(2)
-    return torch.nn.functional.cross_entropy(heads.flatten(0, 1), x.flatten())
-
-x = torch.arange(6).view(2, 3)
-found = ftp.shard(loss, mesh, specs, batch_specs=P())(params, x)[0]
-print(torch.allclose(found, loss(params, x)), "torch.distributed.tensor" in sys.modules)
-"""
-
-
-def test_a_step_of_common_ops_does_not_load_dtensor():
-    check(WITHOUT_DTENSOR, ["True False"])
