@@ -7,7 +7,9 @@ The positions of queries, keys, batch and heads are arguments of the op, as in `
 Source: Dong et al. (2024), Flex Attention.
 """
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +23,7 @@ from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
 from ftp.ops.define import define
 from ftp.ops.listed_blocks import listed, listed_tiles
+from ftp.ops.philox import drawn_below, kept_scale, random_bits
 from ftp.ops.score_functions import PLACE, evaluate, letters
 from ftp.ops.tile_kernels import over_heads
 
@@ -30,9 +33,12 @@ PAIRS = 1 << 21  # most (query, key) pairs, over all heads, whose scores exist a
 # come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
 # trace knows of them, see `ftp.ops.listed_blocks`; "" where it knows nothing. ``block``: queries
 # and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
+# ``drop_keys``: none, or the key from whose stream ``dropout`` draws, as for the weights of all
+# (batch, heads, queries, keys) at once: ``drawn`` are the sizes of these dims but the first.
 GIVEN = (
-    "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
-    " int[] columns, int[] block, float scale, str score, str mask, str known"
+    "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, Tensor[] drop_keys, int[] batch,"
+    " int[] heads, int[] rows, int[] columns, int[] block, float scale, str score, str mask,"
+    " str known, float dropout, int[] drawn"
 )
 FLEX = define(
     "scaled_dot_product_attention_flex"
@@ -43,7 +49,7 @@ FLEX_BACKWARD = define(
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
     f" {GIVEN}, bool[] wants) -> Tensor[]"
 )
-KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
+KEYS, KEYS_BACKWARD = (13, 14), (16, 17)  # which arguments are the keys of the functions
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,10 @@ class ScoreTile:
         return self.batch, self.heads, self.queries, self.keys
 
     @property
+    def held(self) -> tuple[slice, slice, slice]:
+        return self.batch, self.of_keys, self.queries
+
+    @property
     def captured(self) -> tuple[slice, slice, slice, slice]:
         """The slices of captured tensors, which have all keys."""
         keys = slice(self.first, self.first + self.keys.stop - self.keys.start)
@@ -91,6 +101,7 @@ class Given:
     tables: Sequence[Tensor]
     of_score: Sequence[Tensor]
     of_mask: Sequence[Tensor]
+    drop_keys: Sequence[Tensor]
     batch: Sequence[int]
     heads: Sequence[int]
     rows: Sequence[int]
@@ -100,6 +111,8 @@ class Given:
     score: str
     mask: str
     known: str
+    dropout: float
+    drawn: Sequence[int]
 
     def with_keys(self, k: Tensor, v: Tensor, columns: Sequence[int]) -> "Given":
         """The same call for some of the keys."""
@@ -216,6 +229,25 @@ class Given:
         )
         return (some if seen is None else some & seen) | full
 
+    def dropped(self, x: Tensor, part: ScoreTile) -> Tensor:
+        """What dropout leaves of a tile."""
+        if not self.drop_keys:
+            return x
+        strides = [math.prod(self.drawn[i:]) for i in range(4)]
+        repeats = self.q.shape[1] // self.k.shape[1]
+        sizes = self.q.shape[0], self.k.shape[1], self.q.shape[2]
+        held = zip((self.batch, self.heads, self.rows), sizes, part.held, strict=True)
+        is_dropped = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        for run in itertools.product(*(_runs(*given) for given in held)):
+            firsts, here, lengths = map(list, zip(*run, strict=True))
+            for numbers in (firsts, here, lengths):
+                numbers[1] *= repeats
+            offset = sum(map(operator.mul, (*firsts, part.first), strides))
+            given = self.drop_keys[0], [*lengths, x.shape[3]], strides, offset
+            at = tuple(slice(a, a + length) for a, length in zip(here, lengths, strict=True))
+            is_dropped[at] = drawn_below(random_bits(*given), self.dropout)
+        return x.masked_fill(is_dropped, 0).mul_(kept_scale(self.dropout))
+
     def within(
         self, part: ScoreTile, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
     ) -> list[Tensor]:
@@ -226,6 +258,16 @@ class Given:
             else x
             for x, of in zip(captured, named, strict=True)
         ]
+
+
+def _runs(part: Sequence[int], size: int, within: slice) -> list[tuple[int, int, int]]:
+    """Runs of a part within a slice of it: position in the whole, place in the slice, length."""
+    found = []
+    for block in blocks(part, size, max(size, 1)):
+        low, high = max(block.at, within.start), min(block.at + block.length, within.stop)
+        if low < high:
+            found.append((block.first + low - block.at, low - within.start, high - low))
+    return found
 
 
 def _near(at: Sequence[Tensor]) -> list[Tensor]:
@@ -281,7 +323,7 @@ def attend(call: Given, out: Tensor, logsumexp: Tensor, top: Tensor) -> None:
                 torch.maximum(highest, scores.amax(-1), out=highest)
                 weights = (scores - _finite(of_part).unsqueeze(-1)).exp_()
                 del scores, sees
-                found = weights @ call.values(part)
+                found = call.dropped(weights, part) @ call.values(part)
                 del weights
                 here = slice(part.queries.start - row.at, part.queries.stop - row.at)
                 merge(made[:, :, here], part.of_queries(logsumexp), found, of_part)
@@ -363,9 +405,9 @@ def _add(
     weights = (scores - logsumexp.unsqueeze(-1)).exp_()
     del scores
     to_v = part.of(of_v)
-    to_v.add_(over_heads(weights.transpose(-2, -1) @ grad, to_v))
-    of_scores = (grad @ call.values(part).transpose(-2, -1)).sub_(delta.unsqueeze(-1))
-    of_scores.mul_(weights)
+    to_v.add_(over_heads(call.dropped(weights, part).transpose(-2, -1) @ grad, to_v))
+    of_scores = call.dropped(grad @ call.values(part).transpose(-2, -1), part)
+    of_scores.sub_(delta.unsqueeze(-1)).mul_(weights)
     del weights
     if vjp is not None:
         of_scores, *made = vjp(of_scores)

@@ -87,6 +87,17 @@ def keys_by_counter(key: Tensor, counter: Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(w0 | w1 << 32, w2 | w3 << 32), -1)
 
 
+def drawn_below(bits: Tensor, p: float) -> Tensor:
+    """True with probability ``p``, from random bits."""
+    below = round(p * 2**32)
+    return bits <= below - (1 << 31) - 1 if below else torch.zeros_like(bits, dtype=torch.bool)
+
+
+def kept_scale(p: float) -> float:
+    """By how much dropout multiplies what it keeps."""
+    return 1 / (1 - p) if p < 1 else 0.0
+
+
 random_bits = define(
     "random_bits(Tensor key, SymInt[] size, SymInt[] stride, SymInt offset) -> Tensor"
 )

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, MeshError
-from ftp.ops.philox import AS_TENSOR_OPS, KEYS, MASK, contiguous_strides, random_bits, random_keys
+from ftp.ops.philox import (
+    AS_TENSOR_OPS,
+    KEYS,
+    MASK,
+    contiguous_strides,
+    drawn_below,
+    kept_scale,
+    random_bits,
+    random_keys,
+)
 from ftp.sharding.mesh import AnyMesh, check_rank, resolve
 from ftp.sharding.pytree import kind_of
 
@@ -203,9 +212,7 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: ShapeLike | None = No
         return drawn < (p.to(torch.float64) * 2.0**32).round().to(torch.int64)
     if not 0 <= p <= 1:
         raise InputError(f"bernoulli takes a probability from 0 to 1, not p={p!r}.")
-    drawn = _bits(key, () if shape is None else shape, "bernoulli")
-    below = round(p * 2**32)
-    return drawn <= below - (1 << 31) - 1 if below else torch.zeros_like(drawn, dtype=torch.bool)
+    return drawn_below(_bits(key, () if shape is None else shape, "bernoulli"), p)
 
 
 def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
@@ -219,7 +226,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     check_key(key, "dropout")
     if p == 0:
         return x
-    return x.masked_fill(bernoulli(key, p, tuple(x.shape)), 0) * (1 / (1 - p) if p < 1 else 0.0)
+    return x.masked_fill(bernoulli(key, p, tuple(x.shape)), 0) * kept_scale(p)
 
 
 def randint(

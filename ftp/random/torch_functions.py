@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ftp import random
 from ftp.errors import TraceError
+from ftp.random.attention_dropout import attention_with_dropout
 
 
 class Keys(Protocol):
@@ -106,31 +107,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """No fused kernel takes a mask of its own: probabilities are stored."""
     if dropout_p == 0:
         return NotImplemented
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(
-        -2, -1
-    )
-    if is_causal:
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            .tril()
-            .logical_not(),
-            -math.inf,
-        )
-    if attn_mask is not None:
-        scores = (
-            scores.masked_fill(attn_mask.logical_not(), -math.inf)
-            if attn_mask.dtype is torch.bool
-            else scores + attn_mask
-        )
-    probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
-    return (
-        random.dropout(draws.next_key("scaled_dot_product_attention"), probabilities, dropout_p)
-        @ value
+    drawn = draws.next_key("scaled_dot_product_attention")
+    return attention_with_dropout(
+        drawn, query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale
     )
 
 

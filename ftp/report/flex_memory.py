@@ -22,6 +22,7 @@ from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
 _INDEX = 8  # bytes of an index
+_DRAWN = 6  # bytes per pair of random bits and what is compared of them
 _LISTED = 18  # bytes per block while listed blocks are searched: an index, two numbers, two bools
 
 
@@ -39,7 +40,7 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     if 0 in (*q.shape, *k.shape):
         return 0
     rest: Any = map_arg(node.args[at + 3 + (0 if is_forward else 2) :], lambda n: n)
-    tables, score, mask = rest[0], rest[9], rest[10]
+    tables, drop_keys, score, mask = rest[0], rest[3], rest[10], rest[11]
     size, wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
     given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
     cast = wide if wide != size else 0
@@ -57,8 +58,11 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     if of_mask:  # of the blocks of a tile's queries
         block_rows = shapes.values[tables[1]][0].shape[2]
         most_rows = min(attention.TILE, q.shape[2])
-        of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[7][0] + 2))
+        of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[8][0] + 2))
     base = travels + _LISTED * of_mask + _INDEX * (q.shape[2] + held)
+
+    copied = wide if drop_keys else 0  # what dropout leaves
+    draws = max(_DRAWN, 1 + copied) if drop_keys else 0
 
     def of_tile(queries: int, keys: int) -> int:
         sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
@@ -71,9 +75,11 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
         of_values = columns * v.shape[3] * max(cast, repeated)
         if is_forward:
             made = rows * v.shape[3] * wide
-            most = max(copies, of_score, hidden, scores + sees, of_values + made)
+            weighted = pairs * copied + of_values + made
+            most = max(copies, of_score, hidden, scores + sees, pairs * draws, weighted)
             return scores + most + rows * 3 * wide
-        most = max(scores + max(copies, hidden), 2 * scores + sees + of_values)
+        products = 2 * scores + sees + max(of_values, pairs * draws)
+        most = max(scores + max(copies, hidden), products)
         if score:  # the function's argument and result are kept for its derivative
             kept = 2 * scores + _kept(score, sizes)
             most = max(scores + of_score, kept + hidden, kept + most)
@@ -81,8 +87,8 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
 
     placed = given[at + 3 + (0 if is_forward else 2) :]
     whole = ring.needs(given).ring.size if ring else held
-    part = tuple(placed[5]), q.shape[2], whole, held
-    most = base + max(of_tile(*x) for x in _tiles(*part, tuple(rest[7]), rest[11]))
+    part = tuple(placed[6]), q.shape[2], whole, held
+    most = base + max(of_tile(*x) for x in _tiles(*part, tuple(rest[8]), rest[12]))
     rows = batch * heads * min(attention.TILE, q.shape[2])
     if is_forward:
         most += rows * v.shape[3] * (0 if ring else cast)

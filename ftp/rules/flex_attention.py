@@ -43,7 +43,8 @@ def flex_attention(call: Call) -> Rule:
     for name, is_mask in (("score", False), ("mask", True)):
         named = letters(call.arg(name), is_mask)
         found.append([_of_captured(f"{name}{i}_", of, heads) for i, of in enumerate(named)])
-    more = (*of_tables, *found[0], *found[1])
+    of_drop = [_own(f"d{i}_", x.ndim) for i, x in enumerate(call.arg("drop_keys"))]
+    more = (*of_tables, *found[0], *found[1], *of_drop)
     summed = ("b", *heads["h"], "s")
     if is_forward:
         operands, results, pending = (*tensors, *more), (out, rows, rows), ((),) * 3

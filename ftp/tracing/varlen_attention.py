@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ftp.errors import TraceError
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD, in_documents
-from ftp.tracing.dense_attention import jvp_of, one_by_one, replaced, scores_of, weighted
+from ftp.ops.dense_attention import jvp_of, one_by_one, scores_of, weighted
+from ftp.tracing.replaced import replaced
 
 
 @contextmanager

@@ -133,8 +133,8 @@ def test_blocks_that_are_not_listed_are_not_computed(is_balanced: bool):
     for rank in range(2):
         half, k = torch.empty(1, 1, size // 2, 2), torch.empty(1, 1, size, 2)
         rows = [1, size, 1, 1, rank * size // 2, size // 2]
-        places = [], [], [], [], rows, [], [width, width]
-        call = attention_flex.Given(half, k, k, tables, *places, 1.0, "", "a mask", "")
+        places = [], [], [], [], [], rows, [], [width, width]
+        call = attention_flex.Given(half, k, k, tables, *places, 1.0, "", "a mask", "", 0.0, [])
         for group in call.groups():
             for row in attention.blocks(rows, size // 2, attention.TILE):
                 for tile in call.parts(group, row, attention.blocks([], size, attention.TILE)):

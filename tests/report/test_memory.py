@@ -75,7 +75,7 @@ def test_the_peak_is_what_the_allocator_measures(names: list[str]):
 )
 def test_the_peak_of_attention_is_what_the_allocator_measures(length: int, ranks: int):
     found = run([str(length), str(ranks)], "attention_memory_run.py")
-    assert len(found) == 12
+    assert len(found) == 14
     for row in found:
         is_ring = row["name"].endswith("ring")
         assert ("ring" in row["ops"]) == is_ring != ("all_gather" in row["ops"]), row

@@ -67,8 +67,8 @@ def test_computed_blocks_are_even(seed: int, blocks: int):
     if blocks == 16:
         mask = create_block_mask(
             lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
-            *(None, None, count * block, count * block, "cpu"),
-        )
+            None, None, count * block, count * block, "cpu",
+        )  # fmt: skip
         assert ftp.balance(mask, n).tolist() == order.tolist()
 
 

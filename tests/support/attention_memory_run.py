@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftp
 from ftp import P
+from ftp.random.draws import Draws
 
 HARDWARE = {
     "ring": ftp.Hardware(flops=1e3, ring_step=0.0),
@@ -44,12 +45,22 @@ def programs(length: int) -> dict[str, Callable[..., Tensor]]:
     def alibi(q, k, v):
         return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + (j - i) * 0.1)
 
+    def dropped(q, k, v):
+        with Draws(ftp.random.key(0), "attention"):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+
     def packed(q, k, v):
         rows = [x[0].transpose(0, 1) for x in (q, k, v)]
         out = varlen_attn(*rows, ends, None, length, length, window_size=(-1, 0))
         return out.transpose(0, 1).unsqueeze(0)  # type: ignore[union-attr]
 
-    return {"causal": causal, "window": window, "alibi": alibi, "packed": packed}
+    return {
+        "causal": causal,
+        "window": window,
+        "alibi": alibi,
+        "dropped": dropped,
+        "packed": packed,
+    }
 
 
 def gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Any:

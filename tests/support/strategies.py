@@ -11,8 +11,8 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftp.ops.map_slices import interned
+from ftp.ops.score_programs import as_program
 from ftp.rules.notation import BATCH, Notation
-from ftp.tracing.score_functions import as_program
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -217,8 +217,8 @@ def _flex(backward: bool) -> list[Sample]:
         mask = lambda b, h, q, k, x=document: (q >= k) | (x[b, q] == x[b, k])  # noqa: E731
         of_score, of_mask = as_program(score, False, *sizes), as_program(mask, True, *sizes)
         tables = [torch.tensor([[[2, 1, 2]]]), torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]])]
-        rest = [], [], [], [], [2, 2], 0.7, of_score[0], of_mask[0], ""
-        given = tables, of_score[1], of_mask[1], *rest
+        rest = [], [], [], [], [2, 2], 0.7, of_score[0], of_mask[0], "", 0.0, []
+        given = tables, of_score[1], of_mask[1], [], *rest
         if not backward:
             out.append(s(q, k, v, *given))
             continue

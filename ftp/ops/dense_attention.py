@@ -1,26 +1,13 @@
-"""Shared by flex_attention and varlen_attention: attention by the full score matrix, derivatives in
-forward mode, and temporary replacement of functions in torch's modules.
+"""Attention by the full score matrix, for derivatives that flex_attention and varlen_attention have
+no tiles for.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@contextmanager
-def replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
-    old = {name: getattr(owner, name) for name in new if hasattr(owner, name)}
-    for name in old:
-        setattr(owner, name, new[name])
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(owner, name, value)
 
 
 def jvp_of(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[Any]) -> Any:
@@ -54,12 +41,19 @@ def _like(x: Tensor, query: Tensor) -> Tensor:
 
 
 def weighted(
-    scores: Tensor, sees: Tensor, value: Tensor, dtype: torch.dtype
+    scores: Tensor,
+    sees: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    dropped: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The values weighted by the softmax of the unmasked scores, its log-sum-exp, and the scores'
     maximum. Rows in which everything is masked are zero.
+
+    Args:
+        dropped: what dropout makes of the softmax.
     """
     scores = torch.where(sees, scores, -math.inf)
-    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    weights = dropped(torch.ops.aten._safe_softmax.default(scores, -1))
     out = weights.to(dtype) @ _like(value, scores)
     return out, torch.logsumexp(scores, -1), scores.amax(-1)
