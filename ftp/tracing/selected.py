@@ -3,7 +3,7 @@ shapes that depend on values, which a trace does not have.
 
 A `Selected` holds all rows: each row that the mask leaves out is a copy of a selected row, so that
 no function can fail, or give inf or nan, on such a row alone. A function that acts on each row by
-itself gives a `Selected` again (``selected_features.py``). A sum, a mean or a loss counts the
+itself gives a `Selected` again (``row_dims.py`` finds out). A sum, a mean or a loss counts the
 selected rows only (``selected_reductions.py``); a write back ``x[mask] = rows`` leaves the other
 rows as they were (``selected_places.py``). Every other function is refused.
 """
@@ -25,14 +25,15 @@ from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
 from ftp.tracing.no_rows import finite, is_singular_call, unless_none
 from ftp.tracing.packed_sequences import packed_steps
+from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
 from ftp.tracing.same_values import holds_same
 
 # Functions by name; the files above fill the tables. Of all rows: the result of (group, *args,
-# **kwargs), None where this call acts on each row alone. Of each row: whether it does, from (dims
-# of the rows, args, kwargs). Pointwise: functions of elements.
+# **kwargs), None where this call acts on each row alone. Pointwise: functions of elements.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
-OF_EACH_ROW: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {}
 POINTWISE: set[str] = set()
+JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
+_LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 _OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
@@ -55,11 +56,15 @@ class Selections:
 
 
 class Selected:
-    """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``."""
+    """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``.
 
-    def __init__(self, rows: Tensor, group: Selections, below: int | None = None):
-        self.rows, self.group = rows, group
-        self.below = below  # for indices: known to be in [0, below)
+    Attributes:
+        below: for indices: known to be in [0, below).
+        at: the dim that the function sees them in.
+    """
+
+    def __init__(self, rows: Tensor, group: Selections, below: int | None = None, at: int = 0):
+        self.rows, self.group, self.below, self.at = rows, group, below, at
 
     def refused_as(self, name: str) -> str:
         """The message that the function cannot return a selection."""
@@ -80,7 +85,9 @@ class Selected:
         if name in ("dtype", "device", "ndim", "is_cuda", "layout", "requires_grad"):
             return getattr(self.rows, name)
         if name == "shape":
-            return _ShapeOfSelection(self.rows.shape)
+            return self.size()
+        if name in ("T", "mT"):
+            return apply(Tensor.transpose, (self, 0 if name == "T" else -2, -1), {})
         method = getattr(Tensor, name, None)
         if method is None or name.startswith("__"):
             raise AttributeError(name)
@@ -92,19 +99,21 @@ class Selected:
         return self.rows.ndim
 
     def size(self, dim: int | None = None) -> Any:
-        return (
-            _ShapeOfSelection(self.rows.shape)
-            if dim is None
-            else _ShapeOfSelection(self.rows.shape)[dim]
-        )
+        rows, *sizes = self.rows.shape
+        shape = _ShapeOfSelection((*sizes[: self.at], rows, *sizes[self.at :]), self.at)
+        return shape if dim is None else shape[dim]
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
 
     def __len__(self) -> int:
+        if self.at:
+            return self.size(0)
         raise _number_refused("len()")
 
     def __iter__(self) -> Any:
+        if self.at:
+            return iter(apply(Tensor.unbind, (self, 0), {}))
         raise refused(
             "a loop over rows",
             instead="Loop over all places (for e in range(n)): where none is selected, sums are"
@@ -113,6 +122,10 @@ class Selected:
 
     def __bool__(self) -> bool:
         raise refused("bool()")
+
+
+def _different(name: str) -> TraceError:
+    return refused(f"{name} of rows that different masks select", as_it_is=True)
 
 
 def _number_refused(what: str) -> TraceError:
@@ -124,14 +137,14 @@ def _number_refused(what: str) -> TraceError:
 
 
 class _ShapeOfSelection:
-    """The shape of a selection: all sizes but the first."""
+    """The shape of a selection: all sizes but that of the dim of rows."""
 
-    def __init__(self, sizes: Sequence[int]):
-        self._sizes = sizes
+    def __init__(self, sizes: Sequence[int], rows_at: int):
+        self._sizes, self._rows_at = sizes, rows_at
 
     def __getitem__(self, at: Any) -> Any:
         places = range(len(self._sizes))[at]
-        if (0 in places) if isinstance(places, range) else places == 0:
+        if self._rows_at in (places if isinstance(places, range) else (places,)):
             raise _number_refused("the number of selected rows")
         return tuple(self._sizes)[at]
 
@@ -208,6 +221,8 @@ def counted(result: Any) -> Any:
 
 
 def _counted(x: Selected) -> CountedRows:
+    if x.at:
+        raise TraceError(x.refused_as("a result whose first dim is not that of the rows"))
     return CountedRows(x.rows.index_select(0, order_of(x.group)), x.group.valid.sum())
 
 
@@ -316,54 +331,71 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return func(given[0].rows)
     group = given[0].group
     others = (x.group.mask for x in given if x.group is not group)
-    if not all(holds_same(mask, group.mask) for mask in others):
-        raise refused(f"{name} of rows that different masks select", as_it_is=True)
-    rows = given[0].rows
-    if name in OF_ALL_ROWS:
+    is_one_mask = all(holds_same(mask, group.mask) for mask in others)
+    if not is_one_mask and name not in JOINING:
+        raise _different(name)
+    is_moved = any(x.at for x in given)
+    if name in OF_ALL_ROWS and not is_moved:
         reduced = OF_ALL_ROWS[name](group, *args, **kwargs)
         if reduced is not None:
             return reduced
+    if not is_one_mask:
+        raise _different(name)
     if name.removesuffix("_") in POINTWISE and name not in POINTWISE:
         return _in_place(func, name.removesuffix("_"), args, kwargs)
-    if name not in POINTWISE and not (
-        name in OF_EACH_ROW and OF_EACH_ROW[name](rows.ndim, args, kwargs)
-    ):
-        raise refused(name)
-    if name in POINTWISE and len({x.rows.ndim for x in given}) > 1:
+    is_pointwise = name in POINTWISE and not is_moved
+    if is_pointwise and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
-    is_singular = is_singular_call(name, args)
-    is_any = group.first[1]
-    is_lookup = name in ("__getitem__", "embedding") and any(isinstance(a, Tensor) for a in args)
-    beside_rows = _row_by_row(rows, group) if name in POINTWISE else lambda x: x
-    plain_args, plain_kwargs = _replaced(
-        (list(args), dict(kwargs)),
-        lambda x: x if is_lookup else finite(beside_rows(x), is_any, is_singular),
-        lambda x: finite(x.rows, is_any, is_singular) if is_singular else x.rows,
+    trial = (
+        RowTrial(RowDim(0), [(name, args)]) if is_pointwise else try_rows(func, args, kwargs, _seen)
     )
+    if trial.result is None:
+        raise refused(name)
+    is_singular = any(is_singular_call(*op) for op in trial.ops)
+    is_any = group.first[1]
+    is_lookup = name in _LOOKUPS and any(isinstance(a, Tensor) for a in args)
+
+    def of_plain(x: Tensor) -> Tensor:
+        if is_pointwise:
+            return finite(_row_by_row(given[0].rows, group, x), is_any, is_singular)
+        return finite(x, is_any, is_singular) if x.is_floating_point() and not is_lookup else x
+
+    def of_selected(x: Selected) -> Tensor:
+        rows = finite(x.rows, is_any, is_singular) if is_singular else x.rows
+        return rows.movedim(0, x.at) if x.at else rows
+
+    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)), of_plain, of_selected)
     out = func(*plain_args, **plain_kwargs)
     if is_singular or is_lookup:
-        out = unless_none(out, is_any)
+        out = optree.tree_map(lambda x: unless_none(x, is_any), out)
     if isinstance(out, tuple | list):
-        return type(out)([wrapped(o, group, name) for o in out])
-    made = wrapped(out, group, name)
+        pairs = zip(out, trial.result, strict=True)
+        return type(out)([_with_rows(o, at, group, name) for o, at in pairs])
+    made = _with_rows(out, trial.result, group, name)
     made.below = given[0].below if name in _SAME_VALUES else None
     return made
+
+
+def _seen(x: Any) -> tuple[Tensor, int] | None:
+    return (x.rows, x.at) if isinstance(x, Selected) else None
+
+
+def _with_rows(out: Any, at: Any, group: Selections, name: str) -> Selected:
+    if not isinstance(at, RowDim) or (at.dim and at.of_one > 1):
+        raise refused(name)
+    if at.of_one > 1:  # several rows of each one
+        group = group_of(group.valid[:, None].expand(-1, at.of_one))
+    return Selected(out.movedim(at.dim, 0) if at.dim else out, group, at=at.dim)
 
 
 def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
     """A pointwise function that writes to selected rows, which are a copy."""
     x, method = args[0], getattr(Tensor, name, None)
-    if not isinstance(x, Selected) or method is None or not x.rows.is_floating_point():
+    if not isinstance(x, Selected) or x.at or method is None or not x.is_floating_point():
         raise refused(f"{name}_")  # of indices too: they are known to be in range
     # The gradient may read the operand as it was.
     x.rows.copy_(apply(method, (Selected(x.rows.clone(), x.group), *args[1:]), kwargs).rows)
     return x
-
-
-def wrapped(out: Any, group: Selections, name: str) -> Selected:
-    if not isinstance(out, Tensor) or not out.ndim or out.shape[0] != group.valid.numel():
-        raise refused(name)
-    return Selected(out, group)
 
 
 def flat(tree: Any) -> list[Any]:
@@ -387,26 +419,27 @@ def _replaced(
     return of(tree) if isinstance(tree, Tensor) else tree
 
 
-def _row_by_row(rows: Tensor, group: Selections) -> Callable[[Tensor], Tensor]:
-    """Plain operands beside ``rows``: broadcast over them, or of one row for each selected one."""
+def _row_by_row(rows: Tensor, group: Selections, other: Tensor) -> Tensor:
+    """A plain operand beside ``rows``: broadcast over them, or of one row for each selected one."""
+    if other.ndim < rows.ndim or other.shape[0] == 1:
+        return other
+    if other.ndim > rows.ndim or other.shape[0] in (0, rows.shape[0]):
+        raise refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
+    return row_of_each(other, group)
 
-    def of(other: Tensor) -> Tensor:
-        if other.ndim < rows.ndim or other.shape[0] == 1:
-            return other
-        size = other.shape[0]
-        if other.ndim > rows.ndim or size in (0, rows.shape[0]):
-            raise refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
-        claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(other.shape)} has"
-        assume(group.valid.sum() == size, claim)
-        warnings.warn(
-            f"{at_line()}A tensor of shape {tuple(other.shape)} is beside rows that a mask selects,"
-            f" whose number is a value: it is assumed that the mask selects {size} rows."
-            " check_inputs=True checks it.",
-            stacklevel=2,
-        )
-        return other.index_select(0, (group.valid.cumsum(0) - 1).clamp(0, size - 1))
 
-    return of
+def row_of_each(plain: Tensor, group: Selections) -> Tensor:
+    """A plain tensor of a row for each selected one, at the places of the selected rows."""
+    size = plain.shape[0]
+    claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(plain.shape)} has"
+    assume(group.valid.sum() == size, claim)
+    warnings.warn(
+        f"{at_line()}A tensor of shape {tuple(plain.shape)} is beside rows that a mask selects,"
+        f" whose number is a value: it is assumed that the mask selects {size} rows."
+        " check_inputs=True checks it.",
+        stacklevel=2,
+    )
+    return plain.index_select(0, (group.valid.cumsum(0) - 1).clamp(0, size - 1))
 
 
 def order_of(group: Selections) -> Tensor:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, apply, refused
+from ftp.tracing.selected import (
+    OF_ALL_ROWS,
+    Selected,
+    Selections,
+    apply,
+    group_of,
+    refused,
+    selected,
+)
 from ftp.tracing.selected_reductions import taken
 
 
@@ -83,6 +91,10 @@ BehindOne.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def _read(group: Selections, x: Any, key: Any) -> Any:
+    if isinstance(x, Selected) and isinstance(key, Selected) and key.dtype is torch.bool:
+        if key.rows.ndim != 1:
+            return None
+        return selected(x.rows, group_of(group.valid & key.rows))
     is_behind = isinstance(key, tuple) and len(key) == 2 and key[0] is None
     if is_behind and isinstance(key[1], Selected) and isinstance(x, Tensor):
         return BehindOne(apply(Tensor.__getitem__, (x, key[1]), {}))

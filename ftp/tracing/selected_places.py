@@ -112,6 +112,14 @@ def _index_copy(group: Selections, x: Any, dim: int, index: Any, source: Any) ->
     return None if isinstance(x, Selected) or dim % x.ndim else _put(group, x, index, source)
 
 
+def _masked_scatter(group: Selections, x: Any, mask: Any, source: Any) -> Any:
+    """``x.masked_scatter(mask, rows)``: the selected rows go back to the places of their mask."""
+    is_back = isinstance(x, Tensor) and isinstance(source, Selected) and is_selection(mask, x)
+    if not is_back or source.rows.ndim != 1 + x.ndim - mask.ndim:
+        return None
+    return _write(x, group, source) if holds_same(mask, group.mask) else None
+
+
 def _written(function: Callable[..., Any]) -> Callable[..., Any]:
     """The form of ``function`` that writes to its first operand."""
 
@@ -130,6 +138,8 @@ OF_ALL_ROWS.update(
         "index_copy": _index_copy,
         "index_copy_": _written(_index_copy),
         "index_put": _index_put,
+        "masked_scatter": _masked_scatter,
+        "masked_scatter_": _written(_masked_scatter),
         "index_put_": _written(_index_put),
     }
 )

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ftp.ops.assume import assume
+from ftp.tracing.no_rows import unless_none
 from ftp.tracing.packed_sequences import BatchSizes, padded, recurrent
 from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected import (
+    JOINING,
     OF_ALL_ROWS,
     Selected,
     Selections,
@@ -23,8 +25,8 @@ from ftp.tracing.selected import (
     is_over_rows,
     order_of,
     refused,
+    row_of_each,
     selected,
-    wrapped,
     zeroed,
 )
 
@@ -52,24 +54,156 @@ def _mean_over_rows(group: Selections, x: Selected) -> Tensor:
     return _sum(group, x) / group.valid.sum()
 
 
-_REDUCTIONS = {"mean": _mean, "sum": _sum, "batchmean": _mean_over_rows, "none": None}
+def _dims(x: Selected, dim: Any) -> tuple[int, ...]:
+    """The dims that a reduction joins, all without ``dim``."""
+    ndim = x.rows.ndim
+    if dim is None or dim == () or dim == []:
+        return tuple(range(ndim))
+    return tuple(d % ndim for d in (dim if isinstance(dim, tuple | list) else (dim,)))
+
+
+def _filled(x: Selected, value: float) -> Tensor:
+    """The rows, with a value in the place of those that are not selected."""
+    aside = torch.full((), value, dtype=x.rows.dtype, device=x.rows.device)
+    return torch.where(beside(x.group.valid, x.rows), x.rows, aside)
+
+
+def _over_filled(name: str, value: float) -> Callable[..., Any]:
+    """A reduction to which ``value`` adds nothing."""
+
+    def of(group: Selections, x: Any, dim: Any = None, *rest: Any, **named: Any) -> Any:
+        if not isinstance(x, Selected) or 0 not in _dims(x, dim):
+            return None
+        at = () if dim is None else (dim,)
+        return getattr(torch, name)(_filled(x, value), *at, *rest, **named)
+
+    return of
+
+
+def _norm(
+    group: Selections,
+    x: Any,
+    p: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    ord: Any = None,
+    dtype: Any = None,
+) -> Any:
+    p = p if ord is None else ord
+    p = 2 if p in (None, "fro") and x.rows.ndim < 3 else p
+    if not isinstance(p, int | float) or p < 0 or 0 not in _dims(x, dim):
+        return None
+    return torch.linalg.vector_norm(zeroed(x), p, dim, keepdim, dtype=dtype)
+
+
+def _var(
+    group: Selections,
+    x: Any,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> Any:
+    dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+    dims = _dims(x, dim)
+    if 0 not in dims:
+        return None
+    count = group.valid.sum() * math.prod(x.rows.shape[d] for d in dims if d)
+    centred = Selected(x.rows - zeroed(x).sum(dims, True) / count, group)
+    total = zeroed(centred).abs().square().sum(dims, keepdim)
+    return total / (count - (int(unbiased) if correction is None else correction)).clamp(min=0)
+
+
+def _std(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
+    var = _var(group, x, *args, **kwargs)
+    if var is None:
+        return None
+    is_zero = var.detach() == 0  # there torch takes zero for the gradient
+    return torch.where(is_zero, var.detach(), torch.where(is_zero, 1, var).sqrt())
+
+
+def _softmax(name: str) -> Callable[..., Any]:
+    def of(group: Selections, x: Any, dim: int | None = None, *rest: Any, **named: Any) -> Any:
+        if not isinstance(x, Selected) or dim is None or dim % x.rows.ndim or rest:
+            return None
+        if named.keys() - {"dtype"}:
+            return None
+        made = getattr(torch, name)(_filled(x, -math.inf), dim, **named)
+        return selected(unless_none(made, group.first[1]), group)
+
+    return of
+
+
+def _quantile(name: str) -> Callable[..., Any]:
+    """Of all elements, or over the rows: rows that are not selected are nan, which is left out."""
+
+    def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        dim = args[0] if name == "nanmedian" and args else dim
+        if not isinstance(x, Selected) or 0 not in _dims(x, dim) or not x.is_floating_point():
+            return None
+        if name == "nanmedian" and dim is not None:
+            return None  # it gives indices too
+        return getattr(torch, name)(_filled(x, math.nan), *args, **kwargs)
+
+    return of
+
+
+def _cat(group: Selections, tensors: Any, dim: int = 0) -> Any:
+    """Selected rows of several masks, or plain ones, below each other; plain rows beside selected
+    ones.
+    """
+    chosen = next(x for x in tensors if isinstance(x, Selected))
+    if dim % chosen.rows.ndim:
+        given = [_of_each(x, group) for x in tensors]
+        return None if given == [*tensors] else apply(torch.cat, (given, dim), {})
+    if any(x.ndim != chosen.rows.ndim for x in tensors):
+        return None
+    rows = [x.rows if isinstance(x, Selected) else x for x in tensors]
+    valid = [
+        x.group.valid
+        if isinstance(x, Selected)
+        else torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        for x in tensors
+    ]
+    return selected(torch.cat(rows), group_of(torch.cat(valid)))
+
+
+def _stack(group: Selections, tensors: Any, dim: int = 0) -> Any:
+    given = [_of_each(x, group) for x in tensors]
+    return None if given == [*tensors] else apply(torch.stack, (given, dim), {})
+
+
+def _of_each(x: Any, group: Selections) -> Selected:
+    return x if isinstance(x, Selected) else Selected(row_of_each(x, group), group)
+
+
+def _squeeze(group: Selections, x: Any, *dims: Any) -> Any:
+    if dims or x.rows.shape[0] == 1:
+        return None
+    claim = "the mask does not select one row alone, whose dim squeeze() drops"
+    assume(group.valid.sum() != 1, claim)
+    ones = tuple(d for d, size in enumerate(x.rows.shape) if d and size == 1)
+    return Selected(x.rows.squeeze(ones), group, x.below)
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "batchmean": _mean_over_rows,
+}  # "none" is a function of each row
 
 
 def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss of pairs of elements, reduced over the selected rows."""
+    """A loss of each row or element, reduced over the selected rows."""
 
-    def of(group: Selections, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        reduction = kwargs.get("reduction", "mean")
-        if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
+    def of(group: Selections, *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
+        if reduction not in _REDUCTIONS:
             return None
-        if kwargs.get("weight") is not None or reduction not in _REDUCTIONS:
-            return None
-        if input.rows.shape != target.rows.shape:
-            return None
-        each = function(input.rows, target.rows, **{**kwargs, "reduction": "none"})
-        value = wrapped(each, group, function.__name__)
-        reduce = _REDUCTIONS[reduction]
-        return reduce(group, value) if reduce else value
+        each = apply(function, args, {**kwargs, "reduction": "none"})
+        return _REDUCTIONS[reduction](group, each)
 
     return of
 
@@ -80,12 +214,12 @@ def _cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
     def of(group: Selections, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
         if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
             return None
-        if target.rows.dtype.is_floating_point or kwargs.get("reduction", "mean") == "none":
+        if target.is_floating_point():
+            return _loss(function)(group, input, target, **kwargs)
+        if kwargs.get("reduction", "mean") == "none":
             return None
         ignored = kwargs.get("ignore_index", -100)
-        aside = torch.full((), ignored, dtype=target.rows.dtype, device=target.rows.device)
-        kept = torch.where(beside(group.valid, target.rows), target.rows, aside)
-        return function(input.rows, kept, **kwargs)
+        return function(input.rows, _filled(target, ignored), **kwargs)
 
     return of
 
@@ -104,8 +238,7 @@ def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
             return None
         floats = x.rows.dtype.is_floating_point
         least = fill(torch.finfo(x.rows.dtype) if floats else torch.iinfo(x.rows.dtype))
-        aside = x.rows.new_full((), least if not floats else math.copysign(math.inf, least))
-        rows = torch.where(beside(group.valid, x.rows), x.rows, aside)
+        rows = _filled(x, least if not floats else math.copysign(math.inf, least))
         function = getattr(torch, name)
         return function(rows) if is_full else function(rows, dim, keepdim)
 
@@ -171,6 +304,19 @@ OF_ALL_ROWS.update(
     {
         "_pad_packed_sequence": _padded,
         **dict.fromkeys(("view", "reshape"), _rows_of_elements),
+        **dict.fromkeys(JOINING, _cat),
+        "stack": _stack,
+        "squeeze": _squeeze,
+        **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
+        "var": _var,
+        "std": _std,
+        **{name: _softmax(name) for name in ("softmax", "log_softmax")},
+        "logsumexp": _over_filled("logsumexp", -math.inf),
+        "prod": _over_filled("prod", 1),
+        "any": _over_filled("any", 0),
+        "all": _over_filled("all", 1),
+        "median": _quantile("nanmedian"),
+        "quantile": _quantile("nanquantile"),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
         "sum": _sum,
         "mean": _mean,
@@ -187,6 +333,16 @@ OF_ALL_ROWS.update(
                 F.binary_cross_entropy,
                 F.binary_cross_entropy_with_logits,
                 F.kl_div,
+                F.cosine_embedding_loss,
+                F.gaussian_nll_loss,
+                F.poisson_nll_loss,
+                F.hinge_embedding_loss,
+                F.margin_ranking_loss,
+                F.multi_margin_loss,
+                F.multilabel_margin_loss,
+                F.multilabel_soft_margin_loss,
+                F.soft_margin_loss,
+                F.triplet_margin_loss,
             )
         },
         "cross_entropy": _cross_entropy(F.cross_entropy),

@@ -211,7 +211,75 @@ def _solved(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return (scale[:, None] * y - x[..., 0]).square().sum()
 
 
+def _found_by_rules(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Functions of each row that no table names."""
+    mask = ids >= 0
+    y, near = (x @ w)[mask], x[mask]
+    pairs = torch.einsum("nd,nd->n", y, near) + torch.einsum("nd,de->ne", near, w).amax(1)
+    at = y.abs().argmax(1, keepdim=True)
+    taken = torch.take_along_dim(near, at, 1) + y.scatter(1, at, 2.0).cumsum(1)[:, 3:4]
+    columns = [column.exp() for column in y[:, :2].T] + [*near.mT.sin()][:1]
+    heads = y.view(-1, 2, 1, 3)
+    mixed = F.scaled_dot_product_attention(heads, near.view(-1, 2, 1, 3), heads).flatten(1)
+    images = F.conv1d(y[:, None], w[:2, None, :3], padding=1)
+    images = F.interpolate(F.group_norm(images, 2), scale_factor=2.0).mean((1, 2))
+    apart = torch.cdist(y, w[:3]).square().sum(1) + torch.outer(columns[0], w[0]).logsumexp(1)
+    alike = F.cosine_embedding_loss(y, near, torch.where(ids[mask] > 1, 1, -1), margin=0.1)
+    far = F.triplet_margin_loss(y, near, mixed) + F.margin_ranking_loss(
+        columns[0], columns[1], torch.where(ids[mask] > 1, 1, -1)
+    )
+    each = pairs * columns[2] + taken[:, 0] + images + apart
+    soft = (
+        F.cross_entropy(y, near.softmax(1)) + F.cross_entropy(y, ids[mask], reduction="none").max()
+    )
+    return each.square().mean() + alike + far + mixed.sum() + soft + y.nanmean(1).cos().sum()
+
+
+def _joined_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Functions that join all rows, and attention over them."""
+    y, scores = (x @ w)[ids >= 0], (x @ w)[..., 0][ids >= 0]
+    weights = scores.softmax(0)
+    spread = y.var(0).sum() + y.std() + scores.std(unbiased=False) + y.var((0, 1), correction=0)
+    middle = scores.median() + torch.quantile(y, 0.3) + y.quantile(0.7, dim=0).sum()
+    most = y.logsumexp(0).sum() + y.norm() + y.norm(dim=0).sum() + torch.linalg.norm(scores, 1)
+    most = (
+        most + scores.prod() + (y > 0).any(0).sum() * (y < 9).all() + scores.log_softmax(0).mean()
+    )
+    return (weights[:, None] * y).sum(0).square().sum() + spread + middle + most
+
+
+def _joined_selections(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Rows of several masks below each other, masks of selected rows, and rows of parts of rows."""
+    y = x @ w
+    positive, negative = y[ids > 0], y[ids < 0]
+    both = torch.cat([positive, negative, y[0] * 2])
+    due = torch.cat([ids[ids > 0].sign(), torch.zeros_like(ids[ids < 0]), ids[0].sign().abs()])
+    loss = F.cross_entropy(both, due)
+    again = positive[positive[:, 0] > 0]
+    boxes = positive.reshape(-1, 3)
+    wide = boxes[boxes[:, 0] > boxes[:, 1]].reshape(-1).square().sum()
+    out = y.masked_scatter(
+        (ids > 0)[..., None].expand_as(y), y[(ids > 0)[..., None].expand_as(y)].exp()
+    )
+    return loss + again.sin().sum() + wide + boxes.prod(1).mean() + out.square().mean()
+
+
+def _found_by_rules_of_none(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y, near = (x @ w)[ids >= 0], x[ids >= 0]
+    apart = torch.cdist(y, w[:3]).sum() + F.cosine_similarity(y, near).sum() + y.norm(dim=1).sum()
+    alike = F.cosine_embedding_loss(y, near, ids[ids >= 0].sign(), reduction="sum")
+    return apart + alike + (y / near.sum(1, keepdim=True)).sum() + (x @ w).sum()
+
+
+def _joined_of_none(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y = (x @ w)[ids >= 0]
+    return (y.softmax(0) * y).sum() + y.norm() + y.exp().logsumexp(0).exp().sum() + y.prod()
+
+
 PROGRAMS = [
+    _found_by_rules,
+    _joined_rows,
+    _joined_selections,
     _forms_of_rows,
     _of_no_rows,
     _boxes,
@@ -266,7 +334,16 @@ def test_a_mask_that_is_changed_after_it_selected():
 
 
 @pytest.mark.parametrize(
-    "program", [_sum_of_logs, _written_back, _embedded, _logs_at_places, _written_at_indices]
+    "program",
+    [
+        _found_by_rules_of_none,
+        _joined_of_none,
+        _sum_of_logs,
+        _written_back,
+        _embedded,
+        _logs_at_places,
+        _written_at_indices,
+    ],
 )
 def test_a_mask_that_selects_nothing(program: Callable[..., Tensor]):
     """Sums are zero and writes write nothing; gradients stay finite."""
@@ -323,17 +400,22 @@ def _behind_one(w, x):
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "the number of selected rows": _count,
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
-    "softmax": lambda w, x, ids: (x @ w)[ids >= 0].softmax(0).square().sum(),
-    "std": lambda w, x, ids: (x @ w)[ids >= 0].std(),
-    "reshape": lambda w, x, ids: (x @ w)[ids >= 0].reshape(-1).sum(),
+    "cumsum": lambda w, x, ids: (x @ w)[ids >= 0].cumsum(0).square().sum(),
+    "tril": lambda w, x, ids: (x @ w)[ids >= 0].tril().sum(),
+    "einsum": lambda w, x, ids: torch.einsum("nd,md->nm", (x @ w)[ids >= 0], x[ids >= 0]).sum(),
+    "batch_norm": lambda w, x, ids: F.batch_norm(
+        (x @ w)[ids >= 0], None, None, training=True
+    ).sum(),
+    "linalg_inv": lambda w, x, ids: torch.linalg.inv(w[ids[:, 0] >= 0][:, None, :1]).sum(),
+    "t_": lambda w, x, ids: (x @ w)[ids >= 0].t_().sum(),
+    "reshape": lambda w, x, ids: (x @ w)[ids >= 0].reshape(3, -1).sum(),
     "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
     "mul of rows that different masks": _mask_changed_between,
     "mul of rows that different": _one_mask_changed_between,
     "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x.flatten(0, 1)).sum(),
     "sort": lambda w, x, ids: (x @ w)[ids >= 0].sort(0).values.sum(),
-    "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x[0]]).sum(),
+    "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x]).sum(),
     "a loop over rows": lambda w, x, ids: sum(r.sum() for r in (x @ w)[ids >= 0]),
-    "sum": lambda w, x, ids: (x @ w)[ids >= 0].sum(axis=1).square().mean(),
     "mse_loss": lambda w, x, ids: F.mse_loss((x @ w)[ids >= 0][:, :1], x[:, :, 0][ids >= 0]),
     "differ in their number of dims": lambda w, x, ids: (
         x[:, :, 0][m := ids >= 0] * (x @ w)[m]
