@@ -154,25 +154,19 @@ def _all_gather(
 ) -> fx.Node:
     n = site.reshard.n
     before, after = cut.split(here)
-    at = len(before)
-    seen = [*before, cut.g, *after]
-    if math.prod(before) == 1:
-        # The cut is the major dim: the ranks' parts are consecutive in memory.
-        x = site.pad_to(site.reshape(x, here, seen), seen, at, cut.c)
-        flat = [cut.c, math.prod(after)]
-        x = site.contiguous(site.reshape(x, [*before, cut.c, *after], flat))
-        y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * cut.c, *flat[1:]])
-        y = site.trim(y, 0, n * cut.c, cut.f)
-        return site.reshape(y, [cut.f, *flat[1:]], there)
-    x = site.pad_to(site.reshape(x, here, seen), seen, at, cut.c)
-    padded = [*before, cut.c, *after]
-    x = site.contiguous(site.reshape(x, padded, [math.prod(padded)]))
-    y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
-    y = site.emit(aten.reshape.default, y, [n, *padded])
-    y = site.emit(aten.permute.default, y, [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)])
-    y = site.emit(aten.reshape.default, y, [*before, n * cut.c, *after])
-    y = site.trim(y, at, n * cut.c, cut.f)
-    return site.reshape(y, [*before, cut.f, *after], there)
+    if math.prod(before) == 1:  # the ranks' parts are consecutive in memory
+        before, after = [], [math.prod(after)] if after else []
+    at, padded = len(before), [*before, cut.c, *after]
+    flat = [math.prod(padded)] if at else padded
+    x = site.contiguous(_padded(site, x, here, [*before, cut.g, *after], at, cut.c, flat))
+    given = [n * flat[0], *flat[1:]]
+    y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=given)
+    if at:
+        y = site.emit(aten.reshape.default, y, [n, *padded])
+        order = [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)]
+        y = site.emit(aten.permute.default, y, order)
+        given = [*before, n, cut.c, *after]
+    return _trimmed(site, y, given, [*before, n * cut.c, *after], at, cut.f, there)
 
 
 def _reduce_scatter(
@@ -180,24 +174,53 @@ def _reduce_scatter(
 ) -> fx.Node:
     n = site.reshard.n
     before, after = cut.split(here)
-    at = len(before)
-    x = site.pad_to(
-        site.reshape(x, here, [*before, cut.f, *after]),
-        [*before, cut.f, *after],
-        at,
-        n * cut.c,
-    )
-    part = [*before, cut.c, *after]
-    if math.prod(before) != 1:
-        x = site.emit(aten.reshape.default, x, [*before, n, cut.c, *after])
+    at, part = len(before), [*before, cut.c, *after]
+    seen, flat = [*before, cut.f, *after], [n * math.prod(part)]
+    if math.prod(before) == 1:
+        x = _padded(site, x, here, seen, at, n * cut.c, flat)
+    else:
+        x = _padded(site, x, here, seen, at, n * cut.c, [*before, n, cut.c, *after])
         x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
-    x = site.contiguous(site.emit(aten.reshape.default, x, [n * math.prod(part)]))
-    y = site.collective(
-        c10d.reduce_scatter_tensor.default, x, "sum", n, shape=[n * math.prod(part)]
-    )
-    y = site.emit(aten.reshape.default, y, part)
-    y = site.trim(y, at, cut.c, cut.g)
-    return site.reshape(y, [*before, cut.g, *after], there)
+        x = site.emit(aten.reshape.default, x, flat)
+    x = site.contiguous(x)
+    y = site.collective(c10d.reduce_scatter_tensor.default, x, "sum", n, shape=flat)
+    return _trimmed(site, y, [math.prod(part)], part, at, cut.g, there)
+
+
+def _padded(
+    site: ReshardSite,
+    x: fx.Node,
+    here: Sequence[int],
+    seen: Sequence[int],
+    at: int,
+    size: int,
+    to: Sequence[int],
+) -> fx.Node:
+    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` padded to ``size``, in shape
+    ``to``.
+    """
+    if seen[at] == size:
+        return site.reshape(x, here, to)
+    x = site.pad_to(site.reshape(x, here, seen), seen, at, size)
+    return site.reshape(x, [*seen[:at], size, *seen[at + 1 :]], to)
+
+
+def _trimmed(
+    site: ReshardSite,
+    x: fx.Node,
+    here: Sequence[int],
+    seen: Sequence[int],
+    at: int,
+    size: int,
+    to: Sequence[int],
+) -> fx.Node:
+    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` cut to its first ``size``, in
+    shape ``to``.
+    """
+    if seen[at] == size:
+        return site.reshape(x, here, to)
+    x = site.trim(site.reshape(x, here, seen), at, seen[at], size)
+    return site.reshape(x, [*seen[:at], size, *seen[at + 1 :]], to)
 
 
 def _all_to_all(
@@ -246,7 +269,7 @@ def _slice(
     before, after = cut.split(here)
     x = site.reshape(x, here, [*before, cut.f, *after])
     x = site.emit(aten.slice.Tensor, x, len(before), *_bounds(site, cut, "stop"))
-    return site.emit(aten.reshape.default, x, there)
+    return site.reshape(x, [*before, cut.g, *after], there)
 
 
 def _pad(site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: CutDim) -> fx.Node:

@@ -38,7 +38,8 @@ class CutDim:
 
     def split(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
         """The sizes before and after ``g`` in a tensor of ``shape``, viewed with this cut."""
-        return [*shape[: self.dim], self.outer], [self.inner, *shape[self.dim + 1 :]]
+        outer, inner = ([size] * (size != 1) for size in (self.outer, self.inner))
+        return [*shape[: self.dim], *outer], [*inner, *shape[self.dim + 1 :]]
 
     def even(self, n: int) -> "CutDim":
         """The zigzag with padded pieces as a plain cut of the dim in the order of the ranks."""

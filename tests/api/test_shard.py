@@ -268,6 +268,17 @@ def test_moved_parts_are_contiguous():
     torch.testing.assert_close(step(x), attend(x))
 
 
+def test_moved_parts_are_not_viewed_again():
+    """Each gather of an even shard took five calls beside the collective, a slice three."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    for shape in ((4,), (4, 6)):
+        for specs, ops in ((P("tp"), P()), ["all_gather"]), ((P(), P("tp")), []):
+            lowered = ftp.spmd(torch.sin, mesh, specs[:1], specs[1]).lower(torch.randn(shape))
+            assert [c.op for c in lowered.collectives] == ops
+            names = [node.name for node in lowered.graph.graph.nodes]
+            assert not [name for name in names if "reshape" in name], lowered.graph
+
+
 # Collectives, counted.
 
 # And (batch, seq); in the last the embedding's gradient is smaller than that of what it returns.
