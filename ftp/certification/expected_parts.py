@@ -143,10 +143,15 @@ class ExpectedParts:
         cuts: dict[str, list[LocalCut]] = {}
         cut_axes: dict[str, str] = {}
         for claim in op.claims:
-            is_ring = (cut_axes.get(claim.axis), claim.factor) in rule.ring
+            is_ring = (cut_axes.get(claim.axis), claim.factor) in (*rule.ring, *rule.together)
             if claim.axis in cut_axes and (not is_ring or claim.factor in cuts):
                 raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
-            is_kept = claim.factor in rule.whole and claim.axis not in region and not is_ring
+            is_kept = (
+                claim.factor in rule.whole
+                and claim.axis not in region
+                and not is_ring
+                and not self._starts_alike(op, rule, claim.factor)
+            )
             if is_kept or claim.factor not in rule.sizes:
                 raise Refused(
                     f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
@@ -180,6 +185,24 @@ class ExpectedParts:
                     f" {axis}"
                 )
         return index, cuts
+
+    def _starts_alike(self, op: Operation, rule: BoundRule, factor: str) -> bool:
+        """Whether an op claims to be cut along a factor and the one that comes with it, over one
+        axis and no other, and the ranks' chunks of both start alike.
+        """
+        for pair in rule.together:
+            if factor in pair:
+                claims = [claim for claim in op.claims if claim.factor in pair]
+                if [claim.factor for claim in claims] != list(pair):
+                    return False
+                first, second = claims
+                plain = all(
+                    (claim.outer, claim.inner, claim.zigzag) == (1, 1, False) for claim in claims
+                )
+                n = self.axes[first.axis].n
+                chunks = {-(-rule.sizes[f] // n) for f in pair}
+                return plain and first.axis == second.axis and len(chunks) == 1
+        return False
 
     def taken(
         self,

@@ -180,6 +180,7 @@ class _CostNetwork:
                 rule.linear,
                 tuple(tuple(p.items()) for p in rule.pending),
                 rule.ring,
+                rule.together,
             )
             rings = self.problem.reach.rings.get(node, ())
             if self.problem.open and node in self.problem.open.groups:

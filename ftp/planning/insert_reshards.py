@@ -98,7 +98,7 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
     for index, layout in enumerate(strategy.results):
         if layout.kind == "P":
             node.pending.setdefault(index, []).append((axis, layout.op))
-    for cut in (strategy.cut, strategy.beside):
+    for cut in (strategy.cut, strategy.beside, strategy.together):
         if cut is None:
             continue
         factor, outer, inner, is_zigzag = cut

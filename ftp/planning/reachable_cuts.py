@@ -73,7 +73,10 @@ def reach(
         if cut is None:
             found.across[node] = None
             return
-        if cut[0] in node.rule.whole:
+        beside = None
+        if (both := cut_together(node, cut, n)) is not None:
+            cut, beside = both
+        elif cut[0] in node.rule.whole:
             if any(cut[0] == second for _, second in node.rule.ring) and cut[1] == cut[2] == 1:
                 rings = found.rings.setdefault(node, [])
                 rings += [cut] if cut not in rings else []
@@ -87,14 +90,15 @@ def reach(
         if cut in cuts:
             return
         cuts.append(cut)
-        for value, value_dims in zip(node.operands, node.rule.operands, strict=True):
+        values = [*node.operands, *(Value(node, i) for i in range(len(node.results)))]
+        for value, value_dims in zip(
+            values, (*node.rule.operands, *node.rule.results), strict=True
+        ):
             there = layout_of(value_dims, node.sizes, cut, n)
+            if there is R and beside is not None:
+                there = layout_of(value_dims, node.sizes, beside, n)
             if there is not R:
                 add(value, there)
-        for index, value_dims in enumerate(node.rule.results):
-            there = layout_of(value_dims, node.sizes, cut, n)
-            if there is not R:
-                add(Value(node, index), there)
 
     for value, layout in seeds:
         if layout.kind == "S":
@@ -105,6 +109,20 @@ def reach(
         for user, slot in users.get(value, ()):
             visit(user, user.rule.operands[slot], layout)
     return found
+
+
+def cut_together(node: Node, cut: Cut, n: int) -> tuple[Cut, Cut] | None:
+    """The cuts of an operand's and of a result's dim in an op that changes the dim's size, if
+    ``cut`` is one of them. None if it is not, or the ranks' chunks of the two do not start alike.
+
+    A slice from 0 keeps chunks of 3: of 8 elements 3, 3 and 2, of the first 7 3, 3 and 1.
+    """
+    for pair in node.rule.together:
+        if cut.factor in pair and cut[1:] == (1, 1, False):
+            chunks = [-(-size // n) for f in pair if type(size := node.sizes[f]) is int]
+            if len(chunks) == 2 and chunks[0] == chunks[1]:
+                return Cut(pair[0]), Cut(pair[1])
+    return None
 
 
 def is_cut_again(node: Node) -> bool:

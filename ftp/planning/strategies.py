@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ftp.planning.graph import Node, Value
-from ftp.planning.reachable_cuts import Cut, factor_of, layout_of
+from ftp.planning.reachable_cuts import Cut, cut_together, factor_of, layout_of
 from ftp.rules.notation import Dims
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
@@ -21,6 +21,7 @@ class Strategy(NamedTuple):
 
     Attributes:
         beside: a second factor that the axis cuts, whose parts are sent around the ranks in a ring.
+        together: a second factor that the axis cuts, whose parts start where those of the first do.
     """
 
     operands: tuple[Layout, ...]
@@ -28,6 +29,7 @@ class Strategy(NamedTuple):
     cut: Cut | None = None
     pending: tuple[int, ...] | None = None
     beside: Cut | None = None
+    together: Cut | None = None
 
 
 def passes_gathered(node: Node) -> bool:
@@ -74,6 +76,9 @@ def strategies(
     elif cuts and widens and not is_fixed:
         found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
     for cut in cuts:
+        if (both := cut_together(node, cut, n)) is not None:
+            found.append(_of_two(node, *both, n)._replace(together=both[1]))
+            continue
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
         gives = tuple(
             partial(pending[cut[0]])
@@ -85,7 +90,7 @@ def strategies(
         for beside in rings:
             is_whole = node.sizes[beside.factor] == node.rule.sizes[beside.factor]
             if (cut.factor, beside.factor) in node.rule.ring and is_whole:
-                found.append(_ring(node, cut, beside, n))
+                found.append(_of_two(node, cut, beside, n)._replace(beside=beside))
     for group in () if is_fixed else node.rule.linear:
         if any(node.operands[i] in may_pend for i in group):
             needs = tuple(PARTIAL if i in group else R for i in range(slots))
@@ -93,16 +98,16 @@ def strategies(
     return found
 
 
-def _ring(node: Node, cut: Cut, beside: Cut, n: int) -> Strategy:
+def _of_two(node: Node, cut: Cut, second: Cut, n: int) -> Strategy:
     """The strategy that cuts two factors; no tensor has both."""
 
     def layout(dims: Dims) -> Layout:
         held = layout_of(dims, node.sizes, cut, n)
-        return layout_of(dims, node.sizes, beside, n) if held is R else held
+        return layout_of(dims, node.sizes, second, n) if held is R else held
 
     needs = tuple(map(layout, node.rule.operands))
     gives = tuple(
         partial(pending[cut.factor]) if cut.factor in pending and held is R else held
         for held, pending in zip(map(layout, node.rule.results), node.rule.pending, strict=True)
     )
-    return Strategy(needs, gives, cut, None, beside)
+    return Strategy(needs, gives, cut)

@@ -110,6 +110,7 @@ def bind(
         rule.decompose,
         ring=rule.ring,
         sees=rule.sees,
+        together=rule.together,
     )
 
 

@@ -29,6 +29,8 @@ class Rule:
             (`ftp.ops.key_ring.Sees`). None: all.
         resized: factors that are whole dims whose size the op changes, so that each rank's chunk
             changes too. ``sizes`` has the result's size; an operand's chunks follow its own size.
+        together: pairs of whole dims of different sizes, of an operand and of a result, that one
+            axis may cut together where the ranks' chunks of both start alike.
     """
 
     notation: Notation
@@ -39,6 +41,7 @@ class Rule:
     ring: tuple[tuple[str, str], ...] = ()
     sees: Sees | None = None
     resized: frozenset[str] = frozenset()
+    together: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return str(self.notation)
@@ -65,6 +68,7 @@ class BoundRule:
     ring: tuple[tuple[str, str], ...] = ()
     sees: Sees | None = field(default=None, compare=False, repr=False)
     call: Call | None = field(default=None, compare=False, repr=False)
+    together: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return str(

@@ -161,7 +161,11 @@ def slice_(call: Call) -> Rule:
     )
     size = gcd(x.shape[dim], start, y.shape[dim])
     if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
-        return acting_on(call, [dim], linear=[(0,)])
+        if step != 1 or start:
+            return acting_on(call, [dim], linear=[(0,)])
+        return _first_elements(
+            call, dim, lambda op, n: op.emit(op.target, op.args[0], dim, 0, n), LocalOp.default
+        )
     first, last = start // size, (start + y.shape[dim]) // size
 
     def local(op: LocalOp) -> fx.Node:
@@ -188,7 +192,14 @@ def slice_backward(call: Call) -> Rule:
         or not y.shape[dim]
         or (size == 1 and y.shape[dim] > 1)
     ):
-        return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
+        if step != 1 or start or end != y.shape[dim]:
+            return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
+        return _first_elements(
+            call,
+            dim,
+            lambda op, n: op.emit(op.target, op.args[0], op.shape(), dim, 0, n, 1),
+            with_shape(1),
+        )
     first, last = start // size, (start + y.shape[dim]) // size
 
     def local(op: LocalOp) -> fx.Node:
@@ -200,6 +211,28 @@ def slice_backward(call: Call) -> Rule:
         numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
     )
     return Rule(notation, ((0,),), local, sizes)
+
+
+def _first_elements(
+    call: Call,
+    dim: int,
+    of_part: Callable[[LocalOp, int], fx.Node],
+    of_whole: Callable[[LocalOp], fx.Node],
+) -> Rule:
+    """A slice from 0, or its gradient: the longer dim is cut with the shorter one, where the ranks'
+    chunks start alike. ``of_part`` is given the length of a rank's chunk of the shorter dim.
+    """
+    (x,), (y,) = call.operands, call.results
+    shorter = "y" if y.shape[dim] < x.shape[dim] else "x"
+
+    def dims(factor: str) -> Dims:
+        return tuple((factor,) if d == dim else (f"~{d}",) for d in range(x.ndim))
+
+    def local(op: LocalOp) -> fx.Node:
+        return of_part(op, op.sizes[shorter]) if op.is_cut("x", "y") else of_whole(op)
+
+    notation = Notation((dims("x"),), (dims("y"),), frozenset(("x", "y")), ((),))
+    return Rule(notation, ((0,),), local, together=(("x", "y"),))
 
 
 @rule(

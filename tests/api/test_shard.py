@@ -272,8 +272,8 @@ def test_moved_parts_are_not_viewed_again():
     """Each gather of an even shard took five calls beside the collective, a slice three."""
     mesh = ftp.simulated_mesh((2,), ("tp",))
     for shape in ((4,), (4, 6)):
-        for specs, ops in ((P("tp"), P()), ["all_gather"]), ((P(), P("tp")), []):
-            lowered = ftp.spmd(torch.sin, mesh, specs[:1], specs[1]).lower(torch.randn(shape))
+        for here, there, ops in (P("tp"), P(), ["all_gather"]), (P(), P("tp"), []):
+            lowered = ftp.spmd(torch.sin, mesh, (here,), there).lower(torch.randn(shape))
             assert [c.op for c in lowered.collectives] == ops
             names = [node.name for node in lowered.graph.graph.nodes]
             assert not [name for name in names if "reshape" in name], lowered.graph

@@ -8,6 +8,8 @@ from plan_reshards import unbucketed
 
 import ftp
 from ftp import P
+from ftp.planning import reachable_cuts, strategies
+from ftp.planning.reachable_cuts import Cut
 from ftp.rules.op_kinds import is_matmul
 
 
@@ -206,6 +208,72 @@ def test_tokens_that_are_sliced_in_the_loss_are_cut_again(n):
     assert gathers(lowered) == [("int64", 8 * 2 * n * -(-14 // n))]  # the tokens, padded
     grads, value = torch.func.grad_and_value(sliced)(params, z)
     torch.testing.assert_close(step(params, z), (value, grads), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_a_slice_from_0_keeps_chunks_that_start_alike(n):
+    """``logits[:, :-1]`` gathered the logits."""
+
+    def lm(p, z):
+        h = torch.nn.functional.embedding(z, p["e"])
+        logits = (h + torch.tanh(h @ p["u"]) @ p["d"]) @ p["e"].T
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), z[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    shapes = {"e": (29, 8), "u": (8, 32), "d": (32, 8)}
+    params = {k: torch.randn(shape, dtype=torch.float64) for k, shape in shapes.items()}
+    mesh, gradients = ftp.simulated_mesh((n,), ("cp",)), 8 * (29 * 8 + 2 * 8 * 32)
+    alike = []
+    for length in (n + 2, 2 * n, 3 * n + 1):
+        z = torch.randint(29, (2, length))
+        step = ftp.shard(lm, mesh, P(), batch_specs=P(None, "cp"), certify=True)
+        lowered = step.lower(params, z)
+        if -(-length // n) == -(-(length - 1) // n):
+            alike.append(length)
+            assert [(c.op, c.nbytes) for c in lowered.collectives] == [
+                ("all_gather", 8 * 2 * n * -(-length // n)),  # the tokens, for the targets
+                ("all_reduce", 16),  # the loss and its count
+                ("all_reduce", gradients),
+            ]
+        grads, value = torch.func.grad_and_value(lm)(params, z)
+        torch.testing.assert_close(step(params, z), (value, grads), rtol=1e-12, atol=1e-12)
+    assert 2 * n in alike and len(alike) < 3
+
+
+def test_slices_from_0_and_their_gradients_on_uneven_chunks():
+    cut = P(None, "cp")
+    for n in (2, 3, 5):
+        mesh = ftp.simulated_mesh((n,), ("cp",))
+        for length in (n + 1, 2 * n, 3 * n - 1):
+            x = torch.randn(3, length, 2, dtype=torch.float64)
+            for kept in (length - 2, length - 1):
+
+                def sliced(x, kept=kept):
+                    return x[:, :kept] ** 3
+
+                def gradient(x, kept=kept):
+                    return torch.func.grad(lambda x: (x[:, :kept] ** 3).sum())(x)
+
+                is_alike = -(-kept // n) == -(-length // n) and math.gcd(kept, length) == 1 < kept
+                for fn in (sliced, gradient):
+                    step = ftp.spmd(fn, mesh, (cut,), cut, certify=True)
+                    if is_alike:
+                        assert not step.lower(x).collectives
+                    torch.testing.assert_close(step(x), fn(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_certificate_refuses_chunks_that_do_not_start_alike(monkeypatch):
+    def always(node, cut, n):
+        pairs = [pair for pair in node.rule.together if cut.factor in pair]
+        return (Cut(pairs[0][0]), Cut(pairs[0][1])) if pairs else None
+
+    for module in (reachable_cuts, strategies):
+        monkeypatch.setattr(module, "cut_together", always)
+    mesh, cut = ftp.simulated_mesh((2,), ("cp",)), P(None, "cp")
+    x = torch.randn(3, 13, dtype=torch.float64)
+    step = ftp.spmd(lambda x: x[:, :12].sin(), mesh, (cut,), cut, certify=True)
+    with pytest.raises(ftp.errors.CertificateError, match="claimed to be cut along x"):
+        step(x)
 
 
 @pytest.mark.slow
