@@ -8,10 +8,11 @@ All forms run in turn in the same processes. Seconds are medians over the rounds
 rank; bytes are those that a rank sends at most; memory is the allocator's peak beside the inputs,
 on the rank that needs most. The gather by hand is torch's context parallelism by all-gather as
 torchtitan calls it, which does not run on a CPU itself: keys and values whole, a mask for the
-queries.
+queries. ``--json`` writes the table of docs/attention.md too.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -164,8 +165,29 @@ def on_ranks() -> list[dict[str, Any]]:
     return rows
 
 
+def write_page() -> None:
+    """The table of docs/attention.md, from the results over gloo and in memory."""
+    names = {"gloo": "attention", "memory": "attention_in_memory"}
+    found = {where: record.results(name).get("rows") for where, name in names.items()}
+    found = {where: rows for where, rows in found.items() if rows}
+    heads = ("tokens", "form", *(f"CPU seconds, {w}" for w in found), "MiB sent", "MiB held")
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for i, row in enumerate(next(iter(found.values()))):
+        cells = (
+            f"{row['tokens']:,}",
+            row["form"],
+            *(f"{rows[i]['CPU seconds']:.3f}" for rows in found.values()),
+            f"{row['MiB sent']:.0f}",
+            f"{row['MiB held']:.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    record.write_table("attention.md", "benchmarks/attention.py", lines)
+
+
 def main() -> None:
     record.rows_of_ranks(__file__, __doc__, "attention", RANKS, on_ranks, COLUMNS)
+    if "--json" in sys.argv and "--rank" not in sys.argv:
+        write_page()
 
 
 if __name__ == "__main__":

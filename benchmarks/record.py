@@ -148,6 +148,19 @@ def save(name: str, tables: Mapping[str, Any]) -> None:
     print(f"written: {path.relative_to(ROOT)}")
 
 
+def results(name: str) -> dict[str, Any]:
+    """What ``results/<name>.json`` holds; empty where there is none."""
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write_table(page: str, script: str, lines: Sequence[str]) -> None:
+    """Put a Markdown table into a page of docs, between the two marks that name the script."""
+    path, mark = ROOT / "docs" / page, f"<!-- {script} -->"
+    before, _, after = path.read_text().split(mark + "\n")
+    path.write_text("\n".join([before + mark, *lines, mark, after]))
+
+
 def _revision() -> str:
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
