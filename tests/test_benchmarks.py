@@ -32,6 +32,7 @@ def script(name: str) -> Any:
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_gpus_runs_on_a_cpu():
     gpu = script("gpu")
     plain, ours = (gpu.measure({**CASE, "peer": peer}) for peer in ("torch", "ftp"))

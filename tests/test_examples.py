@@ -213,6 +213,7 @@ def test_diloco_equals_its_replicas_on_one_device():
         torch.testing.assert_close(params[name], p, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_diloco_under_torchrun(tmp_path):
     said = torchrun(4, str(ROOT / "examples/diloco.py"), "--rounds", "1", cwd=tmp_path)
@@ -283,6 +284,7 @@ def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example, in_float64):
     assert (tmp_path / "four/sample.txt").read_text().startswith("def ")
 
 
+@pytest.mark.slow
 def test_train_gpt_goes_on_where_it_was_stopped(tmp_path, example, monkeypatch, capsys):
     """A signal in the third step, a disk that is full in the fifth: the same command goes on,
     and the losses are those of one run.
@@ -362,6 +364,7 @@ def test_train_gpt_samples_as_one_device_does(example):
     assert text == bytes(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_train_gpt_under_torchrun_has_the_simulated_losses(tmp_path, example, in_float64):
     call = [*TINY, "--steps", "3"]

@@ -69,6 +69,7 @@ def run(tmp_path: Path, body: str, *options: str) -> tuple[int, str]:
     return found.returncode, found.stdout
 
 
+@pytest.mark.slow
 def test_the_limit_skips_what_is_left_and_fails_nothing(tmp_path: Path):
     status, printed = run(tmp_path, "pass", "--slow-slice=0/1", "--slow-limit=1", "-k", "long")
     assert status == 0

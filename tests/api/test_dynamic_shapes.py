@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from few_or_many import slow_after
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pages import run_examples
@@ -71,7 +72,7 @@ def check(step, size):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=4)
 @given(size=st.integers(1, 48))
 @example(size=1)
 @example(size=4)
@@ -111,6 +112,7 @@ def graph_at(program, coordinate):
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "both"])
 def test_a_graph_is_that_of_a_plan_made_at_the_size(name):
     """Node by node, with the values of sizes and offsets."""
@@ -233,7 +235,7 @@ def one_size_apart(params, tokens):
 @pytest.mark.parametrize(
     "fn", [next_tokens, padded_blocks, chunks, statistics, one_size_apart], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize("name", ["tp", "context"])
+@pytest.mark.parametrize("name", slow_after(1, ["context", "tp"]))
 def test_sizes_as_people_use_them(fn, name):
     mesh, specs, spec = LAYOUTS[name]
     step = ftp.shard(fn, mesh, specs, batch_specs=spec, dynamic_shapes=DIMS)

@@ -140,6 +140,7 @@ def test_what_a_dropped_program_was_given_stays_donated():
             step(old, batch(4))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_dropped_program(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ingest, "_MOST_TRACED", 8)
     monkeypatch.setattr(program_cache, "_MOST_FAKE", 100)

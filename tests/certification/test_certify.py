@@ -18,7 +18,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from few_or_many import few_or_many
+from few_or_many import few_or_many, slow_after
 from hypothesis import strategies as st
 from programs import AXES, Drawn, programs
 from torch import fx
@@ -558,9 +558,9 @@ def mlp(
     return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("most", [100, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [30, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_mutant_of_a_model(most: int):
-    """A hundred changes to one program, and all: at least one collective of each kind, and
+    """Some changes to one program, and all: at least one collective of each kind, and
     offsets.
     """
     step, params, x = mlp()
@@ -615,6 +615,7 @@ def test_context_parallelism():
     assert check_step(step, (params, torch.randn(2, 2, 4, 4, dtype=torch.float64)), 0, 12) > 3
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_and_zero():
     cfg = models.LlamaConfig(vocab=6, dim=4, layers=1, heads=2, hidden=6)
     fn, params = ftp.functionalize(
@@ -627,6 +628,7 @@ def test_sequence_parallelism_and_zero():
     assert check_step(step, (params, models.lm_batch(cfg, 2, 4)), 0, 12) > 1
 
 
+@pytest.mark.slow
 def test_a_scan_with_its_update_and_gathers_ahead():
     params = {name: torch.randn(3, 4, 4, dtype=torch.float64) for name in ("up", "down")}
     specs = {"up": P(None, "dp", "tp"), "down": P(None, "tp", "dp")}
@@ -650,6 +652,7 @@ def test_a_scan_with_its_update_and_gathers_ahead():
     assert check_step(step, (params, state, torch.randn(4, 4, dtype=torch.float64)), 0, 8) > 2
 
 
+@pytest.mark.slow
 def test_draws_on_a_cut_batch():
     """The numbers that say where a rank's part begins are no memory that could be shared."""
     fn, params = ftp.functionalize(
@@ -673,6 +676,7 @@ def test_draws_on_a_cut_batch():
     )
 
 
+@pytest.mark.slow
 def test_the_examples():
     toy = example("toy_mlp")
     fn, params = ftp.functionalize(toy.ToyModel().double())
@@ -764,6 +768,7 @@ def test_a_dim_made_of_a_scalar_is_gathered_beside_an_empty_part():
     assert step(x, at) == program(x, at) == 9
 
 
+@pytest.mark.slow
 def test_a_bucket_of_which_a_rank_has_empty_parts():
     """The gradients of a layer with one output, cut over tp, are empty on the second rank."""
     params = {
@@ -804,6 +809,7 @@ def test_copies_of_a_scalar_are_gathered():
         gather_axis([copies[0], replace(copies[1], held=zeros_like(copies[1].held))], along)
 
 
+@pytest.mark.slow
 def test_blocks_of_rows_of_a_product_without_terms():
     """Of 3 rows of a batch over 4 ranks, the last has none: its blocks of the weight's gradient are
     zeros.
@@ -844,6 +850,7 @@ def per_rank() -> tuple[Lowered, list[torch.Tensor]]:
     return step.lower(params, x), [*params.values(), x]
 
 
+@pytest.mark.slow
 def test_mutants_around_per_rank_code():
     """What the code is given, and what is made of what it gives."""
     lowered, inputs = per_rank()
@@ -852,12 +859,14 @@ def test_mutants_around_per_rank_code():
     assert changed > 5
 
 
+@pytest.mark.slow
 def test_mutants_of_per_rank_code():
     lowered, inputs = per_rank()
     changed, _, _ = check_mutants(lowered, inputs, 1, 60)
     assert changed > 15
 
 
+@pytest.mark.slow
 def test_arguments_with_the_names_of_values():
     """A name given by the user stands for his argument; whatever else is called so gets another
     name.
@@ -1128,7 +1137,7 @@ def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
     return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.bfloat16, torch.float32]), ids=str)
 def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
     """A collective dropped or done twice, a part taken elsewhere: named at the same line as in
     double precision.
@@ -1156,7 +1165,9 @@ def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
         assert narrow in (double, ""), what  # the gradient's seed, ones_like(loss), has no line
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_after(1, [torch.bfloat16, torch.float32, torch.float16]), ids=str
+)
 def test_rounding_is_no_divergence(dtype: torch.dtype):
     """Long sums, in the order that each machine's kernels and the ranks take, and what branches
     on them.

@@ -69,7 +69,9 @@ def _sizes_in_turn(spec: P):
     return max(errors), raised, len(family.traces), plans
 
 
-@pytest.mark.parametrize("spec", [P(), P(None, "tp")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(P(), marks=pytest.mark.slow), P(None, "tp")], ids=str
+)
 def test_sizes_in_turn(spec):
     for rank in launch(_sizes_in_turn, 2, spec, timeout=120):
         assert rank.exit == 0, rank.stderr

@@ -118,6 +118,7 @@ def table(found) -> list[str]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_plan_does_the_same_with_no_more_communication():
     ranks = launch(_measured, 2, timeout=240)
     assert [r.exit for r in ranks] == [0, 0], [r.error or r.stderr[-3000:] for r in ranks]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
 
 import ftp
@@ -95,6 +96,7 @@ def moving(folder: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_from_stages_to_any_mesh_and_back(tmp_path: Path):
     """Parameters, AdamW's state after a step and tables: the same bits everywhere."""
     ranks = launch(moving, 4, str(tmp_path), timeout=240)

@@ -11,6 +11,7 @@ from plan_order import CONFIGS, LINKS, RESULTS, in_order, measured, pairs
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.slow
 def test_links_carry_the_bytes_of_the_records():
     """Each axis' link sends, collective by collective, what a record says that a rank sends, and a
     step takes no less time than its links do.

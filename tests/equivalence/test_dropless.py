@@ -8,6 +8,7 @@ import pytest
 import torch
 from dispatchers import by_hand, own_experts
 from dropless import FORMS, drawn, routed
+from few_or_many import slow_after
 
 import ftp
 from ftp import P
@@ -36,24 +37,31 @@ def prove(program: Any) -> None:
     assert "as by a router" in said and "12 orders were drawn" in said  # routings are sampled
 
 
-@pytest.mark.parametrize("program", [by_ftp, by_hand(K)], ids=["ftp", "by hand"])
+@pytest.mark.parametrize("program", slow_after(1, [by_ftp, by_hand(K)]), ids=["ftp", "by hand"])
 def test_rows_come_back_to_their_tokens(program):
     prove(program)
 
 
-SLOW = [pytest.param(mutant, marks=pytest.mark.slow) for mutant in ("order", "counts")]
+MUTANTS = (
+    "owner",
+    "token",
+    "another step",
+    "next owner",
+    "dropped",
+    "return order",
+    "order",
+    "counts",
+)
 
 
-MUTANTS = ["owner", "next owner", "token", "dropped", "return order", "another step", *SLOW]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", slow_after(3, MUTANTS))
 def test_faults_are_refused(mutant):
     with pytest.raises(ftp.errors.CertificateError) as e:
         prove(by_hand(K, mutant))
     assert e.value.inputs is not None  # inputs on which a simulation differs
 
 
+@pytest.mark.slow
 def test_a_layer_that_treats_each_token_by_itself():
     """Each rank's tokens alone give what they give among all; not if the layer mixes them."""
 

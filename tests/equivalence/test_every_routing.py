@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from dispatchers import RANKS, by_hand, own_experts
 from dropless import FORMS, drawn, routed
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,8 @@ FAULTS = {  # by the experts of a token and the tokens
 
 
 @pytest.mark.parametrize(
-    ("k", "tokens", "mutant"), [(*size, m) for size, names in FAULTS.items() for m in names]
+    ("k", "tokens", "mutant"),
+    slow_after(4, [(*size, m) for size, names in FAULTS.items() for m in names]),
 )
 def test_faults_are_refused_with_inputs_that_show_them(k, tokens, mutant):
     with pytest.raises(CertificateError) as e:
@@ -103,6 +105,7 @@ def test_faults_are_refused_with_inputs_that_show_them(k, tokens, mutant):
     assert [i.shape for i in inputs] == [params[n].shape for n in sorted(params)] + [x.shape]
 
 
+@pytest.mark.slow
 def test_ranks_that_choose_by_other_numbers_are_refused():
     """A bias of the router's scores that is added once per rank."""
     with pytest.raises(CertificateError):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from few_or_many import slow_after
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ftp
@@ -185,7 +186,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_after(2, CASES))
 def test_the_right_form_is_proven_and_each_wrong_one_refused(name: str):
     reference, make, setting, args, wrongs = CASES[name]
     options = {"grad": reference is not mean_gradient}

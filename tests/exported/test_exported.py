@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import titan  # type: ignore[import-not-found]
 import torch
+from few_or_many import slow_after
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -338,6 +339,7 @@ def test_a_tied_weight_stays_tied():
     assert made.state_dict["emb.weight"].shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_layers_that_keep_activations_whole():
     encoder = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).double().eval()
     specs = {
@@ -512,7 +514,7 @@ def test_an_op_without_a_rule_is_replicated_with_a_warning(monkeypatch):
 # What is around a module.
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", slow_after(1, [True, False]))
 def test_the_whole_plan_of_a_llama(sequence):
     """torchtitan's; the exporter is told to keep the signature of the modules whose inputs are
     named by position.

@@ -173,6 +173,7 @@ def test_one_layer_is_moved_at_a_time():
     assert len(params) * (2 * 8 - 1) <= len(gathers) <= len(params) * 2 * 8
 
 
+@pytest.mark.slow
 def test_layers_are_planned_as_one(monkeypatch: pytest.MonkeyPatch):
     """A train step with clipping: its global norm reads every layer, and every layer the norm."""
     cfg = LlamaConfig(dim=64, heads=4, hidden=96)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from few_or_many import slow_after
 
 from ftp.errors import CertificateError
 from tests.museum.bugs import BUGS, Bug
@@ -19,7 +20,7 @@ from tests.museum.proven import CASES, Case
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", slow_after(6, CASES), ids=lambda c: c.name)
 def test_proven(case: Case):
     case.prove()
 
@@ -33,6 +34,7 @@ def test_refused_on_its_line(bug: Bug):
     assert "# BUG" in (error.line or ""), str(error)
 
 
+@pytest.mark.slow
 def test_the_line_is_found_whatever_is_drawn():
     """A draw that turned a ReLU off on one rank named another line, one time in eight."""
     (bug,) = (b for b in BUGS if b.thread == "pytorch/torchtitan#4054")

@@ -172,6 +172,7 @@ def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: b
     return ftp.equivalent(reference, rank_program, mesh, (CUT,) * 4, cuts, q, q, v, v)
 
 
+@pytest.mark.slow
 def test_the_ring_is_proven():
     (said,) = prove(has_gradients=False).assumptions
     assert "orders were drawn" in said  # of softmax's largest score

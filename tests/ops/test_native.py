@@ -132,6 +132,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(cache: Path):
     assert cache_folder("compiled") == cache / "compiled"
 
 
+@pytest.mark.slow
 @needs_root
 def test_anothers_folder_is_not_used(cache: Path):
     cache.mkdir()

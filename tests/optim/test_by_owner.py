@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -92,7 +93,7 @@ def matrices(x: Tensor) -> list[Tensor]:
     return [m.clone() for m in x.reshape(-1, *x.shape[-2:])]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_after(5, CASES))
 def test_muon_has_the_bits_of_torch_on_one_device(case: str):
     (names, sizes), spec, count, shape, moved = CASES[case]
     g = torch.Generator().manual_seed(0)
@@ -234,6 +235,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.slow
 def test_a_train_step_with_accumulation_and_clipping():
     fn, opt = training(micro=2)
     params, mesh = lm(2), ftp.simulated_mesh((2, 2), ("dp", "tp"))
@@ -254,6 +256,7 @@ def test_a_train_step_with_accumulation_and_clipping():
     assert owned == {("all_to_all", "tp"): 8, ("all_gather", "dp"): 4}
 
 
+@pytest.mark.slow
 def test_layers_are_planned_as_one(monkeypatch: pytest.MonkeyPatch):
     fn, opt = training()
     params = {k: p.to("meta") for k, p in lm(11).items()}

@@ -111,7 +111,9 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("scheduled", [False, True], ids=["cut", "scheduled"])
+@pytest.mark.parametrize(
+    "scheduled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["cut", "scheduled"]
+)
 def test_as_torch(name: str, scheduled: bool):
     cls, options = OPTIMIZERS[name]
     params, leaves = parameters(cls), leaves_of(parameters(cls))

@@ -117,6 +117,7 @@ def sending_tokens() -> ftp.Lowered:
     return step.lower(params, x)
 
 
+@pytest.mark.slow
 def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPatch):
     called: Counter[str] = Counter()
     listed = passes()

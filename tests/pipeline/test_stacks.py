@@ -134,6 +134,7 @@ def alike(a: fx.Node, b: fx.Node) -> bool:
     return a is not b and x.shape == y.shape and x.dtype == y.dtype
 
 
+@pytest.mark.slow
 def test_a_wrong_layer_is_not_certified(monkeypatch):
     """Of graphs with one changed operand the check refuses all that compute other numbers: of a
     microbatch's gradient, and of AdamW's update with clipping.

@@ -58,6 +58,7 @@ def test_each_rank_computes_its_share_of_each_chunk(loss, batch, n):
     torch.testing.assert_close(step(params, x, y), (value, grads), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_on_two_axes():
     torch.manual_seed(0)
     params = {

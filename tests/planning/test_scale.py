@@ -83,7 +83,7 @@ def facts(program: ftp.Lowered) -> Any:
 
 @pytest.mark.parametrize(
     "plan",
-    ["tp", "zero-3×tp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dp", "sp", "cp"))],
+    slow_unless(lambda plan: plan == "tp", PLANS),
 )
 def test_the_plan_is_that_of_layer_by_layer(plan: str, monkeypatch: pytest.MonkeyPatch):
     train = plan == "zero-3×tp"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropless import DIM, drawn, routed
+from few_or_many import few_or_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -76,8 +77,7 @@ def check(routing: Any, plan: str, **options: Any) -> ftp.Lowered:
     return step.lower(params, *batch)
 
 
-@settings(max_examples=4)
-@given(ROUTINGS, st.sampled_from(sorted(PLANS)))
+@few_or_many(ROUTINGS, st.sampled_from(sorted(PLANS)), few=1, many=4)
 def test_what_travels_beside_the_tokens(routing, plan):
     """Tokens that do not divide, ranks without tokens, and gradients of the router's weights."""
     check(routing, plan)

@@ -170,12 +170,16 @@ def check_model(name: str, implementation: str, plan: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "implementation", "plan"),
-    [("GptOss", "grouped_mm", "dp × tp"), ("Qwen3Moe", "eager", "ep")],
+    [
+        pytest.param("GptOss", "grouped_mm", "dp × tp", marks=pytest.mark.slow),
+        ("Qwen3Moe", "eager", "ep"),
+    ],
 )
 def test_a_model_of_transformers(name, implementation, plan):
     check_model(name, implementation, plan)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_bytes_of_a_run():
     page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
     pytest.importorskip("transformers")

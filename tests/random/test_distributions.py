@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_or_many import few_or_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -243,8 +244,7 @@ def cases(draw):
     return shape, sizes, draw(cuts(MESHES[shape].axis_names, len(sizes)))
 
 
-@settings(max_examples=15)
-@given(cases(), st.integers(0, 1 << 40))
+@few_or_many(cases(), st.integers(0, 1 << 40), few=3, many=15)
 def test_every_draw_is_the_same_on_any_mesh(case, seed):
     mesh, sizes, spec = case
     key = random.key(seed)

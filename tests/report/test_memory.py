@@ -40,11 +40,7 @@ def run(arguments: list[str], script: str = "memory_run.py") -> list[dict]:
 
 
 FEW = [
-    "llama on one",
-    "llama sp",
     "llama zero × tp",
-    "cnn dp",
-    "mlp tp uneven",
     "gpt2 dropout train",
 ]
 
@@ -64,13 +60,14 @@ def test_the_peak_is_what_the_allocator_measures(names: list[str]):
         ), row
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("length", "ranks"),
     [
         (4096, 2),
-        pytest.param(8192, 4, marks=pytest.mark.slow),
-        pytest.param(16384, 4, marks=pytest.mark.slow),
+        (8192, 4),
+        (16384, 4),
     ],
 )
 def test_the_peak_of_attention_is_what_the_allocator_measures(length: int, ranks: int):

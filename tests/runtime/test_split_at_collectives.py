@@ -165,6 +165,7 @@ def test_kernels_of_several_graphs_are_one_library():
         torch.testing.assert_close(run(list(values))[0], op(values[0]) + values[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
 def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch):
     """As they are on a GPU; on a CPU they stand alone."""

@@ -51,3 +51,13 @@ def slow_unless(kept: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
     return [
         case if kept(*row) else pytest.param(*row, marks=pytest.mark.slow) for case, row in rows
     ]
+
+
+def slow_after(few: int, cases: Iterable[Any]) -> list[Any]:
+    """A test's parameters, of which those after the first ``few`` run among the slow tests.
+
+    >>> [getattr(case, "marks", "by default") for case in slow_after(1, "a")]
+    ['by default']
+    """
+    rows = list(cases)
+    return [*rows[:few], *slow_unless(lambda *row: False, rows[few:])]

@@ -171,6 +171,7 @@ def test_an_unknown_name():
         _ = ftp.testing.mesh
 
 
+@pytest.mark.slow
 def test_the_guide_runs(tmp_path: Path):
     blocks = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "testing.md").read_text(), flags=re.M | re.S

@@ -2,6 +2,8 @@
 
 from own_process import check  # type: ignore[import-not-found]
 
+import pytest
+
 PROGRAM = """
 import sys, torch, ftp
 from ftp import P
@@ -75,6 +77,7 @@ def test_the_compiler_is_loaded_for_another_name_of_its_sources():
     check(AT_ANOTHER_NAME, ["L['x'] x", "torch._dynamo.source True"])
 
 
+@pytest.mark.slow
 def test_the_compiler_is_loaded_at_its_first_use():
     expected = [
         "True _Deferred True",

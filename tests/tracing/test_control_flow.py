@@ -718,7 +718,9 @@ def _fixed_point(p: Params, x: Tensor) -> Tensor:
     return (z @ p["b"]).square().mean() + i
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(
+    "shape", [(2,), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3,), (2, 2)))]
+)
 def test_a_loop_that_ends_by_values(shape: tuple[int, ...]):
     """With its gradient; it ends after another number of iterations for other inputs."""
     trips = set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from rings import forget_steps
 from torch import Tensor
@@ -82,8 +82,7 @@ def check(
     return step
 
 
-@settings(max_examples=12, derandomize=True)
-@given(st.data())
+@few_or_many(st.data(), few=4, many=12)
 def test_flex_attention(data: Any):
     shape, cut = data.draw(st.sampled_from(MESHES))
     size = data.draw(st.integers(3, 11))
