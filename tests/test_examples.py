@@ -139,6 +139,7 @@ def test_toy_mlp_equals_one_device(tmp_path):
     assert losses[-1][0] < losses[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_toy_mlp_on_other_meshes(tmp_path, ranks):
     assert (

@@ -314,6 +314,7 @@ def test_one_rank_alone(name):
     assert not ftp.lower(ftp.local(f, mesh, P("tp"), out_spec), mesh, P("tp"), x).collectives
 
 
+@pytest.mark.slow
 def test_several_axes_count_from_major_to_minor():
     mesh = ftp.simulated_mesh((2, 3), ("dp", "tp"))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from few_or_many import slow_after
 from plan_reshards import unbucketed
 
 import ftp
@@ -111,7 +112,7 @@ def every_collective_on_one_device(n):
 
 
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=IDS)
-@pytest.mark.parametrize("cut", [P(None, "tp"), P("tp")], ids=["columns", "rows"])
+@pytest.mark.parametrize("cut", slow_after(1, [P(None, "tp"), P("tp")]), ids=["columns", "rows"])
 def test_every_collective(shape, names, cut):
     mesh = ftp.simulated_mesh(shape, names)
     outs = (P(), P("ep"), P("ep"))

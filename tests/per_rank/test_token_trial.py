@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -84,7 +85,7 @@ SIZES = [  # of tokens, experts and the experts' hidden dim
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_after(1, [torch.bfloat16, torch.float32]))
 def test_layers_without_a_capacity_pass(sizes, dtype, draws):
     lower(*sizes, dtype, k=2)
     assert len(draws) == 2

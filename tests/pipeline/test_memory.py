@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from torch.profiler import ProfilerActivity, profile
 
 import ftp
@@ -102,7 +103,11 @@ CROSSED = [of_kinds("FFFFBBBB", 0, "01233210"), of_kinds("FFFFBBBB", 1, "3210012
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", pytest.param(CROSSED, id="crossed")]
+    "schedule",
+    [
+        *slow_after(2, ["1f1b", "interleaved", "gpipe", "zero_bubble"]),
+        pytest.param(CROSSED, id="crossed", marks=pytest.mark.slow),
+    ],
 )
 def test_the_peak_is_what_the_allocator_measures(schedule):
     report = lowered(schedule, 4)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from launch import launch
 
 import ftp
@@ -94,7 +95,7 @@ def test_an_update_of_its_own_takes_no_gradient():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("spec_of", [tensor_parallel, zero_with_tp])
+@pytest.mark.parametrize("spec_of", slow_after(1, [zero_with_tp, tensor_parallel]))
 def test_gradients_alone_are_narrowed(schedule, spec_of):
     model = Model(4, tied=spec_of is zero_with_tp)
     pipe = ftp.Pipeline("pp", 2, schedule)

@@ -117,6 +117,7 @@ def inside_stages(draw):
     return model, ftp.Pipeline("pp", draw(st.integers(1, 3)), schedule)
 
 
+@pytest.mark.slow
 @given(case=inside_stages())
 @settings(max_examples=2)
 def test_sequence_and_experts_inside_stages(case):

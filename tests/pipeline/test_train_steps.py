@@ -254,6 +254,7 @@ def test_report():
     assert lowered.out_specs[0] == specs and lowered.cost() > of_gradient.cost()
 
 
+@pytest.mark.slow
 def test_errors():
     model, mesh = Model(2), ftp.simulated_mesh((2,), ("pp",))
     params = model.params()

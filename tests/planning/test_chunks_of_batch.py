@@ -4,6 +4,7 @@ of each chunk, and what is cut into chunks is exchanged.
 
 import pytest
 import torch
+from few_or_many import slow_after
 from plan_reshards import unbucketed
 from torch.nn.functional import cross_entropy
 
@@ -41,7 +42,7 @@ def sent(lowered, of):
 
 
 @pytest.mark.parametrize("loss", [of_logits, of_slices, of_microbatches])
-@pytest.mark.parametrize(("batch", "n"), [(8, 4), (16, 4), (8, 3), (8, 2)])
+@pytest.mark.parametrize(("batch", "n"), slow_after(2, [(8, 4), (8, 3), (16, 4), (8, 2)]))
 def test_each_rank_computes_its_share_of_each_chunk(loss, batch, n):
     torch.manual_seed(0)
     shapes = {"u": (WIDTH, WIDTH), "head": (WIDTH, VOCAB)}

@@ -67,7 +67,7 @@ def specs(tp: str | None) -> Any:
         ((2,), ("dp",), 4, 4),
         ((3,), ("dp",), 5, 7),
         ((2, 2), ("dp", "tp"), 4, 6),
-        ((3, 2), ("dp", "tp"), 4, 5),
+        pytest.param((3, 2), ("dp", "tp"), 4, 5, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import scipy.sparse
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -235,7 +236,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("name", slow_after(2, WIDE))
 def test_wide_ones_have_an_answer(name: str) -> None:
     network = WIDE[name]()
     start = time.perf_counter()

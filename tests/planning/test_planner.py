@@ -305,6 +305,7 @@ def fingerprint() -> str:
     return step.lower(params, models.lm_batch(cfg))._program.fingerprint
 
 
+@pytest.mark.slow
 def test_plans_do_not_depend_on_string_hashes():
     """Of this process, whose seed of hashes is drawn, and of one with a seed of its own."""
     program = "import sys; sys.path[:0] = sys.argv[1:]; import test_planner as t"

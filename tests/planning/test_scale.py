@@ -158,6 +158,7 @@ BIASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", slow_unless(lambda plan: plan != "data parallel", BIASED))
 def test_layers_with_biases_are_planned_once(plan: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
@@ -204,6 +205,7 @@ def test_layers_that_differ_are_planned_one_by_one():
         torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_clipping_leaves_layers_alike():
     """A global norm reads every layer and every layer reads it."""
     cfg = LlamaConfig(layers=14, vocab=64)
@@ -226,6 +228,7 @@ def test_clipping_leaves_layers_alike():
     assert step.lower(params, OPT.init(params), lm_batch(cfg)).plan.alike > 6
 
 
+@pytest.mark.slow
 def test_planning_does_not_grow_with_the_depth(monkeypatch: pytest.MonkeyPatch):
     """Counted, not timed: the variables of the networks."""
     from ftp.planning import cost_network as network

@@ -91,6 +91,7 @@ def test_what_travels_beside_the_tokens_often(plan, routing):
     check(routing, plan)
 
 
+@pytest.mark.slow
 def test_it_holds_with_the_assumption_checked_and_no_weight_moves():
     """One token on three ranks, two of which have none."""
     check((7, 1, 2, None, 0), "3 ranks", check_inputs=True)

@@ -10,6 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from few_or_many import slow_after
 from plan_reshards import unbucketed
 from torch import nn
 from torch.nn import functional as F
@@ -202,7 +203,7 @@ class Experts(nn.Module):
         )
 
 
-@pytest.mark.parametrize("experts", ["columns", "whole"])
+@pytest.mark.parametrize("experts", slow_after(1, ["columns", "whole"]))
 def test_experts(experts):
     torch.manual_seed(0)
     fn, params = ftp.functionalize(Experts(5, 4, 6).double())

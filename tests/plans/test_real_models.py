@@ -89,7 +89,7 @@ def test_a_function_with_ctx_in_forward():
 RESNET_MESHES = MESHES | {"dp3": ((3,), ("dp",)), "dp3×tp2": ((3, 2), ("dp", "tp"))}
 
 
-@pytest.mark.parametrize("mesh", RESNET_MESHES)
+@pytest.mark.parametrize("mesh", slow_unless(lambda mesh: mesh in MESHES, RESNET_MESHES))
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_resnet_with_its_buffers(train: bool, mesh: str):
     """Seven images, which no mesh divides."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dropless import FORMS, drawn, loop, routed
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -80,7 +81,7 @@ def test_experts_that_are_cut_within_are_certified(form):
     check(form, (6, 5, 2, None, 0), "dp = ep, and tp within")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_after(1, FORMS))
 def test_the_rest_may_be_cut_over_the_data_axis(form):
     check(form, (7, 5, 2, None, 0), "ZeRO-3 for the rest")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from few_or_many import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -122,7 +123,7 @@ def squares(fn):
 X = torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).reshape(4, 5, 6).sin()
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", slow_after(4, BODIES))
 def test_a_model_draws_the_same_on_any_mesh(name):
     fn, params = model_of(name)
     out = fn(params, X, rng=KEY)

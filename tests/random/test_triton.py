@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings(
 KEY = random.key(2024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "stride", "offset"),
     [((4, 8), (1 << 30, 1), 7), ((3, 8), (1 << 32, 3), 1 << 33)],

@@ -166,6 +166,7 @@ def test_the_table_of_ops(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "No op's name has 'no such op' in it.\n"
 
 
+@pytest.mark.slow
 def test_the_table_has_what_was_found_by_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("FTP_CACHE", str(tmp_path))
     x = torch.randn(6, 4)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from graph_tape import REFUSED, Again, Driver, Spoiled, Tape
 from launch import launch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def batches(count: int, rows: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", slow_after(1, [False, True]))
 def test_a_replayed_train_step_equals_one_device(stands_in: Any, compile: bool):
     graphs = stands_in(Again() if compile else Tape())
     fn, full = ftp.functionalize(model().train())

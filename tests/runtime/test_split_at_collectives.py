@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from few_or_many import slow_after
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -54,7 +55,7 @@ def in_pieces(
 
 
 @pytest.mark.parametrize("plan", ["tp", "zero×tp"])
-@pytest.mark.parametrize("opt", [ADAMW, FUSED], ids=["formulas", "fused"])
+@pytest.mark.parametrize("opt", slow_after(1, [ADAMW, FUSED]), ids=["formulas", "fused"])
 def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
     assert plan in PLANS
     made, leaves, expected = lowered(plan, opt=opt)

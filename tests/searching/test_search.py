@@ -99,6 +99,7 @@ def test_zero_is_found_where_memory_forces_it():
     assert is_the_cheapest(found)
 
 
+@pytest.mark.slow
 def test_all_prices_of_memory_share_a_network(monkeypatch: pytest.MonkeyPatch):
     """Prices change the costs of its values alone: its tables are built once."""
     made, prices = [], []
@@ -127,6 +128,7 @@ def test_all_prices_of_memory_share_a_network(monkeypatch: pytest.MonkeyPatch):
     assert len(made) <= 3
 
 
+@pytest.mark.slow
 def test_both_axes_and_many_layers():
     loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 10}))
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((4, 8), ("dp", "tp")), P("dp"), batch)
@@ -134,6 +136,7 @@ def test_both_axes_and_many_layers():
     assert found.lowered.plan.alike
 
 
+@pytest.mark.slow
 def test_what_is_found_equals_one_device():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
@@ -200,6 +203,7 @@ def test_heads_that_neighbours_share():
     assert shared_heads(net, "layers.*.attn.wk.weight", 4) is None
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_is_found_where_memory_forces_it():
     cfg = LlamaConfig(vocab=1024, dim=2048, heads=16, hidden=8192, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
@@ -231,6 +235,7 @@ def test_sequence_parallelism_is_found_where_memory_forces_it():
         ftp.search(lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=limit)
 
 
+@pytest.mark.slow
 def test_what_is_promised_is_what_is_lowered():
     """Of many layers a few are planned and counted; what they promise for all of them holds."""
     cfg = LlamaConfig(vocab=512, dim=256, heads=4, hidden=512, layers=9)
@@ -335,6 +340,7 @@ def test_the_page():
     )
 
 
+@pytest.mark.slow
 def test_a_batch_that_knows_its_specs():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, device="meta"))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from few_or_many import slow_after
 from torch.nn import functional as F
 
 import ftp
@@ -74,7 +75,7 @@ def is_least(program, mesh, batch_specs, known, limit=None):
 
 
 @pytest.mark.parametrize("program", [MLP, WIDE], ids=["tokens", "weights"])
-@pytest.mark.parametrize("batch_specs", [P(), P("a")], ids=["tp", "dp"])
+@pytest.mark.parametrize("batch_specs", slow_after(1, [P("a"), P()]), ids=["dp", "tp"])
 def test_an_mlp_on_one_axis(program, batch_specs):
     mesh = ftp.AbstractMesh((2,), ("a",))
     known = everything(program, mesh, batch_specs)
@@ -84,6 +85,7 @@ def test_an_mlp_on_one_axis(program, batch_specs):
         is_least(program, mesh, batch_specs, known, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_mlp_on_two_axes(every):
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from parallel_plans import CASES  # type: ignore[import-not-found]
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -136,7 +137,7 @@ KINDS = kinds()
 
 
 @pytest.mark.filterwarnings("ignore::ftp.errors.PlanWarning")  # the head stays whole
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_after(2, KINDS))
 def test_other_plans(kind):
     plan, read = KINDS[kind]
     read(plan)

@@ -1,8 +1,7 @@
 """torch's compiler is loaded where it is used, and works then as if it had been loaded before."""
 
-from own_process import check  # type: ignore[import-not-found]
-
 import pytest
+from own_process import check  # type: ignore[import-not-found]
 
 PROGRAM = """
 import sys, torch, ftp
