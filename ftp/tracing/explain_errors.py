@@ -93,6 +93,12 @@ def explain(error: Exception) -> FtpError | None:
             " .tolist(), .numpy())"
             f"{at}.{advice_on(error) or NO_VALUES}"
         )
+    if isinstance(error, TypeError) and "_ShapeOfSelection" in str(error):
+        return TraceError(
+            f"The function asks for a tensor of the shape of rows that a mask selects{at}, whose"
+            " number depends on values. Make it of the rows: torch.zeros_like(rows),"
+            " ones_like or full_like."
+        )
     if isinstance(error, DynamicOutputShapeException):
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(

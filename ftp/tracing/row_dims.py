@@ -159,7 +159,12 @@ class _RowDims(TorchDispatchMode):
         if not any(places):
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": "meta"}
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if func is aten.expand.default:  # the same for each row
+                at = [d for d, size in enumerate(out.shape) if _is_of_rows(size)]
+                if len(at) == 1:
+                    self._known[id(out)] = out, RowDim(at[0], out.shape[at[0]] // ROWS)
+            return out
         name = func._schema.name.removeprefix("aten::")
         if func in _BY_POSITION or name.startswith(_OF_MATRICES):
             raise _JoinsRows

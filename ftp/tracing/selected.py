@@ -106,6 +106,9 @@ class Selected:
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        apply(Tensor.__setitem__, (self, key, value), {})
+
     def __len__(self) -> int:
         if self.at:
             return self.size(0)
@@ -341,7 +344,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             return reduced
     if not is_one_mask:
         raise _different(name)
-    if name.removesuffix("_") in POINTWISE and name not in POINTWISE:
+    if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
     is_pointwise = name in POINTWISE and not is_moved
     if is_pointwise and len({x.rows.ndim for x in given}) > 1:
@@ -389,12 +392,19 @@ def _with_rows(out: Any, at: Any, group: Selections, name: str) -> Selected:
 
 
 def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
-    """A pointwise function that writes to selected rows, which are a copy."""
+    """A function that writes to selected rows, which are a copy."""
     x, method = args[0], getattr(Tensor, name, None)
-    if not isinstance(x, Selected) or x.at or method is None or not x.is_floating_point():
-        raise refused(f"{name}_")  # of indices too: they are known to be in range
+    if not isinstance(x, Selected) or x.at or method is None or x.below is not None:
+        raise refused(f"{name}_")  # of places too, which are known to be in range
     # The gradient may read the operand as it was.
-    x.rows.copy_(apply(method, (Selected(x.rows.clone(), x.group), *args[1:]), kwargs).rows)
+    return written(x, apply(method, (Selected(x.rows.clone(), x.group), *args[1:]), kwargs))
+
+
+def written(x: Selected, new: Selected) -> Selected:
+    """``x``, which is a copy of what was selected, with other elements."""
+    if new.at or new.rows.shape != x.rows.shape:
+        raise refused("a write of another shape")
+    x.rows.copy_(new.rows)
     return x
 
 

@@ -13,9 +13,10 @@ from ftp.tracing.selected import (
     Selected,
     Selections,
     apply,
+    beside,
     group_of,
     refused,
-    selected,
+    select,
 )
 from ftp.tracing.selected_reductions import taken
 
@@ -92,9 +93,9 @@ BehindOne.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 def _read(group: Selections, x: Any, key: Any) -> Any:
     if isinstance(x, Selected) and isinstance(key, Selected) and key.dtype is torch.bool:
-        if key.rows.ndim != 1:
+        if key.rows.shape != x.rows.shape[: key.rows.ndim]:
             return None
-        return selected(x.rows, group_of(group.valid & key.rows))
+        return select(x.rows, group_of(beside(group.valid, key.rows) & key.rows))
     is_behind = isinstance(key, tuple) and len(key) == 2 and key[0] is None
     if is_behind and isinstance(key[1], Selected) and isinstance(x, Tensor):
         return BehindOne(apply(Tensor.__getitem__, (x, key[1]), {}))

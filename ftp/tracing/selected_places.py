@@ -13,20 +13,33 @@ from ftp.tracing.selected import (
     OF_ALL_ROWS,
     Selected,
     Selections,
+    apply,
     beside,
     is_selection,
     refused,
+    written,
     zeroed,
 )
 
 
 def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:
+    if isinstance(x, Selected):
+        return written(x, apply(_with_item, (x, key, value), {}))
     new = _put(group, x, key, value)
     if new is None:
-        if isinstance(x, Selected) or not is_selection(key, x) or not holds_same(key, group.mask):
+        if not is_selection(key, x) or not holds_same(key, group.mask):
             raise refused("a write but to the places of the same mask", as_it_is=True)
         new = _write(x, group, value)
     return x.copy_(new)
+
+
+def _with_item(x: Tensor, key: Any, value: Any) -> Tensor:
+    x = x.clone()
+    x[key] = value
+    return x
+
+
+_with_item.__name__ = "__setitem__ of rows"
 
 
 def _write(x: Tensor, group: Selections, value: Selected) -> Tensor:

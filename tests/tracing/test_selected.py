@@ -1,6 +1,7 @@
 """Rows that a mask selects: values and gradients of plain torch, on any mesh, for any mask."""
 
 import itertools
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -256,6 +257,12 @@ def _joined_selections(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     due = torch.cat([ids[ids > 0].sign(), torch.zeros_like(ids[ids < 0]), ids[0].sign().abs()])
     loss = F.cross_entropy(both, due)
     again = positive[positive[:, 0] > 0]
+    again[:, 1] = 0.5
+    again[:, 2:4] = again[:, :2].clone() * again[:, 3:4].clone()
+    again[again > 1] = 0.3
+    column, count = again.argmax(1).clamp_(max=4), torch.zeros_like(again, dtype=torch.bool)
+    count.scatter_(1, column[:, None], True)
+    loss = loss + again.gather(1, column[:, None]).sum() + again[count].exp().sum()
     boxes = positive.reshape(-1, 3)
     wide = boxes[boxes[:, 0] > boxes[:, 1]].reshape(-1).square().sum()
     out = y.masked_scatter(
@@ -407,7 +414,9 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
         (x @ w)[ids >= 0], None, None, training=True
     ).sum(),
     "linalg_inv": lambda w, x, ids: torch.linalg.inv(w[ids[:, 0] >= 0][:, None, :1]).sum(),
-    "t_": lambda w, x, ids: (x @ w)[ids >= 0].t_().sum(),
+    "zeros_like(rows)": lambda w, x, ids: torch.zeros((x @ w)[ids >= 0].size()).sum(),
+    "__setitem__ of rows": lambda w, x, ids: operator.setitem((x @ w)[ids >= 0], 0, 1.0),
+    "a write of another shape": lambda w, x, ids: (x @ w)[ids >= 0].t_().sum(),
     "reshape": lambda w, x, ids: (x @ w)[ids >= 0].reshape(3, -1).sum(),
     "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
     "mul of rows that different masks": _mask_changed_between,
