@@ -70,6 +70,18 @@ class FakeOf:
         made.__dict__.update(self._fresh[device])  # type: ignore[attr-defined]
         return made  # type: ignore[return-value]
 
+    def like(self, x: Tensor) -> FakeTensor:
+        """A fake tensor of another tensor's shape, strides, dtype and device."""
+        with DisableTorchDispatch(), DisableTorchFunction():
+            meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            return self(meta, x.device)
+
+    def contiguous(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> FakeTensor:
+        with DisableTorchDispatch(), DisableTorchFunction():
+            return self(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+
 
 class _NotPlain(Exception):
     """An argument that fake tensors must look at."""

@@ -5,6 +5,7 @@ are updated in place.
 import functools
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import getitem
 from typing import Any
 
 import torch
@@ -28,14 +29,13 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, with the nodes' results for such inputs, fake, in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    fake = FakeOf(mode)
+    given = [
+        fake.like(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+        for x in inputs
+    ]
     with torch.no_grad(), mode, _python_forms(mode):
-        given = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
-            else x
-            for x in inputs
-        ]
-        _FakeValues(gm, mode).propagate_dont_convert_inputs(*given)
+        _FakeValues(gm, mode, fake).propagate_dont_convert_inputs(*given)
     return gm
 
 
@@ -55,14 +55,17 @@ class _FakeValues(FakeTensorProp):
     equal if they are views of one fake tensor.
     """
 
-    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode, fake: FakeOf):
         super().__init__(gm, mode)
-        self.fake = FakeOf(mode)
+        self.fake = fake
         self.known: dict[Any, Any] = {}
         self.viewed: dict[int, Any] = {}  # keeps tensors alive, so that an id is not used again
 
     def run_node(self, n: fx.Node) -> Any:
         target: Any = n.target
+        if n.op == "placeholder" or target is getitem:
+            n.meta["val"] = fx.Interpreter.run_node(self, n)
+            return n.meta["val"]
         is_plain = (
             n.op == "call_function"
             and isinstance(target, OpOverload)

@@ -33,14 +33,12 @@ class _StandIn(ModuleType):
         own = self.__name__
         if sys.modules.get(own) is self:
             full = f"{own}.{name}"
-            asks = str(sys._getframe(1).f_globals.get("__name__")), full
-            if asks in _CLASSES:
-                return _CLASSES[asks]
-            if full in _OF_NUMBERS:
-                return _OF_NUMBERS[full]
             # The import system asks for the path of a package before it imports a part of it.
             if name.startswith("__") and full not in _ASKED_OF_PACKAGE:
                 raise AttributeError(f"module {own!r} has no attribute {name!r}")
+            asks = str(sys._getframe(1).f_globals.get("__name__")), full
+            if asks in _CLASSES:
+                return _CLASSES[asks]
         return getattr(_imported(self), name)
 
 
@@ -87,6 +85,7 @@ def defer() -> None:
     for full in ("sympy", SHAPES):
         stand_in = sys.modules[full] = _StandIn(full)
         stand_in.__spec__ = ModuleSpec(full, None)
+    vars(sys.modules[SHAPES]).update(_OF_NUMBERS)
     parent: Any = importlib.import_module("torch.fx.experimental")
     parent.symbolic_shapes = sys.modules[SHAPES]
 
@@ -175,8 +174,7 @@ def _without_environment(name: str) -> Callable[..., Any]:
     return ask
 
 
-_OF_NUMBERS = {f"{SHAPES}.{name}": _of_numbers(name, said) for name, said in _ANSWERS.items()}
+_OF_NUMBERS = {name: _of_numbers(name, said) for name, said in _ANSWERS.items()}
 _OF_NUMBERS |= {
-    f"{SHAPES}.{name}": _without_environment(name)
-    for name in ("compute_unbacked_bindings", "rebind_unbacked")
+    name: _without_environment(name) for name in ("compute_unbacked_bindings", "rebind_unbacked")
 }

@@ -94,7 +94,7 @@ class Recall:
     """
 
     def __init__(self, mode: FakeTensorMode):
-        self._fake = FakeOf(mode)
+        self.fake = FakeOf(mode)
         self._known: dict[Any, _KnownCall | None] = {}
 
     def call(
@@ -183,7 +183,7 @@ class Recall:
         else:
             plain = torch.empty(0, dtype=val.dtype, device="meta")
             plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
-        return self._fake(plain, val.device)
+        return self.fake(plain, val.device)
 
     def foresee(self, call: TracedCall, args: Any, kwargs: Any, tracer: Any) -> None:
         """Cache a first call whose result is known without tracing it."""

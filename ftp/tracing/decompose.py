@@ -64,7 +64,7 @@ def decompose(
 
     dynamic = nullcontext() if symbolic is None else symbolic.generic(lambda: "")
     with dynamic, recorder.mode:
-        gm = record(flat, fakes)
+        gm = record(recorder, flat, fakes)
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
     clean(gm, recorder.device, recorder.device)

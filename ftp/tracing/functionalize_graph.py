@@ -156,6 +156,7 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
 
     with recorder.mode:
         new = record(
+            recorder,
             torch.func.functionalize(flat, remove="mutations"),
             [n.meta["val"] for n in placeholders],
         )

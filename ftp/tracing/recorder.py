@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,8 +88,10 @@ class Recorder(TorchDispatchMode):
         self._phase = 0
         self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
         self._lines: dict[int, str] = {}
+        self._tracer: Any = None
         self._graph: fx.Graph | None = None
         self._last: fx.Node | None = None
+        self._boundary: FrameType | None = None
 
     @property
     def targets(self) -> set[Any]:
@@ -98,6 +101,8 @@ class Recorder(TorchDispatchMode):
     def fake(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> FakeTensor:
+        if strides is None and self.symbolic is None and not self._within:
+            return self._recall.fake.contiguous(shape, dtype, self.device)
         if self.symbolic is not None:
             shape = [self.symbolic.symint(s) for s in shape]
         with disable_current_modes(), self.mode:
@@ -112,7 +117,7 @@ class Recorder(TorchDispatchMode):
     def recording(self) -> Iterator[None]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
-        self._tracer: Any = proxy_mode.tracer
+        self._tracer = proxy_mode.tracer
         # make_fx's own dead code elimination removes symbolic numbers only, of which there are
         # none, and visits each node twice.
         self._tracer.graph.eliminate_dead_code = lambda *_: False
@@ -122,6 +127,14 @@ class Recorder(TorchDispatchMode):
         self._boundary = sys._getframe(2)
         with self:
             yield
+
+    def release(self) -> None:
+        """Drop what a recording leaves in reference cycles: frames, and proxies, each of which
+        refers to its tracer.
+        """
+        self._boundary = None
+        if self._tracer is not None:
+            self._tracer.tensor_tracker.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -334,8 +347,10 @@ def _has_guard(device_type: str) -> bool:
     )
 
 
-def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of a function on fake tensors, under their mode."""
+def record(
+    recorder: Recorder, flat: Callable[..., Any], inputs: Sequence[Tensor]
+) -> fx.GraphModule:
+    """The graph of a function on fake tensors, under their mode; ``recorder`` sees its ops."""
     # Autograd has a thread for each GPU, which sees neither the user's frames nor what is set here.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     try:
@@ -351,6 +366,8 @@ def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
         if explained is None:
             raise
         raise explained from error
+    finally:
+        recorder.release()
 
 
 @contextmanager

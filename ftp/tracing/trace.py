@@ -250,7 +250,7 @@ def _traced(
         recorder.mode,
         _force_original_view_tracking(True),
     ):
-        gm = record(flat, fakes)
+        gm = record(recorder, flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
         raise TraceError(

@@ -5,6 +5,7 @@ cannot be one.
 # optree's types say nothing of what is in a tree.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
+import gc
 import sys
 import types
 from collections import Counter
@@ -763,3 +764,23 @@ def test_writes_to_views_have_gradients(write, spec):
     value, grad = ftp.shard(loss, ftp.simulated_mesh((2,), ("a",)), spec, certify=True)(w, x)
     torch.testing.assert_close(value, expected.detach())
     torch.testing.assert_close(grad, leaf.grad)
+
+
+def test_a_longer_trace_leaves_no_more_garbage():
+    def left_by(depth):
+        def loss(w, x):
+            for _ in range(depth):
+                x = (x @ w).relu()
+            return x.sum()
+
+        gc.collect()
+        gc.disable()
+        try:
+            kept = traced(loss, torch.ones(4, 4), torch.ones(2, 4))
+            return gc.collect(), kept
+        finally:
+            gc.enable()
+
+    left_by(1)
+    (few, _), (many, _) = left_by(2), left_by(30)
+    assert many <= few + 20, (few, many)

@@ -174,23 +174,7 @@ def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
 
 
 def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> _Layer:
-    of, at = layers.of, layers.at
     regions: dict[Region, int] = {}
-
-    def refer(tree: Any) -> Any:
-        if isinstance(tree, Value):
-            if tree.node in layers.stacks:
-                return ("slice", id(tree.node), tree.index - layer)
-            there = of.get(tree.node)
-            if there is None:
-                return ("shared", id(tree.node), tree.index)
-            return ("layer", there - layer, at[tree.node], tree.index)
-        if isinstance(tree, list | tuple):
-            return tuple([refer(t) for t in tree])
-        if isinstance(tree, dict):
-            return tuple([(k, refer(t)) for k, t in tree.items()])
-        return tree if isinstance(tree, str) else (type(tree).__name__, repr(tree))
-
     found = []
     for node in layers.nodes[layer]:
         region = None if node.region is None else regions.setdefault(node.region, len(regions))
@@ -198,8 +182,8 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
             (
                 node.kind,
                 node.target,
-                refer(node.args),
-                refer(dict(node.kwargs)),
+                _refer(node.args, layer, layers),
+                _refer(dict(node.kwargs), layer, layers),
                 node.results,
                 node.phase,
                 region,
@@ -208,6 +192,22 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
             )
         )
     return found
+
+
+def _refer(tree: Any, layer: int, layers: Layers) -> Any:
+    """Arguments of a layer's node, with values named by their place relative to the layer."""
+    if isinstance(tree, Value):
+        if tree.node in layers.stacks:
+            return ("slice", id(tree.node), tree.index - layer)
+        there = layers.of.get(tree.node)
+        if there is None:
+            return ("shared", id(tree.node), tree.index)
+        return ("layer", there - layer, layers.at[tree.node], tree.index)
+    if isinstance(tree, list | tuple):
+        return tuple([_refer(t, layer, layers) for t in tree])
+    if isinstance(tree, dict):
+        return tuple([(k, _refer(t, layer, layers)) for k, t in tree.items()])
+    return tree if isinstance(tree, str) else (type(tree).__name__, repr(tree))
 
 
 def is_stack_of(node: Node, slices: int) -> bool:
