@@ -251,8 +251,15 @@ class _Split(StepGraph):
     def _subgraph(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
     ) -> StageGraph:
+        # Parameters and results in the order of their ops: leaves are in that of their names, in
+        # which layer 10 comes before layer 9, and stages of equal layers would not be equal.
         graph, env = fx.Graph(), {}
-        groups = [[n for n in group if n in needed.inputs] for group in (self.params, self.batch)]
+        operands = (x for n in self.nodes if n in needed.made for x in n.all_input_nodes)
+        used = dict.fromkeys(x for x in operands if x in self.params)
+        used |= dict.fromkeys(n for n in self.params if n in needed.inputs)
+        at = {n: i for i, n in enumerate(self.nodes)}
+        outputs = sorted(outputs, key=lambda n: at.get(n, -1))
+        groups = [list(used), [n for n in self.batch if n in needed.inputs]]
         groups += [needed.read, [n for n in self.constants if n in needed.inputs]]
         for node in (n for group in groups for n in group):
             env[node] = graph.placeholder(node.name)

@@ -391,3 +391,22 @@ def test_parameters_and_results_that_share_a_value(axis: str):
     )
     wanted = torch.func.grad_and_value(loss, has_aux=True)(params, x)[::-1]
     torch.testing.assert_close(step(params, x), wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_stages_of_equal_layers_run_one_program_whatever_the_order_of_their_names():
+    """Layer 10 comes before layer 9 among the leaves."""
+    params = {f"layers.{i}": torch.randn(8, 8, dtype=torch.float64) / 3 for i in range(15)}
+
+    def loss_fn(params, x):
+        for i in range(15):
+            x = x + torch.tanh(x @ params[f"layers.{i}"])
+        return x.square().mean()
+
+    pipe = ftp.Pipeline("pp", microbatches=2)
+    mesh, x = ftp.simulated_mesh((5,), ("pp",)), torch.randn(4, 8, dtype=torch.float64)
+    step = ftp.shard(loss_fn, mesh, pipe.place(params, P(), mesh), batch_specs=P(), pipeline=pipe)
+    lowered = step.lower(params, x)
+    for kind in "FB":
+        assert len({id(lowered.stages[k][kind]._program) for k in (1, 2, 3)}) == 1
+    due = ftp.optim.accumulate(torch.func.grad_and_value(loss_fn), 2)(params, x)
+    torch.testing.assert_close(step(params, x), due[::-1], rtol=1e-12, atol=1e-12)
