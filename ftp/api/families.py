@@ -83,7 +83,8 @@ class ShapeCounts:
 
     Attributes:
         traces, plans: the number of traces and of plans that serve many sizes.
-        one_by_one: reasons why sizes are traced and planned one by one; empty if none are.
+        one_by_one: reasons why sizes are traced and planned, or compiled, one by one; empty if
+            none are.
     """
 
     traces: int
@@ -94,10 +95,12 @@ class ShapeCounts:
 def counts(families: Iterable["Family"]) -> ShapeCounts:
     known = list(families)
     traces = [trace for family in known for trace in family.traces]
+    reasons = [family.why_not for family in known]
+    reasons += [plan.ranks.why_not for trace in traces for plan in trace.plans]
     return ShapeCounts(
         len(traces),
         sum(len(trace.plans) for trace in traces),
-        tuple(dict.fromkeys(family.why_not for family in known if family.why_not)),
+        tuple(dict.fromkeys(filter(None, reasons))),
     )
 
 
@@ -159,7 +162,6 @@ def reason(error: Exception) -> str:
 def option_apart(options: Options) -> str:
     """An option under which a program serves one size only; "" if none is set."""
     given = {
-        "compile=True": options.compile,
         "certify=True": options.certify,
         "explicit=True": options.explicit,
         "check_inputs=True": options.check_inputs,

@@ -34,12 +34,12 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         fake.like(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
         for x in inputs
     ]
-    with torch.no_grad(), mode, _python_forms(mode):
+    with torch.no_grad(), mode, python_forms(mode):
         _FakeValues(gm, mode, fake).propagate_dont_convert_inputs(*given)
     return gm
 
 
-def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+def python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
     """A context for dynamic sizes, under which ops run their Python form, which takes symbolic
     ints.
     """
@@ -202,7 +202,24 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
         return False
-    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride() and _is_dense(x)
+    if x.dtype != y.dtype or not has_shape_of(x, y) or not _are_equal(x.stride(), y.stride()):
+        return False
+    return _is_dense(x)
+
+
+def has_shape_of(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have one shape; symbolic ones, at all sizes."""
+    return _are_equal(x.shape, y.shape)
+
+
+def _are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    if not any(isinstance(size, torch.SymInt) for size in (*a, *b)):
+        return tuple(a) == tuple(b)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # loads sympy
+
+    return len(a) == len(b) and all(
+        statically_known_true(x == y) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 more than their work.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -53,7 +54,8 @@ def _is_small(node: fx.Node) -> bool:
     # Decided by the rank's shard: a replicated parameter has one size, so all ranks agree.
     first = node.args[0][0].meta["val"]  # type: ignore[index,union-attr]
     return (
-        first.numel() <= UPDATE
+        not first._has_symbolic_sizes_strides
+        and first.numel() <= UPDATE
         and first.device.type == "cpu"
         and first.is_floating_point()
         and not node.kwargs["amsgrad"]
@@ -123,7 +125,11 @@ def small_matmuls() -> dict[Any, Callable[..., Any]]:
 
 
 def _mm(a: Tensor, b: Tensor) -> Any:
-    if a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] > MATMUL:
+    sizes = *a.shape, b.shape[1]
+    # One graph serves small and large sizes, so symbolic ones stay a matmul.
+    if a.device.type != "cpu" or any(isinstance(n, torch.SymInt) for n in sizes):
+        return NotImplemented
+    if math.prod(sizes) > MATMUL:
         return NotImplemented
     return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
 

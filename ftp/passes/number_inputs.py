@@ -1,5 +1,7 @@
 """Turn formulas of dynamic sizes into inputs of a rank's graph, so that it serves all sizes."""
 
+from collections.abc import Sequence
+
 from torch import fx
 from torch.fx.node import map_aggregate
 
@@ -8,9 +10,11 @@ from ftp.dynamic_int import DynamicInt
 from ftp.passes.copy_elimination import copied
 
 
-def number_inputs(graph: fx.Graph) -> tuple[fx.Graph, tuple[DynamicInt | DynamicFloat, ...]]:
-    """The graph with each formula in its nodes' arguments as a number input, after its other
-    inputs; and the formulas, in the order of these inputs.
+def number_inputs(
+    graph: fx.Graph, beside: Sequence[DynamicInt] = ()
+) -> tuple[fx.Graph, tuple[DynamicInt | DynamicFloat, ...]]:
+    """The graph with each formula in its nodes' arguments, and each of ``beside``, as a number
+    input, after its other inputs; and the formulas, in the order of these inputs.
     """
     new, _ = copied(graph)
     last, made = None, dict[DynamicInt | DynamicFloat, fx.Node]()
@@ -28,6 +32,8 @@ def number_inputs(graph: fx.Graph) -> tuple[fx.Graph, tuple[DynamicInt | Dynamic
                 last = made[x] = new.placeholder(f"size_{len(made)}")  # type: ignore[index]
         return made[x]  # type: ignore[index]
 
+    for x in beside:
+        number(x)
     for node in list(new.nodes):
         args, kwargs = map_aggregate((node.args, dict(node.kwargs)), number)  # type: ignore[misc]
         node._update_args_kwargs(args, kwargs)

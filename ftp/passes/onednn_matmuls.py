@@ -4,8 +4,10 @@ Which one is faster depends on machine and shape.
 
 import contextlib
 import json
+import math
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -30,9 +32,23 @@ Choose = Callable[[Collection[Matmul]], Collection[Matmul]]
 
 def matmuls(graph: fx.Graph) -> list[Matmul]:
     """The distinct large float32 matmuls of a graph of `with_values`, as shapes and strides of both
-    operands.
+    operands; a symbolic number as its value, in brackets.
     """
     return sorted({p for node in graph.nodes if (p := _matmul(node))})
+
+
+def at_one_size(matmul: Matmul) -> Matmul:
+    """A matmul with the values of its symbolic numbers.
+
+    >>> at_one_size("[[[34], 64, 64, 1], [64, 8, 8, 1]]")
+    '[[34, 64, 64, 1], [64, 8, 8, 1]]'
+    """
+    return re.sub(r"\[(\d+)\]", r"\1", matmul)
+
+
+def at_any_size(matmul: Matmul) -> Matmul:
+    """A matmul without the values of its symbolic numbers."""
+    return re.sub(r"\[\d+\]", "?", matmul)
 
 
 def by_onednn(graph: fx.Graph, chosen: Collection[Matmul]) -> fx.Graph:
@@ -77,13 +93,24 @@ def _matmul(node: fx.Node) -> Matmul | None:
     if node.target is not aten.mm.default:
         return None
     a, b = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
-    if (
-        a.dtype is not torch.float32
-        or a.device.type != "cpu"
-        or a.shape[0] * a.shape[1] * b.shape[1] < LEAST
-    ):
+    if a.dtype is not torch.float32 or a.device.type != "cpu":
         return None
-    return json.dumps([[*map(int, x.shape), *map(int, x.stride())] for x in (a, b)])
+    if math.prod(map(_hint, (*a.shape, b.shape[1]))) < LEAST:
+        return None
+    return json.dumps([[*map(_written, (*x.shape, *x.stride()))] for x in (a, b)])
+
+
+def _hint(x: int | torch.SymInt) -> int:
+    """The value at the size at hand, without a guard: any size is right with either kernel."""
+    if not isinstance(x, torch.SymInt):
+        return x
+    from torch.fx.experimental.symbolic_shapes import optimization_hint  # loads sympy
+
+    return optimization_hint(x)
+
+
+def _written(x: int | torch.SymInt) -> int | list[int]:
+    return [_hint(x)] if isinstance(x, torch.SymInt) else x
 
 
 def _is_faster(matmul: Matmul) -> bool:

@@ -12,7 +12,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes import only_arrived, outline_branches, with_values
-from ftp.passes.buffer_reuse import in_place
+from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.onednn_matmuls import Choose
 from ftp.paused_gc import collection_paused
@@ -25,6 +25,7 @@ from ftp.torch_internals import deferred_compiler
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
+SYMBOLIC = (torch.SymInt, torch.SymFloat)
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
@@ -99,21 +100,23 @@ def compiled(
     An output that a chain of elementwise ops computes from a donated input is written to that
     input's memory. Numbers among the inputs, the offsets of this rank's shards, become constants of
     the code. Equal subgraphs are compiled once. ``choose`` picks the matmuls for oneDNN.
+
+    With symbolic ``inputs`` the code serves all sizes that meet the guards in their ``ShapeEnv``;
+    among the inputs must be the numbers that shapes are computed from.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
     gm = with_values(as_module(ordered(graph)), inputs)
     graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    given = dict(zip(placeholders, inputs, strict=True))
     numbers = known_numbers(
         graph,
-        {
-            node: x
-            for node, x in zip(placeholders, inputs, strict=True)
-            if not isinstance(x, torch.Tensor)
-        },
+        {node: x for node, x in given.items() if not isinstance(x, (torch.Tensor, *SYMBOLIC))},
     )
-    subgraphs = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
+    symbols = [node for node, x in given.items() if isinstance(x, torch.SymInt) and is_symbol(x)]
+    written = _written(graph, [placeholders[i] for i in donated])
+    subgraphs = split(graph, numbers, written, symbols)
     made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
     with compiled_together():
         for subgraph in subgraphs:
@@ -127,6 +130,11 @@ def compiled(
     return lambda given: forward(*_dense(given, tensors))
 
 
+def is_symbol(x: torch.SymInt) -> bool:
+    """Whether a symbolic int is a symbol, rather than a formula of symbols."""
+    return x.node.expr.is_Symbol
+
+
 def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for one subgraph: a function that takes a list and empties it."""
     deferred_compiler.load()
@@ -136,10 +144,14 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
-    with torch.no_grad(), FakeTensorMode() as mode:
+    values = subgraph.values()
+    env = next((v.node.shape_env for v in values if isinstance(v, SYMBOLIC)), None)
+    with torch.no_grad(), FakeTensorMode(shape_env=env) as mode, python_forms(mode):
         fake = [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            for v in subgraph.values()
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in values
         ]
         gm = make_fx(
             fx.GraphModule({}, subgraph.graph), decomposition_table=table, tracing_mode="real"
@@ -160,8 +172,10 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     # A step is recorded as a whole, if at all. It has checked sizes, and made inputs dense: on a
     # CPU a second check of sizes and strides takes as long as a small subgraph itself.
     changes: dict[str, Any] = {"triton.cudagraphs": False}
-    if all(x.device.type == "cpu" for x in fake):
+    if all(x.device.type == "cpu" for x in fake if isinstance(x, torch.Tensor)):
         changes |= {"size_asserts": False, "alignment_asserts": False}
+    if env is not None:  # a stored graph brings the guards of the sizes that it was stored with
+        changes |= {"fx_graph_cache": False}
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(changes):
         code: Any = compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable
@@ -188,6 +202,6 @@ def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.No
         if node is value or node not in donated or value in found or node in found.values():
             continue
         old, new = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
-        if (old.shape, old.dtype) == (new.shape, new.dtype):
+        if old.dtype == new.dtype and has_shape_of(old, new):
             found[value] = node  # type: ignore[index]
     return found

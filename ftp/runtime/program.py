@@ -294,25 +294,24 @@ class Program:
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
             graph = through_memory(graph, memory_of(mesh, graph))
-        host = not self.options.cuda_graph  # a recording runs without the host
-        if self.options.compile:
-            made = compiled(
-                graph,
-                given,
-                self.donated,
-                lambda matmuls: faster_by_onednn(mesh, matmuls),
-                host=host,
-            )
-        else:
-            made = self._eager(graph, given)
+        made = self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
         return RecordedRun(made, self.donated, names, graphs_of(device), describe_op)
 
+    @property
+    def _has_host(self) -> bool:
+        """Whether the host runs the graph; a recording runs without it."""
+        return not self.options.cuda_graph
+
+    def _compiled(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
+        choose = functools.partial(faster_by_onednn, self.mesh)
+        return compiled(graph, given, self.donated, choose, host=self._has_host)
+
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        host = not self.options.cuda_graph
-        return eager(graph, given, self.donated, host=host, empties=bool(self.given_up))
+        host, empties = self._has_host, bool(self.given_up)
+        return eager(graph, given, self.donated, host=host, empties=empties)
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""

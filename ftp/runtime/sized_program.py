@@ -5,7 +5,10 @@ A rank has a graph for each set of answers to the conditions that partitioning h
 its shard is full, shorter, or empty. A graph is made when a size first needs it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -17,9 +20,11 @@ from ftp.dynamic_int import Conditions, is_dynamic
 from ftp.partitioning.local_program import Coordinate, LocalProgram
 from ftp.partitioning.rank_tables import Table, table
 from ftp.passes.number_inputs import number_inputs
-from ftp.runtime.compile import Run, eager
+from ftp.passes.onednn_matmuls import Matmul, at_any_size, at_one_size
+from ftp.runtime.compile import Run, compiled, eager
+from ftp.runtime.process_groups import faster_by_onednn
 from ftp.runtime.program import Program
-from ftp.sharding.mesh import mesh_device
+from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
@@ -61,6 +66,9 @@ class RankPrograms:
 
     Args:
         program: its plan's sizes are formulas.
+
+    Attributes:
+        why_not: why graphs are compiled for every size by itself; "" where they are not.
     """
 
     def __init__(self, program: Program):
@@ -69,6 +77,8 @@ class RankPrograms:
         self._known: dict[tuple[int, ...], list[RankProgram]] = {}
         program.decide()  # its conditions on sizes hold for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
+        self.why_not = ""
+        self._by_onednn: set[Matmul] | None = None
         self._ndims = [len(shape) for shape in shapes]
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
         self.is_dynamic = tuple(any(map(is_dynamic, shape)) for shape in shapes)
@@ -89,7 +99,9 @@ class RankPrograms:
         with self.sizes.noting(values) as asked:
             local = self.program.local(coordinate)
             offsets = local.offsets_at(coordinate)
-        graph, formulas = number_inputs(local.gm.graph)
+        counts = map(self.sizes.count, self.sizes.symbols)
+        beside = tuple(counts) if self.program.options.compile else ()
+        graph, formulas = number_inputs(local.gm.graph, beside)
         taken = [*offsets, *formulas]
         made = RankProgram(
             asked,
@@ -98,7 +110,26 @@ class RankPrograms:
             self.sizes.function(taken),
         )
         known.insert(0, made)
+        del known[self.program.options.programs :]
         return made
+
+    def by_onednn(self, mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
+        """The matmuls for oneDNN. The ranks choose them together for the first graph, which all
+        make at one call; later graphs, which each makes when it needs them, follow that choice.
+        """
+        if self._by_onednn is None:
+            sized = {m: at_one_size(m) for m in matmuls}
+            faster = faster_by_onednn(mesh, sorted({*sized.values()}))
+            self._by_onednn = {at_any_size(m) for m, one in sized.items() if one in faster}
+        return [m for m in matmuls if at_any_size(m) in self._by_onednn]
+
+    def compile_one_by_one(self, why: str) -> None:
+        """Compile every size by itself from now on, and say why."""
+        self.why_not = why
+        names = ", ".join(s.name for s in self.sizes.given)
+        warnings.warn(
+            f"dynamic_shapes: every size of {names} is compiled for itself: {why}", stacklevel=6
+        )
 
 
 @dataclass(kw_only=True)
@@ -141,23 +172,56 @@ class SizedProgram(Program):
         self.ranks.at(self._own_coordinate, self.values)
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        found = self.ranks.at(self._own_coordinate, self.values)
         constants = [c.to(mesh_device(self.mesh)) for c in self.constants]
-        extra = [*constants, *found.numbers(self.values)]
+        ready: list[tuple[Run, list[Any]]] = []
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            given = [*inputs, *extra]
-            if found.run is None:
-                with self.ranks.sizes.noting(self.values) as asked:
-                    made = self._prepared(found.local, given)
-                found.conditions.include(asked)
-                found.run = made
-            return found.run(given)
+            if not ready:
+                ready.append(self._ready(inputs, constants))
+            made, extra = ready[0]
+            return made([*inputs, *extra])
 
         return run
 
+    def _ready(
+        self, inputs: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
+    ) -> tuple[Run, list[Any]]:
+        """The function that runs this rank's graph, and its arguments after the inputs."""
+        found = self.ranks.at(self._own_coordinate, self.values)
+        extra = [*constants, *found.numbers(self.values)]
+        if found.run is None:
+            with self.ranks.sizes.noting(self.values) as asked:
+                made = self._prepared(found.local, [*inputs, *extra])
+            found.conditions.include(asked)
+            found.run = made
+        return found.run, extra
+
+    def _compiled(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
+        """As `Program`, compiled for all sizes that the graph serves; for these sizes alone where
+        inductor cannot.
+        """
+        ranks, host = self.ranks, self._has_host
+        choose = functools.partial(ranks.by_onednn, self.mesh)
+        if not ranks.why_not:
+            try:
+                with self._symbolic(given, for_inductor=True) as symbolic:
+                    return compiled(graph, symbolic, self.donated, choose, host=host)
+            except Exception as error:
+                ranks.compile_one_by_one(f"{type(error).__name__}: {error}")
+        for size in ranks.sizes.symbols:
+            ranks.sizes.fix(size)
+        return compiled(graph, given, self.donated, choose, host=host)
+
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         """As `Program`, with memory reuse decided for all sizes that the graph serves."""
+        with self._symbolic(given) as symbolic:
+            return eager(graph, symbolic, self.donated, host=True)
+
+    @contextmanager
+    def _symbolic(self, given: Sequence[Any], *, for_inductor: bool = False) -> Iterator[list[Any]]:
+        """The arguments of this rank's graph with symbolic sizes. What the block asks about sizes
+        is noted as conditions. Inductor may take it that no symbolic size is zero or one.
+        """
         from ftp.tracing.symbolic import Symbolic
 
         symbolic, coordinate = Symbolic(self.ranks.sizes), dict(self._own_coordinate)
@@ -167,6 +231,9 @@ class SizedProgram(Program):
             local_shape(spec, node.results[0].shape, axes, coordinate)
             for spec, node in zip(specs, nodes, strict=True)
         ]
+        if for_inductor:
+            symbolic.keeps_ones = True
+            shapes = [[s if s > 1 else int(s) for s in shape] for shape in shapes]
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic.env)
         with mode:
             fakes = [
@@ -174,6 +241,5 @@ class SizedProgram(Program):
                 for shape, x in zip(shapes, given, strict=False)
             ]
         numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
-        made = eager(graph, [*fakes, *numbers], self.donated, host=True)
+        yield [*fakes, *numbers]
         symbolic.note_guards()
-        return made

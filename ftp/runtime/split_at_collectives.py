@@ -43,14 +43,19 @@ class Subgraph:
     outputs: list[fx.Node] = field(default_factory=list)
     writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
-    def values(self) -> list[torch.Tensor]:
-        """Fake tensors of the inputs."""
+    def values(self) -> list[Any]:
+        """Fake tensors of the inputs, and symbolic numbers."""
         return [node.meta["val"] for node in self.inputs]
 
     def key(self) -> str:
         """A text that is equal for subgraphs that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
-        lines = [f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}" for v in self.values()]
+        lines = [
+            f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}"
+            if isinstance(v, torch.Tensor)
+            else str(v)
+            for v in self.values()
+        ]
         lines += [
             f"{n.op} {n.target} {map_arg((n.args, n.kwargs), at.__getitem__)}"
             for n in self.graph.nodes
@@ -60,7 +65,10 @@ class Subgraph:
 
 
 def split(
-    graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph,
+    numbers: Mapping[fx.Node, Any],
+    writes: Mapping[fx.Node, fx.Node],
+    symbols: Sequence[fx.Node] = (),
 ) -> list[Subgraph]:
     """The subgraphs of a graph from `with_values`. Nodes in no subgraph, collectives and single
     matmuls, run eagerly. A view is recomputed in every subgraph that uses it, so that no two inputs
@@ -68,6 +76,8 @@ def split(
 
     Args:
         numbers: the values of inputs that are numbers, which become constants.
+        symbols: inputs that are the numbers from which symbolic shapes are computed; inputs of
+            every subgraph with symbolic shapes.
         writes: value -> the input that it should be written to; ignored where a later subgraph
             still reads the input.
     """
@@ -118,7 +128,8 @@ def split(
             for new, old in writes.items()
             if new in mine and last[old] <= position[run[-1]]
         ]
-        found.append(_piece(run, whole, [node for node in run if node in needed], pairs, numbers))
+        outputs = [node for node in run if node in needed]
+        found.append(_piece(run, whole, outputs, pairs, numbers, symbols))
     return found
 
 
@@ -186,6 +197,13 @@ def _views_behind(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _is_symbolic(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+    return isinstance(value, torch.SymInt | torch.SymFloat)
+
+
 def _storage(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
@@ -197,6 +215,7 @@ def _piece(
     outputs: list[fx.Node],
     writes: list[tuple[fx.Node, fx.Node]],
     numbers: Mapping[fx.Node, Any],
+    symbols: Sequence[fx.Node],
 ) -> Subgraph:
     written = {new for new, _ in writes}  # readers get them from the input's memory
     subgraph, mine = (
@@ -205,7 +224,8 @@ def _piece(
     )
     env: dict[fx.Node, Any] = {}
     operands = [x for node in whole for x in node.all_input_nodes if x not in mine]
-    for x in dict.fromkeys([*operands, *(old for _, old in writes)]):
+    known = dict.fromkeys([*operands, *(old for _, old in writes)])
+    for x in dict.fromkeys([*symbols, *known]) if any(map(_is_symbolic, known)) else known:
         if x in numbers:
             env[x] = numbers[x]
         else:

@@ -4,7 +4,6 @@ Above 450 lines: entries, specs and the pieces that a rank holds are defined in 
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -465,6 +464,6 @@ def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
     """
-    step = math.ceil(math.ceil(size / unit) / n) * unit
+    step = -(-size // (unit * n)) * unit
     start = min(index * step, size)
     return start, min(step, size - start)

@@ -14,6 +14,7 @@ from ftp import P
 from ftp.api import build as build_module
 from ftp.api import definition
 from ftp.errors import InputError
+from ftp.runtime import sized_program
 
 MOST = 512
 DIMS = {1: torch.export.Dim("S", min=1, max=MOST)}
@@ -155,6 +156,10 @@ def test_new_sizes_plan_nothing(monkeypatch):
 
 
 def test_a_train_step():
+    train_step(on({"dp": 2}))
+
+
+def train_step(mesh, **options):
     """``spmd``: an optimizer's state, donated, and two dims that change."""
     dims = {1: torch.export.Dim("S", max=64), 0: torch.export.Dim("B", min=1, max=16)}
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -164,17 +169,17 @@ def test_a_train_step():
         params, state = opt.update(grads, state, params)
         return params, state, loss
 
-    mesh = on({"dp": 2})
     step = ftp.spmd(
         train,
         mesh,
         (P(), P(), P("dp"), P("dp")),
         donate=(0, 1),
         dynamic_shapes=(None, None, dims, dims),
+        **options,
     )
     params, state = weights(), opt.init(weights())
     want, want_state = weights(), opt.init(weights())
-    for rows, size in ((4, 6), (3, 6), (4, 9), (1, 2), (5, 7)):
+    for rows, size in ((4, 6), (3, 6), (4, 9), (5, 7), (2, 2)):
         generator = torch.Generator().manual_seed(size)
         given = [torch.randint(0, 12, (rows, size), generator=generator) for _ in range(2)]
         params, state, loss = step(params, state, *given)
@@ -247,6 +252,74 @@ def test_sizes_as_people_use_them(fn, name):
             assert torch.allclose(grad, want_grads[key], rtol=1e-9, atol=1e-11, equal_nan=True), key
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
     assert step.shapes.plans <= (4 if fn is next_tokens else 3)  # S and S - 1 divide or do not
+
+
+def with_compilations(monkeypatch):
+    """A list with an entry for each rank's graph that is compiled from now on."""
+    made, compiled = [], sized_program.compiled
+    monkeypatch.setattr(
+        sized_program, "compiled", lambda *a, **k: made.append("compiled") or compiled(*a, **k)
+    )
+    return made
+
+
+def test_compiled_once(monkeypatch):
+    """Sizes of one are constants of the code, which makes a second program of them."""
+    made = with_compilations(monkeypatch)
+    step = ftp.shard(loss_fn, on({"tp": 1}), dynamic_shapes=DIMS, compile=True)
+    for size in (7, 9, 2, 16, 3, MOST):
+        check(step, size)
+    assert made == ["compiled"]
+    check(step, 1)
+    for size in range(1, 40):
+        check(step, size)
+    assert len(made) == 2 and not step.shapes.one_by_one
+
+
+@pytest.mark.parametrize(
+    "fn", [next_tokens, padded_blocks, chunks, statistics], ids=lambda f: f.__name__
+)
+def test_compiled_as_people_use_sizes(fn, monkeypatch):
+    made = with_compilations(monkeypatch)
+    step = ftp.shard(fn, on({"tp": 1}), dynamic_shapes=DIMS, compile=True)
+    for size in (6, 7, 9, 2, 16, 1, 33, 12, 4):
+        loss, grads = step(weights(), batch(size)[0])
+        want_grads, want = torch.func.grad_and_value(fn)(weights(), batch(size)[0])
+        assert torch.allclose(loss, want, rtol=1e-10, equal_nan=True)
+        for key, grad in grads.items():
+            assert torch.allclose(grad, want_grads[key], rtol=1e-9, atol=1e-11, equal_nan=True), key
+    assert len(made) <= (5 if fn is padded_blocks else 3) and not step.shapes.one_by_one
+
+
+def test_a_compiled_train_step(monkeypatch):
+    """Donated state is written in place, and two dims change."""
+    made = with_compilations(monkeypatch)
+    train_step(on({"dp": 1}), compile=True)
+    assert made == ["compiled"]
+
+
+def test_what_cannot_be_compiled_for_many_sizes_is_compiled_for_each(monkeypatch):
+    compiled = sized_program.compiled
+
+    def refused(graph, inputs, *rest, **options):
+        if any(isinstance(x, torch.SymInt) for x in inputs):
+            raise ValueError("no symbols here")
+        return compiled(graph, inputs, *rest, **options)
+
+    monkeypatch.setattr(sized_program, "compiled", refused)
+    step = ftp.shard(chunks, on({"tp": 1}), dynamic_shapes=DIMS, compile=True)
+    sizes = iter((6, 7, 6))
+
+    def check():
+        tokens = batch(next(sizes))[0]
+        assert abs(float(step(weights(), tokens)[0] - chunks(weights(), tokens))) < 1e-12
+
+    with pytest.warns(UserWarning, match="every size of S is compiled for itself: ValueError: no"):
+        check()
+    check()
+    check()
+    assert step.shapes.one_by_one == ("ValueError: no symbols here",)
+    assert step.shapes.traces == step.shapes.plans == 1
 
 
 def test_plans_serve_after_a_size_that_fits_none():

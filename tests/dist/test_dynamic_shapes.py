@@ -37,16 +37,16 @@ def _batch(size):
     return tuple(torch.randint(0, 12, (4, size), generator=generator) for _ in range(2))
 
 
-def _sizes_in_turn(spec: P):
+def _sizes_in_turn(spec: P, is_compiled: bool):
     """Sizes that come again, are uneven and shorter than the axis; then one rank's own; then one
     out of the range.
     """
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", UserWarning)
     ftp.init_process_group(device_type="cpu")
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     full, errors = _params(), []
     dims = {1: torch.export.Dim("S", min=1, max=64)}
-    step = ftp.shard(_loss, mesh, SPECS, batch_specs=spec, dynamic_shapes=dims)
+    step = ftp.shard(_loss, mesh, SPECS, batch_specs=spec, dynamic_shapes=dims, compile=is_compiled)
     params = ftp.device_put(full, mesh, SPECS)
     for size in (7, 6, 9, 7, 1, 12, 33, 2):
         batch = ftp.device_put(_batch(size), mesh, spec)
@@ -64,20 +64,24 @@ def _sizes_in_turn(spec: P):
         except (InputError, MismatchError) as e:
             raised.append((type(e).__name__, str(e), time.monotonic() - start))
     family = next(iter(step._dynamic.families.values()))
-    plans = sum(len(trace.plans) for trace in family.traces)
+    plans = [plan for trace in family.traces for plan in trace.plans]
+    graphs = sum(len(known) for plan in plans for known in plan.ranks._known.values())
+    assert not step.shapes.one_by_one
     ftp.destroy_process_group()
-    return max(errors), raised, len(family.traces), plans
+    return max(errors), raised, (len(family.traces), len(plans)), graphs
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "spec", [pytest.param(P(), marks=pytest.mark.slow), P(None, "tp")], ids=str
 )
-def test_sizes_in_turn(spec):
-    for rank in launch(_sizes_in_turn, 2, spec, timeout=120):
+def test_sizes_in_turn(spec, is_compiled):
+    for rank in launch(_sizes_in_turn, 2, spec, is_compiled, timeout=400):
         assert rank.exit == 0, rank.stderr
-        error, raised, traces, plans = rank.value
+        error, raised, made, graphs = rank.value
         assert error < 1e-12
-        assert (traces, plans) == (1, 1 if not spec else 2)
+        assert made == (1, 1 if not spec else 2)
+        assert graphs <= 2 * made[1]  # of each plan one for sizes of one, and one for all others
         kind, text, _ = raised[0]
         assert kind == "InputError"
         assert "dim 1 of batch[0] has size 65, outside Dim('S', min=1, max=64)" in text
