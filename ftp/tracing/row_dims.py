@@ -195,11 +195,12 @@ class _RowDims(TorchDispatchMode):
         return form
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        by = decomposition_table.get(func)
-        if by is None:
-            raise _JoinsRows
+        by = decomposition_table.get(func, func.decompose)
         with self:
-            return by(*args, **kwargs)
+            out = by(*args, **kwargs)
+        if out is NotImplemented:
+            raise _JoinsRows
+        return out
 
 
 def _meta(x: Tensor) -> Meta:

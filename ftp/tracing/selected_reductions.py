@@ -334,7 +334,6 @@ OF_ALL_ROWS.update(
                 F.binary_cross_entropy_with_logits,
                 F.kl_div,
                 F.cosine_embedding_loss,
-                F.gaussian_nll_loss,
                 F.poisson_nll_loss,
                 F.hinge_embedding_loss,
                 F.margin_ranking_loss,

@@ -233,6 +233,10 @@ def _found_by_rules(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     soft = (
         F.cross_entropy(y, near.softmax(1)) + F.cross_entropy(y, ids[mask], reduction="none").max()
     )
+    soft = soft + F.binary_cross_entropy_with_logits(y, near.sigmoid(), pos_weight=x[0, 0].exp())
+    soft = soft + F.poisson_nll_loss(y, near.exp()) + F.soft_margin_loss(y, near.sign())
+    soft = soft + F.multilabel_soft_margin_loss(y, near.sigmoid()) + F.l1_loss(y, near)
+    soft = soft + F.hinge_embedding_loss(y, near.sign()) + F.multi_margin_loss(y, ids[mask])
     return each.square().mean() + alike + far + mixed.sum() + soft + y.nanmean(1).cos().sum()
 
 
