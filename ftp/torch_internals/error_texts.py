@@ -28,6 +28,7 @@ class Meaning(Enum):
     REENTRANT_CHECKPOINT = "reentrant checkpoint"
     SAVED_TENSOR_HOOKS = "saved tensor hooks"  # inside a functorch transform
     META_IN_FORWARD_MODE = "meta in forward mode"  # a forward-mode derivative under two vmaps
+    SIZE_OF_ROWS = "size of rows"  # of rows that a mask selects, where torch wants an int
     DTYPES = "dtypes"
 
 
@@ -46,6 +47,7 @@ _TEXTS = {
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
+    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|RowCount",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
 }
 # Words that the user's own errors may hold too.

@@ -16,6 +16,7 @@ from ftp.torch_internals.fake_tensors import (
     UnsupportedOperatorException,
 )
 from ftp.tracing.advice import advice_on
+from ftp.tracing.refused_rows import is_number_asked_at
 
 aten = torch.ops.aten
 
@@ -93,7 +94,9 @@ def explain(error: Exception) -> FtpError | None:
             " .tolist(), .numpy())"
             f"{at}.{advice_on(error) or NO_VALUES}"
         )
-    if isinstance(error, TypeError) and "_ShapeOfSelection" in str(error):
+    if meaning is Meaning.SIZE_OF_ROWS or (
+        isinstance(error, TypeError) and is_number_asked_at(line)
+    ):
         return TraceError(
             f"The function asks for a tensor of the shape of rows that a mask selects{at}, whose"
             " number depends on values. Make it of the rows: torch.zeros_like(rows),"

@@ -8,6 +8,7 @@ selected rows only (``selected_reductions.py``); a write back ``x[mask] = rows``
 rows as they were (``selected_places.py``). Every other function is refused.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
 from ftp.tracing.no_rows import finite, is_singular_call, unless_none
-from ftp.tracing.packed_sequences import packed_steps
+from ftp.tracing.refused_rows import number_refused, refused
+from ftp.tracing.row_count import RowCount, without_counts
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
 from ftp.tracing.same_values import holds_same
 
@@ -35,6 +37,7 @@ POINTWISE: set[str] = set()
 JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
 _LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
+_SIZED = ("view", "reshape", "expand")
 _OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
 
@@ -53,6 +56,9 @@ class Selections:
     valid: Tensor
     first: tuple[Tensor, Tensor]
     line: str
+
+    def count(self) -> RowCount:
+        return RowCount(self.valid.sum(), self.mask)
 
 
 class Selected:
@@ -100,8 +106,12 @@ class Selected:
 
     def size(self, dim: int | None = None) -> Any:
         rows, *sizes = self.rows.shape
-        shape = _ShapeOfSelection((*sizes[: self.at], rows, *sizes[self.at :]), self.at)
+        sizes = (*sizes[: self.at], rows, *sizes[self.at :])
+        shape = _ShapeOfSelection(sizes, self.at, self.group)
         return shape if dim is None else shape[dim]
+
+    def numel(self) -> RowCount:
+        return RowCount(self.group.valid.sum() * math.prod(self.rows.shape[1:]))
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
@@ -112,7 +122,7 @@ class Selected:
     def __len__(self) -> int:
         if self.at:
             return self.size(0)
-        raise _number_refused("len()")
+        raise number_refused("len()")
 
     def __iter__(self) -> Any:
         if self.at:
@@ -131,31 +141,30 @@ def _different(name: str) -> TraceError:
     return refused(f"{name} of rows that different masks select", as_it_is=True)
 
 
-def _number_refused(what: str) -> TraceError:
-    instead = (
-        "mask.sum() is their number. An if for no rows is not needed: sums of none are zero, and"
-        " writes write nothing."
-    )
-    return refused(what, instead=instead)
-
-
 class _ShapeOfSelection:
-    """The shape of a selection: all sizes but that of the dim of rows."""
+    """The shape of a selection: the dim of rows has a `RowCount`."""
 
-    def __init__(self, sizes: Sequence[int], rows_at: int):
-        self._sizes, self._rows_at = sizes, rows_at
+    def __init__(self, sizes: Sequence[int], rows_at: int, group: Selections):
+        self._sizes, self._rows_at, self._group = sizes, rows_at, group
 
     def __getitem__(self, at: Any) -> Any:
-        places = range(len(self._sizes))[at]
-        if self._rows_at in (places if isinstance(places, range) else (places,)):
-            raise _number_refused("the number of selected rows")
-        return tuple(self._sizes)[at]
+        return tuple(self)[at]
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __iter__(self) -> Any:
-        raise _number_refused("the number of selected rows")
+        for at, size in enumerate(self._sizes):
+            yield self._group.count() if at == self._rows_at else size
+
+    def __eq__(self, other: Any) -> Any:
+        sizes = [self._sizes[:], other._sizes[:]] if isinstance(other, _ShapeOfSelection) else []
+        is_alike = len({len(x) for x in sizes}) == 1 and self._rows_at == other._rows_at
+        if is_alike and holds_same(other._group.mask, self._group.mask):
+            return sizes[0] == sizes[1]
+        raise number_refused("a comparison of shapes")
+
+    __hash__ = object.__hash__
 
 
 def _binary(name: str, swapped: bool = False) -> Any:
@@ -195,26 +204,13 @@ def selected(flat: Tensor, group: Selections) -> Selected:
     return Selected(torch.where(beside(group.valid, flat), flat, safe), group)
 
 
-def places(group: Selections) -> tuple[Selected, ...]:
-    """``torch.where(mask)``: the indices of each dim."""
-    own = torch.arange(group.valid.numel(), device=group.valid.device)
-    numbers = torch.where(group.valid, own, group.first[0])
-    found, below = [], group.valid.numel()
-    for size in group.mask.shape:
-        below = below // size if size else 0
-        found.append(Selected((numbers // below) % size if size else numbers, group, size))
-    return tuple(found)
-
-
-def _stacked(found: Sequence[Selected], group: Selections) -> Selected:
-    """``torch.nonzero(mask)``: a row of indices for each place."""
-    return Selected(torch.stack([x.rows for x in found], 1), group, max(group.mask.shape))
-
-
 def counted(result: Any) -> Any:
     """A function's result in which selected rows are those of all rows that come first, and their
     number. A pipeline, whose microbatches have numbers of their own, refuses them.
     """
+    result = optree.tree_map(
+        lambda x: x.value if isinstance(x, RowCount) else x, result, namespace=NAMESPACE
+    )
     leaves, _ = flatten(result)
     if means_of_trace() is not None or not any(isinstance(x, Selected) for x in leaves):
         return result
@@ -229,99 +225,6 @@ def _counted(x: Selected) -> CountedRows:
     return CountedRows(x.rows.index_select(0, order_of(x.group)), x.group.valid.sum())
 
 
-_PACK: Any = torch._VF._pack_padded_sequence
-_UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
-SELECTING = frozenset(
-    (
-        _PACK,
-        Tensor.__getitem__,
-        Tensor.masked_select,
-        Tensor.nonzero,
-        Tensor.argwhere,
-        torch.argwhere,
-        torch.masked_select,
-        torch.nonzero,
-        torch.where,
-        *_UNIQUE,
-    )
-)
-
-
-def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The selection that a call on plain tensors makes (``x[mask]``, ``masked_select``, ...); None
-    for a call that selects nothing.
-    """
-    if func is _PACK:
-        x, sizes = packed_steps(*args)
-        return select(x, group_of(sizes.kept)), sizes
-    if func is Tensor.__getitem__:
-        return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
-    if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
-        x, mask = torch.broadcast_tensors(*args)
-        return select(x, group_of(mask)) if is_selection(mask, x) else None
-    if func in _UNIQUE:
-        return _unique(*args, **kwargs) if func in _UNIQUE[:2] else _consecutive(*args, **kwargs)
-    if len(args) == 1 and args[0].ndim and func in _NONZERO and set(kwargs) <= {"as_tuple"}:
-        group = group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0)
-        found = places(group)
-        return found if func is torch.where or kwargs.get("as_tuple") else _stacked(found, group)
-    return None
-
-
-_NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
-
-
-def _unique(
-    x: Tensor,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-    dim: int | None = None,
-) -> Any:
-    """``torch.unique``: the distinct elements are rows; None along a dim."""
-    if dim is not None or not x.numel():
-        return None
-    ordered, order = x.reshape(-1).sort(stable=True)
-    values, inverse, counts = _runs(ordered)
-    inverse = torch.zeros_like(inverse).scatter(0, order, inverse)
-    found = [values, inverse.reshape(x.shape), counts]
-    return _asked(found, return_inverse, return_counts)
-
-
-def _consecutive(
-    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Any:
-    """``torch.unique_consecutive``: the first elements of runs are rows; None along a dim."""
-    if dim is not None or not x.numel():
-        return None
-    values, inverse, counts = _runs(x.reshape(-1))
-    return _asked([values, inverse.reshape(x.shape), counts], return_inverse, return_counts)
-
-
-def _runs(x: Tensor) -> tuple[Selected, Tensor, Selected]:
-    """The first elements of runs of equal elements, the run of each element, and their lengths."""
-    is_first = torch.cat([x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]])
-    run = is_first.cumsum(0) - 1
-    group = group_of(is_first)
-    lengths = torch.zeros_like(run).index_add(0, run, torch.ones_like(run))
-    return select(x, group), run, select(lengths.index_select(0, run), group)
-
-
-def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
-    made = [x for x, is_asked in zip(found, (True, inverse, counts), strict=True) if is_asked]
-    return made[0] if len(made) == 1 else tuple(made)
-
-
-def is_selection(key: Any, x: Any) -> bool:
-    """Whether ``x[key]`` selects by one mask of its first dims."""
-    return (
-        isinstance(key, Tensor)
-        and key.dtype is torch.bool
-        and 0 < key.ndim <= x.ndim
-        and key.shape == x.shape[: key.ndim]
-    )
-
-
 def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A function of torch on selections.
 
@@ -333,6 +236,9 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name in _OF_DTYPE:
         return func(given[0].rows)
     group = given[0].group
+    if name in _SIZED:
+        args = _own_count(args, group)
+    args, kwargs = without_counts(args, kwargs)
     others = (x.group.mask for x in given if x.group is not group)
     is_one_mask = all(holds_same(mask, group.mask) for mask in others)
     if not is_one_mask and name not in JOINING:
@@ -377,6 +283,21 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     made = _with_rows(out, trial.result, group, name)
     made.below = given[0].below if name in _SAME_VALUES else None
     return made
+
+
+def _own_count(args: Sequence[Any], group: Selections) -> list[Any]:
+    """Sizes, with -1 in the place of the number of rows."""
+    x, *sizes = args
+    sizes = [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    is_own = [isinstance(s, RowCount) and s.is_of(group.mask) for s in sizes]
+    if not any(is_own):
+        return [*args]
+    others = [s for s, own in zip(sizes, is_own, strict=True) if not own]
+    if isinstance(x, Selected) and -1 in others:
+        rest = math.prod(x.rows.shape[1:]) // (-math.prod(others) or 1)
+        others = [rest if s == -1 else s for s in others]
+    beside = iter(others)
+    return [x, *(-1 if own else next(beside) for own in is_own)]
 
 
 def _seen(x: Any) -> tuple[Tensor, int] | None:
@@ -469,15 +390,3 @@ def zeroed(value: Selected) -> Tensor:
 def is_over_rows(ndim: int, dim: Any) -> bool:
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     return any(d % ndim == 0 for d in dims)
-
-
-def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> TraceError:
-    line = user_line()
-    instead = instead or (
-        "Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"
-        " x[mask] = rows or index_add. Else use torch.where(mask, x, 0) or weights, or"
-        " ftp.static.masked_select and nonzero, which take a size."
-    )
-    does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
-    where = f" at {line}" if line else ""
-    return TraceError(f"{does} depends on values{where}: a program has fixed shapes.\n  {instead}")

@@ -8,16 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.tracing.selected import (
-    OF_ALL_ROWS,
-    Selected,
-    Selections,
-    apply,
-    beside,
-    group_of,
-    refused,
-    select,
-)
+from ftp.tracing.refused_rows import refused
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, apply, beside, group_of, select
 from ftp.tracing.selected_reductions import taken
 
 

@@ -8,18 +8,10 @@ import torch
 from torch import Tensor
 
 from ftp.ops.assume import assume
+from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import (
-    OF_ALL_ROWS,
-    Selected,
-    Selections,
-    apply,
-    beside,
-    is_selection,
-    refused,
-    written,
-    zeroed,
-)
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, apply, beside, written, zeroed
+from ftp.tracing.selecting import is_selection
 
 
 def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:

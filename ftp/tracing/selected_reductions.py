@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ftp.ops.assume import assume
 from ftp.tracing.no_rows import unless_none
 from ftp.tracing.packed_sequences import BatchSizes, padded, recurrent
+from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected import (
     JOINING,
@@ -24,7 +25,6 @@ from ftp.tracing.selected import (
     group_of,
     is_over_rows,
     order_of,
-    refused,
     row_of_each,
     selected,
     zeroed,

@@ -29,7 +29,9 @@ from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
 from ftp.tracing.index_ranges import index_range
 from ftp.tracing.narrow import narrow
-from ftp.tracing.selected import SELECTING, Selected, apply, selection
+from ftp.tracing.row_count import RowCount, beside_narrow, without_counts
+from ftp.tracing.selected import Selected, apply
+from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
 
@@ -46,6 +48,10 @@ class unchecked(ModeOfBlocks):
         self._addresses = Addresses()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if RowCount in types:
+            if (found := beside_narrow(func, args, kwargs or {})) is not None:
+                return found
+            args, kwargs = without_counts(args, kwargs or {})
         if Selected in types:
             return apply(func, args, kwargs or {})
         if func in SELECTING and is_listening() and not is_inside():

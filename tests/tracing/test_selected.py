@@ -287,6 +287,18 @@ def _joined_of_none(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return (y.softmax(0) * y).sum() + y.norm() + y.exp().logsumexp(0).exp().sum() + y.prod()
 
 
+def _by_their_number(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Means as people write them, and roots and shares of the number of rows."""
+    kept, few = (x @ w)[ids >= 0], (x @ w)[ids > 3]
+    n, width = kept.shape
+    total = kept.sum() / kept.shape[0] + kept.square().sum() / kept.numel() + few.sum(0).max() / n
+    total = total + (kept / n**0.5).sin().sum() + (1 / n) * kept.sum() + kept.size(0) // 2
+    share = (n - few.size(0)) / (2 + n) % 1
+    out = kept.reshape(kept.shape[0], 2, 3).amax(-1).view(n, -1) * share
+    alike = kept.shape == kept.sin().shape and width == 6 and isinstance(n, int)
+    return out.square().sum() + total * alike + (-n) ** 3 / 1000
+
+
 PROGRAMS = [
     _found_by_rules,
     _joined_rows,
@@ -308,6 +320,7 @@ PROGRAMS = [
     _embedded,
     _logs_at_places,
     _by_dtype,
+    _by_their_number,
 ]
 
 
@@ -370,11 +383,6 @@ def test_a_mask_that_selects_nothing(program: Callable[..., Tensor]):
     torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
 
 
-def _count(w, x, ids):
-    kept = (x @ w)[ids >= 0]
-    return kept.sum() / kept.shape[0]
-
-
 def _mask_changed_between(w, x, ids):
     ids = ids.clone()
     kept = (x @ w)[ids >= 0]
@@ -409,7 +417,11 @@ def _behind_one(w, x):
 
 
 REFUSED: dict[str, Callable[..., Tensor]] = {
-    "the number of selected rows": _count,
+    "the number of selected rows": lambda w, x, ids: (x @ w).sum() / max((x[ids > 0]).shape[0], 1),
+    "a tensor of the shape": lambda w, x, ids: (
+        x[m := ids >= 0] @ w * w.new_ones(x[m].size(0), 1)
+    ).sum(),
+    "a comparison of shapes": lambda w, x, ids: (x @ w).sum() * (x[ids > 0].shape == x.shape),
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
     "cumsum": lambda w, x, ids: (x @ w)[ids >= 0].cumsum(0).square().sum(),
     "tril": lambda w, x, ids: (x @ w)[ids >= 0].tril().sum(),
@@ -500,6 +512,26 @@ def test_returned_rows_beside_a_loss_and_in_a_saved_program(tmp_path):
     lowered.save(tmp_path / "rows.ftp")
     for program in (lowered.compile(), ftp.load_program(tmp_path / "rows.ftp", mesh)):
         torch.testing.assert_close(program(X, IDS), [X[IDS >= 0]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,)], ids=str)
+def test_their_number_decides_a_dtype_as_a_number_of_python_does(dtype, shape):
+    def numbers(x: Tensor, mask: Tensor) -> list[Tensor]:
+        n = mask[mask].shape[0]
+        halves = n / 2, 1 / n, n**0.5, n - 0.5, n**-1
+        found = [x * n, n + x, x / n, *(x * h for h in halves), n * 3, n // 2, 7 % n, (-n) ** 2]
+        return [
+            torch.as_tensor(f, dtype=torch.float64) if isinstance(f, float) else f for f in found
+        ]
+
+    x, mask = torch.full(shape, 3).to(dtype), torch.tensor([True, False, True, True, True, True])
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    found = ftp.spmd(numbers, mesh, (P(), P("dp")))(x, mask)
+    for one, due in zip(found, numbers(x, mask), strict=True):
+        if isinstance(due, Tensor):
+            assert one.dtype == due.dtype
+        torch.testing.assert_close(one, torch.as_tensor(due), rtol=0, atol=0)
 
 
 def test_a_spec_of_returned_rows_is_an_error():

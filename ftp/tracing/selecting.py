@@ -1,0 +1,118 @@
+"""Calls on plain tensors that select rows: ``x[mask]``, ``nonzero``, ``unique`` and others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.tracing.packed_sequences import packed_steps
+from ftp.tracing.selected import Selected, Selections, group_of, select
+
+_PACK: Any = torch._VF._pack_padded_sequence
+_UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
+SELECTING = frozenset(
+    (
+        _PACK,
+        Tensor.__getitem__,
+        Tensor.masked_select,
+        Tensor.nonzero,
+        Tensor.argwhere,
+        torch.argwhere,
+        torch.masked_select,
+        torch.nonzero,
+        torch.where,
+        *_UNIQUE,
+    )
+)
+
+
+def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The selection that a call on plain tensors makes (``x[mask]``, ``masked_select``, ...); None
+    for a call that selects nothing.
+    """
+    if func is _PACK:
+        x, sizes = packed_steps(*args)
+        return select(x, group_of(sizes.kept)), sizes
+    if func is Tensor.__getitem__:
+        return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
+    if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
+        x, mask = torch.broadcast_tensors(*args)
+        return select(x, group_of(mask)) if is_selection(mask, x) else None
+    if func in _UNIQUE:
+        return _unique(*args, **kwargs) if func in _UNIQUE[:2] else _consecutive(*args, **kwargs)
+    if len(args) == 1 and args[0].ndim and func in _NONZERO and set(kwargs) <= {"as_tuple"}:
+        group = group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0)
+        found = places(group)
+        return found if func is torch.where or kwargs.get("as_tuple") else _stacked(found, group)
+    return None
+
+
+_NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+
+
+def _unique(
+    x: Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """``torch.unique``: the distinct elements are rows; None along a dim."""
+    if dim is not None or not x.numel():
+        return None
+    ordered, order = x.reshape(-1).sort(stable=True)
+    values, inverse, counts = _runs(ordered)
+    inverse = torch.zeros_like(inverse).scatter(0, order, inverse)
+    found = [values, inverse.reshape(x.shape), counts]
+    return _asked(found, return_inverse, return_counts)
+
+
+def _consecutive(
+    x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """``torch.unique_consecutive``: the first elements of runs are rows; None along a dim."""
+    if dim is not None or not x.numel():
+        return None
+    values, inverse, counts = _runs(x.reshape(-1))
+    return _asked([values, inverse.reshape(x.shape), counts], return_inverse, return_counts)
+
+
+def _runs(x: Tensor) -> tuple[Selected, Tensor, Selected]:
+    """The first elements of runs of equal elements, the run of each element, and their lengths."""
+    is_first = torch.cat([x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]])
+    run = is_first.cumsum(0) - 1
+    group = group_of(is_first)
+    lengths = torch.zeros_like(run).index_add(0, run, torch.ones_like(run))
+    return select(x, group), run, select(lengths.index_select(0, run), group)
+
+
+def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
+    made = [x for x, is_asked in zip(found, (True, inverse, counts), strict=True) if is_asked]
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def is_selection(key: Any, x: Any) -> bool:
+    """Whether ``x[key]`` selects by one mask of its first dims."""
+    return (
+        isinstance(key, Tensor)
+        and key.dtype is torch.bool
+        and 0 < key.ndim <= x.ndim
+        and key.shape == x.shape[: key.ndim]
+    )
+
+
+def places(group: Selections) -> tuple[Selected, ...]:
+    """``torch.where(mask)``: the indices of each dim."""
+    own = torch.arange(group.valid.numel(), device=group.valid.device)
+    numbers = torch.where(group.valid, own, group.first[0])
+    found, below = [], group.valid.numel()
+    for size in group.mask.shape:
+        below = below // size if size else 0
+        found.append(Selected((numbers // below) % size if size else numbers, group, size))
+    return tuple(found)
+
+
+def _stacked(found: Sequence[Selected], group: Selections) -> Selected:
+    """``torch.nonzero(mask)``: a row of indices for each place."""
+    return Selected(torch.stack([x.rows for x in found], 1), group, max(group.mask.shape))
