@@ -277,7 +277,7 @@ def test_compiled_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fn", [next_tokens, padded_blocks, chunks, statistics], ids=lambda f: f.__name__
+    "fn", slow_after(1, [next_tokens, padded_blocks, chunks, statistics]), ids=lambda f: f.__name__
 )
 def test_compiled_as_people_use_sizes(fn, monkeypatch):
     made = with_compilations(monkeypatch)
@@ -291,6 +291,7 @@ def test_compiled_as_people_use_sizes(fn, monkeypatch):
     assert len(made) <= (5 if fn is padded_blocks else 3) and not step.shapes.one_by_one
 
 
+@pytest.mark.slow
 def test_a_compiled_train_step(monkeypatch):
     """Donated state is written in place, and two dims change."""
     made = with_compilations(monkeypatch)

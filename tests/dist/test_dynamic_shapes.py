@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from few_or_many import slow_after
 from launch import launch
 from torch.nn import functional as F
 
@@ -71,7 +72,7 @@ def _sizes_in_turn(spec: P, is_compiled: bool):
     return max(errors), raised, (len(family.traces), len(plans)), graphs
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("is_compiled", slow_after(1, [False, True]), ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "spec", [pytest.param(P(), marks=pytest.mark.slow), P(None, "tp")], ids=str
 )

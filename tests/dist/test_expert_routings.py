@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dropless import FORMS, drawn, loop
+from few_or_many import slow_after
 from launch import launch
 
 import ftp
@@ -53,7 +54,7 @@ def _job() -> tuple[list[float], str, bool]:
     return off, str(said.value), goes_on
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.parametrize("shared", slow_after(1, ["0", "1"]))
 def test_routings_and_a_capacity_that_does_not_suffice(shared: str):
     """After the refusal no row has moved, so that the ranks go on with the next batch."""
     for rank in launch(_job, 2, env={"FTP_SHM": shared}, timeout=300):

@@ -176,6 +176,7 @@ def _reads_after_a_peer_is_gone(folder: str) -> Any:
     return errors, ftp.checkpoints(folder)
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
     rank, _ = launch(_reads_after_a_peer_is_gone, 2, str(tmp_path))
     assert rank.exit == 0, rank.error

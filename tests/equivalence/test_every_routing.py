@@ -62,6 +62,7 @@ def test_rows_come_back_to_their_tokens(experts, tokens, k, ranks):
     assert prove(by_ftp(experts, k, ranks), experts, tokens, k, ranks).assumptions == []
 
 
+@pytest.mark.slow
 def test_with_gradients_by_hand_and_again_from_the_file(tmp_path):
     for program in (by_ftp(4, 1), by_hand(1)):
         prove(program, 4, 2, 1, grad=True)

@@ -202,6 +202,7 @@ attention_merge = attention.merge
 blocks_of = Ring.blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [

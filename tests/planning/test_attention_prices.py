@@ -94,6 +94,7 @@ def rings(attend: Any, hardware: ftp.Hardware) -> int:
     return [c.op for c in found].count("ring")
 
 
+@pytest.mark.slow
 def test_a_ring_is_priced_by_what_travels():
     """A rank of a narrow window needs a part of its neighbour's keys; nothing hides that little is
     computed, so that all keys would take longer than the gather's."""

@@ -269,7 +269,7 @@ def test_what_no_trial_shows_is_an_assumption_that_can_be_checked():
 @pytest.mark.parametrize(
     ("form", "plan"),
     slow_unless(
-        lambda form, plan: list(PLANS).index(plan) % len(FORMS) == list(FORMS).index(form),
+        lambda form, plan: list(PLANS).index(plan) == list(FORMS).index(form) < 2,
         itertools.product(FORMS, PLANS),
     ),
 )

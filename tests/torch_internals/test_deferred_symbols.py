@@ -133,6 +133,7 @@ def test_a_step_of_plain_sizes_loads_neither_sympy_nor_dtensor():
     check(A_STEP, expected)
 
 
+@pytest.mark.slow
 def test_sympy_is_there_for_others():
     check(SYMPY.format(what="sympy", expression="sympy.Symbol('x') + 1"), ["False", "x + 1 module"])
     version = SYMPY.format(what="sympy", expression="bool(sympy.__version__)")

@@ -766,6 +766,7 @@ def test_writes_to_views_have_gradients(write, spec):
     torch.testing.assert_close(grad, leaf.grad)
 
 
+@pytest.mark.slow
 def test_a_longer_trace_leaves_no_more_garbage():
     def left_by(depth):
         def loss(w, x):
