@@ -2,6 +2,7 @@
 them answers as they do.
 """
 
+import pytest
 from own_process import check  # type: ignore[import-not-found]
 
 A_STEP = """
