@@ -17,6 +17,7 @@ from ftp.rules import (
     pointwise,
     reduce,
     shape,
+    slices,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "pointwise",
     "reduce",
     "shape",
+    "slices",
 ]

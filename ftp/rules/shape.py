@@ -6,7 +6,7 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.dynamic_int import gcd, slice_bounds
+from ftp.dynamic_int import gcd
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
@@ -145,150 +145,6 @@ def squeeze(call: Call) -> Rule:
         ((0,),),
         lambda op: op.emit(aten.squeeze.dims, op.args[0], gone),
     )
-
-
-# Parts of a dim. If all parts, and the elements around them, are multiples of s elements, the dim
-# is viewed as (k s), and s may be cut within each of the k alike: such as three packs of heads, of
-# which a part takes one or two.
-
-
-@rule(aten.slice.Tensor, aten.slice_copy.Tensor)
-def slice_(call: Call) -> Rule:
-    x, (y,) = call.operands[0], call.results
-    dim = call.arg("dim") % x.ndim
-    start, _, step = slice_bounds(
-        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
-    )
-    size = gcd(x.shape[dim], start, y.shape[dim])
-    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
-        if step != 1 or start:
-            return acting_on(call, [dim], linear=[(0,)])
-        return _first_elements(
-            call, dim, lambda op, n: op.emit(op.target, op.args[0], dim, 0, n), LocalOp.default
-        )
-    first, last = start // size, (start + y.shape[dim]) // size
-
-    def local(op: LocalOp) -> fx.Node:
-        return op.emit(op.target, op.args[0], dim, first * op.sizes["s"], last * op.sizes["s"])
-
-    notation, sizes = _in_parts(
-        numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False
-    )
-    return Rule(notation, ((0,),), local, sizes)
-
-
-@rule(aten.slice_backward.default)
-def slice_backward(call: Call) -> Rule:
-    y, (x,) = call.operands[0], call.results
-    dim = call.arg("dim") % x.ndim
-    start, end, step = slice_bounds(
-        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
-    )
-    size = gcd(x.shape[dim], start, y.shape[dim])
-    # The op broadcasts a gradient of one element over a longer slice.
-    if (
-        step != 1
-        or end - start != y.shape[dim]
-        or not y.shape[dim]
-        or (size == 1 and y.shape[dim] > 1)
-    ):
-        if step != 1 or start or end != y.shape[dim]:
-            return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
-        return _first_elements(
-            call,
-            dim,
-            lambda op, n: op.emit(op.target, op.args[0], op.shape(), dim, 0, n, 1),
-            with_shape(1),
-        )
-    first, last = start // size, (start + y.shape[dim]) // size
-
-    def local(op: LocalOp) -> fx.Node:
-        return op.emit(
-            op.target, op.args[0], op.shape(), dim, first * op.sizes["s"], last * op.sizes["s"], 1
-        )
-
-    notation, sizes = _in_parts(
-        numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
-    )
-    return Rule(notation, ((0,),), local, sizes)
-
-
-def _first_elements(
-    call: Call,
-    dim: int,
-    of_part: Callable[[LocalOp, int], fx.Node],
-    of_whole: Callable[[LocalOp], fx.Node],
-) -> Rule:
-    """A slice from 0, or its gradient: the longer dim is cut with the shorter one, where the ranks'
-    chunks start alike. ``of_part`` is given the length of a rank's chunk of the shorter dim.
-    """
-    (x,), (y,) = call.operands, call.results
-    shorter = "y" if y.shape[dim] < x.shape[dim] else "x"
-
-    def dims(factor: str) -> Dims:
-        return tuple((factor,) if d == dim else (f"~{d}",) for d in range(x.ndim))
-
-    def local(op: LocalOp) -> fx.Node:
-        return of_part(op, op.sizes[shorter]) if op.is_cut("x", "y") else of_whole(op)
-
-    notation = Notation((dims("x"),), (dims("y"),), frozenset(("x", "y")), ((),))
-    return Rule(notation, ((0,),), local, together=(("x", "y"),))
-
-
-@rule(
-    aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor,
-    aten.split_with_sizes_copy.default, aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-)  # fmt: skip
-def split(call: Call) -> Rule:
-    x = call.operands[0]
-    dim = call.arg("dim") % x.ndim
-    parts = [m.shape[dim] for m in call.results]
-    size = gcd(*parts)
-    if not parts or not all(parts) or (size == 1 and len(set(parts)) > 1):
-        return acting_on(call, [dim], linear=[(0,)])
-    with_sizes = "split_with_sizes" in str(call.target) or len(set(parts)) > 1
-
-    def local(op: LocalOp) -> fx.Node:
-        if with_sizes or not op.sizes["s"]:
-            return op.emit(
-                aten.split_with_sizes.default,
-                op.args[0],
-                [part // size * op.sizes["s"] for part in parts],
-                dim,
-            )
-        return op.emit(op.target, op.args[0], op.sizes["s"], dim)
-
-    notation, sizes = _in_parts(numbered(x.ndim), dim, size, x.shape[dim], parts, reverse=False)
-    return Rule(notation, ((0,),), local, sizes)
-
-
-@rule(aten.cat.default)
-def cat(call: Call) -> Rule:
-    (y,) = call.results
-    together = [tuple(range(len(call.operands)))]
-    if any(m.ndim != y.ndim for m in call.operands):  # torch skips empty vectors among matrices
-        return _cat_with_vectors(call, together)
-    dim = call.arg("dim") % y.ndim
-    parts = [m.shape[dim] for m in call.operands]
-    size = gcd(*parts)
-    if not all(parts) or (size == 1 and len(set(parts)) > 1):
-        return acting_on(call, [dim], linear=together)
-    notation, sizes = _in_parts(numbered(y.ndim), dim, size, y.shape[dim], parts, reverse=True)
-    return Rule(notation, tuple(together), None, sizes)
-
-
-def _cat_with_vectors(call: Call, linear: Sequence[Sequence[int]]) -> Rule:
-    (y,) = call.results
-    dim = call.arg("dim") % y.ndim
-    whole = {f"s{i}" for i in range(len(call.operands))} | {"s"}
-
-    def dims(i: int, ndim: int) -> Dims:
-        return tuple((f"s{i}",) if d == dim or ndim != y.ndim else (f"~{d}",) for d in range(ndim))
-
-    operands = tuple(dims(i, m.ndim) for i, m in enumerate(call.operands))
-    result = tuple(("s",) if d == dim else (f"~{d}",) for d in range(y.ndim))
-    return Rule(Notation(operands, (result,), frozenset(whole), ((),)), tuple(map(tuple, linear)))
 
 
 along_dim(aten.stack.default, "... -> ... [k]", linear="all")
@@ -437,23 +293,3 @@ rule(
     aten.tril.default, aten.triu.default, "... m n -> ... m n",
     linear=[(0,)], local=_triangle_of_part,
 )  # fmt: skip
-
-
-def _in_parts(
-    dims: Dims, dim: int, size: int, all_of: int, parts: Sequence[int], *, reverse: bool
-) -> tuple[Notation, dict[str, int]]:
-    """The notation of a tensor and its ``parts`` along ``dim``. The dim, of ``all_of`` elements, is
-    viewed as (k s) with s of ``size``; each part is a (k s) of its own. Each k is whole. If
-    ``reverse``, the parts are the operands.
-    """
-    sizes = {"s": size}
-
-    def seen(name: str, length: int) -> Dims:
-        if length != size:
-            sizes[name] = length // size
-        return (*dims[:dim], (name, "s") if length != size else ("s",), *dims[dim + 1 :])
-
-    whole = (seen("k", all_of),)
-    each = tuple(seen(f"k{i}", length) for i, length in enumerate(parts))
-    first, then = (each, whole) if reverse else (whole, each)
-    return Notation(first, then, frozenset(sizes.keys() - {"s"}), ((),) * len(then)), sizes
