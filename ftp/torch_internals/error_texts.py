@@ -29,6 +29,7 @@ class Meaning(Enum):
     SAVED_TENSOR_HOOKS = "saved tensor hooks"  # inside a functorch transform
     META_IN_FORWARD_MODE = "meta in forward mode"  # a forward-mode derivative under two vmaps
     SIZE_OF_ROWS = "size of rows"  # of rows that a mask selects, where torch wants an int
+    MAPS_ROWS = "maps rows"  # torch.vmap over rows that a mask selects
     DTYPES = "dtypes"
 
 
@@ -48,6 +49,7 @@ _TEXTS = {
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
     Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|RowCount",
+    Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
 }
 # Words that the user's own errors may hold too.

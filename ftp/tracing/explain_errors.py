@@ -102,6 +102,12 @@ def explain(error: Exception) -> FtpError | None:
             " number depends on values. Make it of the rows: torch.zeros_like(rows),"
             " ones_like or full_like."
         )
+    if meaning is Meaning.MAPS_ROWS:
+        return TraceError(
+            f"torch.vmap over rows that a mask selects{at}, whose number depends on values, is not"
+            " taken. Write the function for all rows at once (rows @ w), or map over"
+            " torch.where(mask, x, 0)."
+        )
     if isinstance(error, DynamicOutputShapeException):
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(

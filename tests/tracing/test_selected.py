@@ -421,6 +421,9 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "a tensor of the shape": lambda w, x, ids: (
         x[m := ids >= 0] @ w * w.new_ones(x[m].size(0), 1)
     ).sum(),
+    "torch.vmap over rows": lambda w, x, ids: torch.vmap(lambda r: (r @ w).sum())(
+        x[ids >= 0]
+    ).sum(),
     "a comparison of shapes": lambda w, x, ids: (x @ w).sum() * (x[ids > 0].shape == x.shape),
     "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
     "cumsum": lambda w, x, ids: (x @ w)[ids >= 0].cumsum(0).square().sum(),
