@@ -55,6 +55,12 @@ def is_copied(x: LocalTensor, length: int) -> bool:
     return length < x.shape[2] and x.shape[0] * x.shape[1] > 1
 
 
+@functools.lru_cache(256)
+def longest_block(part: tuple[int, ...], size: int) -> int:
+    """The length of a part's longest block, of at most ``TILE`` elements."""
+    return max((block.length for block in blocks(part, size, attention.TILE)), default=0)
+
+
 class _CallSizes:
     """The sizes of one call."""
 
@@ -176,13 +182,17 @@ class _CallSizes:
         return attention.TILE, attention.TILE
 
     def in_documents(self) -> int:
-        return self._document_tile(self.k.shape[2], is_copied(self.k, attention.TILE))
+        keys = longest_block(tuple(self.columns), self.k.shape[2])
+        return self._document_tile(keys, is_copied(self.k, keys))
 
     def _document_tile(self, keys: int, near: bool) -> int:
-        """A tile of one long document, with its mask if there is a window."""
-        queries, keys = min(attention.TILE, self.q.shape[2]), min(attention.TILE, keys)
+        """A tile of one long document, with its mask if there is a window; for gradients with
+        log-sum-exps that are finite.
+        """
+        queries = longest_block(tuple(self.rows), self.q.shape[2])
         mask = queries * keys * self.wide * self.has_mask
-        return mask + self.tile(queries, keys, near)
+        finite = 0 if self.is_forward else self.heads * self.q.shape[2] * self.wide
+        return mask + finite + self.tile(queries, keys, near)
 
     def in_ring(self, steps: Steps) -> int:
         """The most over all steps of a rank."""
@@ -204,8 +214,9 @@ class _CallSizes:
                 return (own and part) or (self.of_keys > 1 and received > keys)
 
             if self.is_varlen:
-                key = received, not step
-                tile = known.get(key) or self._document_tile(received, is_near(keys))
+                longest = longest_block(tuple(steps.columns(owner, piece)), received)
+                key = not step, received, longest
+                tile = known.get(key) or self._document_tile(longest, is_near(longest))
             else:
                 found = steps.blocks(owner, piece, keys)
                 key = not step, received, tuple((b.first, b.length) for b in found)
@@ -250,4 +261,6 @@ def travelling(steps: Steps, sizes: tuple[int, int], returns: bool, is_part: boo
             summed = {of for of in (piece, steps.at(at - 1)[0], steps.at(at - 2)[0]) if of >= 0}
             own = (ring.piece(rank, of) for of in summed)
             held += sum(x.stop - x.start for x in own) * (wide - size)  # beside the result's
+            if wide != size:  # a piece's part of the result is made with its sums
+                held -= (ring.length_of(rank) - ring.piece(rank, piece).stop) * size
         yield held

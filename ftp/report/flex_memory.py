@@ -17,7 +17,7 @@ from ftp.ops.listed_blocks import known_blocks, listed_tiles
 from ftp.ops.map_slices import slice_program_of
 from ftp.ops.rings import RINGS
 from ftp.ops.score_functions import PLACE
-from ftp.report.attention_memory import is_copied, rank_of, travelling
+from ftp.report.attention_memory import is_copied, longest_block, rank_of, travelling
 from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
@@ -44,14 +44,18 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     size, wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
     given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
     cast = wide if wide != size else 0
+    placed = given[at + 3 + (0 if is_forward else 2) :]
     travels, held = 0, k.shape[2]  # keys that are computed with at a time
-    if ring is not None:
+    if ring is None:
+        longest = longest_block(tuple(placed[7]), held)
+    else:
         needs = ring.needs(given)
         steps = Steps(needs, rank_of(needs, ring.argument(given, "rows"), q.shape[2], held))
         held = needs.ring.width
         pair = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
         sizes = pair * size, pair * wide
         travels = max(travelling(steps, sizes, ring.returns, is_copied(k, held)), default=0)
+        longest = _longest_in_ring(steps)
     batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
     repeated = wide if heads != of_keys else 0
     of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
@@ -85,11 +89,13 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
             most = max(scores + of_score, kept + hidden, kept + most)
         return most
 
-    placed = given[at + 3 + (0 if is_forward else 2) :]
     whole = ring.needs(given).ring.size if ring else held
-    part = tuple(placed[6]), q.shape[2], whole, held
-    most = base + max(of_tile(*x) for x in _tiles(*part, tuple(rest[8]), rest[12]))
-    rows = batch * heads * min(attention.TILE, q.shape[2])
+    part = tuple(placed[6]), q.shape[2]
+    found = {(longest_block(*part), longest)}
+    if known := rest[12]:
+        found = _tiles(*part, whole, held, tuple(rest[8]), known)
+    most = base + max(of_tile(*x) for x in found)
+    rows = batch * heads * longest_block(*part)
     if is_forward:
         most += rows * v.shape[3] * (0 if ring else cast)
         summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
@@ -100,20 +106,26 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     return max(summed * cast, summed * max(cast - size, 0) + most)
 
 
+def _longest_in_ring(steps: Steps) -> int:
+    """The length of the longest block of keys that a rank computes with."""
+    rank, n = steps.rank, steps.ring.n
+    near = [((rank - step) % n, piece) for piece, step in steps.all]
+    received = [(steps.needs.length(rank, *of), steps.columns(*of)) for of in near]
+    return max(longest_block(tuple(columns), length) for length, columns in received if length)
+
+
 @functools.lru_cache(64)
 def _tiles(
     part: tuple[int, ...], queries: int, size: int, held: int, block: tuple[int, int], known: str
 ) -> set[tuple[int, int]]:
-    """The numbers of queries and keys of the tiles.
+    """The numbers of queries and keys of the tiles that a trace knows to be listed.
 
     Args:
         part: of the queries, as in `ftp.ops.attention`.
         size, held: keys of the sequence, and of those that are computed with at a time.
-        known: which blocks are listed; "" where values decide.
+        known: which blocks are listed.
     """
     most = min(attention.TILE, held)
-    if not known:
-        return {(min(attention.TILE, queries), most)}
     found, seen = {(1, 1)}, known_blocks(known)
     for row in blocks(part, queries, attention.TILE):
         rows = row.first, row.first + row.length

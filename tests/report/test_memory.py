@@ -65,6 +65,7 @@ def test_the_peak_is_what_the_allocator_measures(names: list[str]):
 @pytest.mark.parametrize(
     ("length", "ranks"),
     [
+        (2048, 2),
         (4096, 2),
         (8192, 4),
         (16384, 4),
