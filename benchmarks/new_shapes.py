@@ -1,14 +1,18 @@
-"""Cost of a new sequence length: the first step at it, beside a step at a length seen before.
+"""Cost of a new sequence length: the first step at it, beside a step at a length seen before; and a
+compiled step of all lengths beside the steps compiled for one length each.
 
     python benchmarks/new_shapes.py
 
 A 4-layer decoder, loss and gradients, on two simulated ranks; CPU seconds of this process, medians
-over the lengths.
+over the lengths. Compiled: an MLP, two sequences, loss and gradients, first at S = 200, on one
+rank; CPU time in turns, beside two steps of the same program for that length alone, of which the
+second shows the noise.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support.models import LlamaConfig, build, cuts, lm_loss, specs
 
 LENGTHS = (17, 24, 9, 40, 31, 12, 50, 22, 35, 48)
+ROUNDS = 100
 
 
 def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, float, float]:
@@ -53,6 +58,46 @@ def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, floa
     return first, statistics.median(new), statistics.median(again)
 
 
+def compiled(width: int, lengths: Sequence[int]) -> None:
+    """Print the time of the step of all lengths, as shares of the time of a length's own step."""
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "up": torch.randn(width, 4 * width, generator=generator) / width**0.5,
+        "down": torch.randn(4 * width, width, generator=generator) / (4 * width) ** 0.5,
+    }
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ p["up"]).relu() @ p["down"] - x).square().mean()
+
+    mesh = ftp.simulated_mesh((1,), ("tp",))
+    dims = {1: torch.export.Dim("S", max=4096)}
+    dynamic = ftp.shard(loss, mesh, compile=True, dynamic_shapes=dims)
+    dynamic(params, torch.randn(2, 200, width, generator=generator))
+    own, other = (ftp.shard(loss, mesh, compile=True) for _ in range(2))
+    for length in lengths:
+        x = torch.randn(2, length, width, generator=generator)
+
+        def seconds(step: Any, x: torch.Tensor = x) -> float:
+            start = time.process_time()
+            step(params, x)
+            return time.process_time() - start
+
+        steps = [own, dynamic, other]
+        for step in steps * 3:
+            seconds(step)
+        took: dict[Any, list[float]] = {step: [] for step in steps}
+        for _ in range(ROUNDS):
+            steps.append(steps.pop(0))
+            for step in steps:
+                took[step].append(seconds(step))
+        shares = [
+            statistics.quantiles([a / b for a, b in zip(took[step], took[own], strict=True)], n=4)
+            for step in (dynamic, other)
+        ]
+        texts = ["/".join(f"{q:.3f}" for q in quartiles) for quartiles in shares]
+        print(f"{width}, {length}: {1e3 * statistics.median(took[own]):.2f}, {', '.join(texts)}")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     print(
@@ -67,6 +112,12 @@ def main() -> None:
                 f"{axis} 2, {spec}, {is_dynamic}: {first:.2f}, {1e3 * new:.1f}, {1e3 * again:.1f},"
                 f" {1e3 * (new - again):.1f}"
             )
+    print(
+        "compiled, width, S: own step (ms), quartiles of the dynamic step's share, of another own"
+        " step's"
+    )
+    compiled(256, (20, 100, 300, 700))
+    compiled(8, (20,))  # the cost of a call
 
 
 if __name__ == "__main__":

@@ -37,13 +37,13 @@ def matmuls(graph: fx.Graph) -> list[Matmul]:
     return sorted({p for node in graph.nodes if (p := _matmul(node))})
 
 
-def at_one_size(matmul: Matmul) -> Matmul:
-    """A matmul with the values of its symbolic numbers.
+def at_one_size(matmul: Matmul, factor: float = 1) -> Matmul:
+    """A matmul with the values of its symbolic numbers, times ``factor``.
 
     >>> at_one_size("[[[34], 64, 64, 1], [64, 8, 8, 1]]")
     '[[34, 64, 64, 1], [64, 8, 8, 1]]'
     """
-    return re.sub(r"\[(\d+)\]", r"\1", matmul)
+    return re.sub(r"\[(\d+)\]", lambda found: str(max(1, int(factor * int(found[1])))), matmul)
 
 
 def at_any_size(matmul: Matmul) -> Matmul:

@@ -114,13 +114,17 @@ class RankPrograms:
         return made
 
     def by_onednn(self, mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
-        """The matmuls for oneDNN. The ranks choose them together for the first graph, which all
-        make at one call; later graphs, which each makes when it needs them, follow that choice.
+        """The matmuls for oneDNN: those that it computes faster at the sizes at hand, at half and
+        at twice of them. The ranks choose them together for the first graph, which all make at one
+        call; later graphs, which each makes when it needs them, follow that choice.
         """
         if self._by_onednn is None:
-            sized = {m: at_one_size(m) for m in matmuls}
-            faster = faster_by_onednn(mesh, sorted({*sized.values()}))
-            self._by_onednn = {at_any_size(m) for m, one in sized.items() if one in faster}
+            faster = {*matmuls}
+            for factor in (1, 0.5, 2):
+                sized = {m: at_one_size(m, factor) for m in faster}
+                measured = faster_by_onednn(mesh, sorted({*sized.values()}))
+                faster = {m for m, one in sized.items() if one in measured}
+            self._by_onednn = {*map(at_any_size, faster)}
         return [m for m in matmuls if at_any_size(m) in self._by_onednn]
 
     def compile_one_by_one(self, why: str) -> None:
