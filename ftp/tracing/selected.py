@@ -147,15 +147,18 @@ class _ShapeOfSelection:
     def __init__(self, sizes: Sequence[int], rows_at: int, group: Selections):
         self._sizes, self._rows_at, self._group = sizes, rows_at, group
 
+    def _size(self, at: int) -> Any:
+        return self._group.count() if at == self._rows_at else self._sizes[at]
+
     def __getitem__(self, at: Any) -> Any:
-        return tuple(self)[at]
+        places = range(len(self._sizes))[at]
+        return tuple(self)[at] if isinstance(places, range) else self._size(places)
 
     def __len__(self) -> int:
         return len(self._sizes)
 
     def __iter__(self) -> Any:
-        for at, size in enumerate(self._sizes):
-            yield self._group.count() if at == self._rows_at else size
+        return map(self._size, range(len(self._sizes)))
 
     def __eq__(self, other: Any) -> Any:
         sizes = [self._sizes[:], other._sizes[:]] if isinstance(other, _ShapeOfSelection) else []
