@@ -55,8 +55,9 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit"
     " each other",
     aten._embedding_bag_per_sample_weights_backward.default: "the same",
-    aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded"
+    aten.reflection_pad2d_backward.default: "it takes gradients of other shapes than the padded"
     " one, and reads beyond them",
+    aten.reflection_pad3d_backward.default: "the same",
     aten._weight_norm_interface.default: "it takes scales that do not fit the weight, and writes"
     " beyond them",
     aten._weight_norm_interface_backward.default: "the same",
