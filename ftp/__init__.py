@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from ftp.api.shard import lower, shard, spmd
     from ftp.api.step import Step
     from ftp.certification.certificate import Certificate
+    from ftp.checkpoint.background import Saving
     from ftp.checkpoint.huggingface import load_safetensors, save_safetensors
     from ftp.checkpoint.load import load
     from ftp.checkpoint.manifest import checkpoints
-    from ftp.checkpoint.save import Saving, save
+    from ftp.checkpoint.save import save
     from ftp.equivalence.equivalent import equivalent
     from ftp.errors import FtpError
     from ftp.exported import shard_exported
@@ -70,10 +71,11 @@ _HOMES = {
     "ftp.api.shard": "lower shard spmd",
     "ftp.api.step": "Step",
     "ftp.certification.certificate": "Certificate",
+    "ftp.checkpoint.background": "Saving",
     "ftp.checkpoint.huggingface": "load_safetensors save_safetensors",
     "ftp.checkpoint.load": "load",
     "ftp.checkpoint.manifest": "checkpoints",
-    "ftp.checkpoint.save": "Saving save",
+    "ftp.checkpoint.save": "save",
     "ftp.equivalence.equivalent": "equivalent",
     "ftp.errors": "FtpError",
     "ftp.exported": "shard_exported",

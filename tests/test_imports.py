@@ -104,6 +104,37 @@ def test_rows_name_what_is_imported():
         assert set(allowed.split()) <= used, f"{package}: {set(allowed.split()) - used}"
 
 
+def test_a_name_is_imported_from_the_file_that_defines_it():
+    """So a reader who follows an import arrives. ``__all__`` lists what a file passes on."""
+    trees = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(
+            path.read_text()
+        )
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    froms = {
+        module: [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        for module, tree in trees.items()
+    }
+    passed_on = {
+        f"{module}.{alias.asname or alias.name}"
+        for module, found in froms.items()
+        if "__all__" not in ast.dump(trees[module])
+        for node in found
+        if (node.module or "").startswith("ftp")
+        for alias in node.names
+    }
+    wrong = [
+        f"{module}:{node.lineno} imports {alias.name} from {node.module}, which imports it"
+        for module, found in froms.items()
+        for node in found
+        for alias in node.names
+        if f"{node.module}.{alias.name}" in passed_on
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_import_loads_nothing_but_torch_and_itself():
     program = (
         "import torch, sys; before = set(sys.modules); import ftp;"

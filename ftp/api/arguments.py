@@ -13,11 +13,10 @@ from ftp.api.dynamic_shapes import DynamicDims
 from ftp.errors import DonationError, InputError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
-from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.pytree import kind_of, leaf_names
 from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
-from ftp.tensors.device_put import mesh_device
 from ftp.tensors.placement import Placement, known_of, placement
 from ftp.torch_internals.dispatch import dispatch_keys
 from ftp.torch_internals.fake_tensors import FakeTensor

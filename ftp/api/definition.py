@@ -24,8 +24,7 @@ from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
-from ftp.tensors.device_put import global_shape
-from ftp.tensors.global_shapes import abstract
+from ftp.tensors.global_shapes import abstract, global_shape
 from ftp.tensors.placement import check_alive, check_placed
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.trace import Traced, trace

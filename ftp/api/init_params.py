@@ -16,7 +16,8 @@ from ftp.errors import InputError, join_failures
 from ftp.random.distributions import check_key
 from ftp.random.draws import Draws
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import broadcast_specs, kind_of, match_patterns
+from ftp.sharding.patterns import match_patterns
+from ftp.sharding.pytree import broadcast_specs, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.modes import TorchDispatchMode
 

@@ -1,24 +1,19 @@
 """``reshard``: placed tensors to other specs, and to other meshes."""
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.shard import spmd
 from ftp.api.step import Step
 from ftp.distributed.shared_errors import raise_on_all_ranks
-from ftp.per_rank.program import LOCAL, program_of
-from ftp.sharding.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
+from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.device_put import device_put
 from ftp.tensors.placement import placed, placement, placement_of, remember
 from ftp.tensors.reshard_across_meshes import relocate
 from ftp.tensors.sharded_tree import Leaf, check_placement, fitted_tree
-from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
-from ftp.torch_internals.modes import disable_current_modes
 
 
 def reshard(
@@ -95,7 +90,7 @@ def _by_program(
         return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
     if mesh.kind != "abstract" and leaf.dtype not in _SENT_AS_IS:
         return _resharded_as_bytes(leaf, mesh, old, new)
-    return _mover(mesh, _shortest(old), _shortest(new))(leaf)
+    return _reshard_step(mesh, _shortest(old), _shortest(new))(leaf)
 
 
 # Dtypes that every backend can send, and that every op which only moves elements has a kernel for.
@@ -133,35 +128,7 @@ def _shortest(spec: PartitionSpec) -> PartitionSpec:
 
 
 @lru_cache(maxsize=1024)
-def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
+def _reshard_step(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
     step = spmd(lambda tree: tree.clone(), mesh, (old,), new, bucket=False)
     step._cache.expects_many = True
     return step
-
-
-@torch.library.impl("ftp::local", "CompositeExplicitAutograd")
-def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Run per-rank code on whole tensors outside of a step, as a step of that code alone."""
-    run = _simulated(program, xs[0].device.type)
-    with torch.no_grad():
-        return [x.clone() for x in run([x.detach() for x in xs])]
-
-
-@lru_cache(maxsize=1024)
-def _simulated(
-    key: str, device_type: str
-) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    program = program_of(key)
-    axes = program.axes
-    mesh = SimulatedMesh(tuple(axes.values()), tuple(axes), device_type)
-    metas = [
-        torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands
-    ]
-    step = spmd(
-        lambda *xs: LOCAL(list(xs), key),
-        mesh,
-        tuple(p.spec for p in program.operands),
-        [p.spec for p in program.results],
-    )
-    with disable_current_modes(), temporarily_clear_interpreter_stack():
-        return step.lower(*metas)._program.run

@@ -22,7 +22,6 @@ from ftp.distributed.exchanges import Exchanges
 from ftp.distributed.faults import Faults
 from ftp.distributed.handed_out import HandedOut
 from ftp.distributed.interrupt import interrupt
-from ftp.distributed.interrupt import interrupts as interrupts  # where others look for it
 from ftp.distributed.roll_call import Answer
 from ftp.distributed.running import Running, thread_name
 from ftp.distributed.store import Store

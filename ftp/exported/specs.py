@@ -10,7 +10,8 @@ from ftp.exported.module_calls import memory_of
 from ftp.exported.styles import ConstrainedValue, StyleReader, check_style
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, match_patterns
+from ftp.sharding.patterns import match_patterns
+from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import P
 from ftp.torch_internals import pytree
 

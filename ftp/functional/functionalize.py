@@ -29,7 +29,8 @@ from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
 from ftp.random.draws import Draws, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
-from ftp.sharding.pytree import kind_of, nearest, remember_tied
+from ftp.sharding.patterns import nearest
+from ftp.sharding.pytree import kind_of, remember_tied
 from ftp.sharding.spec import P
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ftp.context import set_within
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
-from ftp.sharding.pytree import kind_of, match_patterns
+from ftp.sharding.patterns import match_patterns
+from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
 Pins = P | tuple[P | Gradient, ...] | None

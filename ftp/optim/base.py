@@ -9,14 +9,8 @@ from torch import Tensor
 
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.optim.slots import Slots
-from ftp.sharding.pytree import (
-    broadcast_specs,
-    flatten,
-    kind_of,
-    leaf_names,
-    leaf_paths,
-    match_patterns,
-)
+from ftp.sharding.patterns import match_patterns
+from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 
 

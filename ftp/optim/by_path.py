@@ -6,7 +6,8 @@ from typing import Any
 from ftp.errors import InputError, join_failures
 from ftp.optim.base import Optimizer, aligned, matched_patterns
 from ftp.optim.slots import Slots
-from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
+from ftp.sharding.patterns import dotted
+from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
 def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:

@@ -22,7 +22,8 @@ from ftp.optim.by_owner import check_matrices
 from ftp.optim.owned_muon import check_owned, owned_step
 from ftp.optim.slots import Slots
 from ftp.optim.traceable_step import CAPTURABLE, traceable_step
-from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
+from ftp.sharding.patterns import dotted
+from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
 from ftp.torch_internals import deferred_compiler

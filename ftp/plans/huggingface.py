@@ -13,7 +13,8 @@ from ftp.plans import models
 from ftp.plans.expert_axis import ExpertAxis
 from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
 from ftp.plans.model_config import head_dim_of, value_of
-from ftp.sharding.pytree import Specs, kind_of, matches, nearest
+from ftp.sharding.patterns import matches, nearest
+from ftp.sharding.pytree import Specs, kind_of
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
 

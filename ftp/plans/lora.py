@@ -9,7 +9,8 @@ from torch import nn
 
 from ftp.errors import SpecError, join_failures
 from ftp.functional.functionalize import functionalize
-from ftp.sharding.pytree import Specs, kind_of, leaf_names, match_patterns, tied_paths
+from ftp.sharding.patterns import match_patterns
+from ftp.sharding.pytree import Specs, kind_of, leaf_names, tied_paths
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P
 

@@ -14,8 +14,8 @@ from ftp.functional.module_constraints import Constraint
 from ftp.plans.mesh_axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.sharding.mesh import AnyMesh
-from ftp.sharding.patterns import match_patterns, narrows
-from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names, matches, nearest
+from ftp.sharding.patterns import match_patterns, matches, narrows, nearest
+from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names
 from ftp.sharding.spec import P
 
 StylePlan = tuple[Mapping[str, P], Mapping[str, Constraint]]

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ftp.ops.attention import PART, PART_BACKWARD, Interval, pieces_of, visible
+from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.listed_blocks import known_blocks
@@ -20,6 +20,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
+from ftp.sharding.spec import Interval
 
 _FORWARD = (PART, FLEX, VARLEN)
 _BACKWARD = (PART_BACKWARD, FLEX_BACKWARD, VARLEN_BACKWARD)

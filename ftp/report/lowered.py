@@ -55,7 +55,8 @@ from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
 from ftp.sharding.layout import Layout
 from ftp.sharding.mesh import mesh_device, require_coordinate
-from ftp.sharding.pytree import flatten, leaf_names, nearest
+from ftp.sharding.patterns import nearest
+from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
 
 

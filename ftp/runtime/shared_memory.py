@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ftp.distributed.agreement import interrupts
+from ftp.distributed.interrupt import interrupts
 from ftp.ops.define import define, like
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, by_rank, checked_counts
 from ftp.ops.rings import RINGS, RingOp

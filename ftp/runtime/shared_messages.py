@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ftp.distributed.agreement import interrupts
+from ftp.distributed.interrupt import interrupts
 from ftp.pipeline.buffers import RankPair
 from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
 from ftp.runtime.stage_programs import as_bytes

@@ -14,7 +14,6 @@ from ftp.errors import SpecError, join_failures
 from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.patterns import Path, dotted, listed, match_patterns, several
-from ftp.sharding.patterns import matches as matches  # where others look for it
 from ftp.sharding.patterns import nearest as nearest
 from ftp.sharding.spec import P
 

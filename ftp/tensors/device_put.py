@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ftp.distributed.agreement import Running, calls
+from ftp.distributed.agreement import calls
+from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.errors import InputError, PlacementError, SpecError, join_failures
 from ftp.sharding.check_spec import check_spec
@@ -17,7 +18,6 @@ from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_co
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.sparse_matrix import with_entries, with_tensors
 from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, local_pieces
-from ftp.tensors.global_shapes import global_shape as global_shape  # where others look for it
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.replicas import compare_copies
 from ftp.tensors.sharded_tree import Leaf, ShardedTree, agree_on_shapes, sharded_tree

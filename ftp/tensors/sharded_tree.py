@@ -29,14 +29,8 @@ from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.dtensor_placements import check_plain, specs_of_any
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.pytree import (
-    broadcast_specs,
-    cut_value,
-    dotted,
-    flatten,
-    leaf_names,
-    leaf_paths,
-)
+from ftp.sharding.patterns import dotted
+from ftp.sharding.pytree import broadcast_specs, cut_value, flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Shape
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, global_shape

@@ -30,10 +30,22 @@ from ftp.tracing.row_count import RowCount, without_counts
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
 from ftp.tracing.same_values import holds_same
 
-# Functions by name; the files above fill the tables. Of all rows: the result of (group, *args,
-# **kwargs), None where this call acts on each row alone. Pointwise: functions of elements.
+# Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
+# **kwargs), and returns None where this call acts on each row alone.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
-POINTWISE: set[str] = set()
+# Functions of elements: other operands may be broadcast over the rows, or have a row for each.
+_NAMES_OF_POINTWISE = """
+    abs add sub subtract rsub mul multiply div divide true_divide pow neg negative exp exp2 expm1
+    log log2 log10 log1p sqrt rsqrt square reciprocal relu relu6 gelu silu mish elu celu selu
+    leaky_relu softplus softsign sigmoid logsigmoid hardsigmoid hardswish tanh hardtanh sin cos tan
+    asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma sign sgn clamp
+    clip clamp_min clamp_max maximum minimum fmax fmin where eq ne lt le gt ge logical_and
+    logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not isnan isfinite
+    isinf isclose nan_to_num float double half bfloat16 long int bool to type type_as detach clone
+    contiguous floor ceil round trunc frac fmod remainder floor_divide hypot logit logaddexp lerp
+    addcmul addcdiv xlogy masked_fill zeros_like ones_like full_like dropout
+"""
+_POINTWISE = frozenset(_NAMES_OF_POINTWISE.split())
 JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
 _LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
@@ -255,7 +267,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise _different(name)
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
-    is_pointwise = name in POINTWISE and not is_moved
+    is_pointwise = name in _POINTWISE and not is_moved
     if is_pointwise and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
     trial = (

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ftp.tracing.selected_behind_one
-import ftp.tracing.selected_features
 import ftp.tracing.selected_places  # noqa: F401  (they fill the tables of selected rows)
 from ftp import static
 from ftp.axis import is_inside

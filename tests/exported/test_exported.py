@@ -26,7 +26,7 @@ import ftp
 from ftp import P, plans
 from ftp.exported import simulate
 from ftp.sharding.mesh import resolve
-from ftp.sharding.pytree import matches
+from ftp.sharding.patterns import matches
 from ftp.sharding.spec import local_pieces
 
 TP = ftp.simulated_mesh((3,), ("tp",))

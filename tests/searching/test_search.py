@@ -15,7 +15,7 @@ from ftp.planning.planner import plan_few
 from ftp.searching import axis_networks, candidates
 from ftp.searching.open_layouts import shared_heads
 from ftp.searching.opened import opened, traced_loss
-from ftp.searching.search import Found
+from ftp.searching.result import Found
 
 CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, layers=2)
 TOKENS = 16, 2048

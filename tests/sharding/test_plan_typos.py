@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import ftp
 from ftp import P, plans
-from ftp.sharding.pytree import matches
+from ftp.sharding.patterns import matches
 
 Read = Callable[[dict[str, Any]], Any]
 

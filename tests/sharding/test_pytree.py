@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftp.errors import SpecError
-from ftp.sharding.patterns import narrows
+from ftp.sharding.patterns import matches, narrows
 from ftp.sharding.pytree import (
     broadcast_specs,
     check_specs,
     flatten,
     leaf_names,
     leaf_paths,
-    matches,
     plan,
     remember_tied,
 )
