@@ -30,6 +30,7 @@ class Meaning(Enum):
     META_IN_FORWARD_MODE = "meta in forward mode"  # a forward-mode derivative under two vmaps
     SIZE_OF_ROWS = "size of rows"  # of rows that a mask selects, where torch wants an int
     MAPS_ROWS = "maps rows"  # torch.vmap over rows that a mask selects
+    WRITES_STRIDED_VIEW = "writes strided view"  # through as_strided of a view
     DTYPES = "dtypes"
 
 
@@ -50,6 +51,7 @@ _TEXTS = {
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
     Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|RowCount",
     Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",
+    Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
 }
 # Words that the user's own errors may hold too.

@@ -3,7 +3,7 @@
 import functools
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, join_failures
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.explain_errors import LEAKED, located
@@ -56,6 +57,7 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     """The graph without in-place ops; some of torch's gradient formulas have them."""
     if not any(writes(n) for n in gm.graph.nodes):
         return gm
+    _check_overlaps(gm.graph)
     if not _rename_writes(gm.graph, recorder.mode):
         gm = _replay_functional(gm, recorder)
     left = [n for n in gm.graph.nodes if writes(n)]
@@ -145,14 +147,28 @@ def _takes(target: OpOverload) -> list[tuple[str, str]]:
 def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
 
+    written = {v for node in gm.graph.nodes for w in writes(node) for v in _views_behind(w)}
+
     class Replay(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             recorder.replayed = n.meta
-            return super().run_node(n)
+            try:
+                if n.target is aten.unfold.default and n in written:
+                    return _windows(n.meta["source"], *self.fetch_args_kwargs_from_env(n)[0])
+                return super().run_node(n)
+            except RuntimeError as error:
+                if meaning_of(error) is not Meaning.WRITES_STRIDED_VIEW:
+                    raise
+                raise TraceError(
+                    f"{n.target}{located(n.meta['source'])} writes through as_strided of a view."
+                    " Write through slices, transpose or view instead."
+                ) from error
 
     def flat(*values: Tensor) -> Any:
         with recorder.recording():
-            return Replay(gm).run(*values)
+            replay = Replay(gm)
+            replay.extra_traceback = False  # errors name the user's line
+            return replay.run(*values)
 
     with recorder.mode:
         new = record(
@@ -165,6 +181,60 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
     ):
         node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
     return new
+
+
+def _windows(line: str, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """``x.unfold(dim, size, step)`` of windows that do not overlap, by other views: a write to
+    torch's own zeroes what lies between its windows when it is made functional.
+    """
+    dim %= x.ndim
+    count = (x.shape[dim] - size) // step + 1
+    if count * step > x.shape[dim]:
+        raise TraceError(
+            f"unfold{located(line)} is written to: its windows of size {size} have gaps, and the"
+            f" last one ends the dim of {x.shape[dim]}, of which there is no form that returns a"
+            " new tensor. Write through x.narrow."
+        )
+    parts = x.narrow(dim, 0, count * step).unflatten(dim, (count, step))
+    return parts.narrow(dim + 1, 0, size).movedim(dim + 1, -1)
+
+
+def _check_overlaps(graph: fx.Graph) -> None:
+    """Refuse writes to views that hold an element of their tensor more than once."""
+    failures: dict[str, str] = {}  # one for a line: its gradient writes to the same view
+    for node in graph.nodes:
+        for view in (v for value in writes(node) for v in _views_behind(value) if _overlaps(v)):
+            line = node.meta["source"]
+            failures.setdefault(
+                line,
+                f"{node.target}{located(line)} writes to {view.target}, which holds elements of its"
+                " tensor more than once: torch does not define the result. Write to a copy,"
+                " view.clone().",
+            )
+    if failures:
+        raise TraceError(join_failures(failures.values()))
+
+
+def _views_behind(value: fx.Node) -> Iterator[fx.Node]:
+    """A value and the views that it is a view of."""
+    memory: fx.Node | None = value
+    while memory is not None:
+        yield memory
+        shared = (n for n in memory.all_input_nodes if storages(n) & storages(value))
+        memory = next(shared, None)
+
+
+def _overlaps(view: fx.Node) -> bool:
+    """Whether a view's strides may lead to one element by several indices."""
+    if view.target not in (aten.as_strided.default, aten.expand.default, aten.unfold.default):
+        return False
+    x, reached = view.meta["val"], 0  # the largest offset by the dims so far
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                return True
+            reached += stride * (size - 1)
+    return False
 
 
 _ALIASES = {

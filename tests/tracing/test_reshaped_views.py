@@ -1,4 +1,4 @@
-"""A shape that is changed in place beside views: equal to plain torch, or refused."""
+"""Writes through views, and shapes changed in place beside them: as plain torch, or refused."""
 
 import pytest
 import torch
@@ -77,6 +77,13 @@ def calls_recorded_from_memory(x: Tensor) -> Tensor:
     return (x * torch.arange(16.0).view(4, 4)).sum()
 
 
+def windows_that_are_written(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.T.unfold(1, 1, 2).mul_(3)  # the element behind each window stays
+    y[:, 1:].unfold(-1, 2, 2).exp_()  # and so does the last column
+    return (y * torch.arange(16.0).view(4, 4)).sum()
+
+
 def step_of(fn):
     mesh = ftp.simulated_mesh((2,), ("tp",))
     return ftp.spmd(lambda x: torch.func.grad_and_value(fn)(x), mesh, P("tp"), certify=True)
@@ -104,6 +111,7 @@ def test_refused_where_a_gradient_would_be_that_of_another_view(fn):
         shape_that_stays,
         view_that_is_left,
         calls_recorded_from_memory,
+        windows_that_are_written,
     ],
 )
 def test_equals_plain_torch(fn):
