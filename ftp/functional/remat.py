@@ -24,7 +24,7 @@ from ftp.torch_internals.functorch import (
     unwrap_if_dead,
 )
 from ftp.torch_internals.modes import get_current_function_mode_stack
-from ftp.torch_internals.pytree import tree_map_only
+from ftp.torch_internals.pytree import tree_leaves, tree_map_only
 
 Policy = str | Callable[[Any], bool]
 POLICIES = ("nothing", "products", "collectives")
@@ -290,13 +290,19 @@ class _CapturesCheck(TorchFunctionMode):
 
     def __init__(self, block: _RematBlock, own: Sequence[Tensor]):
         super().__init__()
-        self.block, self.own = block, set(map(id, own))
+        self.block, self.own = block, {id(x): x for x in own}
         self.running = _running()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _running() == self.running:
             args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if not (
+            self.running or torch.is_grad_enabled()
+        ):  # a view requires a gradient where what it views does
+            views = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
+            self.own.update((id(x), x) for x in views)
+        return made
 
     def _inner(self, x: Tensor) -> Tensor:
         """A tensor at the level at which the block runs."""
