@@ -144,7 +144,8 @@ class ExpectedParts:
         cut_axes: dict[str, str] = {}
         for claim in op.claims:
             is_ring = (cut_axes.get(claim.axis), claim.factor) in (*rule.ring, *rule.together)
-            if claim.axis in cut_axes and (not is_ring or claim.factor in cuts):
+            is_again = any(cut.axis == claim.axis for cut in cuts.get(claim.factor, ()))
+            if claim.axis in cut_axes and (not is_ring or is_again):
                 raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
             is_kept = (
                 claim.factor in rule.whole
@@ -171,7 +172,8 @@ class ExpectedParts:
             bounds: Any = pieces
             (start, _), *second = bounds
             length = sum(length for _, length in pieces)
-            of_axis: Any = {"axis": claim.axis, "n": self.axes[claim.axis].n}
+            place = list(self.axes).index(claim.axis)
+            of_axis: Any = {"axis": claim.axis, "n": self.axes[claim.axis].n, "place": place}
             cut = LocalCut(outer, extent, inner, start, length, *second, **of_axis)
             cuts.setdefault(claim.factor, []).append(cut)
         for axis, slots in op.partial.items():

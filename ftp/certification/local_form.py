@@ -96,7 +96,7 @@ def local_form(
     names = {axes: name for name, axes in groups.items()}
     made = localize(
         LocalOp(
-            graph, op.target, args, kwargs, rule, sizes, begun, device, lambda axis: names[axis,]
+            graph, op.target, args, kwargs, rule, sizes, begun, device, lambda *axes: names[axes]
         )
     )
     if isinstance(made, tuple):

@@ -11,9 +11,10 @@ from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
 from ftp.partitioning.local_program import LocalProgram
 from ftp.runtime.program import groups_of
-from ftp.runtime.simulate import COLLECTIVES
+from ftp.runtime.simulate import BY_RANK, COLLECTIVES
 from ftp.runtime.simulate import simulate as run_in_lockstep
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
+from ftp.sharding.mesh_groups import product_group
 from ftp.torch_internals import pytree
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedPr
         name = node.args[-1]
         assert isinstance(name, str)
         if name.startswith("sim:"):
-            node.args = (*node.args[:-1], m.group_name(name.removeprefix("sim:")))
+            axes = name.removeprefix("sim:").split(" × ")
+            several = len(axes) > 1
+            group = product_group(m, axes).group_name if several else m.group_name(*axes)
+            node.args = (*node.args[:-1], group)
     module.recompile()
     with quiet():
         return program._update(module, copy.deepcopy(program.graph_signature))
@@ -116,7 +120,7 @@ def simulate(
 
 
 def _collectives(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.target in COLLECTIVES]
+    return [n for n in graph.nodes if n.target in COLLECTIVES or n.target in BY_RANK]
 
 
 def _flat_inputs(program: "ExportedProgram", given: tuple[Any, ...]) -> list[Any]:

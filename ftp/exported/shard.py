@@ -101,7 +101,9 @@ def shard_exported(
         entries.append(_key_entry(entries, m))
     out = _out_specs(functional, specs, entries, m, out_specs)
     traced, plan = _planned(functional, entries, out, pins, m, strict)
-    group: Callable[[str], str] = m.group_name if is_own else (lambda name: f"sim:{name}")
+    group: Callable[..., str] = (
+        m.group_name if is_own else (lambda *names: f"sim:{' × '.join(names)}")
+    )
     local = Partitioner(plan, torch.device(m.device_type), group).program(coordinate)
     build = Build(exported_program, functional, entries, traced, plan, local, m, coordinate)
     return build.program({path: specs.get(path, P()) for path in functional.state_dict})

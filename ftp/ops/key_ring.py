@@ -1,4 +1,4 @@
-"""Pass keys and values around the ranks of an axis, and their gradients back.
+"""Pass keys and values around the ranks of one or several axes, and their gradients back.
 
 A rank sends its keys and values in ``PIECES`` pieces, each directly from its owner: in step h every
 rank sends to the rank h places after it. The gradients of a piece are sent back to its owner, which
@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,31 +40,60 @@ keys, which may exceed the sequence. Equal masks have one function object, as it
 EVERY = (0, sys.maxsize)  # the run of all keys
 
 
-@dataclass(frozen=True)
-class Ring:
-    """The cut of keys over an axis of ``n`` ranks, and the axis' group in the queries' part; as
-    ints ``(size, n, is_zigzag, group, is_zigzag_of_queries)``.
+class RingAxis(NamedTuple):
+    """How one axis of ``n`` ranks cuts keys, viewed as ``[outer, cut, inner]``, and queries.
 
     Attributes:
         group: index of the axis' group of numbers in the queries' part; -1 if other axes cut the
             queries within it: then every block is sent.
+        stride: how far apart two ranks are that follow one another on the axis, in a group of all
+            axes' ranks.
+    """
+
+    n: int
+    outer: int = 1
+    inner: int = 1
+    is_zigzag: int = 0
+    group: int = 0
+    is_zigzag_of_queries: int = 0
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The cuts of ``size`` keys over the axes of a ring, each within the part that the one before
+    leaves; as ints ``(size, *axis, *axis)``.
     """
 
     size: int
-    n: int
-    is_zigzag: bool
-    group: int
-    is_zigzag_of_queries: bool
+    axes: tuple[RingAxis, ...]
 
     @classmethod
     def of(cls, keys: Sequence[int]) -> "Ring":
-        size, n, is_zigzag, group, of_queries = keys
-        return cls(size, n, bool(is_zigzag), group, bool(of_queries))
+        count = len(RingAxis._fields)
+        starts = range(1, len(keys), count)
+        return cls(keys[0], tuple(RingAxis(*keys[at : at + count]) for at in starts))
+
+    @property
+    def n(self) -> int:
+        return math.prod(axis.n for axis in self.axes)
+
+    def _at(self, rank: int, axis: RingAxis) -> int:
+        return rank // axis.stride % axis.n
 
     @functools.cached_property
     def _keys(self) -> list[list[Interval]]:
-        ranks = range(self.n)
-        return [list(pieces(self.size, self.n, rank, self.is_zigzag)) for rank in ranks]
+        return list(map(self._held_by, range(self.n)))
+
+    def _held_by(self, rank: int) -> list[Interval]:
+        part: list[int] = []
+        length = self.size
+        for axis in self.axes:
+            extent = length // (axis.outer * axis.inner)
+            held = pieces(extent, axis.n, self._at(rank, axis), bool(axis.is_zigzag))
+            part += [axis.outer, extent, axis.inner, len(held), *itertools.chain(*held)]
+            length = axis.outer * axis.inner * sum(length for _, length in held)
+        return pieces_of(part, length)
 
     def keys_of(self, rank: int) -> list[Interval]:
         return self._keys[rank]
@@ -108,16 +137,23 @@ class Ring:
         Args:
             rows: the queries' part of one of the ranks.
         """
-        if self.group < 0:
+        axes = {axis.group: axis for axis in self.axes}
+        if min(axes) < 0:
             return None
-        at, part = 0, list(rows)
-        for _ in range(self.group):
-            at += 4 + 2 * part[at + 3]
-        held = pieces(part[at + 1], self.n, rank, self.is_zigzag_of_queries)
-        numbers = [number for piece in held for number in piece]
-        outer, inner = part[at], part[at + 2]
-        length = outer * inner * sum(numbers[1::2])
-        return pieces_of([*part[: at + 3], len(held), *numbers], length)
+        part: list[int] = []
+        length, at, group = None, 0, 0
+        while at < len(rows):
+            outer, extent, inner, count = rows[at : at + 4]
+            numbers = rows[at + 4 : at + 4 + 2 * count]
+            if group in axes:
+                axis = axes[group]
+                extent = extent if length is None else length // (outer * inner)
+                of = bool(axis.is_zigzag_of_queries)
+                numbers = [*itertools.chain(*pieces(extent, axis.n, self._at(rank, axis), of))]
+                length = outer * inner * sum(numbers[1::2])
+            part += [outer, extent, inner, len(numbers) // 2, *numbers]
+            at, group = at + 4 + 2 * count, group + 1
+        return pieces_of(part, length or 0)
 
 
 class Needs:
@@ -165,14 +201,18 @@ class Needs:
     def length(self, rank: int, owner: int, at: int) -> int:
         return sum(block.length for block in self.held(rank, owner, at))
 
-    def traffic(self, returns: bool) -> tuple[int, int]:
+    def traffic(self, returns: bool, among: int = 0) -> tuple[int, int]:
         """The most keys (with their values) that a rank sends, and the most that a rank receives.
 
         Args:
             returns: whether their gradients are sent back.
+            among: if not 0, only what so many consecutive ranks send one another.
         """
         moved = self.overlap.copy()
         np.fill_diagonal(moved, 0)
+        if among:
+            of = np.arange(self.ring.n) // among
+            moved[of[:, None] != of] = 0
         sent, received = moved.sum(0), moved.sum(1)
         if returns:
             sent = received = sent + received
@@ -182,7 +222,7 @@ class Needs:
     def overlap(self) -> np.ndarray:
         """The number of each owner's keys that each rank needs, of shape (rank, owner)."""
         held = [(first, n, owner) for owner, of in enumerate(self.ring._keys) for first, n in of]
-        first, length, owner = np.array(held, np.int64).T
+        first, length, owner = np.array(held, np.int64).reshape(-1, 3).T
         found = np.zeros((self.ring.n, self.ring.n), np.int64)
         for rank, runs in enumerate(self.seen):
             if not runs:

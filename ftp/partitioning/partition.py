@@ -382,7 +382,8 @@ class _Emission:
         )
         length = sum(length for _, length in held)
         second = (begins[1], held[1][1]) if cut.zigzag else None
-        return LocalCut(outer, size, inner, begins[0], length, second, cut.axis, n)
+        place = list(self.coordinate).index(cut.axis)
+        return LocalCut(outer, size, inner, begins[0], length, second, cut.axis, n, place)
 
     def _offset(self, offset: ShardOffset) -> fx.Node:
         if offset not in self.offsets:

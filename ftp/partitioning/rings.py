@@ -33,7 +33,8 @@ def _record(
     target: Any = made.target
     op = RINGS[target]
     slot = op.at + 1  # of the keys; the values are next
-    axis = next(c.axis for c in node.cuts if c.factor == node.rule.ring[0][1])
+    cut = {c.axis for c in node.cuts if c.factor == node.rule.ring[0][1]}
+    axes = tuple(axis for axis in coordinate if axis in cut)
     shapes = [[size_at(s, coordinate) for s in node.operand_shape(i)] for i in (slot, slot + 1)]
     dtype = node.operands[slot].meta.dtype
     of_key = sum(batch * heads * dim for batch, heads, _, dim in shapes) * dtype.itemsize
@@ -41,7 +42,7 @@ def _record(
     sent, received = op.needs(given).traffic(op.returns)
     made.meta["collective"] = Collective(
         "ring",
-        (axis,),
+        axes,
         tuple(shapes[0]),
         dtype,
         max(sent, received) * of_key,
@@ -50,4 +51,4 @@ def _record(
         node.source,
         node.name,
     )
-    made.meta["axis"] = axis
+    made.meta["axis"] = " × ".join(axes)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ftp.ops.attention import pieces_of
-from ftp.ops.key_ring import EVERY, Needs, Ring, Sees
+from ftp.ops.key_ring import EVERY, Needs, Ring, RingAxis, Sees
 from ftp.planning.cost import Hardware, collective_seconds
 from ftp.planning.graph import Node
 from ftp.planning.reachable_cuts import Cut
@@ -51,7 +51,8 @@ def ring_seconds(
     of_key: float,
 ) -> float:
     """Seconds of an op that computes while keys and values travel around the ranks of an axis, and
-    in a backward pass their gradients travel back.
+    in a backward pass their gradients travel back. If they travel over axes planned before too, as
+    one ring over all these, the seconds that this axis adds.
 
     Args:
         cuts: how the axis of ``n`` ranks cuts queries and keys.
@@ -62,8 +63,13 @@ def ring_seconds(
     rows, keys = cuts
     queries, length = (estimated(node.rule.sizes[cut.factor]) for cut in cuts)
     of_queries = *_cuts_of(node, rows.factor, axes), _of_cut(node, rows, n)
+    of_keys = *_cuts_of(node, keys.factor, axes), _of_cut(node, keys, n)
+    ringed = {cut.axis for cut in node.cuts if cut.factor == keys.factor}
+    on = [cut.axis in ringed for cut in node.cuts if cut.factor == rows.factor]
     returns = any(rows.factor in pending for pending in node.rule.pending)
-    sent, steps = _traffic(node.rule.sees, of_queries, queries, length, keys.zigzag, returns)
+    sent, steps = _traffic(
+        node.rule.sees, of_queries, of_keys, (*on, True), queries, length, returns
+    )
     link = hardware.link
     travel = collective_seconds("ring", sent * of_key, n, link)
     travel += max(steps - 1, 0) * link.latency  # of the messages of each step
@@ -84,11 +90,15 @@ def _of_cut(node: Node, cut: Cut, n: int) -> _CutKey:
     return outer, estimated(node.sizes[cut.factor]) // (outer * inner), inner, n, cut.zigzag
 
 
-def _ranks(cuts: Sequence[_CutKey]) -> Iterator[list[int]]:
-    """The parts of the queries that each rank holds, as in `ftp.ops.attention`."""
+def _ranks(cuts: Sequence[_CutKey], is_first: Sequence[bool] = ()) -> Iterator[list[int]]:
+    """The parts of the queries that each rank holds, as in `ftp.ops.attention`.
+
+    Args:
+        is_first: per cut, whether only the first rank of its axis is wanted.
+    """
     groups = []
-    for outer, size, inner, n, is_zigzag in cuts:
-        held = [pieces(size, n, rank, is_zigzag) for rank in range(n)]
+    for (outer, size, inner, n, is_zigzag), first in itertools.zip_longest(cuts, is_first):
+        held = [pieces(size, n, rank, is_zigzag) for rank in range(1 if first else n)]
         numbers = [[number for piece in of for number in piece] for of in held]
         groups.append([[outer, size, inner, len(x) // 2, *x] for x in numbers])
     for found in itertools.product(*groups):
@@ -118,20 +128,30 @@ def _most_pairs(sees: Sees | None, cuts: tuple[_CutKey, ...], queries: int, keys
 @functools.lru_cache(1024)
 def _traffic(
     sees: Sees | None,
-    cuts: tuple[_CutKey, ...],
+    of_queries: tuple[_CutKey, ...],
+    of_keys: tuple[_CutKey, ...],
+    is_ringed: tuple[bool, ...],
     queries: int,
     keys: int,
-    is_zigzag: bool,
     returns: bool,
 ) -> tuple[int, int]:
-    """The number of keys that the busiest rank sends or receives, and the number of steps."""
-    *before, (*_, n, of_queries) = cuts
-    ring = Ring(keys, n, is_zigzag, len(before), of_queries)
+    """The number of keys that the busiest rank sends or receives over the last axis, and the number
+    of steps that a ring over it too has more than one over the axes before.
+
+    Args:
+        is_ringed: per cut of queries, whether its axis is one of the ring.
+    """
+    places = [i for i, is_on in enumerate(is_ringed) if is_on]
+    is_last = places[0] == len(is_ringed) - len(places)
+    axes: list[RingAxis] = []
+    for place, (outer, _, inner, n, is_zigzag) in zip(places, of_keys, strict=True):
+        axes = [axis._replace(stride=axis.stride * n) for axis in axes]
+        group, of = place if is_last else -1, of_queries[place][4]
+        axes.append(RingAxis(n, outer, inner, int(is_zigzag), group, int(of)))
+    ring, fewer = Ring(keys, tuple(axes)), Ring(keys, tuple(axes[:-1]))
     most, steps = 0, 0
-    for rows in _ranks(before):
-        outer, size, inner, _, _ = cuts[-1]
-        here = pieces(size, n, 0, of_queries)
-        rows += [outer, size, inner, len(here), *(number for piece in here for number in piece)]
-        needs = Needs.of(ring, rows, sees or (lambda *_: [EVERY]))
-        most, steps = max(most, *needs.traffic(returns)), max(steps, needs.steps)
+    for rows in _ranks(of_queries, is_ringed):
+        needs = [Needs.of(x, rows, sees or (lambda *_: [EVERY])) for x in (ring, fewer) if x.axes]
+        most = max(most, *needs[0].traffic(returns, axes[-1].n))
+        steps = max(steps, needs[0].steps - sum(x.steps for x in needs[1:]))
     return most, steps

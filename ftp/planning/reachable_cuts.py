@@ -77,7 +77,7 @@ def reach(
         if (both := cut_together(node, cut, n)) is not None:
             cut, beside = both
         elif cut[0] in node.rule.whole:
-            if any(cut[0] == second for _, second in node.rule.ring) and cut[1] == cut[2] == 1:
+            if any(cut[0] == second for _, second in node.rule.ring):
                 rings = found.rings.setdefault(node, [])
                 rings += [cut] if cut not in rings else []
             blocked = found.blocked.setdefault(node, [])

@@ -88,8 +88,7 @@ def strategies(
         )
         found.append(Strategy(needs, gives, cut))
         for beside in rings:
-            is_whole = node.sizes[beside.factor] == node.rule.sizes[beside.factor]
-            if (cut.factor, beside.factor) in node.rule.ring and is_whole:
+            if (cut.factor, beside.factor) in node.rule.ring:
                 found.append(_of_two(node, cut, beside, n)._replace(beside=beside))
     for group in () if is_fixed else node.rule.linear:
         if any(node.operands[i] in may_pend for i in group):

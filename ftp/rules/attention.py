@@ -9,6 +9,7 @@ from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD, sees_of
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
+from ftp.ops.key_ring import RingAxis
 from ftp.rules.call import Call, Meta
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
@@ -235,20 +236,26 @@ def _by_position(
 
 
 def ring_of(op: LocalOp) -> tuple[list[int], str]:
-    """The cuts of queries and keys over one axis whose ranks pass keys and values around, as
-    numbers for `ftp.ops.attention_ring.Ring`, and the group of these ranks.
+    """The cuts of queries and keys over the axes whose ranks pass keys and values around, as
+    numbers for `ftp.ops.key_ring.Ring`, and the group of these ranks.
     """
-    (keys,), queries = op.cuts["t"], op.cuts["s"]
-    at = next(i for i, cut in enumerate(queries) if cut.axis == keys.axis)
-    is_last = at == len(queries) - 1
-    ring = [
-        keys.size,
-        keys.n,
-        int(keys.second is not None),
-        at if is_last else -1,
-        int(queries[at].second is not None),
-    ]
-    return ring, op.group(keys.axis)
+    keys, queries = op.cuts["t"], op.cuts["s"]
+    at = {cut.axis: i for i, cut in enumerate(queries)}
+    before = len(queries) - len(keys)
+    is_last = all(at[cut.axis] >= before for cut in keys)
+    in_order = sorted(keys, key=lambda cut: cut.place)
+    ring = [keys[0].outer * keys[0].size * keys[0].inner]
+    for cut in keys:
+        ring += RingAxis(
+            cut.n,
+            cut.outer,
+            cut.inner,
+            int(cut.second is not None),
+            at[cut.axis] if is_last else -1,
+            int(queries[at[cut.axis]].second is not None),
+            math.prod(other.n for other in in_order if other.place > cut.place),
+        )
+    return ring, op.group(*(cut.axis for cut in in_order))
 
 
 def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:

@@ -49,7 +49,8 @@ class LocalCut:
 
     Attributes:
         second: start and length of a zigzag's second piece; ``length`` counts both pieces.
-        axis, n: the mesh axis and its size, by which a local form names its process group.
+        axis, n, place: the mesh axis, its size and its place among the mesh's axes, by which a
+            local form names its process group and numbers its ranks.
     """
 
     outer: int
@@ -60,6 +61,7 @@ class LocalCut:
     second: tuple[Offset, int] | None = None
     axis: str = ""
     n: int = 1
+    place: int = 0
 
     @property
     def pieces(self) -> list[tuple[Offset, int]]:
@@ -82,7 +84,7 @@ class LocalOp:
         sizes: local size of each factor; ``rule.sizes`` has the global ones.
         cuts: the cuts of each cut factor, one per mesh axis, each within the part that the cut
             before it leaves.
-        group: gives the name of an axis' process group.
+        group: gives the name of the process group of an axis, or of several in the mesh's order.
     """
 
     graph: fx.Graph
@@ -93,7 +95,7 @@ class LocalOp:
     sizes: Mapping[str, int]
     cuts: Mapping[str, Sequence[LocalCut]]
     device: torch.device
-    group: Callable[[str], str] = str
+    group: Callable[..., str] = str
 
     @property
     def call(self) -> Call:

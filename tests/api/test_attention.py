@@ -64,6 +64,10 @@ RINGS = [
     CUTS[5],
     ((3,), ("cp",), ZIGZAG, 13, 2),
     ((2, 2), ("cp", "tp"), P(None, "tp", ftp.zigzag("cp")), 9, 2),
+    ((3,), ("cp",), P(None, None, ftp.units("cp", 3)), 12, 2),  # the last rank holds nothing
+    ((2, 2), ("a", "b"), P(None, None, ("b", "a")), 12, 1),  # not in the order of the ranks
+    ((2, 3), ("a", "b"), P(None, None, (ftp.zigzag("a"), ftp.zigzag("b"))), 11, 2),
+    ((2, 2, 2), ("a", "b", "tp"), P(None, "tp", (ftp.zigzag("b"), "a")), 3, 2),
 ]
 
 
@@ -76,10 +80,11 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("_in_pieces")
 @pytest.mark.parametrize(("shape", "names", "cut", "length", "of_keys"), RINGS)
 def test_a_ring_as_on_one_device(shape: Any, names: Any, cut: P, length: int, of_keys: int):
+    """Also over the product of two axes: no keys are gathered."""
     mesh = ftp.simulated_mesh(shape, names)
     tensors = drawn(length, of_keys=of_keys)
     step = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4, certify=True, hardware=SLOW)
-    assert [c.op for c in step.lower(*tensors).collectives].count("ring") == 2
+    assert {c.op for c in step.lower(*tensors).collectives} == {"ring"}
     for got, expected in zip(step(*tensors), with_gradients(*tensors), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
@@ -174,6 +179,31 @@ def test_memory_of_a_ring(cut: P, dtype: torch.dtype):
         assert times[1] <= times[0] <= 1.5
 
 
+def test_memory_of_a_sequence_cut_on_two_axes():
+    """As on one axis of as many ranks where one ring goes over both; keys that are gathered over
+    one of them are held whole, in linear memory too."""
+    mesh = ftp.AbstractMesh((2, 4), ("a", "b"))
+    for entry in (("a", "b"), ("b", "a"), (ftp.zigzag("a"), "b")):
+        cut = P(None, None, entry)
+        for capacity in (1e9, 8e10):
+            times = []
+            for length in (1 << 17, 1 << 18):
+                q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+                lowered = ftp.lower(
+                    with_gradients,
+                    mesh,
+                    cut,
+                    *(q,) * 4,
+                    out_specs=(cut,) * 4,
+                    hardware=ftp.Hardware(capacity=capacity * length / (1 << 18)),
+                )
+                times.append(int(lowered.memory) / (8 * q.numel() * 2 / 8))
+            assert times[1] <= times[0] * 1.01
+            is_ring = {(c.op, c.axes) for c in lowered.collectives} == {("ring", ("a", "b"))}
+            assert is_ring == (capacity == 1e9)
+            assert times[0] <= (1.5 if is_ring else 3.3)
+
+
 @pytest.mark.parametrize("cut", [P(None, None, "cp"), ZIGZAG])
 def test_memory_on_many_ranks_grows_with_the_sequence(cut: P):
     """A rank's parts, scaled ones and two pieces beside them, once a tile is small beside those;
@@ -212,9 +242,9 @@ def test_wrong_rings_are_refused():
     for node in rings:
         rows, keys, is_causal, scale, group = node.args[-5:]
         for mutant in (
-            (rows, [12, 3, 1, 0, 0], is_causal, scale, group),  # as if keys were in zigzag
-            (rows, [12, 4, 0, 0, 0], is_causal, scale, group),  # another number of ranks
-            (rows, [12, 3, 0, 0, 1], is_causal, scale, group),  # blocks that are needed stay away
+            (rows, [12, 3, 1, 1, 1, 0, 0, 1], is_causal, scale, group),  # as if keys were in zigzag
+            (rows, [12, 4, 1, 1, 0, 0, 0, 1], is_causal, scale, group),  # another number of ranks
+            (rows, [12, 3, 1, 1, 0, 0, 1, 1], is_causal, scale, group),  # needed blocks stay away
             ([1, 12, 1, 1, 0, 4], keys, is_causal, scale, group),  # all ranks as the first
             (rows, keys, False, scale, group),
             (rows, keys, is_causal, 0.5, group),
@@ -228,6 +258,32 @@ def test_wrong_rings_are_refused():
     rings[0].args = (last, first, *rings[0].args[2:])
     with pytest.raises(CertificateError):
         check(certificate)
+
+
+@pytest.mark.usefixtures("_in_pieces")
+@pytest.mark.parametrize("entry", [("a", "b"), ("b", "a")])
+def test_wrong_rings_over_two_axes_are_refused(entry: tuple[str, str]):
+    """Each number of the cuts of keys, and the group."""
+    mesh, cut = ftp.simulated_mesh((2, 2), ("a", "b")), P(None, None, entry)
+    step = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW)
+    certificate = ftp.certify(step.lower(*drawn(12)))
+    graph, _ = certificate.ranks.at[(1, 0)]
+    rings = [n for n in certificate.ranks.graphs[graph].nodes if "ring" in str(n.target)]
+    assert len(rings) == 2
+    for node in rings:
+        args = node.args
+        *rest, keys, is_causal, scale, group = args
+        mutants = [[*keys[:i], keys[i] + 1, *keys[i + 1 :]] for i in range(len(keys))]
+        first, second = keys[1:8], keys[8:]
+        for mutant in (*mutants, keys[:8], [12, *second, *first]):
+            node.args = (*rest, mutant, is_causal, scale, group)
+            with pytest.raises(CertificateError, match="not the local form"):
+                check(certificate)
+        node.args = (*rest, keys, is_causal, scale, "sim:a")
+        with pytest.raises(CertificateError):
+            check(certificate)
+        node.args = args
+    check(certificate)
 
 
 @pytest.mark.parametrize(

@@ -42,18 +42,25 @@ def _listed_whole(q: Any, k: Any, v: Any, grad: Any) -> Any:
     return out, *vjp(grad)
 
 
-def _on_a_rank() -> Any:
+ON_THREE = [
+    (_attend, _attend, "cp", False),
+    (_attend, _attend, zigzag("cp"), False),
+    (_attend, _attend, "cp", True),
+    (_listed, _listed_whole, zigzag("cp"), False),
+]
+ON_TWO_BY_TWO = [
+    (_attend, _attend, ("cp", "in"), False),
+    (_listed, _listed_whole, ("in", zigzag("cp")), False),
+]
+
+
+def _on_a_rank(shape: tuple[int, ...], cases: Any) -> Any:
     key_ring.SHORTEST = 2
     torch.manual_seed(0)
-    mesh = ftp.make_mesh((3,), ("cp",), device_type="cpu")
+    mesh = ftp.make_mesh(shape, ("cp", "in")[: len(shape)], device_type="cpu")
     full = [torch.randn(1, 2, 13, 4, dtype=torch.float64) for _ in range(4)]
     found = []
-    for run, expected, entry, is_compiled in (
-        (_attend, _attend, "cp", False),
-        (_attend, _attend, zigzag("cp"), False),
-        (_attend, _attend, "cp", True),
-        (_listed, _listed_whole, zigzag("cp"), False),
-    ):
+    for run, expected, entry, is_compiled in cases:
         cut, right = P(None, None, entry), expected(*full)
         step = ftp.spmd(run, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled)
         placed = ftp.device_put(full, mesh, cut)
@@ -68,6 +75,15 @@ def _on_a_rank() -> Any:
 
 @pytest.mark.parametrize("env", [{}, pytest.param({"FTP_SHM": "1"}, marks=pytest.mark.slow)])
 def test_on_processes(env: dict[str, str]):
-    ranks = launch(_on_a_rank, 3, env=env)
+    ranks = launch(_on_a_rank, 3, (3,), ON_THREE, env=env)
     assert [r.error for r in ranks] == [None] * 3, [r.stderr[-3000:] for r in ranks]
+    assert all(worst < 1e-10 for rank in ranks for worst in rank.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", [{}, {"FTP_SHM": "1"}])
+def test_a_ring_over_two_axes_on_processes(env: dict[str, str]):
+    """Over a group of both axes' ranks, also in another order than the mesh's."""
+    ranks = launch(_on_a_rank, 4, (2, 2), ON_TWO_BY_TWO, env=env)
+    assert [r.error for r in ranks] == [None] * 4, [r.stderr[-3000:] for r in ranks]
     assert all(worst < 1e-10 for rank in ranks for worst in rank.value)

@@ -396,6 +396,27 @@ def test_inputs_and_outputs_as_specs_say():
     assert ops(made) == ["_c10d_functional.all_reduce.default"]
 
 
+@pytest.mark.parametrize("cut", [P(None, None, ("dp", "tp")), P(None, None, "dp")])
+def test_collectives_that_an_op_issues_itself(cut, monkeypatch):
+    """Attention in a ring over one axis, and over both."""
+    hardware = ftp.Hardware(flops=1e3, ring_step=0.0)
+    monkeypatch.setattr("ftp.exported.shard.hardware_on", lambda *_, **__: hardware)
+
+    class Attention(torch.nn.Module):
+        def forward(self, q):
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = torch.randn(1, 2, 7, 4, dtype=torch.float64)
+    made = programs(export(Attention(), (q,)), GRID, {}, in_specs=(cut,), out_specs=cut)
+    assert "attention_ring" in str(made[0].graph)
+    coordinates = resolve(GRID).coordinates()
+    shards = [(shard_of(q, cut, GRID.axes, at),) for at in coordinates]
+    expected = Attention()(q)
+    for found, at in zip(simulate(made, GRID, shards), coordinates, strict=True):
+        right = shard_of(expected, cut, GRID.axes, at)
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
 def test_scopes_without_gradients_and_with_other_dtypes_are_inlined():
     class Scopes(nn.Module):
         def __init__(self):

@@ -65,7 +65,7 @@ def test_as_a_dense_softmax(data: Any):
     for rank in range(n):
         rows, here = part(size, n, rank, zigzag_q)
         _, there = part(of_keys, n, rank, zigzag_k)
-        ring = [of_keys, n, int(zigzag_k), 0, int(zigzag_q)]
+        ring = [of_keys, n, 1, 1, int(zigzag_k), 0, int(zigzag_q), 1]
         tensors = q[:, :, here], k[:, :, there], v[:, :, there]
         calls.append((*tensors, None, rows, ring, is_causal, None, "a group"))
         held.append((here, there))
@@ -83,7 +83,7 @@ def test_as_a_dense_softmax(data: Any):
 
 
 def test_what_no_query_sees_is_not_sent():
-    rows, keys = [1, 32, 1, 1, 0, 8], [32, 4, 0, 0, 0]
+    rows, keys = [1, 32, 1, 1, 0, 8], [32, 4, 1, 1, 0, 0, 0, 1]
     needs, every = needs_of(keys, rows, True), needs_of(keys, rows, False)
     assert needs.traffic(False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
     assert every.traffic(False) == (3 * 8, 3 * 8)
@@ -127,7 +127,7 @@ def test_dtypes(dtype: torch.dtype):
     for rank in range(4):
         rows, here = part(96, 4, rank, True)
         held = (x[:, :, here] for x in (q, k, v))
-        calls.append((*held, None, rows, [96, 4, 1, 0, 1], True, None, "a group"))
+        calls.append((*held, None, rows, [96, 4, 1, 1, 1, 0, 1, 1], True, None, "a group"))
     made = RINGS[RING].by_rank(calls)
     given = zip(calls, made, range(4), strict=True)
     back = RINGS[RING_BACKWARD].by_rank(
@@ -159,7 +159,7 @@ def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: b
 
     def rank_program(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
         rank, start = over(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        given_ = None, part(size, n, rank, False)[0], [size, n, 0, 0, 0], is_causal, None
+        given_ = None, part(size, n, rank, False)[0], [size, n, 1, 1, 0, 0, 0, 1], is_causal, None
         out, weights = run(one_rank(rank, q, k, v, *given_), start)
         if not has_gradients:
             return (out,)

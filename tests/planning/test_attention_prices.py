@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ftp
 from ftp import P
-from ftp.ops.key_ring import Needs, Ring
+from ftp.ops.key_ring import Needs, Ring, RingAxis
 
 CUT, ZIGZAG = P(None, None, "cp"), P(None, None, ftp.zigzag("cp"))
 
@@ -22,7 +22,7 @@ CUT, ZIGZAG = P(None, None, "cp"), P(None, None, ftp.zigzag("cp"))
 def test_traffic_is_what_the_steps_of_a_ring_send(data: Any):
     """From the runs that ranks see, as from each piece."""
     n, size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 40))
-    ring = Ring(size, n, data.draw(st.booleans()), -1, False)
+    ring = Ring(size, (RingAxis(n, is_zigzag=data.draw(st.booleans()), group=-1),))
     ring.__dict__["count"] = data.draw(st.integers(1, 3))
     seen = []
     for _ in range(n):
@@ -203,3 +203,21 @@ def test_a_ring_across_hosts_and_heads_inside():
     assert moved.count(("ring", ("host",))) == 2
     assert moved.count(("all_to_all", ("dev",))) == 8
     assert {op for op, axes in moved if axes == ("host",)} <= {"ring", "all_reduce"}
+
+
+def test_a_ring_over_two_axes_is_chosen_by_time():
+    """Beside the ring over one axis, keys are gathered over the other where that is fast; a ring
+    over both adds to its price what it sends over the other, and its steps."""
+    mesh, cut = ftp.AbstractMesh((2, 4), ("a", "b")), P(None, None, ("a", "b"))
+    found = []
+    for length, ring_step in ((1 << 14, 5e-5), (1 << 18, 5e-5), (1 << 18, 0.0)):
+        x = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+        hardware = ftp.Hardware(ring_step=ring_step)
+        step = ftp.spmd(gradients(causal), mesh, ((cut,) * 3, P()), (cut,) * 3, hardware=hardware)
+        planned = step.lower((x,) * 3, x[0, 0, 0, 0])
+        found.append({c.axes for c in planned.collectives if c.op == "ring"})
+        if length == 1 << 18:
+            of_b = "cut on dim 2" if ring_step else "cut on dim 2, by a ring"
+            chosen = [a.layout for a in forms(planned) if a.chosen]
+            assert chosen == ["cut on dim 2, by a ring", of_b]
+    assert found == [set(), {("a",)}, {("a", "b")}]

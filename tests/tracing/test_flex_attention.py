@@ -33,6 +33,7 @@ MESHES = [
     ((5,), P(None, None, "cp")),
     ((2, 2), P(None, "tp", "cp")),
     ((2, 2), P("tp", None, zigzag("cp"))),
+    ((2, 2), P(None, None, (zigzag("cp"), "tp"))),
 ]
 
 
@@ -146,7 +147,8 @@ def test_flex_attention(data: Any):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cut", "is_ring"), [(*MESHES[0], False), (*MESHES[1], True), (*MESHES[2], True)]
+    ("shape", "cut", "is_ring"),
+    [(*MESHES[0], False), *((*MESHES[i], True) for i in (1, 2, 5))],
 )
 def test_varlen_attention(shape: Any, cut: P, is_ring: bool):
     """Documents, of which one is empty, a window, fewer heads of keys, and tokens after the last
@@ -480,7 +482,7 @@ def test_wrong_rings_of_functions_are_refused():
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         right = node.args
         for name, wrong in {
-            "columns": [12, 3, 1, 0, 0],  # as if keys were in zigzag
+            "columns": [12, 3, 1, 1, 1, 0, 0, 1],  # as if keys were in zigzag
             "rows": [1, 12, 1, 1, 0, 4],  # all ranks as the first
             "scale": 0.3,
             "score": "",
