@@ -8,9 +8,11 @@ All forms run in turn in the same processes. Seconds are medians over the rounds
 rank; bytes are those that a rank sends at most; memory is the allocator's peak beside the inputs,
 on the rank that needs most. The gather by hand is torch's context parallelism by all-gather as
 torchtitan calls it, which does not run on a CPU itself: keys and values whole, a mask for the
-queries. ``--json`` writes the table of docs/attention.md too.
+queries. ``--json`` writes the table of docs/attention.md too, with what torch's
+``context_parallel``, which does not run on a CPU, sends and holds by its code.
 """
 
+import math
 import statistics
 import sys
 import time
@@ -165,6 +167,21 @@ def on_ranks() -> list[dict[str, Any]]:
     return rows
 
 
+def of_context_parallel(shape: tuple[int, ...]) -> tuple[float, float]:
+    """MiB that a rank sends, and holds beside its inputs, in torch's ``context_parallel`` in single
+    precision with its default options; the kernels' own buffers are left out.
+
+    Source: torch 2.13, ``_templated_ring_attention_backward``. Keys and values are gathered in each
+    pass, their gradients go around once. Held at a time: the result; the gathered keys and
+    values and their copy; sums of three gradients; the last three; keys' gradients, sent and
+    received.
+    """
+    block = math.prod(shape) * 4 / RANKS / 2**20
+    sent = 2 * (RANKS - 1) * 2 + RANKS * 2
+    held = 1 + 2 * RANKS + 2 + 3 + 3 + 2 + 2
+    return sent * block, held * block
+
+
 def write_page() -> None:
     """The table of docs/attention.md, from the results over gloo and in memory."""
     names = {"gloo": "attention", "memory": "attention_in_memory"}
@@ -181,6 +198,12 @@ def write_page() -> None:
             f"{row['MiB held']:.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
+        if row["form"] == "gather, by hand":
+            (shape,) = (x for x in SHAPES if x[2] == row["tokens"])
+            sent, most = of_context_parallel(shape)
+            name = "torch's `context_parallel`, by formulas"
+            none = " | ".join("–" for _ in found)
+            lines.append(f"| {row['tokens']:,} | {name} | {none} | {sent:.0f} | {most:.0f} |")
     record.write_table("attention.md", "benchmarks/attention.py", lines)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 import ftp
 from ftp import P, zigzag
@@ -95,11 +96,33 @@ def test_torchtitan_s_llama_with_flex_attention(names: Any, specs: Any, cut: P):
         torch.testing.assert_close(grads[name], p.grad, rtol=0, atol=1e-10)
 
 
+def by_cu_seq_lens(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers that calls torch's own, as its flash attention calls
+    the package of that name."""
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    return varlen_attn(*rows, *ends, window_size=(-1, 0), enable_gqa=True)[None], None
+
+
 @pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # of transformers
-@pytest.mark.parametrize("kind", ["sdpa", "flex_attention"])
+@pytest.mark.parametrize("kind", ["sdpa", "flex_attention", "by_cu_seq_lens"])
 def test_packed_sequences_of_transformers(kind: str):
-    """``position_ids`` that start again say where documents begin: as each document alone."""
+    """``position_ids`` that start again, or ``cu_seq_lens``, say where documents begin: as each
+    document alone."""
     transformers = pytest.importorskip("transformers")
+    transformers.AttentionInterface.register("by_cu_seq_lens", by_cu_seq_lens)
     config = transformers.LlamaConfig(
         hidden_size=16,
         intermediate_size=24,
@@ -121,8 +144,14 @@ def test_packed_sequences_of_transformers(kind: str):
     expected.backward()
     fn, params = ftp.functionalize(model)
 
+    ends = torch.tensor([0, 5, 12, 16], dtype=torch.int32)
+    options: Any = {"position_ids": positions, "use_cache": False}
+    if kind == "by_cu_seq_lens":
+        names = ("cu_seq_lens_q", "cu_seq_lens_k")
+        options |= {**dict.fromkeys(names, ends), "max_length_q": 7, "max_length_k": 7}
+
     def loss(params: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        logits = fn(params, ids, position_ids=positions, use_cache=False).logits
+        logits = fn(params, ids, **{**options, "position_ids": positions}).logits
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     mesh, specs = ftp.simulated_mesh((3,), ("cp",)), ftp.plan(params, {})
