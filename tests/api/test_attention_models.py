@@ -111,9 +111,9 @@ def by_cu_seq_lens(
 ) -> tuple[Tensor, None]:
     """An attention function of transformers that calls torch's own, as its flash attention calls
     the package of that name."""
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     ends = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-    return varlen_attn(*rows, *ends, window_size=(-1, 0), enable_gqa=True)[None], None
+    return varlen_attn(q, k, v, *ends, window_size=(-1, 0), enable_gqa=True)[None], None
 
 
 @pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # of transformers
