@@ -249,18 +249,24 @@ class _TorchOptimizer:
         traceable_step(opt)
         if "step" not in first and self._counts(group):
             first["step"] = torch.zeros(())
-        found = {}
+        # A scalar's moments have the shape of a counter: a vector's tell which they are.
+        of_vector = () if param.ndim else self._first_slots(param.new_zeros(2), group).like
+        found, like = {}, []
         for name, value in first.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 value = torch.tensor(float(value))
-            if isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
+                continue
+            if name in of_vector or (param.ndim and value.shape == param.shape):
+                like.append(name)
+                found[name] = value.to(param.device)
+            else:
                 found[name] = value.to(param.device, self._slot_dtype(value, param.device, group))
-        like = [name for name, value in found.items() if value.shape == param.shape and param.ndim]
         return Slots(found, like)
 
     def _slot_dtype(self, value: Tensor, device: torch.device, group: int) -> torch.dtype:
-        """A slot's dtype: step counters in float64, so that a schedule computes its rate in it;
-        torch's fused kernels read float32.
+        """The dtype of a slot of another shape than the parameter's: step counters in float64, so
+        that a schedule computes its rate in it; torch's fused kernels read float32.
         """
         if value.ndim or not value.dtype.is_floating_point or device.type == "mps":
             return value.dtype

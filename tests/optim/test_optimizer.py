@@ -135,6 +135,28 @@ def test_as_torch(name: str, scheduled: bool):
     same(params, expected)
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Muon"])
+def test_a_scalar_parameter(name: str):
+    """Its moments have the shape of a step counter, and the dtype of the parameter."""
+    torch.set_default_dtype(torch.float32)
+    cls, options = OPTIMIZERS[name]
+    due = {
+        "temperature": torch.tensor(0.7),
+        "wide": torch.tensor(0.7, dtype=torch.float64),
+        "w": torch.tensor([0.2, -0.3]),
+    }
+    theirs, ours = cls(due.values(), **options), ftp.optim.from_torch(cls, **options)
+    params = {k: p.clone() for k, p in due.items()}
+    state = ours.init(params)
+    assert state["temperature"].like == state["w"].like
+    for factor in (1.0, -2.0, 0.5):
+        for p in due.values():
+            p.grad = p * factor
+        params, state = ours.update({k: p * factor for k, p in params.items()}, state, params)
+        theirs.step()
+    torch.testing.assert_close(params, due)
+
+
 REFUSED = {
     torch.optim.LBFGS: "torch.optim.LBFGS cannot be made pure: it evaluates the loss several times"
     " in one step",
