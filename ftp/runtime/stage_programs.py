@@ -214,6 +214,7 @@ def plan_stages(
     planner = SubgraphPlanner(
         mesh, names, params, batch, constants, asked, options, hardware, check
     )
+    leaf_of = {x: leaf for leaf, of in enumerate(stages.gradients) for x in of.values()}
     subgraphs: dict[tuple[Kind, int], StageGraph] = {}
     for key, subgraph in stages.subgraphs.items():
         kind, k = key
@@ -222,7 +223,7 @@ def plan_stages(
         subgraphs[key] = with_sums(subgraph, gradients, read)
         check_sums(subgraph, subgraphs[key])
         for name in subgraphs[key].sums:
-            planner.start_sum(name, subgraph)
+            planner.start_sum(name, subgraph, leaf_of[name])
     planner.gradients.update(names_of_gradients(stages, subgraphs.values()))
     given_up = {
         key: _given_up(subgraph, stages, copied) for key, subgraph in stages.subgraphs.items()

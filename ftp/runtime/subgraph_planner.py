@@ -4,6 +4,7 @@ equal subgraphs share a program.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 
 from ftp.pipeline.subgraphs import StageGraph
 from ftp.planning.cost import Hardware
+from ftp.planning.layers.labels import word_and_numbers
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.first_microbatch import without_sums
 from ftp.runtime.options import Options
@@ -40,6 +42,7 @@ class SubgraphPlanner:
         names, params, batch: of `plan_stages`.
         asked: specs of values whose layout is decided, by name.
         gradients: the names of gradients and of their sums, from `names_of_gradients`.
+        layers: by name the number of the layer that computes a result of a subgraph.
         check: raises for constraints that do not fit the mesh.
         values: the results of the subgraphs so far, by name.
     """
@@ -55,15 +58,18 @@ class SubgraphPlanner:
     check: Callable[[Prepared], None]
     gradients: set[str] = field(default_factory=set)
     values: dict[str, StoredValue] = field(default_factory=dict)
+    layers: dict[str, int] = field(default_factory=dict)
     _known: dict[str, Program] = field(default_factory=dict)
     _first: dict[tuple[int, tuple[bool, ...]], Program] = field(default_factory=dict)
 
-    def start_sum(self, name: str, subgraph: StageGraph) -> None:
-        """Shard the sum of a gradient over microbatches like the gradient."""
+    def start_sum(self, name: str, subgraph: StageGraph, leaf: int) -> None:
+        """Shard the sum of a parameter's gradient over microbatches like the gradient."""
         val = outputs_of(subgraph.gm)[subgraph.outputs.index(name)].meta["val"]
         held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
         self.values[name] = self.values[f"{name}, summed"] = held
         self.asked[f"{name}, summed"] = held.spec
+        if leaf in self._numbers[1]:
+            self.layers[f"{name}, summed"] = self._numbers[1][leaf]
 
     def plan(self, subgraph: StageGraph, given_up: tuple[int, ...] = ()) -> Program:
         """The program of a subgraph; the one of an equal subgraph, if there was one.
@@ -84,7 +90,7 @@ class SubgraphPlanner:
             self._known[text] = _planned(
                 subgraph,
                 self.mesh,
-                self.names,
+                self._called(subgraph),
                 given,
                 asked,
                 self.constants,
@@ -103,7 +109,43 @@ class SubgraphPlanner:
             strict=True,
         ):
             self.values[name] = StoredValue(spec, shape, node.meta["val"].dtype)
+        self._note_layers(subgraph)
         return program
+
+    @cached_property
+    def _numbers(self) -> tuple[str, dict[int, int]]:
+        """The word that numbers layers in the parameters' names, and each parameter's number."""
+        return word_and_numbers(dict(enumerate(self.names[0])))
+
+    def _called(self, subgraph: StageGraph) -> list[str]:
+        """The names of a subgraph's inputs; that of a value of a layer ends in the layer."""
+        word, _ = self._numbers
+        params, batch = self.names
+        return [
+            *(params[i] for i in subgraph.params),
+            *(batch[i] for i in subgraph.batch),
+            *(
+                f"{name} of {word}.{self.layers[name]}" if name in self.layers else name
+                for name in subgraph.values
+            ),
+        ]
+
+    def _note_layers(self, subgraph: StageGraph) -> None:
+        """Note the layers of a subgraph's results: as `label` does, the last layer that a value is
+        computed from, in a backward pass the first one.
+        """
+        inputs = [n for n in subgraph.gm.graph.nodes if n.op == "placeholder"]
+        numbers = [self._numbers[1].get(i) for i in subgraph.params]
+        numbers += [None] * len(subgraph.batch) + [self.layers.get(x) for x in subgraph.values]
+        of = {n: k for n, k in zip(inputs, numbers, strict=False) if k is not None}
+        last = max if subgraph.kind == "F" else min
+        for node in subgraph.gm.graph.nodes:
+            read = {of[x] for x in node.all_input_nodes if x in of}
+            if read and max(read) - min(read) <= 1:
+                of[node] = last(read)
+        for name, node in zip(subgraph.outputs, outputs_of(subgraph.gm), strict=True):
+            if node in of:
+                self.layers[name] = of[node]
 
     def plan_first(
         self,
@@ -127,7 +169,7 @@ class SubgraphPlanner:
 def _planned(
     subgraph: StageGraph,
     mesh: Mesh,
-    names: tuple[Sequence[str], Sequence[str]],
+    called: Sequence[str],
     given: Sequence[PartitionSpec],
     asked: Sequence[PartitionSpec | None],
     constants: Sequence[torch.Tensor],
@@ -137,8 +179,6 @@ def _planned(
     given_up: tuple[int, ...],
     gradients: tuple[int, ...],
 ) -> Program:
-    called = [names[0][i] for i in subgraph.params] + [names[1][i] for i in subgraph.batch]
-    called += subgraph.values
     is_state = [True] * len(subgraph.params) + [False] * (
         len(subgraph.batch) + len(subgraph.values)
     )

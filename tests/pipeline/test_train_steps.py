@@ -17,6 +17,7 @@ from ftp.api import pipelined_step, pipelined_train_step
 from ftp.errors import CertificateError, InputError, TraceError
 from ftp.pipeline.train_step import cut_at_means
 from ftp.pipeline.value_stages import with_constant_seeds
+from ftp.planning.layers import repeats
 from ftp.random.draws import keyed
 from tests.pipeline.test_steps import zero_with_tp
 from tests.support.staged_models import Model, plan_of
@@ -355,3 +356,40 @@ def test_a_wrong_rewrite_of_the_traced_step_is_refused(mutant, monkeypatch):
     step: Any = ftp.spmd(update, mesh, (PIPE.place(params, P(), mesh), P()), pipeline=PIPE)
     with pytest.raises(CertificateError):
         step.lower(params, torch.randn(4, 4))
+
+
+def programs_of(lowered: Any) -> dict[Any, Any]:
+    return {**lowered._program.subgraphs, **lowered.update.program.subgraphs}
+
+
+def of_18_layers(shape: tuple[int, ...], axes: tuple[str, ...], spec_of: Any) -> Any:
+    """A step of two stages with nine layers each, its arguments and batch, and one device's."""
+    model, opt = Model(18), adamw()
+    mesh, params = ftp.simulated_mesh(shape, axes), model.params()
+    specs = PIPE.place(params, plan_of(params, spec_of), mesh)
+    of_batch = P("dp" if "dp" in axes else None)
+    in_specs = (specs, opt.specs(params, specs), of_batch, of_batch)
+    one_device = train_step(model.loss, opt, 2)
+    step = ftp.spmd(one_device, mesh, in_specs, pipeline=PIPE)
+    return step, (params, opt.init(params)), model.batch(4), one_device
+
+
+def test_equal_layers_of_stages_are_planned_as_one():
+    """Also in backward passes and updates, whose inputs have no layer in their names."""
+    step, args, batch, _ = of_18_layers((2,), ("pp",), lambda _: P())
+    for (kind, _), program in programs_of(step.lower(*args, *batch)).items():
+        assert program.plan.alike > 2 or kind not in ("F", "B", 0)
+
+
+@pytest.mark.slow
+def test_stages_planned_as_one_layer_equal_one_device(monkeypatch: pytest.MonkeyPatch):
+    step, args, batch, one_device = of_18_layers((2, 2, 2), ("pp", "dp", "tp"), zero_with_tp)
+    folded: Any = step.lower(*args, *batch)
+    check_steps(one_device, step, args, [batch])
+    monkeypatch.setattr(repeats, "FEWEST", 10**9)
+    again, *_ = of_18_layers((2, 2, 2), ("pp", "dp", "tp"), zero_with_tp)
+    whole = again.lower(*args, *batch)
+    for key, program in programs_of(whole).items():
+        assert not program.plan.alike
+        assert programs_of(folded)[key].plan.cost == pytest.approx(program.plan.cost, rel=1e-12)
+    assert folded.memory_by_rank == whole.memory_by_rank

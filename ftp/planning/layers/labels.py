@@ -9,7 +9,7 @@ if their nodes are equal, in order, with operands from equally distant layers.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ftp.functional.remat import Region
 from ftp.ops.stack import STACK, UNSTACK
@@ -22,6 +22,7 @@ FEWEST = 6  # least number of equal layers in a row that are folded
 _INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
 
 _Layer = list[Any]
+Named = TypeVar("Named")
 
 
 @dataclass
@@ -100,13 +101,18 @@ def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
     """The layer of each input that has one: the number in its path after the word that has the most
     numbers.
     """
-    _, found = _word_and_numbers(names)
+    _, found = word_and_numbers(names)
     order = {number: i for i, number in enumerate(sorted(set(found.values())))}
     return {node: order[number] for node, number in found.items()}
 
 
-def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
-    found: dict[str, dict[Node, int]] = {}
+def word_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]:
+    """The word of a path that the most numbers follow, and the number of each name that has it.
+
+    >>> word_and_numbers({0: "emb", 1: "layers.4.up", 2: "layers.5.up"})
+    ('layers', {1: 4, 2: 5})
+    """
+    found: dict[str, dict[Named, int]] = {}
     for node, name in names.items():
         seen = set()
         for match in _INDEX.finditer(name):
@@ -120,7 +126,7 @@ def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
 def named_layers(graph: Graph) -> dict[Node, str]:
     """Per node of a layer its name: ``layers.3``, or ``layer 3`` for a slice of a stack."""
     names = {node: node.name for node in graph.inputs}
-    word, numbers = _word_and_numbers(names)
+    word, numbers = word_and_numbers(names)
     labels = numbered(names)
     slices = max((len(node.results) for node in graph.nodes if node.target is UNSTACK), default=0)
     if slices > len(set(numbers.values())):

@@ -146,9 +146,10 @@ def _fold(
             return None
         returned.setdefault(value.node, []).append((value.index, fact))
     same = alike(layers, lambda node: (facts(node), returned.get(node)))
-    first, last = _longest(same)
-    if last - first + 1 < FEWEST:
+    run = _largest(same, layers)
+    if run is None:
         return None
+    first, last = run
     start, end = first + KEPT, last + 1 - KEPT  # the layers to leave out
     if not _is_local(graph, layers, start, end):
         return None
@@ -219,13 +220,16 @@ def _with_slices(rule: BoundRule, n: int) -> BoundRule:
     return replace(rule, operands=rule.operands[:n])
 
 
-def _longest(same: Sequence[bool]) -> tuple[int, int]:
-    """The first and the last layer of the longest run."""
-    best, start = (0, 0), 0
+def _largest(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None:
+    """The first and the last layer of the run of equal layers whose fold leaves out most nodes;
+    None without a run that is long enough.
+    """
+    best, most, start = None, 0, 0
     for r in range(len(same) + 1):
         if r == len(same) or not same[r]:
-            if r - start > best[1] - best[0]:
-                best = (start, r)
+            gone = (r - start + 1 - 2 * KEPT) * len(layers.nodes[start])
+            if r - start + 1 >= FEWEST and gone > most:
+                best, most = (start, r), gone
             start = r + 1
     return best
 
