@@ -116,7 +116,7 @@ def _subgraphs_of(
         if n not in number and at in (ALL, rank) and home[n] in (ANY, ALL, rank)
     ]
     wanted = {*own, *(n for n in shared if home[n] == rank and n not in number)}
-    asked: dict[fx.Node, int] = {}  # what later rounds read, in their order
+    asked: dict[fx.Node, int] = {}  # what later rounds of this rank alone read, in their order
     for at in reversed(range(len(made))):
         roots = [n for n in nodes if n in wanted and level[n] == at]
         needed, here = set(roots), set()
@@ -128,9 +128,13 @@ def _subgraphs_of(
         wanted.update(n for n in needed if n not in here and n not in number and n in mine)
         if not here:
             continue
-        # What is the rank's own, or read by it later, comes first: ranks with equal layers have
-        # equal subgraphs.
-        roots.sort(key=lambda n: (home[n] != rank, asked.get(n, len(asked))))
+        # What is the rank's own, or read by it later, comes first, in the order in which later
+        # rounds read it, or what it is computed from: ranks with equal layers have equal subgraphs.
+        first_read = {
+            n: min((asked.get(x, len(asked)) for x in _in_order([n], here)), default=0)
+            for n in roots
+        }
+        roots.sort(key=lambda n: (home[n] != rank, asked.get(n, len(asked)), first_read[n]))
         count = sum(home[n] == rank or n in asked for n in roots)
         known = {n: i for i, n in enumerate(_in_order(roots[:count], here))}
         roots[count:] = sorted(roots[count:], key=lambda n: known.get(n, len(known)))
@@ -139,7 +143,8 @@ def _subgraphs_of(
         foreign = [n for n in reads if n in number and home[n] not in (ANY, rank)]
         given = [n for n in reads if n in number and home[n] in (ANY, rank)]
         read = [n for n in reads if n not in number]
-        asked |= {n: i for i, n in enumerate(read, len(asked))}
+        later = [n for n in (*read, *given) if n not in shared]
+        asked |= {n: i for i, n in enumerate(later, len(asked))}
         graph, env = fx.Graph(), {}
         for node in (*given, *foreign, *read):
             env[node] = graph.placeholder(node.name)

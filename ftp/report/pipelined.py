@@ -14,6 +14,7 @@ from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
+from ftp.report.staged import lowered_once
 from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.subgraph_planner import StoredValue
@@ -109,13 +110,10 @@ class LoweredPipeline(Startable):
     def __init__(self, program: PipelineProgram):
         self._program = self._returning = program
         self.actions, self.on_their_way = program.actions, program.on_their_way
-        made, known = program.made, {}
-        for p in made.programs.values():
-            known.setdefault(id(p), Lowered(p))
-        count = len(made.stages.forward)
+        lowered = lowered_once(program.made.programs)
         self.stages: list[dict[Kind, Lowered]] = [
-            {kind: known[id(p)] for (kind, k), p in made.programs.items() if k == stage}
-            for stage in range(count)
+            {kind: one for (kind, k), one in lowered.items() if k == stage}
+            for stage in range(len(program.made.stages.forward))
         ]
 
     # What is sent.
@@ -190,7 +188,7 @@ class LoweredPipeline(Startable):
     @cached_property
     def _reductions(self) -> dict[int, Lowered]:
         """Per rank what reduces its sums over the microbatches, once a step."""
-        return {rank: Lowered(r.program) for rank, r in self._program.made.reductions.items()}
+        return lowered_once({rank: r.program for rank, r in self._program.made.reductions.items()})
 
     @property
     def collectives(self) -> Collectives:
@@ -321,9 +319,9 @@ class LoweredPipeline(Startable):
         ]
 
     @cached_property
-    def _first(self) -> dict[tuple[str, int], Lowered]:
+    def _first(self) -> dict[tuple[Kind, int], Lowered]:
         """The programs of stages' first microbatches."""
-        return {key: Lowered(p) for key, p in self._program.made.first.items()}
+        return lowered_once(self._program.made.first)
 
     @staticmethod
     def _taken(lowered: Lowered) -> int:

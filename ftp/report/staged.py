@@ -3,13 +3,23 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ftp.partitioning.collectives import Collective
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.startable import Startable
+from ftp.runtime.program import Program
 from ftp.runtime.staged_program import StagedProgram
 from ftp.sharding.spec import local_shape
+
+Key = TypeVar("Key")
+
+
+def lowered_once(programs: Mapping[Key, Program]) -> dict[Key, Lowered]:
+    """Programs before they run; keys that share a program share its memory and cost."""
+    known: dict[int, Lowered] = {}
+    return {key: known.setdefault(id(p), Lowered(p)) for key, p in programs.items()}
 
 
 class LoweredRounds(Startable):
@@ -22,13 +32,10 @@ class LoweredRounds(Startable):
 
     def __init__(self, program: StagedProgram):
         self.program = self._returning = program
-        known: dict[int, Lowered] = {}
-        for p in program.programs.values():
-            known.setdefault(id(p), Lowered(p))
-        count = len(program.rounds.subgraphs)
+        lowered = lowered_once(program.programs)
         self.rounds: Sequence[Mapping[int, Lowered]] = [
-            {rank: known[id(p)] for (r, rank), p in program.programs.items() if r == at}
-            for at in range(count)
+            {rank: one for (r, rank), one in lowered.items() if r == at}
+            for at in range(len(program.rounds.subgraphs))
         ]
 
     def collectives_of(self, rank: int) -> Collectives:

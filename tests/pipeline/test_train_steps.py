@@ -393,3 +393,25 @@ def test_stages_planned_as_one_layer_equal_one_device(monkeypatch: pytest.Monkey
         assert not program.plan.alike
         assert programs_of(folded)[key].plan.cost == pytest.approx(program.plan.cost, rel=1e-12)
     assert folded.memory_by_rank == whole.memory_by_rank
+
+
+def test_stages_of_equal_layers_share_the_programs_of_their_updates():
+    """Layers 9 and 10 too: a clipped norm has layer 9 before layer 10, parameters are sorted by
+    name.
+    """
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)]
+    fn, params = ftp.functionalize(nn.Sequential(*blocks).double())
+    opt, mesh = adamw(), ftp.simulated_mesh((4,), ("pp",))
+    inner = [[f"{i}.**" for i in own] for own in (range(7), (7, 8), (9, 10), (11,))]
+    pipe = ftp.Pipeline("pp", 4, stages=inner)
+    specs = pipe.place(params, P(), mesh)
+    step: Any = ftp.spmd(
+        train_step(lambda p, x: fn(p, x).square().mean(), opt, 4),
+        mesh,
+        (specs, opt.specs(params, specs), P()),
+        pipeline=pipe,
+    )
+    x = torch.ones(4, 4, dtype=torch.float64)
+    programs = programs_of(step.lower(params, opt.init(params), x))
+    for key in ("F", 1), ("B", 1), (0, 1), (1, 1):
+        assert programs[key] is programs[key[0], 2], key
