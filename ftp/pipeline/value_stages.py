@@ -184,12 +184,18 @@ class StepGraph:
         self._sink_gradients(backward)
 
     def _give_back(self) -> None:
-        """Move ops that end in a parameter's gradient, and read no activation, to a stage that
-        reads the parameter: a bias' sum over the gradient that comes from the next stage.
+        """Move ops that end in a parameter's gradient to a stage that reads the parameter, and has
+        the activations that they read: a bias' sum over the gradient that comes from the next
+        stage.
         """
         for leaf, node in self.gradients.items():
             own, read = self.of[node], self._readers(leaf)
-            earlier = [k for k in read if k < own.first]
+            activations = [v for x in node.all_input_nodes if (v := self.of[x]).kind == ACTIVATION]
+            earlier = [
+                k
+                for k in read
+                if k < own.first and all(v.first <= k <= v.last for v in activations)
+            ]
             is_alone = node.target is not operator.getitem and len(node.users) == 1
             if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
                 self.of[node] = StagedValue(GRADIENT, max(earlier), max(earlier))

@@ -410,3 +410,25 @@ def test_stages_of_equal_layers_run_one_program_whatever_the_order_of_their_name
         assert len({id(lowered.stages[k][kind]._program) for k in (1, 2, 3)}) == 1
     due = ftp.optim.accumulate(torch.func.grad_and_value(loss_fn), 2)(params, x)
     torch.testing.assert_close(step(params, x), due[::-1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_made_of_a_later_stage_s_activation_is_made_there():
+    """The activation would be sent back for each microbatch; the sum is sent once a step."""
+    g = torch.Generator().manual_seed(0)
+    params = {
+        name: torch.randn(shape, generator=g, dtype=torch.float64)
+        for name, shape in {"a": (2, 8), "b": (8, 8)}.items()
+    }
+    x = torch.randn(4, 8, generator=g, dtype=torch.float64)
+
+    def loss(p, x):
+        return ((torch.sigmoid(x) + p["a"]) * torch.tanh(x @ p["b"])).sum()
+
+    mesh, pipe = ftp.simulated_mesh((2,), ("pp",)), ftp.Pipeline("pp", 2, stages=[["a"], ["b"]])
+    step = ftp.shard(
+        loss, mesh, pipe.place(params, P(), mesh), batch_specs=P(), pipeline=pipe, certify=True
+    )
+    lowered: Any = step.lower(params, x)
+    assert not lowered.messages(1, "B")
+    due = ftp.optim.accumulate(torch.func.grad_and_value(loss), 2)(params, x)
+    torch.testing.assert_close(step(params, x), due[::-1], rtol=1e-12, atol=1e-12)
