@@ -31,6 +31,7 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     _check_reduce_dtype(options)
     hardware_on(mesh, options.hardware)
     _check_count("programs", options.programs, "programs, at least 1")
+    _check_positions(options.donate)
     data_axes = None if options.data_axes is None else tuple(options.data_axes)
     return replace(options, data_axes=data_axes, donate=tuple(options.donate))
 
@@ -102,6 +103,13 @@ def check_staged(options: Options, *, is_pipeline: bool = True) -> None:
             raise InputError(
                 f"{name}= does not go with stages of a pipeline. {why} Leave {name}= out."
             )
+
+
+def _check_positions(donate: Any) -> None:
+    if isinstance(donate, int):
+        raise InputError(f"donate is {donate!r}; give positions of arguments, as ({donate!r},).")
+    if isinstance(donate, str) or not all(type(position) is int for position in donate):
+        raise InputError(f"donate is {donate!r}; give positions of arguments, as (0,).")
 
 
 def _check_axes(options: Options, mesh: Mesh) -> None:

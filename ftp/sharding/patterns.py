@@ -38,6 +38,9 @@ def match_patterns(
             refuses.
         check: gives the error message for a pattern's value, or None.
     """
+    if not isinstance(patterns, Mapping):
+        failures.append(f"{patterns!r} is no dict of patterns for {where}, as {{'layers.*': ...}}.")
+        return [None for _ in answers]
     found: list[list[tuple[str, T]]] = [[] for _ in answers]
     for pattern, value in patterns.items():
         if not isinstance(pattern, str):

@@ -143,6 +143,18 @@ IN_FULL = {
         lambda: step(data_axes=("pp",)),
         "SpecError: data_axes names 'pp', but the mesh has axes 'dp', 'tp'.",
     ),
+    "donate, not positions": (
+        lambda: step(donate=0),
+        "InputError: donate is 0; give positions of arguments, as (0,).",
+    ),
+    "donate, a name": (
+        lambda: step(donate="params"),
+        "InputError: donate is 'params'; give positions of arguments, as (0,).",
+    ),
+    "patterns, not a dict": (
+        lambda: ftp.functionalize(torch.nn.Linear(2, 2), remat=("layers.*",)),
+        "SpecError: ('layers.*',) is no dict of patterns for the modules, as {'layers.*': ...}.",
+    ),
     "pattern that matches nothing": (
         lambda: ftp.plan(PARAMS, {"head.*": P("tp")}),
         "SpecError: pattern 'head.*' matches no path of params; the nearest are 'w', 'b'.",
