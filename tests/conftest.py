@@ -5,7 +5,7 @@
 - A test's values depend neither on the tests before it nor on the process that runs it: torch's
   random numbers come from a seed of its own, hypothesis draws the same examples each time.
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
-- The garbage collector looks at young objects seldom, and at all of them after every hundredth
+- The garbage collector looks at young objects seldom, and at all of them after every 250th
   test.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
@@ -42,7 +42,7 @@ _since_collection = itertools.count(1)
 
 
 def pytest_runtest_teardown() -> None:
-    if next(_since_collection) % 100 == 0:
+    if next(_since_collection) % 250 == 0:
         gc.collect()
 
 
