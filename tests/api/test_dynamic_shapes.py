@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from few_or_many import slow_after
+from few_or_many import slow_after, slow_unless
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pages import run_examples
@@ -72,7 +72,7 @@ def check(step, size):
         assert (grad - want_grads[name]).abs().max() < 1e-12, name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("tp", "both"), LAYOUTS))
 @settings(max_examples=4)
 @given(size=st.integers(1, 48))
 @example(size=1)
@@ -276,8 +276,9 @@ def test_compiled_once(monkeypatch):
     assert len(made) == 2 and not step.shapes.one_by_one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fn", slow_after(1, [next_tokens, padded_blocks, chunks, statistics]), ids=lambda f: f.__name__
+    "fn", [next_tokens, padded_blocks, chunks, statistics], ids=lambda f: f.__name__
 )
 def test_compiled_as_people_use_sizes(fn, monkeypatch):
     made = with_compilations(monkeypatch)

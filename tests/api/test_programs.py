@@ -52,11 +52,11 @@ def compare(found, expected) -> None:
     )
 
 
-@few_or_many(programs(gradients=False, longest=14), few=20, many=3000)
+@few_or_many(programs(gradients=False, longest=14), few=8, many=3000)
 def test_values(drawn: Drawn):
     check_values(drawn)
 
 
-@few_or_many(programs(gradients=True, longest=14), few=20, many=3000)
+@few_or_many(programs(gradients=True, longest=14), few=8, many=3000)
 def test_gradients(drawn: Drawn):
     check_gradients(drawn)
