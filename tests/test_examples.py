@@ -169,7 +169,8 @@ def test_long_context_equals_one_device(tmp_path):
 
 @pytest.mark.dist
 def test_toy_mlp_under_torchrun(tmp_path):
-    assert len(toy_losses(torchrun(2, str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))) == 10
+    printed = torchrun(2, str(ROOT / "examples/toy_mlp.py"), "--steps", "3", cwd=tmp_path)
+    assert len(toy_losses(printed)) == 3
 
 
 def test_diloco_crosses_replicas_in_outer_steps_alone(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from few_or_many import slow_after
 from launch import launch
 
 import ftp
@@ -552,7 +553,7 @@ def _store_holder_stopped(what, folder):
     return error
 
 
-@pytest.mark.parametrize("what", ["step", "plan", "save"])
+@pytest.mark.parametrize("what", slow_after(2, ["step", "save", "plan"]))
 def test_the_rank_that_holds_the_store_is_stopped(what, tmp_path):
     error, seconds = launch(_store_holder_stopped, 2, what, str(tmp_path))[1].value
     assert re.search(
@@ -584,7 +585,7 @@ def _killed_beside_a_worker(what, folder):
     return error
 
 
-@pytest.mark.parametrize("what", ["step", "save"])
+@pytest.mark.parametrize("what", slow_after(1, ["step", "save"]))
 def test_a_killed_rank_is_noticed_though_its_children_hold_its_connections(what, tmp_path):
     first, _, last = launch(_killed_beside_a_worker, 3, what, str(tmp_path))
     for rank in (first, last):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from few_or_many import slow_after
 from launch import launch
 from torch import nn
 
@@ -40,7 +41,9 @@ def _train(shape, spec):
     return same, max(errors)
 
 
-@pytest.mark.parametrize(("shape", "spec"), [((2, 2), P(("tp", "dp"))), ((1, 3), P("tp"))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "spec"), slow_after(1, [((2, 2), P(("tp", "dp"))), ((1, 3), P("tp"))]), ids=str
+)
 def test_a_step_with_dropout_from_drawn_parameters(shape, spec):
     ranks = launch(_train, shape[0] * shape[1], shape, spec, timeout=120)
     assert [r.exit for r in ranks] == [0] * len(ranks), [r.error or r.stderr[-2000:] for r in ranks]

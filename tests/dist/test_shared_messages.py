@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from few_or_many import slow_after
 
 import ftp
 from ftp import P
@@ -120,7 +121,7 @@ def test_messages_of_a_queue(room: int):
         assert rank.error is None, rank.error
 
 
-@pytest.mark.parametrize("dead", [0, 3])
+@pytest.mark.parametrize("dead", slow_after(1, [0, 3]))
 def test_a_dead_rank_is_named_by_all(dead: int):
     for number, rank in enumerate(launch(dying, 4, dead, timeout=90, env=ASKED)):
         if number != dead:

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from few_or_many import slow_after
 from launch import launch
 
 import ftp
@@ -132,7 +133,7 @@ def _short_shards():
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", slow_after(1, [3, 2]))
 def test_empty_and_short_shards_raise_on_no_rank(ranks):
     for wrong in _values(launch(_short_shards, ranks, timeout=240)):
         assert not wrong, "\n".join(wrong)

@@ -77,7 +77,7 @@ def test_each_sum_over_ranks_is_of_rounded_terms(name, trains):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", slow_after(1, SPECS))
 def test_processes_round_each_term_once(name):
     for rank in launch(run, 2 * RANKS, name, "process", True, timeout=180):
         assert rank.error is None, rank.error

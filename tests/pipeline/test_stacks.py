@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from torch import fx
 
@@ -55,14 +55,15 @@ def specs_of(cut: str | None) -> Any:
     return {"emb": P(), "layers": stack, "head": P()}
 
 
-@given(
+@few_or_many(
     layers=st.integers(2, 5),
     ranks=st.integers(2, 3),
     schedule=st.sampled_from(["gpipe", "1f1b", "zero_bubble"]),
     inside=st.sampled_from([None, "dp", "tp"]),
     microbatches=st.integers(1, 3),
+    few=2,
+    many=30,
 )
-@settings(max_examples=4)
 def test_a_stack_over_the_stages(layers, ranks, schedule, inside, microbatches):
     layers = max(layers, ranks)
     params, pipe = params_of(layers), ftp.Pipeline("pp", microbatches, schedule)

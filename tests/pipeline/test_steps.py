@@ -11,6 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from few_or_many import few_or_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,8 +86,7 @@ OTHER_AXES = {
 
 
 @pytest.mark.parametrize("name", ["pp", "pp × tp"])
-@given(case=cases())
-@settings(max_examples=3)
+@few_or_many(case=cases(), few=2, many=40)
 def test_equals_one_device(name, case):
     run_case(name, case)
 
