@@ -270,7 +270,7 @@ def test_every_layer_is_known_by_its_module_and_line():
     }
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("decomposed", slow_after(1, [True, False]))
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -666,7 +666,7 @@ class Draws(nn.Module):
         return self.down(h) * scale + noise + x.new_zeros(5, 4).bernoulli_(0.3)
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
+@pytest.mark.parametrize("decomposed", slow_after(1, [False, True]))
 def test_random_ops_draw_from_a_key_what_one_device_draws(decomposed):
     model, key = Draws().double(), ftp.random.key(3)
     fn, params = ftp.functionalize(model)

@@ -59,7 +59,7 @@ def equal(found: Any, expected: Any) -> None:
     st.booleans(),
     st.sampled_from([None, "nothing", "collectives"]),
     st.integers(1, 3),
-    few=4,
+    few=2,
     many=60,
 )
 def test_equals_one_device(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_after
 from models import LlamaConfig, build, lm_loss
 from torch import nn
 from torch.nn import functional as F
@@ -165,7 +166,7 @@ def test_memory_grows_by_no_more_than_a_bucket(specs: P):
     assert int(found.memory) <= int(plain.memory) + largest
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", slow_after(1, [4, 2]))
 def test_zero3_gathers_by_layer_and_holds_less_than_data_parallelism(n: int):
     cfg = LlamaConfig(vocab=512, dim=128, layers=4, heads=4, hidden=256)
     fn, params = ftp.functionalize(build(cfg, device="meta"))

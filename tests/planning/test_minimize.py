@@ -236,7 +236,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", slow_after(2, WIDE))
+@pytest.mark.parametrize("name", slow_after(1, WIDE))
 def test_wide_ones_have_an_answer(name: str) -> None:
     network = WIDE[name]()
     start = time.perf_counter()

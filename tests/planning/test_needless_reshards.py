@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from few_or_many import slow_after
 from plan_reshards import unbucketed
 
 import ftp
@@ -210,7 +211,7 @@ def test_tokens_that_are_sliced_in_the_loss_are_cut_again(n):
     torch.testing.assert_close(step(params, z), (value, grads), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", slow_after(2, [3, 4, 2, 5]))
 def test_a_slice_from_0_keeps_chunks_that_start_alike(n):
     """``logits[:, :-1]`` gathered the logits."""
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from dropless import DIM, HIDDEN, drawn, loop, routed
 from expert_table import MODELS, expert_program
+from few_or_many import few_or_many
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,8 +85,7 @@ def check(routing: Any, plan: str) -> None:
     torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=4)
-@given(routings(), st.sampled_from(sorted(PLANS)))
+@few_or_many(routings(), st.sampled_from(sorted(PLANS)), few=2, many=40)
 def test_any_routing_is_the_loop_over_experts(routing, plan):
     """Tokens that do not divide, experts without tokens, and one that all tokens choose."""
     check(routing, plan)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from rings import forget_steps
 from torch import Tensor
@@ -58,8 +58,7 @@ def make(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@settings(max_examples=12)
-@given(st.data())
+@few_or_many(st.data(), few=4, many=60)
 def test_as_a_dense_softmax(data: Any):
     shape, cut = data.draw(st.sampled_from(MESHES))
     size, of_keys = data.draw(st.tuples(st.integers(3, 11), st.sampled_from([2, 4])))

@@ -106,9 +106,21 @@ def floats(*shape: int) -> Tensor:
             (),
             marks=pytest.mark.slow,
         ),
-        (aten.amax.default, (floats(16, 32), [0]), "[b] a -> a", ()),
+        pytest.param(
+            aten.amax.default,
+            (floats(16, 32), [0]),
+            "[b] a -> a",
+            (),
+            marks=pytest.mark.slow,
+        ),
         (aten.cumsum.default, (floats(16, 32), 0), "[b] a -> [c] a", ((0,),)),
-        (aten.add.Tensor, (floats(9, 4), floats(9, 4)), "a b, a b -> a b", ((0, 1),)),
+        pytest.param(
+            aten.add.Tensor,
+            (floats(9, 4), floats(9, 4)),
+            "a b, a b -> a b",
+            ((0, 1),),
+            marks=pytest.mark.slow,
+        ),
         (aten.renorm.default, (floats(16, 32), 2, 0, 0.3), "a [b] -> a [c]", ()),
         (
             torch.ops.ftp_tests.scaled_rows.default,

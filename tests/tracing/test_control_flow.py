@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from few_or_many import few_or_many
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
@@ -156,8 +156,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize(("fn", "expected"), LOOPS, ids=lambda fn: fn.__name__)
-@settings(max_examples=2)
-@given(data=st.data())
+@few_or_many(data=st.data(), few=1, many=40)
 def test_loops(fn, expected, data):
     shape = data.draw(st.sampled_from(list(MESHES)))
     spec = data.draw(st.sampled_from(SPECS))
@@ -357,8 +356,7 @@ BRANCHES = [
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in jvp
 @pytest.mark.parametrize(("fn", "expected"), BRANCHES, ids=lambda fn: fn.__name__)
-@settings(max_examples=2)
-@given(data=st.data())
+@few_or_many(data=st.data(), few=1, many=40)
 def test_branches(fn, expected, data):
     shape = data.draw(st.sampled_from(list(MESHES)))
     spec = data.draw(st.sampled_from(SPECS))

@@ -573,7 +573,9 @@ PAGES = P(None, None, "tp")
     ],
     ids=["heads", "queries", "both", "table", "pages"],
 )
-@pytest.mark.parametrize("window", [(-1, 0), (4, 0), (-1, -1)])
+@pytest.mark.parametrize(
+    "window", [pytest.param((-1, 0), marks=pytest.mark.slow), (4, 0), (-1, -1)]
+)
 def test_a_paged_cache(axes: Any, cut: P, pages: P, table_cut: P, moved: list[str], window: Any):
     """Pages in any order, sequences of several new tokens, unused tokens that are NaN, and entries
     of no page.

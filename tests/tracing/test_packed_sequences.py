@@ -73,7 +73,10 @@ MESHES = {"tp3": ((3,), ("tp",)), "dp2×tp2": ((2, 2), ("dp", "tp"))}
 @pytest.mark.parametrize(
     ("name", "mesh_name"),
     slow_unless(
-        lambda name, mesh: list(MODELS).index(name) % 2 == list(MESHES).index(mesh),
+        lambda name, mesh: (
+            list(MODELS).index(name) % 2 == list(MESHES).index(mesh)
+            and name not in ("LSTM, states", "GRU, rows")  # others hold what they do
+        ),
         itertools.product(MODELS, MESHES),
     ),
 )

@@ -585,7 +585,7 @@ BETA = pytest.mark.filterwarnings("ignore:index_reduce")
 
 @BETA
 @pytest.mark.parametrize("name", PITFALLS)
-@few_or_many(st.data(), few=2, many=60)
+@few_or_many(st.data(), few=1, many=60)
 def test_pitfall(name: str, data: st.DataObject):
     fn, arguments = PITFALLS[name]
     check(fn, arguments, *data.draw(layouts([t.ndim for t in arguments])))
