@@ -165,9 +165,7 @@ def _check_explicit(program: Program, planning: Planning) -> None:
 
 
 def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Program:
-    """The program by the plan that another rank handed out or an earlier run stored; else by a new
-    plan.
-    """
+    """The program of a plan that another rank sent or an earlier run stored; else of a new one."""
     definition, inputs = planning.definition, planning.inputs
     key = key_of(
         definition.mesh,

@@ -58,8 +58,8 @@ class PipelinedStep(Step):
         return LoweredPipeline(self._known(*self._with_keys(args)).program)  # type: ignore[arg-type]
 
     def _with_keys(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with a row of keys in place of the key. What is no key stays: all ranks
-        learn of the error where arguments are checked.
+        """The arguments with the last one, a key, replaced by a row of keys, one per microbatch. A
+        value that is no key stays: the check of arguments reports it on all ranks.
         """
         if not (self._takes_key and args and is_key(args[-1])):
             return args
@@ -97,7 +97,7 @@ class PipelinedStep(Step):
 
 
 def held_of(inputs: Inputs) -> list[StoredValue]:
-    """The tensors of a call."""
+    """Spec, global shape and dtype of each tensor of a call."""
     leaves, specs, shapes = inputs.call.leaves, inputs.specs, inputs.shapes
     return [StoredValue(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
 

@@ -324,7 +324,9 @@ def _before_key(
 
 
 def _with_row(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a key, last, as one of a microbatch's rows of keys: one."""
+    """``fn``, whose last argument is a key, as a function that takes a microbatch's row of keys,
+    which holds one key.
+    """
 
     @wraps(fn)
     def with_row(*args: Any) -> Any:

@@ -98,7 +98,7 @@ class IssuedCollective:
     def scattered(self, op: str, part: int | None) -> ElementMap:
         held = self.reduced(op, part)
         if part is not None:
-            held = reshape(held, (-1,))  # as it would be scattered alone
+            held = reshape(held, (-1,))  # as if it were scattered alone
         for along in self.axes:
             held = scatter_axis(held, along, self.cell.at[along.dim])
         return held

@@ -89,8 +89,8 @@ class Matcher:
 
 
 def _sized(expected: fx.Node, actual: fx.Node) -> tuple[Any, ...]:
-    """The arguments expected of a node. Where it is a reshape of which one size is -1, so is the
-    expected one: the operand is the expected one, and the other sizes leave that size alone.
+    """The arguments expected of a node. If the node is a reshape in which one size is -1, the same
+    size of the expected shape becomes -1: the operand and the other sizes determine it.
     """
     if expected.target not in RESHAPES:
         return expected.args

@@ -62,7 +62,9 @@ class PackedValues:
         return pack(taken or [slice_dim(self.parts[0], dim, 0, 0)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> "Sequence[ElementMap | PackedValues]":
-        """Split as it was packed, it gives its parts, each empty one with its own value."""
+        """Split along ``dim``. Split into the sizes that were packed, it gives the packed parts
+        themselves, empty ones included.
+        """
         if dim == self.dim and list(sizes) == [p.shape[dim] for p in self.parts]:
             self.require_unflattened()
             return self.parts

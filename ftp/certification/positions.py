@@ -14,7 +14,7 @@ import numpy as np
 
 Index = np.ndarray
 HOLE = -(1 << 60)
-_LEAST = HOLE // 2  # what is less is a hole, plus some position
+_LEAST = HOLE // 2  # a number below it is a hole plus some position
 
 
 @dataclass(frozen=True, eq=False)

@@ -177,8 +177,8 @@ def _take(folder: Path, seen: Lock | None, me: Owner) -> Lock | None:
     try:
         with os.fdopen(file, "w", encoding="utf-8") as f:
             f.write(json.dumps(asdict(me)))
-        # What is lower than the lock that was judged is older than it. If that is gone, another has
-        # had its place, and left it since.
+        # Locks with lower numbers than the dead owner's are older. If the dead owner's lock is
+        # gone, another process has taken the folder and released it since.
         others = [n for n in _numbers(folder) if n != number]
         judged = None if seen is None else _read(seen.path, seen.number)
         is_first = all(n < number for n in others)

@@ -90,8 +90,8 @@ def _leaves(value: Value, phase: int, users: dict[Value, list[tuple[Node, int]]]
 def _ends_in(
     value: Value, ends: Set[Value], read: Set[Value], users: dict[Value, list[tuple[Node, int]]]
 ) -> bool:
-    """Whether all that reads a value, a view or a cast of it, is an output in ``ends``, or its
-    addition to a sum that is one.
+    """Whether every use of a value, through views and casts, is an output in ``ends`` or its
+    addition to such an output.
     """
     return value not in read and all(
         (user.target is aten.add.Tensor and Value(user) in ends)

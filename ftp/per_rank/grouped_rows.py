@@ -209,9 +209,9 @@ class RowsTravel(TorchFunctionMode):
         return made
 
     def _filled(self, x: Tensor, offs: Any) -> Tensor:
-        """Arrived rows, with numbers at which functions are smooth where none arrived. The gradient
-        of a tensor that all rows share sums over those too, and 0 / 0 would stay in it. A row that
-        arrives brings True.
+        """Arrived rows; where none arrived, numbers at which functions are smooth. The gradient of
+        a tensor that all rows share sums over these rows too, where 0 / 0 would spoil it. A True
+        that is sent with each row tells which arrived.
         """
         if not x.is_floating_point():
             return x

@@ -42,8 +42,9 @@ def messages(actions: Actions, stages: int) -> list[Message]:
 
 
 def arrivals(actions: Actions, stages: int) -> dict[Action, list[Action]]:
-    """Per action that reads a message, the readers of those that its rank asks for with it, its own
-    last: also what the same sender sends before, and no earlier action of the rank has asked for.
+    """Per action that reads a message, the readers of all messages that its rank requests then, its
+    own last. Messages of one sender arrive in order, so these are also the sender's earlier
+    messages that no earlier action of the rank has requested.
 
     >>> from ftp.pipeline.schedule import gpipe
     >>> first, second = gpipe(2, 2, 1)
@@ -66,9 +67,9 @@ def arrivals(actions: Actions, stages: int) -> dict[Action, list[Action]]:
 
 
 def most_on_their_way(actions: Actions, stages: int) -> dict[RankPair, int]:
-    """Per pair of ranks the most messages that are on their way at once, at any speed of the ranks.
+    """Per pair of ranks the most messages that are in flight at once, at any speed of the ranks.
 
-    ``actions`` are such that every message is read, as `simulate` finds out.
+    Every message must be read by an action, as `simulate` checks.
 
     >>> from ftp.pipeline.schedule import gpipe, one_f_one_b
     >>> most_on_their_way(gpipe(2, 4, 1), 2), most_on_their_way(one_f_one_b(2, 4, 1), 2)

@@ -13,7 +13,7 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.pipeline.schedule import Actions
+from ftp.pipeline.schedule import Action, Actions
 from ftp.pipeline.subgraphs import Stages
 
 Number = int
@@ -150,62 +150,100 @@ def _number_pieces(
 
 def _check_order(stages: Stages, actions: Actions) -> None:
     """Run the schedule on names instead of tensors."""
-    ranks = len(actions)
-    held: dict[tuple[int, int], set[str]] = {}
-    posted: dict[tuple[str, int, int], tuple[str, ...]] = {}
-    at = [0] * ranks
-    counted: Counter[tuple[str, int]] = Counter()
-    moved = True
-    while moved:
-        moved = False
+    run = _NameRun(stages)
+    at = [0] * len(actions)
+    progressed = True
+    while progressed:
+        progressed = False
         for rank, own in enumerate(actions):
-            while at[rank] < len(own):
-                kind, stage, i = own[at[rank]]
-                key = None
-                if kind == "F" and stage:
-                    key = ("F", stage - 1, i)
-                elif kind in "BI" and stage + 1 < len(stages.backward):
-                    key = ("B", stage + 1, i)
-                if key is not None and key not in posted:
-                    break
-                here = held.setdefault((stage, i), set())
-                if key is not None:
-                    here.update(posted.pop(key))
-                subgraph = stages.subgraphs.get((kind, stage))
-                if subgraph is not None:
-                    if missing := [name for name in subgraph.values if name not in here]:
-                        raise CertificateError(
-                            f"{own[at[rank]]!r} reads %{missing[0]}, which stage {stage} does not"
-                            " hold by then."
-                        )
-                    here.update(subgraph.outputs)
-                sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
-                last = stage + 1 == len(stages.forward) if kind == "F" else stage == 0
-                if sent is not None and not last:
-                    if missing := [name for name in sent[stage] if name not in here]:
-                        raise CertificateError(
-                            f"{own[at[rank]]!r} sends %{missing[0]}, which stage {stage} does not"
-                            " hold by then."
-                        )
-                    posted["F" if kind == "F" else "B", stage, i] = sent[stage]
-                if kind == "F":
-                    counted.update(
-                        ("result", n) for n, (k, _) in enumerate(stages.results) if k == stage
-                    )
-                if kind in "BW":
-                    counted.update(
-                        (f"gradient {leaf}", stage)
-                        for leaf, found in enumerate(stages.gradients)
-                        if stage in found and found[stage] in here
-                    )
+            while at[rank] < len(own) and run.act(own[at[rank]]):
                 at[rank] += 1
-                moved = True
+                progressed = True
     stuck = [own[i] for own, i in zip(actions, at, strict=True) if i < len(own)]
     if stuck:
         raise CertificateError(f"{stuck[0]!r} waits for a message that nobody sends.")
-    if posted:
-        raise CertificateError(f"The message {next(iter(posted))} is sent and never read.")
-    microbatches = len({i for own in actions for _, _, i in own})
+    if run.posted:
+        raise CertificateError(f"The message {next(iter(run.posted))} is sent and never read.")
+    _check_counts(stages, run.counted, len({i for own in actions for _, _, i in own}))
+
+
+class _NameRun:
+    """A schedule as it runs on names.
+
+    Attributes:
+        held: by stage and microbatch, the names that the stage holds.
+        posted: messages that are sent and not yet read, by kind, stage and microbatch.
+        counted: how often each result, and each gradient of a stage, was computed.
+    """
+
+    def __init__(self, stages: Stages):
+        self._stages = stages
+        self.held: dict[tuple[int, int], set[str]] = {}
+        self.posted: dict[tuple[str, int, int], tuple[str, ...]] = {}
+        self.counted: Counter[tuple[str, int]] = Counter()
+
+    def act(self, action: Action) -> bool:
+        """Run an action; False if its message has not been sent yet.
+
+        Raises:
+            CertificateError: it reads or sends a name that its stage does not hold.
+        """
+        kind, stage, i = action
+        awaited = self._awaited(action)
+        if awaited is not None and awaited not in self.posted:
+            return False
+        here = self.held.setdefault((stage, i), set())
+        if awaited is not None:
+            here.update(self.posted.pop(awaited))
+        subgraph = self._stages.subgraphs.get((kind, stage))
+        if subgraph is not None:
+            _require_held(action, "reads", subgraph.values, here)
+            here.update(subgraph.outputs)
+        self._send(action, here)
+        self._count(action, here)
+        return True
+
+    def _awaited(self, action: Action) -> tuple[str, int, int] | None:
+        kind, stage, i = action
+        if kind == "F" and stage:
+            return "F", stage - 1, i
+        if kind in "BI" and stage + 1 < len(self._stages.backward):
+            return "B", stage + 1, i
+        return None
+
+    def _send(self, action: Action, here: set[str]) -> None:
+        kind, stage, i = action
+        if kind == "F" and stage + 1 < len(self._stages.forward):
+            names, key = self._stages.forward[stage], "F"
+        elif kind in "BI" and stage:
+            names, key = self._stages.backward[stage], "B"
+        else:
+            return
+        _require_held(action, "sends", names, here)
+        self.posted[key, stage, i] = names
+
+    def _count(self, action: Action, here: set[str]) -> None:
+        kind, stage, _ = action
+        if kind == "F":
+            self.counted.update(
+                ("result", n) for n, (k, _) in enumerate(self._stages.results) if k == stage
+            )
+        if kind in "BW":
+            self.counted.update(
+                (f"gradient {leaf}", stage)
+                for leaf, found in enumerate(self._stages.gradients)
+                if stage in found and found[stage] in here
+            )
+
+
+def _require_held(action: Action, does: str, names: Sequence[str], here: set[str]) -> None:
+    if missing := [name for name in names if name not in here]:
+        raise CertificateError(
+            f"{action!r} {does} %{missing[0]}, which stage {action.stage} does not hold by then."
+        )
+
+
+def _check_counts(stages: Stages, counted: Counter[tuple[str, int]], microbatches: int) -> None:
     due: Mapping[tuple[str, int], int] = {
         **{("result", n): microbatches for n in range(len(stages.results))},
         **{

@@ -235,7 +235,7 @@ class _Expansion:
             self.whole[node].meta = {**node.meta, "traced_as": node.name}
 
     def _by_rank(self, node: fx.Node, rule: BoundRule) -> bool:
-        """Emit an op once a rank; False where the layers meet in it."""
+        """Emit an op once per rank; False if it combines layers."""
         operands = _operands(node)
         dims = [rule.operands[i][0] for i, n in enumerate(operands) if n in self.parts]
         if len(set(dims)) != 1 or len(dims[0]) != 1 or dims[0][0] in rule.whole:

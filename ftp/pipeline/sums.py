@@ -72,8 +72,8 @@ def _input(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def names_of_gradients(stages: Stages, summed: Collection[StageGraph]) -> set[str]:
-    """The names of gradients, of their sums over microbatches, and of values of which subgraphs
-    make these by views and casts alone.
+    """The names of gradients, of their sums over microbatches, and of values that reach these
+    through views and casts only.
 
     Args:
         summed: the subgraphs, from `with_sums`.
@@ -95,7 +95,9 @@ def names_of_gradients(stages: Stages, summed: Collection[StageGraph]) -> set[st
 
 
 def _values(subgraph: StageGraph, gradients: Set[str]) -> Iterator[tuple[str, bool]]:
-    """The values that a subgraph reads, and whether it makes nothing but gradients of each."""
+    """The values that a subgraph reads, and for each whether it reaches gradients only, through
+    views, casts and additions.
+    """
     names = dict[fx.Node, set[str]]()
     returned: Any = subgraph.gm.graph.output_node().args[0]
     for name, node in zip(subgraph.outputs, returned, strict=True):

@@ -116,7 +116,7 @@ def cut_at_means(
     values = outputs[noted.results : noted.results + count]
     of = iter(outputs[noted.results + count :])
     leaf_of = [next(of) if is_gradient else None for is_gradient in noted.is_gradient]
-    # Each is a copy of what it is the mean of.
+    # Each output is a copy of the value for one microbatch.
     first: list[Any] = [value.args[0] for value in values]
     assert all(isinstance(x, fx.Node) for x in first)
     for node, leaf in zip(values, leaf_of, strict=True):

@@ -348,7 +348,7 @@ class _TableBuilder:
     def add_mirror(self, value: Value, node: Node) -> None:
         """Add the pair of an output and the open input whose layout the output has."""
         table = [
-            [_is_had(s.results[0], entry) for s in self.net.options[node]]
+            [_seconds_to_return(s.results[0], entry) for s in self.net.options[node]]
             for entry in self.copies[value]
         ]
         owner = self.of_value[self._owner_of(value)]
@@ -445,6 +445,6 @@ def _add_to(sums: dict[int, np.ndarray], variable: int, terms: np.ndarray) -> No
     sums[variable] = sums[variable] + terms if variable in sums else terms
 
 
-def _is_had(layout: Layout, entry: tuple[Layout, ...]) -> float:
+def _seconds_to_return(layout: Layout, entry: tuple[Layout, ...]) -> float:
     """Seconds to return a value in ``layout`` from the copies ``entry``: 0 or infinity."""
     return 0.0 if entry[0].kind == "R" or layout in entry else math.inf

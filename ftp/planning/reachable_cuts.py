@@ -144,8 +144,9 @@ def is_cut_again(node: Node) -> bool:
 
 
 def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
-    """Cuts of the parts of what a cut divides between them, such as chunks of the flattened batch:
-    what a rank holds of a whole part, it would compute alone, or all ranks would.
+    """Cuts within the parts of a split whose operand the axis cuts between parts, such as chunks of
+    the flattened batch. Without them a part would be computed on the rank that holds it, or on all
+    ranks.
     """
     return [
         (Value(node, index), layout_of(dims, node.sizes, Cut(there[-1]), found.n))

@@ -357,8 +357,8 @@ def _prime_above(n: int) -> int:
 
 
 def _beside_of(shape: Sequence[int], own: Sequence[int], x: Sequence[int]) -> list[int]:
-    """The shape that a tensor of shape ``own`` beside tokens of shape ``x`` has beside tokens of
-    ``shape``: it has their dim 0, and those of their other dims but the last that it starts with.
+    """The shape ``own`` of a tensor beside tokens of shape ``x``, for tokens of ``shape``. Its
+    leading dims that equal those of ``x`` (the last dim of ``x`` aside) become those of ``shape``.
 
     >>> _beside_of((5, 3, 8), (2, 7, 4), (2, 7, 8)), _beside_of((5, 3, 8), (2, 1, 7), (2, 7, 8))
     ([5, 3, 4], [5, 1, 7])

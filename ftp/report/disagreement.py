@@ -63,7 +63,9 @@ def _finding(
 
 
 def _is_odd(resharded: Node, user: Node) -> bool:
-    """Whether a reshard is of an activation, or re-cuts a parameter that meets one elementwise."""
+    """Whether a reshard is of an activation, or cuts a parameter on another dim for an elementwise
+    op.
+    """
     is_recut = resharded.target.op == "all_to_all" and not is_matmul(user.target)
     return bool(resharded.depends & BATCH) or is_recut
 

@@ -84,7 +84,7 @@ class PipelineProgram(ProgramOfSubgraphs):
 
     @cached_property
     def arrivals(self) -> Mapping[Action, Sequence[Action]]:
-        """Per action that reads a message, the readers of those that its rank asks for with it."""
+        """Per action that reads a message, the readers of all messages requested with it."""
         return arrivals(self.actions, len(self.made.stages.forward))
 
     @cached_property

@@ -61,12 +61,14 @@ class MessageQueue:
         self._library.ftp_post(self._sender, self.count)
 
     def receive(self, values: Sequence[torch.Tensor]) -> "Receive":
-        """Ask for the next message; it is in ``values`` after ``wait()`` of what comes back."""
+        """Request the next message; it is in ``values`` after ``wait()`` of the result."""
         self._asked.append(values)
         return Receive(self, self.count + len(self._asked))
 
     def read(self, number: int) -> None:
-        """Wait for messages up to the one with a number, and copy them to where they are asked."""
+        """Wait for all messages up to ``number``, and copy each to the tensors that its request
+        named.
+        """
         while self.count < number:
             self._wait(self._sender, self.count + 1, self._pair[0])
             _copy(self._slot(), self._asked.popleft(), is_read=True)
@@ -88,13 +90,13 @@ class MessageQueue:
 
 @dataclass(frozen=True)
 class Receive:
-    """A message that is asked for."""
+    """A requested message."""
 
     queue: MessageQueue
     number: int
 
     def wait(self) -> None:
-        """Wait until it is here."""
+        """Wait until the message has arrived."""
         self.queue.read(self.number)
 
 

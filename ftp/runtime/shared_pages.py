@@ -35,8 +35,8 @@ def with_shared_memory(
     size: Callable[[str], int],
     make: Callable[[str, mmap.mmap, ctypes.CDLL], Made],
 ) -> dict[str, Made]:
-    """What ``make`` makes of the memory of each group; empty if a rank of the mesh cannot use
-    shared memory. All ranks of the mesh call it together.
+    """Allocate shared memory for each group, and return the result of ``make`` for each; empty if a
+    rank of the mesh cannot use shared memory. All ranks of the mesh call it together.
 
     Args:
         groups: of this rank, by names that are equal on all ranks.

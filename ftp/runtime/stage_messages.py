@@ -135,9 +135,9 @@ class Messages:
 def groups_of_pairs(
     mesh: Mesh, axis: str, pairs: Collection[RankPair]
 ) -> dict[RankPair, dist.ProcessGroup]:
-    """For NCCL a process group of this rank's pairs of ranks, for each direction: one group does
-    what it is asked for in order, so that a message would wait for those of the other direction.
-    Empty for other backends. All ranks of the mesh call it together.
+    """With NCCL, a process group for each pair of ranks and direction. A group runs its operations
+    in order, so with a shared group a message would wait for those in the other direction. Empty
+    for other backends. All ranks of the mesh call it together.
     """
     assert mesh.torch is not None
     if not uses_nccl(mesh):

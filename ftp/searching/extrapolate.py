@@ -64,8 +64,8 @@ def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Est
     held = sum(nbytes for name, nbytes in lowered.input_bytes.items() if name in inputs)
     kept = _between(live, first, False)
     made = -_between(live, first, True)
-    # A moment sees of a layer left out what is held throughout, and what the passes have kept and
-    # made when they came by.
+    # At any moment a layer left out adds its inputs; from its forward pass on the tensors that it
+    # keeps for the backward pass; from its backward pass on the gradients that it makes.
     nbytes = 0
     forward, backward = first(True, False), first(False, True)
     for at, n in enumerate(live):

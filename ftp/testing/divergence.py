@@ -5,7 +5,7 @@ differs.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import fx
 
 from ftp.api.certify import certificate_of
 from ftp.api.step import Step
+from ftp.certification.cells import Cell
 from ftp.certification.certificate import Certificate, Operation, Ref
 from ftp.certification.checker import Checker
 from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
@@ -113,59 +114,80 @@ def compare(
             "first_divergence compares ops with one device's, which has none of the ops in"
             " ftp.local(axes=...). Compare the parts of the program around it."
         )
-    names = list(certificate.axes)
-    read: dict[tuple[str, int], RankValues] = {}  # by op and operand
-    made: dict[str, RankValues] = {}  # by value
-    returned: dict[int, RankValues] = {}  # by output
-    watched: dict[MeshIndex, list[tuple[fx.Node, ElementMap, RankValues]]] = {}
+    seen = _Seen()
+    watched: dict[MeshIndex, list[_Watched]] = {}
     for cell in checker.cells.all:
-        nodes: list[tuple[fx.Node, ElementMap, RankValues]] = []
-        for name in checker.graphs.local_ops[cell.graph]:
-            op = checker.operations[name]
-            try:
-                forms = checker.forms.bind(cell, name)
-            except Unsound as e:
-                return Divergence(
-                    name,
-                    op.source,
-                    dict(zip(names, next(cell.coordinates()), strict=True)),
-                    float("inf"),
-                    str(e),
-                )
-            for form in forms:
-                for slot, node in form.operands.items():
-                    expected = checker.forms.expected_operand(op, cell, slot, form.rows)
-                    pending = frozenset(
-                        (axis, "sum") for axis, slots in op.partial.items() if slot in slots
-                    )
-                    nodes.append(
-                        (
-                            node,
-                            replace(expected, pending=pending),
-                            read.setdefault((name, slot), {}),
-                        )
-                    )
-        nodes += [
-            (node, held, made.setdefault(held.value, {}))
-            for (c, node), held in checker.forms.result_maps.items()
-            if c is cell
-        ]
-        for at, (node, (ref, spec)) in enumerate(
-            zip(checker.output_nodes(cell), certificate.outputs, strict=True)
-        ):
-            shape = checker.operations[ref.name].results[ref.index].shape
-            nodes.append(
-                (
-                    node,
-                    element_map(
-                        checker.forms.key(ref, cell), checker.parts.cut_by_spec(shape, spec, cell)
-                    ),
-                    returned.setdefault(at, {}),
-                )
-            )
+        nodes = _watched_in(cell, certificate, checker, seen)
+        if isinstance(nodes, Divergence):
+            return nodes
         for coordinate in cell.coordinates():
             at = [together.index(i) for together, i in zip(cell.at, coordinate, strict=True)]
             watched[coordinate] = [(node, on_rank(held, at), parts) for node, held, parts in nodes]
+    _run_ranks(certificate, checker, watched, shards, groups)
+    return _judged(_Judge(certificate, checker, seen.made, rtol, atol), seen, inputs)
+
+
+RankValues = dict[MeshIndex, list[tuple[ElementMap, torch.Tensor]]]  # each rank's part of a value
+_Watched = tuple[fx.Node, ElementMap, RankValues]  # a node, what it should hold, where to note it
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The ranks' parts of values: as ops read them, by op and operand; as ops made them, by value;
+    and as the program returned them, by output.
+    """
+
+    read: dict[tuple[str, int], RankValues] = field(default_factory=dict)
+    made: dict[str, RankValues] = field(default_factory=dict)
+    returned: dict[int, RankValues] = field(default_factory=dict)
+
+
+def _watched_in(
+    cell: Cell, certificate: Certificate, checker: Checker, seen: _Seen
+) -> "list[_Watched] | Divergence":
+    """The nodes of a cell's graph to watch; a divergence if a rank's form of an op is wrong for any
+    input.
+    """
+    nodes: list[_Watched] = []
+    for name in checker.graphs.local_ops[cell.graph]:
+        op = checker.operations[name]
+        try:
+            forms = checker.forms.bind(cell, name)
+        except Unsound as e:
+            rank = dict(zip(certificate.axes, next(cell.coordinates()), strict=True))
+            return Divergence(name, op.source, rank, float("inf"), str(e))
+        for form in forms:
+            for slot, node in form.operands.items():
+                expected = checker.forms.expected_operand(op, cell, slot, form.rows)
+                pending = frozenset(
+                    (axis, "sum") for axis, slots in op.partial.items() if slot in slots
+                )
+                parts = seen.read.setdefault((name, slot), {})
+                nodes.append((node, replace(expected, pending=pending), parts))
+    nodes += [
+        (node, held, seen.made.setdefault(held.value, {}))
+        for (c, node), held in checker.forms.result_maps.items()
+        if c is cell
+    ]
+    for at, (node, (ref, spec)) in enumerate(
+        zip(checker.output_nodes(cell), certificate.outputs, strict=True)
+    ):
+        shape = checker.operations[ref.name].results[ref.index].shape
+        held = element_map(
+            checker.forms.key(ref, cell), checker.parts.cut_by_spec(shape, spec, cell)
+        )
+        nodes.append((node, held, seen.returned.setdefault(at, {})))
+    return nodes
+
+
+def _run_ranks(
+    certificate: Certificate,
+    checker: Checker,
+    watched: Mapping[MeshIndex, Sequence[_Watched]],
+    shards: Sequence[Sequence[torch.Tensor]],
+    groups: Mapping[str, Any],
+) -> None:
+    """Run all ranks and note what the watched nodes hold."""
     programs, given = [], []
     for coordinate, of_rank in zip(certificate.ranks.at, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
@@ -177,7 +199,11 @@ def compare(
     ):
         for (_, held, parts), value in zip(watched[coordinate], values, strict=True):
             parts.setdefault(coordinate, []).append((held, value))
-    judge = _Judge(certificate, checker, made, rtol, atol)
+
+
+def _judged(judge: "_Judge", seen: _Seen, inputs: Sequence[torch.Tensor]) -> Divergence | None:
+    """Run the single-device program, op by op, and compare what the ranks hold."""
+    certificate, checker = judge.certificate, judge.checker
     feed = iter(inputs)
     env: dict[str, Any] = {}
     for op in certificate.operations:
@@ -187,15 +213,15 @@ def compare(
         operands = [env[ref.key] for ref in op.operands]
         wide = list(map(doubled, operands))
         for slot, ref in enumerate(op.operands):
-            if (op.name, slot) in read:
-                if found := judge.differing_read(op, ref, operands[slot], read[op.name, slot]):
+            if (op.name, slot) in seen.read:
+                if found := judge.differing_read(op, ref, operands[slot], seen.read[op.name, slot]):
                     return found
-                wide[slot], _ = judge.combined(operands[slot], read[op.name, slot])
+                wide[slot], _ = judge.combined(operands[slot], seen.read[op.name, slot])
                 operands[slot] = wide[slot].to(operands[slot].dtype)
         results, exact, terms = evaluate_in_double(op, operands, wide, checker)
         for index, whole in enumerate(evaluate(op, [env[ref.key] for ref in op.operands])):
             env[Ref(op.name, index).key] = whole
-            parts = made.get(Ref(op.name, index).key, {})
+            parts = seen.made.get(Ref(op.name, index).key, {})
             if isinstance(whole, torch.Tensor) and (
                 found := judge.differing_result(
                     op, results[index], exact[index], terms[index], parts
@@ -204,17 +230,14 @@ def compare(
                 return found
     for at, (ref, _) in enumerate(certificate.outputs):
         if found := judge.differing_read(
-            checker.operations[ref.name], ref, env[ref.key], returned[at]
+            checker.operations[ref.name], ref, env[ref.key], seen.returned[at]
         ):
             return found
     return None
 
 
-RankValues = dict[MeshIndex, list[tuple[ElementMap, torch.Tensor]]]  # each rank's part of a value
-OF_DTYPE, OF_DEVICE = (
-    8.0,
-    16.0,
-)  # factors: allowed roundings of a value, and of one device's own error
+OF_DTYPE = 8.0  # allowed roundings of a value
+OF_DEVICE = 16.0  # allowed multiple of one device's own error
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ COPY = (
     "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and"
     " return what has changed."
 )
+_WRITES = f"The function changes an input or a captured tensor in place{{at}}. {COPY}"
 
 
 LEAKED = (
@@ -77,14 +78,71 @@ def located(line: str) -> str:
     return f" at {line}," if line else ""
 
 
+# By meaning: the error to raise, and its message; ``{at}`` is where, as in " at LINE".
+_BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
+    Meaning.MAPS_ROWS: (
+        TraceError,
+        "torch.vmap over rows that a mask selects{at}, whose number depends on values, is not"
+        " taken. Write the function for all rows at once (rows @ w), or map over"
+        " torch.where(mask, x, 0).",
+    ),
+    Meaning.OF_OTHER_TRACE: (TraceError, f"The function uses{{at}} {LEAKED}"),
+    Meaning.MUTATES_CAPTURED: (TraceError, _WRITES),
+    Meaning.MUTATES_LEAF: (TraceError, _WRITES),
+    Meaning.NOT_REQUIRING_GRAD: (
+        GradientRefused,
+        "The function asks autograd for a gradient{at}, of inputs that do not require one."
+        " Use torch.func.grad.",
+    ),
+    Meaning.CALLS_BACKWARD: (
+        TraceError,
+        "The function calls backward(){at}. Return the loss: ftp.shard differentiates it;"
+        " inside a function use torch.func.grad.",
+    ),
+    Meaning.CALLS_REQUIRES_GRAD: (
+        GradientRefused,
+        "The function calls requires_grad_(){at}. ftp.shard takes the gradients of the first"
+        " argument's leaves; inside a function use torch.func.grad, whose argnums name the"
+        " arguments.",
+    ),
+    Meaning.REENTRANT_CHECKPOINT: (
+        GradientRefused,
+        "The function uses torch.utils.checkpoint with use_reentrant=True{at}, which gives"
+        " gradients of all leaves together alone. Pass use_reentrant=False.",
+    ),
+    Meaning.SAVED_TENSOR_HOOKS: (
+        GradientRefused,
+        "The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
+        " cannot be traced. Recompute a block with ftp.remat(block)(*args), or call it as it is.",
+    ),
+    Meaning.META_IN_FORWARD_MODE: (
+        TraceError,
+        "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
+        " torch.vmap, as of torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
+        " torch.func.jacrev(torch.func.jacrev(f)).",
+    ),
+}
+
+
 def explain(error: Exception) -> FtpError | None:
     """The error to raise for an error of torch's while tracing; None for an ordinary mistake in the
     function.
     """
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads sympy
-
     line, meaning = raised_line(error), meaning_of(error)
     at = f" at {line}" if line else ""
+    found = _of_values(error, meaning, line, at) or _of_call(error, meaning, at)
+    if found is None and meaning in _BY_MEANING:
+        kind, message = _BY_MEANING[meaning]
+        found = kind(message.replace("{at}", at))
+    if found is None and line:
+        error.add_note(f"Raised while ftp traced the function, at {line}")
+    return found
+
+
+def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) -> TraceError | None:
+    """The error of code that needs values, or shapes that depend on values."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # loads sympy
+
     if (
         isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
         or meaning is Meaning.NEEDS_VALUE
@@ -102,17 +160,16 @@ def explain(error: Exception) -> FtpError | None:
             " number depends on values. Make it of the rows: torch.zeros_like(rows),"
             " ones_like or full_like."
         )
-    if meaning is Meaning.MAPS_ROWS:
-        return TraceError(
-            f"torch.vmap over rows that a mask selects{at}, whose number depends on values, is not"
-            " taken. Write the function for all rows at once (rows @ w), or map over"
-            " torch.where(mask, x, 0)."
-        )
-    if isinstance(error, DynamicOutputShapeException):
+    if isinstance(error, DynamicOutputShapeException) and meaning is not Meaning.MAPS_ROWS:
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(
             f"{error.func} gives a shape that depends on values{at}.{advice_on(error) or rewrite}"
         )
+    return None
+
+
+def _of_call(error: Exception, meaning: Meaning | None, at: str) -> TraceError | None:
+    """The error of a call of an op or function that cannot be traced; the message names it."""
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(
             f"{error.func} has no kernel for shapes alone{at}. Give it one with"
@@ -125,28 +182,6 @@ def explain(error: Exception) -> FtpError | None:
             " Call the function itself; instead of flex_attention pass its scores' changes as"
             " attn_mask of F.scaled_dot_product_attention."
         )
-    if meaning is Meaning.OF_OTHER_TRACE:
-        return TraceError(f"The function uses{at} {LEAKED}")
-    if meaning in (Meaning.MUTATES_CAPTURED, Meaning.MUTATES_LEAF):
-        return TraceError(
-            f"The function changes an input or a captured tensor in place{at}. {COPY}"
-        )
-    if meaning is Meaning.NOT_REQUIRING_GRAD:
-        return GradientRefused(
-            f"The function asks autograd for a gradient{at}, of inputs that do not require one."
-            " Use torch.func.grad."
-        )
-    if meaning is Meaning.CALLS_BACKWARD:
-        return TraceError(
-            f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it;"
-            " inside a function use torch.func.grad."
-        )
-    if meaning is Meaning.CALLS_REQUIRES_GRAD:
-        return GradientRefused(
-            f"The function calls requires_grad_(){at}. ftp.shard takes the gradients of the first"
-            " argument's leaves; inside a"
-            " function use torch.func.grad, whose argnums name the arguments."
-        )
     if meaning is Meaning.FORWARD_TAKES_CTX:
         function = _function_behind(error)
         what = f"{function} is" if function else "The function uses"
@@ -156,30 +191,11 @@ def explain(error: Exception) -> FtpError | None:
             "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
             " what backward needs."
         )
-    if meaning is Meaning.REENTRANT_CHECKPOINT:
-        return GradientRefused(
-            f"The function uses torch.utils.checkpoint with use_reentrant=True{at}, which gives"
-            " gradients of all leaves together alone. Pass use_reentrant=False."
-        )
-    if meaning is Meaning.SAVED_TENSOR_HOOKS:
-        return GradientRefused(
-            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
-            " cannot be traced."
-            " Recompute a block with ftp.remat(block)(*args), or call it as it is."
-        )
-    if meaning is Meaning.META_IN_FORWARD_MODE:
-        return TraceError(
-            "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
-            f" torch.vmap, as of torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
-            " torch.func.jacrev(torch.func.jacrev(f))."
-        )
     if meaning is Meaning.DTYPES:
         advice = advice_on(error) or " Convert them with .to(dtype)."
         return TraceError(
             f"torch refuses operands of these dtypes{at}: {str(error).rstrip('.')}.{advice}"
         )
-    if line:
-        error.add_note(f"Raised while ftp traced the function, at {line}")
     return None
 
 

@@ -15,7 +15,9 @@ aten = torch.ops.aten
 
 
 def index_range(x: Tensor) -> int | None:
-    """The least n that is seen for which all values of ``x`` are in [0, n); None if none is."""
+    """The smallest known n such that all values of ``x`` are in [0, n), from the ops that computed
+    ``x``; None if there is none.
+    """
     node = node_of(x)
     if node is None or is_batched(x):
         return None

@@ -39,11 +39,12 @@ def is_singular_call(name: str, args: Sequence[Any]) -> bool:
 
 
 def finite(x: Tensor, is_any: Tensor, is_singular: bool) -> Tensor:
-    """An operand of a function of rows; finite if no row is selected.
+    """An operand of a function of rows, replaced by finite numbers where no row is selected.
 
     Args:
         is_any: whether the mask selects a row.
-        is_singular: of `is_singular_call`; else inputs, which are taken to be finite, stay.
+        is_singular: of `is_singular_call`. If false, inputs are kept: they are assumed to be
+        finite.
     """
     if not (x.is_floating_point() or x.is_complex()):
         return torch.where(is_any, x, torch.ones_like(x)) if is_singular else x

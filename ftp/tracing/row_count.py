@@ -31,8 +31,8 @@ class RowCount:
         return self.mask is not None and holds_same(self.mask, mask)
 
     def beside(self, other: Any) -> Tensor:
-        """A tensor that acts beside ``other`` as a Python number does: it decides no dtype but by
-        its kind.
+        """The number as an operand beside ``other``. As with a Python number, only its kind (int or
+        float) takes part in type promotion.
         """
         if other is None:
             return self.value

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 ROWS = 1_000_003
 # Their rules let rows be cut, and tell each rank which rows it has.
 _BY_POSITION = (aten.tril.default, aten.triu.default)
-# They raise, or give inf, on the copies of no row at all.
+# Functions of matrices: where no row is selected, they raise or give inf on the rows that fill in.
 _OF_MATRICES = ("linalg_inv", "linalg_solve", "linalg_cholesky", "linalg_lu", "_linalg", "cholesky")
 # Ops that take sizes. To others the number of rows is a value.
 _SIZED = """

@@ -71,7 +71,7 @@ _Read = tuple[fx.Node, bool]
 
 
 def _resolved(read: _Read, seen: dict[fx.Node, None]) -> _Read:
-    """What is read, before the views that only leave out or add a last dim."""
+    """The source of a read, through views that only drop, add or expand the last dim."""
     node, is_first = read
     while True:
         seen[node] = None
@@ -97,7 +97,9 @@ def _resolved(read: _Read, seen: dict[fx.Node, None]) -> _Read:
 
 
 def _inputs(read: _Read) -> list[_Read] | None:
-    """What a node reads to give what is read of it; None where it reads more."""
+    """The reads of its operands from which a node computes this read of it; None if it reads other
+    elements too.
+    """
     node, is_first = read
     if not is_first:
         return [(n, False) for n in node.all_input_nodes]
@@ -111,7 +113,9 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _last_of(node: fx.Node, reader: fx.Node) -> int | None:
-    """The size of a value's last dim, if it lies along the reader's; 1 for a scalar."""
+    """The size of an operand's last dim, if it corresponds to the reader's last dim; 1 for a
+    scalar.
+    """
     val = node.meta.get("val")
     if not isinstance(val, Tensor):
         return None

@@ -66,7 +66,9 @@ class WrongOutput:
 
 @dataclass(frozen=True)
 class Depth:
-    """How many exponentials and logarithms nest, and what else decides about a field."""
+    """How deep exponentials and logarithms nest, and the other facts by which a residue field is
+    chosen.
+    """
 
     exps: int
     logs: int

@@ -53,8 +53,8 @@ class ReferenceChoice:
         return product(of_row, repeat=math.prod(self.shape[:-1]))
 
     def keys(self, routings: Sequence[Routing], keys: Tensor) -> Tensor:
-        """For each routing, keys of all numbers that give it; ``keys`` (rows, size) are their own,
-        each row's in an order of which nothing is asked.
+        """For each routing, a permutation of each row of ``keys`` (rows, size) under which the
+        choice selects that routing; the order of ``keys`` itself does not matter.
         """
         chosen = torch.tensor(routings).view(len(routings), keys.shape[0], self.count)
         size = keys.shape[1]

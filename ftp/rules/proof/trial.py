@@ -112,7 +112,9 @@ def _outcome(
 
 
 def _place(whole: Tensor, parts: Sequence[Tensor]) -> int | str | bool | None:
-    """The place by which the parts make up the whole; False if there is none."""
+    """The placement under which the parts join to the whole: None (each equals it), the dim to
+    concatenate along, or the reduction. False if there is none.
+    """
     if any(p.ndim != whole.ndim or p.dtype != whole.dtype for p in parts):
         return False
     if all(_same(p, whole) for p in parts):
