@@ -1,5 +1,6 @@
 """The page on the design: its examples print what it says."""
 
+import re
 from pathlib import Path
 
 from pages import run_examples
@@ -17,3 +18,15 @@ def test_the_tree_on_the_page_names_every_package_and_file():
     packages = [f"ftp/{p.parent.name}/" for p in root.glob("*/__init__.py")]
     files = [f"ftp/{p.name}" for p in root.glob("*.py") if p.name != "__init__.py"]
     assert len(files) > 5 and not [name for name in packages + files if name not in text]
+
+
+def test_the_places_on_the_page_are_where_it_says():
+    section = PAGE.read_text().split("## Find the place")[1].split("\n## ")[0]
+    found = re.findall(r"`(ftp/[\w/]+\.py)`((?:,? `\w+`)+)", section)
+    places = [(path, name) for path, names in found for name in re.findall(r"\w+", names)]
+    missing = [
+        f"{path} {name}"
+        for path, name in places
+        if not re.search(rf"^ *(def |class )?{name}\b", (PAGE.parents[1] / path).read_text(), re.M)
+    ]
+    assert len(places) > 15 and not missing, missing

@@ -2,7 +2,7 @@
 them.
 """
 
-from ftp.rules import (
+from ftp.rules import (  # noqa: F401
     along_dim,
     attention,
     conv,
@@ -19,21 +19,3 @@ from ftp.rules import (
     shape,
     slices,
 )
-
-__all__ = [
-    "along_dim",
-    "attention",
-    "conv",
-    "factory",
-    "flex_attention",
-    "ftp_ops",
-    "index",
-    "linalg",
-    "loss",
-    "matmul",
-    "norm",
-    "pointwise",
-    "reduce",
-    "shape",
-    "slices",
-]

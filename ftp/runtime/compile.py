@@ -11,10 +11,11 @@ from torch._guards import TracingContext, tracing
 from torch.fx.graph import _BoxedCodeGen
 
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.passes import only_arrived, outline_branches, with_values
-from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms
+from ftp.passes.arrived_rows import only_arrived
+from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.onednn_matmuls import Choose
+from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together

@@ -8,7 +8,7 @@ from torch import fx
 
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.partitioning.local_program import LocalProgram
-from ftp.passes import only_arrived
+from ftp.passes.arrived_rows import only_arrived
 from ftp.runtime.local_shapes import LocalShapes, annotate, local_shapes
 from ftp.runtime.lowering import ordered, with_writes
 from ftp.runtime.program import Program

@@ -18,34 +18,20 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ftp.passes import (
-    Chunks,
-    Joint,
-    Packs,
-    Span,
-    chunk_matmuls,
-    chunks,
-    drop_copies,
-    fuse_matmuls,
-    gradient_reductions,
-    in_order_of,
-    joints,
-    mark,
-    merge_axes,
-    merge_updates,
-    narrow_reductions,
-    pack,
-    packs,
-    prefetch,
-    reuse_memory,
-    schedule,
-    span_hosts,
-    span_packs,
-    spans,
-)
-from ftp.passes.fuse_optimizer_updates import merge_updates_in
+from ftp.passes.branch_order import mark
+from ftp.passes.bucket_collectives import Packs, in_order_of, pack, packs
+from ftp.passes.buffer_reuse import reuse_memory
+from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
+from ftp.passes.copy_elimination import drop_copies
+from ftp.passes.fuse_matmul_collectives import Joint, fuse_matmuls, joints
+from ftp.passes.fuse_optimizer_updates import merge_updates, merge_updates_in
 from ftp.passes.inline_small_ops import small_updates
+from ftp.passes.merge_axes import merge_axes
+from ftp.passes.narrow_reductions import gradient_reductions, narrow_reductions
 from ftp.passes.onednn_matmuls import Choose, by_onednn, matmuls
+from ftp.passes.prefetch_parameters import prefetch
+from ftp.passes.schedule import schedule
+from ftp.passes.span_hosts import Span, span_hosts, span_packs, spans
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
 from ftp.runtime.options import Options

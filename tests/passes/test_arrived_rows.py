@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import ftp
 from ftp import P
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
-from ftp.passes import only_arrived
+from ftp.passes.arrived_rows import only_arrived
 from ftp.per_rank.dispatch import travelling
 from ftp.rules.local_op import as_module
 from ftp.runtime.executed import executed

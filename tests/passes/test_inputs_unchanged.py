@@ -20,7 +20,8 @@ import ftp
 import ftp.passes
 import ftp.planning
 from ftp import P
-from ftp.passes import transport, with_values
+from ftp.passes import transport
+from ftp.passes.buffer_reuse import with_values
 from ftp.planning.graph import Graph, Rewrite
 from ftp.runtime.compile import eager
 from ftp.runtime.lowering import for_inductor, ordered

@@ -24,16 +24,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.ops.fused_optimizer import UPDATES
-from ftp.passes import (
-    drop_copies,
-    merge_updates,
-    onednn_matmuls,
-    packs,
-    reuse_memory,
-    schedule,
-    with_values,
-)
+from ftp.passes import onednn_matmuls
 from ftp.passes.aliasing import families
+from ftp.passes.bucket_collectives import packs
+from ftp.passes.buffer_reuse import reuse_memory, with_values
+from ftp.passes.copy_elimination import drop_copies
+from ftp.passes.fuse_optimizer_updates import merge_updates
+from ftp.passes.schedule import schedule
 from ftp.runtime.program import Program, groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp.ops.fused_optimizer import UPDATES
-from ftp.passes import with_values
+from ftp.passes.buffer_reuse import with_values
 from ftp.passes.inline_small_ops import MATMUL, UPDATE, small_matmuls, small_updates
 from ftp.runtime.compile import _written, compiled
 from ftp.runtime.inductor_kernels import compiled_together

@@ -5,16 +5,4 @@ means, no tensor stored that the fused op does not store. Half precision is comp
 rounded at the end, as in the kernels.
 """
 
-from ftp.rules.decompositions import index, matmul, norm, reduce, softmax
-from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF, decomposition
-
-__all__ = [
-    "DECOMPOSITIONS",
-    "HALF",
-    "decomposition",
-    "index",
-    "matmul",
-    "norm",
-    "reduce",
-    "softmax",
-]
+from ftp.rules.decompositions import index, matmul, norm, reduce, softmax  # noqa: F401
