@@ -24,8 +24,12 @@ from ftp.sharding.layout import (
 from ftp.sharding.spec import PartitionSpec, Units, zigzag
 
 
-def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rewrite:
-    """The graph with one axis folded: its reshards are nodes, its cuts are in the nodes' sizes."""
+def insert_reshards(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rewrite:
+    """The graph with one axis folded: its reshards are nodes, its cuts are in the nodes' sizes.
+
+    Args:
+        outputs: the layout in which each output is returned; None: open.
+    """
     emitter = _Emitter(graph, plan)
     users = graph.users()
     required: dict[Value, list[Layout]] = {}
@@ -48,15 +52,8 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rew
                 for user, slot in users.get(value, ()):
                     emitter.obtain(value, plan.strategies[user].operands[slot], user)
     final = [
-        emitter.obtain(
-            value,
-            layout
-            or _at_rest(
-                plan.strategies[value.node].results[value.index], plan.copies.get(value, ())
-            ),
-            None,
-        )
-        for value, layout in zip(graph.outputs, outputs, strict=True)
+        emitter.obtain(value, layout, None)
+        for value, layout in zip(graph.outputs, output_layouts(graph, plan, outputs), strict=True)
     ]
     copies = {node: node.copy() for node in graph.nodes}
 
@@ -72,17 +69,16 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Rew
     return live(Graph(nodes, [copied(value) for value in final])), copies
 
 
-def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
-    """The layout in which an open output is returned."""
-    return next(layout for layout in (home, *copies) if is_at_rest(layout))
-
-
 def output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> list[Layout]:
-    return [
-        layout
-        or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ()))
-        for value, layout in zip(graph.outputs, outputs, strict=True)
-    ]
+    """The layout in which each output is returned: the given one, or for an open output the first
+    of its own and its copies' that a spec can express.
+    """
+
+    def of_open(value: Value) -> Layout:
+        home = plan.strategies[value.node].results[value.index]
+        return next(found for found in (home, *plan.copies.get(value, ())) if is_at_rest(found))
+
+    return [layout or of_open(value) for value, layout in zip(graph.outputs, outputs, strict=True)]
 
 
 def spec_of_cuts(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec:

@@ -18,7 +18,7 @@ from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn
 from ftp.planning.graph_passes import keep_collectives
-from ftp.planning.insert_reshards import apply, output_layouts, spec_of_cuts
+from ftp.planning.insert_reshards import insert_reshards, output_layouts, spec_of_cuts
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
@@ -266,7 +266,7 @@ def _plan_axes(
             open_cuts, output_layouts(program.graph, chosen, problem.outputs), strict=True
         ):
             cuts.append((name, layout))
-        program = program.after(apply(program.graph, chosen, problem.outputs))
+        program = program.after(insert_reshards(program.graph, chosen, problem.outputs))
     program = program.after(keep_collectives(program.graph))
     if reshard_after_forward:
         program = program.after(gather_again(program.graph))

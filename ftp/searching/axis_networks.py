@@ -9,7 +9,7 @@ from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import PricedNetwork
 from ftp.planning.graph import BATCH, Graph, Node, Value
-from ftp.planning.insert_reshards import apply
+from ftp.planning.insert_reshards import insert_reshards
 from ftp.planning.layers.repeats import Ties
 from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Open, Problem
 from ftp.rules.op_kinds import VIEWS
@@ -115,7 +115,7 @@ class AxisStep:
             outputs = [
                 of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(net.graph.outputs))
             ]
-            self._after[key] = net.after(apply(net.graph, plan, outputs))
+            self._after[key] = net.after(insert_reshards(net.graph, plan, outputs))
         return self._after[key]
 
 
