@@ -131,10 +131,10 @@ def _subgraphs_of(
         # What is the rank's own, or read by it later, comes first, in the order in which later
         # rounds read it, or what it is computed from: ranks with equal layers have equal subgraphs.
         first_read = {
-            n: min((asked.get(x, len(asked)) for x in _in_order([n], here)), default=0)
-            for n in roots
+            n: min(asked.get(x, len(asked)) for x in _in_order([n], here))
+            for n in (roots if asked else ())
         }
-        roots.sort(key=lambda n: (home[n] != rank, asked.get(n, len(asked)), first_read[n]))
+        roots.sort(key=lambda n: (home[n] != rank, asked.get(n, len(asked)), first_read.get(n, 0)))
         count = sum(home[n] == rank or n in asked for n in roots)
         known = {n: i for i, n in enumerate(_in_order(roots[:count], here))}
         roots[count:] = sorted(roots[count:], key=lambda n: known.get(n, len(known)))
