@@ -113,6 +113,10 @@ def _check_positions(donate: Any) -> None:
 
 
 def _check_axes(options: Options, mesh: Mesh) -> None:
+    if isinstance(options.data_axes, str):
+        raise SpecError(
+            f"data_axes is {options.data_axes!r}; give a tuple: ({options.data_axes!r},)."
+        )
     unknown = [axis for axis in options.data_axes or () if axis not in mesh.axes]
     if unknown:
         raise SpecError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -410,8 +411,11 @@ def check_specs(
 
 def cut_value(name: str, value: Any, spec: P) -> str:
     """The error message of a spec that cuts a value which is no tensor."""
-    what = f"{_short(value)}, {kind_of(value)}"
-    return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. Give P()."
+    if isinstance(value, np.ndarray):
+        what, advice = f"a numpy array of shape {value.shape}", "Give torch.from_numpy(array)."
+    else:
+        what, advice = f"{_short(value)}, {kind_of(value)}", "Give P()."
+    return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. {advice}"
 
 
 def kind_of(value: object) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,9 +210,16 @@ def _at_rank(spec: PartitionSpec, value: Any) -> PartitionSpec:
 
 
 def check_leaves(tree: ShardedTree) -> None:
-    """Step 2: raises for DTensors, donated tensors and sparse tensors."""
+    """Step 2: raises for DTensors, donated tensors, sparse tensors, and specs of numpy arrays."""
     check_plain(tree.values, tree.names)
     check_alive(tree.values, tree.names)
+    arrays = [
+        cut_value(leaf.name, leaf.value, leaf.spec)
+        for leaf in tree.leaves
+        if leaf.spec and isinstance(leaf.value, np.ndarray)
+    ]
+    if arrays:
+        raise SpecError(join_failures(arrays))
     failures = [
         f"{leaf.name} is of layout {leaf.value.layout}; only strided tensors can be cut. Give"
         " .to_dense()."

@@ -139,6 +139,15 @@ IN_FULL = {
         "SpecError: the result['y'] has spec P('pp'), but the mesh has no axis 'pp'; its axes are"
         " 'dp' (size 2), 'tp' (size 2).",
     ),
+    "data axes as text": (
+        lambda: step(data_axes="dp"),
+        "SpecError: data_axes is 'dp'; give a tuple: ('dp',).",
+    ),
+    "an array with a spec": (
+        lambda: ftp.device_put({"w": np.ones((4, 2))}, MESH, P("dp")),
+        "SpecError: tree['w'] has spec P('dp'), but is a numpy array of shape (4, 2); only a tensor"
+        " can be cut. Give torch.from_numpy(array).",
+    ),
     "data axes": (
         lambda: step(data_axes=("pp",)),
         "SpecError: data_axes names 'pp', but the mesh has axes 'dp', 'tp'.",
