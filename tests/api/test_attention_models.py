@@ -193,3 +193,38 @@ def test_a_paged_cache(cut: P, of_token: P):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     moved = [c.op for c in step.lower(*args).collectives]
     assert moved == ([] if cut == P(None, None, "tp") else ["all_gather"] * 2)
+
+
+@pytest.mark.slow
+def test_prefill_in_zigzag_and_decode():
+    """A cache of ten slots in zigzag over two ranks, its heads over two: filled by causal attention
+    to seven tokens, then read and written by two more."""
+    torch.manual_seed(0)
+    make = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    mesh, cut = ftp.simulated_mesh((2, 2), ("cp", "tp")), P(None, "tp", zigzag("cp"))
+
+    def prefill(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out, *(F.pad(x, (0, 0, 0, 3)) for x in (k, v))
+
+    def decode(keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Tensor):
+        keys, values = (x.index_copy(2, at.reshape(1), new) for x, new in ((keys, k), (values, v)))
+        sees = (torch.arange(10) <= at)[None, None, None]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=sees, enable_gqa=True)
+        return out, keys, values
+
+    args = make(2, 4, 7, 8), make(2, 2, 7, 8), make(2, 2, 7, 8)
+    token = P(None, "tp")
+    first = ftp.spmd(prefill, mesh, (cut,) * 3, (cut,) * 3, certify=True)
+    next_ = ftp.spmd(
+        decode, mesh, (cut, cut, token, token, token, P()), (token, cut, cut), certify=True
+    )
+    found, right = first(*args), prefill(*args)
+    for at in (7, 8):
+        given = make(2, 4, 1, 8), make(2, 2, 1, 8), make(2, 2, 1, 8), torch.tensor(at)
+        found, right = next_(*found[1:], *given), decode(*right[1:], *given)
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    moved = next_.lower(*found[1:], *given).collectives
+    assert {c.op for c in moved} == {"all_reduce"}
+    assert moved.wire_nbytes < found[1].nbytes
