@@ -29,7 +29,8 @@ def impure(model: str, name: str, does: str) -> str:
         )
     return (
         f"{model} {does} {name} in place while it runs; fn is pure and leaves its inputs"
-        " as they are."
+        " as they are. Compute with a new tensor, weight = self.weight * mask, or change the"
+        " parameters between steps."
     )
 
 

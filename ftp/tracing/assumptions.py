@@ -18,27 +18,28 @@ class Assumptions:
     """What a function takes as true while it is traced.
 
     Attributes:
-        claims: each with the user's line.
-        conditions: a bool of the graph for each, where they are checked.
+        found: per claim, with the user's line, and which of its equals it is: a bool of the graph,
+            None where claims are not checked.
     """
 
     def __init__(self, recorder: Any, checked: bool):
         self._recorder, self._checked = recorder, checked
         self._values = KnownValues()
-        self.claims: list[str] = []
-        self.conditions: list[Tensor] = []
+        self.found: dict[tuple[str, int], Tensor | None] = {}
 
     def note(self, condition: Condition, claim: str) -> None:
         if is_inside():
             return  # each rank has values of its own
         line = user_line()
-        self.claims.append(f"{line}: {claim}" if line else claim)
+        claim = f"{line}: {claim}" if line else claim
         if isinstance(condition, Tensor) and self._values.all_of(condition) is False:
-            raise TraceError(f"{self.claims[-1]}: this does not hold.")
+            raise TraceError(f"{claim}: this does not hold.")
+        key = claim, sum(text == claim for text, _ in self.found)
+        self.found[key] = None
         if not self._checked:
             return
         if not isinstance(condition, Tensor):
             with assumptions_to(lambda *_: None):  # the claim's own ops note no assumptions
                 condition = condition()
         whole = unwrapped(unwrapped(condition).all())
-        self.conditions.append(self._recorder.known(whole))
+        self.found[key] = self._recorder.known(whole)

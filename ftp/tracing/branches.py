@@ -4,7 +4,6 @@ results. Its gradient is a ``cond`` of the branches' gradients, which compute th
 Tensors that a branch captures become operands, so that they have a gradient.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ftp.tracing.captured_tensors import CapturedFinder, Swapped, nodes_so_far, 
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.known_values import KnownValues
+from ftp.tracing.paths import new_number
 
 Some = Callable[..., tuple[Tensor, ...]]
 SIDES = (True, False)  # in the order of torch.cond's arguments
@@ -36,7 +36,6 @@ class Conds:
 
     def __init__(self, known: KnownValues) -> None:
         self._known = known
-        self._numbers = itertools.count()
 
     def cond(
         self, predicate: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any] = ()
@@ -95,7 +94,7 @@ class Conds:
 
     def choose(self, predicate: Tensor, fns: Sequence[Some], tensors: Any) -> tuple[Tensor, ...]:
         """Both branches' results, and of each pair the chosen one."""
-        number = next(self._numbers)
+        number = new_number()
         if is_inside():  # of ftp.local: each rank has a predicate of its own, and computes both
             number = -1 - number
         results = []

@@ -16,7 +16,7 @@ from ftp.torch_internals.fake_tensors import (
     UnsupportedOperatorException,
 )
 from ftp.tracing.advice import advice_on
-from ftp.tracing.refused_rows import is_number_asked_at
+from ftp.tracing.refused_rows import number_asked_at, value_refused
 
 aten = torch.ops.aten
 
@@ -24,13 +24,6 @@ aten = torch.ops.aten
 def defined_at(fn: Any) -> str:
     code = getattr(fn, "__code__", None)
     return f" ({describe_line(code.co_filename, code.co_firstlineno)})" if code else ""
-
-
-NO_VALUES = (
-    "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or"
-    " pass the value as a static argument"
-    " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
-)
 
 
 _FIXED_SHAPES = (
@@ -147,14 +140,11 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
         isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
         or meaning is Meaning.NEEDS_VALUE
     ):
-        return TraceError(
-            "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
-            " .tolist(), .numpy())"
-            f"{at}.{advice_on(error) or NO_VALUES}"
-        )
-    if meaning is Meaning.SIZE_OF_ROWS or (
-        isinstance(error, TypeError) and is_number_asked_at(line)
-    ):
+        return value_refused(line, advice_on(error))
+    asked_of = number_asked_at(line) if isinstance(error, TypeError) else None
+    if asked_of is False:
+        return value_refused(line)
+    if meaning is Meaning.SIZE_OF_ROWS or asked_of:
         return TraceError(
             f"The function asks for a tensor of the shape of rows that a mask selects{at}, whose"
             " number depends on values. Make it of the rows: torch.zeros_like(rows),"

@@ -3,7 +3,7 @@ counter.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,16 +40,20 @@ class KnownValues:
 
     def all_of(self, conditions: Tensor) -> bool | None:
         """Whether all conditions of a tensor hold; None as for ``of``."""
-        conditions = unwrap_if_dead(conditions)
-        while is_functorch_wrapped_tensor(conditions):
-            if is_batchedtensor(conditions):
+        return self.read(conditions, lambda value: bool(value.all()))
+
+    def read(self, tensor: Tensor, func: Callable[[Tensor], Any]) -> Any:
+        """``func`` of the value of a tensor; None as for ``of``."""
+        tensor = unwrap_if_dead(tensor)
+        while is_functorch_wrapped_tensor(tensor):
+            if is_batchedtensor(tensor):
                 return None
-            conditions = get_unwrapped(conditions)
+            tensor = get_unwrapped(tensor)
         mode = get_proxy_mode()
         assert mode is not None
         tracer: Any = mode.tracer
         with DisableTorchFunction():
-            held = tracer.tensor_tracker.get(conditions)
+            held = tracer.tensor_tracker.get(tensor)
         if held is None or not self._is_constant(held.proxy.node):
             return None
         with (
@@ -58,7 +62,7 @@ class KnownValues:
             DisableTorchFunction(),
             torch.no_grad(),
         ):
-            return bool(self._computed(held.proxy.node, tracer.root).all())
+            return func(self._computed(held.proxy.node, tracer.root))
 
     def _is_constant(self, node: fx.Node) -> bool:
         producers: dict[fx.Node, None] = {}

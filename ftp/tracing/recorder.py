@@ -128,6 +128,10 @@ class Recorder(TorchDispatchMode):
         with self:
             yield
 
+    def begin(self) -> None:
+        """Begin a run of the function, of which a recording may have several."""
+        self._phase = 0
+
     def release(self) -> None:
         """Drop what a recording leaves in reference cycles: frames, and proxies, each of which
         refers to its tracer.

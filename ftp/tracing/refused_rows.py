@@ -1,11 +1,27 @@
-"""Errors about rows that a mask selects."""
+"""Errors about values that decide, and about rows that a mask selects."""
 
 from contextvars import ContextVar
 
 from ftp.errors import TraceError
 from ftp.source import user_line
 
-_ASKED_AT: ContextVar[str] = ContextVar("ftp_number_of_rows_asked_at", default="")
+# A line that has asked for a number, and whether it was one of selected rows.
+_ASKED_AT: ContextVar[tuple[str, bool]] = ContextVar("ftp_number_asked_at", default=("", False))
+
+
+def value_refused(line: str, advice: str = "") -> TraceError:
+    return TraceError(
+        "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
+        " .tolist(), .numpy())"
+        f"{f' at {line}' if line else ''}.{advice or NO_VALUES}"
+    )
+
+
+NO_VALUES = (
+    "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors or as"
+    " x.item(), or pass the value as a static argument"
+    " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
+)
 
 
 def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> TraceError:
@@ -20,18 +36,23 @@ def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> Tr
     return TraceError(f"{does} depends on values{where}: a program has fixed shapes.\n  {instead}")
 
 
-def number_refused(what: str) -> TraceError:
-    _ASKED_AT.set(user_line())
+def number_refused(is_of_rows: bool, what: str = "the number of selected rows") -> TraceError:
+    """The error for a number of selected rows, or another value, that is to decide a size."""
+    line = user_line()
+    _ASKED_AT.set((line, is_of_rows))
+    if not is_of_rows:
+        return value_refused(line)
     instead = (
         "x[mask].shape[0] and mask.sum() are their number, in arithmetic:"
-        " mask.sum().clamp(min=1). An if for no rows is not needed: sums of none are zero, and"
-        " writes write nothing."
+        " mask.sum().clamp(min=1). Sums of none are zero, and writes write nothing."
     )
     return refused(what, instead=instead)
 
 
-def is_number_asked_at(line: str) -> bool:
-    """Whether a line has asked for a number of selected rows. torch drops the error above where it
-    wants a size, and says only that there are too many arguments.
+def number_asked_at(line: str) -> bool | None:
+    """Whether the number that a line has asked for is one of selected rows; None if it asked for
+    none. torch drops the error above where it wants a size, and says only that there are too many
+    arguments.
     """
-    return line != "" and line == _ASKED_AT.get()
+    asked, is_of_rows = _ASKED_AT.get()
+    return is_of_rows if line and line == asked else None

@@ -41,6 +41,7 @@ from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
+from ftp.tracing.paths import Paths, Ran, Static, merge_runs
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.reshaped_views import check_reshaped_views
 from ftp.tracing.selected import counted
@@ -218,10 +219,26 @@ def _traced(
     if shapes is not None:
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
-    result: list[Any] = []
-    assumed, means = Assumptions(recorder, checked), None if within else means_of_trace()
-    if means is not None:
-        means.begin()
+    result: list[Ran] = []
+    paths, means = Paths(can_fork=not within), None if within else means_of_trace()
+
+    def run(filled: Sequence[Any]) -> Ran:
+        assumed = Assumptions(recorder, checked)
+        if means is not None:
+            means.begin()
+        recorder.begin()
+        with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
+            out = counted(fn(*in_tree.unflatten(filled)))
+        out_leaves, out_tree = flatten(out)
+        check_results(out_leaves, out)
+        tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
+        tensors += [] if means is None else means.tensors
+        return Ran(
+            out_tree,
+            [None if isinstance(leaf, Tensor) else Static(leaf) for leaf in out_leaves],
+            [recorder.known(x) for x in tensors],
+            assumed.found,
+        )
 
     def flat(*values: Tensor) -> list[Tensor]:
         filled = list(leaves)
@@ -229,14 +246,12 @@ def _traced(
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
         with unchecked(), recorder.recording():
-            with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
-                out = counted(fn(*in_tree.unflatten(filled)))
-            out_leaves, out_tree = flatten(out)
-            check_results(out_leaves, out)
-            result[:] = out_tree, out_leaves
-            outputs = [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
-            noted = [] if means is None else [recorder.known(x) for x in means.tensors]
-            return [*outputs, *assumed.conditions, *noted]
+            ran = paths.of(lambda: run(filled))
+            result[:] = [ran]
+            own = sum(s is None for s in ran.statics)
+            checks = [x for x in ran.claims.values() if x is not None]
+            asked = [x for runs in paths.asked.values() for x in runs]
+            return [*ran.tensors[:own], *checks, *ran.tensors[own:], *asked]
 
     # The gradient of a write to a view replays the view's op, rather than strides that a shard does
     # not have.
@@ -263,24 +278,23 @@ def _traced(
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
+    if paths.asked:
+        merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
     as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
     clean(gm, recorder.device, torch.device(device_type))
     constants = constants_last(gm, recorder, [names[i] for i in at])
     if symbolic is not None:
         symbolic.inline(gm.graph)
-    out_tree, out_leaves = result
-    statics = tuple(not isinstance(leaf, Tensor) for leaf in out_leaves)
-    index = iter(range(len(out_leaves)))
-    numbered = tuple(
-        leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True)
-    )
+    (ran,) = result
+    index = iter(range(len(ran.statics)))
+    numbered = tuple(next(index) if s is None else s.value for s in ran.statics)
     return Traced(
         gm,
         constants,
-        out_tree,
+        ran.tree,
         numbered,
-        statics,
+        tuple(s is not None for s in ran.statics),
         recorder.captured,
-        tuple(assumed.claims),
+        tuple(claim for claim, _ in ran.claims),
         symbolic,
     )

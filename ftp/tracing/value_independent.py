@@ -23,12 +23,14 @@ from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
-from ftp.torch_internals.functorch import is_gradtrackingtensor
+from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.guards import guard_at
 from ftp.tracing.index_ranges import index_range
+from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
-from ftp.tracing.row_count import RowCount, beside_narrow, without_counts
+from ftp.tracing.number import Number, beside_narrow, without_numbers
+from ftp.tracing.paths import decided
 from ftp.tracing.selected import Selected, apply
 from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
@@ -44,13 +46,13 @@ class unchecked(ModeOfBlocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self._addresses = Addresses()
+        self._addresses, self._known = Addresses(), KnownValues()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if RowCount in types:
+        if Number in types:
             if (found := beside_narrow(func, args, kwargs or {})) is not None:
                 return found
-            args, kwargs = without_counts(args, kwargs or {})
+            args, kwargs = without_numbers(args, kwargs or {})
         if Selected in types:
             return apply(func, args, kwargs or {})
         if func in SELECTING and is_listening() and not is_inside():
@@ -61,29 +63,67 @@ class unchecked(ModeOfBlocks):
             return found
         if func is Tensor.data_ptr:
             return self._addresses.of(args[0])
-        if func in _ASKING and (guarded := _guarded(args[0])) is not None:
-            return guarded
+        if func in _READING and (found := self._read(func, args[0])) is not None:
+            return found
+        if func in _COMPARING and (found := self._compared(func, args, kwargs or {})) is not None:
+            return found
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
 
+    def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
+        """What a comparison of tensors gives; None where that is torch's to say."""
+        if len(args) < 2 or args[0].shape != args[1].shape:
+            return None
+        return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
 
-# The methods by which code reads one value of a tensor.
+    def _read(self, func: Any, x: Tensor) -> Any:
+        """What a method that reads ``x`` gives; None where that is torch's to say."""
+        if not is_fake(unwrapped(x)):
+            return None
+        if (known := self._known.read(x, func)) is not None:
+            return known
+        if func in _ASKING and (guarded := _guarded(x)) is not None:
+            return guarded
+        if func in (Tensor.item, Tensor.tolist):
+            return None if x.is_complex() or x.numel() > _MOST_NUMBERS else _numbers(func, x)
+        return decided(x) if func in _ASKING else None
+
+
+# The methods by which code reads one value of a tensor, and all that read values.
 _ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
+_READING = {
+    *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+}
+_COMPARING = {
+    **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
+}
+_MOST_NUMBERS = 64  # of a list
+
+
+def _numbers(func: Any, x: Tensor) -> Any:
+    """``x.item()``, or the lists of ``x.tolist()``, of values of the program."""
+    if func is Tensor.tolist and x.ndim:
+        return [_numbers(func, row) for row in x.unbind()]
+    value = x.detach().reshape(())
+    if value.dtype is torch.bool:
+        return value
+    return Number(value.double() if value.is_floating_point() else value.long())
 
 
 def _guarded(condition: Tensor) -> Any:
-    """The assumed value of a guard's condition, or the tensor in place of a number that a guard
-    compares; None where the value decides more.
-    """
+    """The assumed value of a guard's condition; None where the value decides more."""
     if not is_listening() or is_inside() or condition.numel() != 1:
         return None  # in ftp.local each rank has values of its own
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    while frame is not None and frame.f_code.co_name in (
+        "_compared",
+        "_read",
+        "__torch_function__",
+    ):
         frame = frame.f_back
     if frame is None or (guard := guard_at(frame)) is None:
         return None
-    if guard.value is None:
-        return condition.detach().reshape(())
-    if guard.claim:
+    if guard.claim and guard.value is not None:
         is_true = condition.detach() != 0
         assume(is_true if guard.value else ~is_true, guard.claim)
     return guard.value

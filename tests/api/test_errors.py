@@ -286,12 +286,12 @@ def test_every_wrong_leaf_is_reported_at_once():
 # What a function does.
 
 
-def uses_item(p, x):
-    return loss_fn(p, x) * x.sum().item()
+def uses_float(p, x):
+    return loss_fn(p, x) * float(x.sum())
 
 
-def branches(p, x):
-    return loss_fn(p, x) if (x > 0).all() else -loss_fn(p, x)
+def repeats(p, x):
+    return loss_fn(p, x) * len(range(int(x.sum())))
 
 
 def asks_numpy(p, x):
@@ -299,17 +299,17 @@ def asks_numpy(p, x):
 
 
 def asks_list(p, x):
-    return loss_fn(p, x) * x.tolist()[0][0]
+    return loss_fn(p, x) * x.repeat(x[0].long().tolist()).sum()
 
 
-@pytest.mark.parametrize("loss", [uses_item, branches, asks_numpy, asks_list])
+@pytest.mark.parametrize("loss", [uses_float, repeats, asks_numpy, asks_list])
 def test_a_value_that_is_not_there_is_an_error_with_the_line(loss):
     text = message(step(loss), PARAMS, X)
     line = {
-        uses_item: "x.sum().item()",
-        branches: "(x > 0).all()",
+        uses_float: "float(x.sum())",
+        repeats: "int(x.sum())",
         asks_numpy: "x.numpy()",
-        asks_list: "x.tolist()",
+        asks_list: "tolist()",
     }[loss]
     assert text.startswith(
         "TraceError: The function needs a tensor's value (if, while, bool(), float(), int(),"

@@ -1,5 +1,5 @@
-"""The number of rows that a mask selects, as ``x[mask].shape[0]`` gives it: a number to the
-function, a value of the program.
+"""A number that a function reads from a tensor, as ``x.item()`` and ``x[mask].shape[0]`` give it: a
+number to the function, a value of the program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,8 @@ from ftp.tracing.refused_rows import number_refused
 from ftp.tracing.same_values import holds_same
 
 
-class RowCount:
-    """A number computed from the number of selected rows, for arithmetic alone.
+class Number:
+    """A number computed from values, for arithmetic and comparisons.
 
     Attributes:
         value: 0-d, int64 or float64.
@@ -46,36 +46,45 @@ class RowCount:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        plain, by_name = without_counts(args, kwargs or {})
+        plain, by_name = without_numbers(args, kwargs or {})
         return func(*plain, **by_name)
 
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
     def _asked(self, *_: Any) -> Any:
-        raise number_refused("the number of selected rows")
+        raise number_refused(self.mask is not None)
 
-    __bool__ = __int__ = __float__ = __index__ = __round__ = _asked
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _asked  # type: ignore[assignment]
-    __hash__ = object.__hash__
+    __int__ = __float__ = __index__ = __round__ = __hash__ = _asked
 
-    def __neg__(self) -> "RowCount":
-        return RowCount(-self.value)
+    def __format__(self, spec: str) -> str:
+        return "a value of the program"  # of a message that is printed while tracing
 
-    def __abs__(self) -> "RowCount":
-        return RowCount(self.value.abs())
+    __repr__ = __str__ = lambda self: format(self)
+
+    def __neg__(self) -> "Number":
+        return Number(-self.value)
+
+    def __abs__(self) -> "Number":
+        return Number(self.value.abs())
 
 
-def _operator(name: str, swapped: bool) -> Callable[[RowCount, Any], Any]:
+def _operator(name: str, swapped: bool) -> Callable[[Number, Any], Any]:
     function = getattr(torch, name)
 
-    def of(self: RowCount, other: Any) -> Any:
-        if not isinstance(other, RowCount | int | float):  # a tensor, or selected rows
+    def of(self: Number, other: Any) -> Any:
+        if not isinstance(other, Number | int | float) and not hasattr(other, "ndim"):
+            return NotImplemented
+        if not isinstance(other, Number | int | float):  # a tensor, or selected rows
             return function(other, self) if swapped else function(self, other)
-        given = [x.value if isinstance(x, RowCount) else x for x in (self, other)]
+        given = [x.value if isinstance(x, Number) else x for x in (self, other)]
         left, right = reversed(given) if swapped else given
         # As Python counts: a quotient of ints is a float, of 64 bits.
         is_root = name == "pow" and isinstance(right, int) and right < 0
         if name == "div" or is_root or any(_is_float(x) for x in given):
             left, right = (x.double() if isinstance(x, Tensor) else x for x in (left, right))
-        return RowCount(function(left, right))
+        found = function(left, right)
+        return found if name in _COMPARISONS else Number(found)
 
     return of
 
@@ -84,15 +93,18 @@ def _is_float(x: Any) -> bool:
     return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
 
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+for _sign in _COMPARISONS:
+    setattr(Number, f"__{_sign}__", _operator(_sign, swapped=False))
 for _sign, _name in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow",
     "floordiv": "floor_divide", "mod": "remainder",
 }.items():  # fmt: skip
-    setattr(RowCount, f"__{_sign}__", _operator(_name, swapped=False))
-    setattr(RowCount, f"__r{_sign}__", _operator(_name, swapped=True))
+    setattr(Number, f"__{_sign}__", _operator(_name, swapped=False))
+    setattr(Number, f"__r{_sign}__", _operator(_name, swapped=True))
 
 
-def without_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The arguments of a call with tensors in the place of counts."""
     return _without((args, dict(kwargs)), _other(args, kwargs))
 
@@ -105,7 +117,7 @@ def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(other, Tensor) or other.ndim or other.dtype not in _NARROW:
         return None
     given = [other.reshape(1) if x is other else x for x in args]
-    return RowCount.__torch_function__(func, (), given, kwargs).reshape(())
+    return Number.__torch_function__(func, (), given, kwargs).reshape(())
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -115,7 +127,7 @@ def _other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The first tensor, or selected rows, among arguments."""
     leaves = [*args, *kwargs.values()]
     leaves += [x for leaf in leaves if isinstance(leaf, list | tuple) for x in leaf]
-    return next((x for x in leaves if hasattr(x, "ndim") and not isinstance(x, RowCount)), None)
+    return next((x for x in leaves if hasattr(x, "ndim") and not isinstance(x, Number)), None)
 
 
 def _without(tree: Any, other: Any) -> Any:
@@ -123,4 +135,4 @@ def _without(tree: Any, other: Any) -> Any:
         return {key: _without(value, other) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(_without(value, other) for value in tree)
-    return tree.beside(other) if isinstance(tree, RowCount) else tree
+    return tree.beside(other) if isinstance(tree, Number) else tree

@@ -1,0 +1,243 @@
+"""Paths: a function that decides by values, as ``if error < 1e-6: break`` does, is run once for
+each way that it can go.
+
+Every run records all of its ops. Then equal ops of several runs are merged, results are chosen as
+those of ``torch.cond`` are, and what one way alone reads becomes part of its branch. So gradients
+are those of the way that is taken.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, fx
+
+from ftp.axis import is_inside
+from ftp.context import set_within
+from ftp.errors import TraceError, join_failures
+from ftp.functional.remat import current_region
+from ftp.ops.assume import is_listening
+from ftp.ops.choose import CHOOSE, BranchPath, common, read_in
+from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.source import user_line
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import is_batched, unwrapped
+
+MOST = 32  # ways of one function, and decisions on one way
+
+Outcomes = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Static:
+    """A leaf of a result that is no tensor."""
+
+    value: Any
+
+
+@dataclass
+class Ran:
+    """What one run of a function gives.
+
+    Attributes:
+        tree, statics: the result's structure, and its leaves with None for each tensor.
+        tensors: the result's tensors, then what else the program returns.
+        claims: a bool of each assumption; the bools are None where they are not checked.
+    """
+
+    tree: optree.PyTreeSpec
+    statics: list[Static | None]
+    tensors: list[Tensor]
+    claims: dict[tuple[str, int], Tensor | None]
+
+
+@dataclass
+class Paths:
+    """The ways that the function of one trace goes.
+
+    Attributes:
+        asked: per sequence of outcomes the condition that is read next, as each run computes it.
+    """
+
+    can_fork: bool
+    asked: dict[Outcomes, list[Tensor]] = field(default_factory=dict)
+    _lines: dict[Outcomes, str] = field(default_factory=dict)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _ways: int = 0
+    _given: Outcomes = ()
+    _outcomes: Outcomes = ()
+    _conds: int = 0
+
+    def of(self, run: Callable[[], Ran], given: Outcomes = ()) -> Ran:
+        """Run the function in all the ways that begin with the ``given`` outcomes."""
+        self._ways += 1
+        self._given, self._outcomes, self._conds = given, (), 0
+        with set_within(_current, self):
+            ran = run()
+        outcomes = self._outcomes
+        for i in reversed(range(len(given), len(outcomes))):
+            before = outcomes[:i]
+            other = self.of(run, (*before, not outcomes[i]))
+            ran = self._chosen(before, *((ran, other) if outcomes[i] else (other, ran)))
+        return ran
+
+    def decide(self, condition: Tensor) -> bool:
+        """The outcome of a condition on the way that is being run."""
+        before, line = self._outcomes, user_line()
+        if max(self._ways, len(before)) >= MOST:
+            raise TraceError(
+                f"The function decides by values in more than {MOST} ways at {line}: each is traced"
+                " and planned. A loop that ends by a value is one op with"
+                " ftp.static.while_loop(cond_fn, body_fn, carried, max_steps=n); write choices"
+                " between results with torch.where."
+            )
+        predicate = unwrapped(condition.detach().reshape(()) != 0)
+        self.asked.setdefault(before, []).append(predicate)
+        self._lines.setdefault(before, line)
+        outcome = self._given[len(before)] if len(before) < len(self._given) else False
+        self._outcomes = (*before, outcome)
+        return outcome
+
+    def new_number(self) -> int:
+        """The number of a new cond; the same one for the same cond of another run."""
+        self._conds += 1
+        return self._number(self._outcomes, self._conds)
+
+    def _number(self, outcomes: Outcomes, cond: int = 0) -> int:
+        return self._numbers.setdefault((outcomes, cond), len(self._numbers))
+
+    def _chosen(self, before: Outcomes, if_true: Ran, if_false: Ran) -> Ran:
+        line, predicate, number = self._lines[before], self.asked[before][0], self._number(before)
+        _check_alike(line, if_true, if_false)
+
+        def choose(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+            if a is b:
+                return a
+            one = torch.ones((), dtype=torch.bool, device=predicate.device)
+            with torch.no_grad():
+                return CHOOSE(predicate, one if a is None else a, one if b is None else b, number)
+
+        pairs = zip(if_true.tensors, if_false.tensors, strict=True)
+        names = dict.fromkeys([*if_true.claims, *if_false.claims])
+        return replace(
+            if_true,
+            tensors=[choose(a, b) for a, b in pairs],
+            claims={n: choose(if_true.claims.get(n), if_false.claims.get(n)) for n in names},
+        )
+
+
+_current: ContextVar[Paths | None] = ContextVar("ftp_paths", default=None)
+
+
+def decided(condition: Tensor) -> bool | None:
+    """The value of a condition in Python's eyes, on the way that is being run; None where a
+    function may not decide by values: in ``ftp.local``, under ``torch.vmap``, in a branch of
+    ``torch.cond`` and in recomputed blocks.
+    """
+    paths = _current.get()
+    if (
+        paths is None
+        or not (paths.can_fork and is_listening())
+        or is_inside()
+        or current_region() is not None
+        or condition.numel() != 1
+        or is_batched(condition)
+        or not is_fake(unwrapped(condition))
+    ):
+        return None
+    return paths.decide(condition)
+
+
+def new_number() -> int:
+    """The number of a new cond of the trace."""
+    paths = _current.get()
+    assert paths is not None, "conds are traced in runs"
+    return paths.new_number()
+
+
+def _check_alike(line: str, if_true: Ran, if_false: Ran) -> None:
+    a, b = _described(if_true), _described(if_false)
+    differing = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    where = f"The function decides by a value at {line}. It gives"
+    if if_true.tree != if_false.tree or len(a) != len(b):
+        raise TraceError(
+            f"{where} {if_true.tree} where the condition is true and {if_false.tree} where it is"
+            " not. Give results of one structure."
+        )
+    if differing:
+        raise TraceError(
+            join_failures(
+                f"{where} {x} where the condition is true and {y} where it is not, as result {i}."
+                " Give tensors of equal shape and dtype, and equal static values."
+                for i, x, y in differing
+            )
+        )
+
+
+def _described(ran: Ran) -> list[str]:
+    tensors = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in ran.tensors]
+    made = iter(tensors)
+    return [next(made) if x is None else repr(x.value) for x in ran.statics] + list(made)
+
+
+def merge_runs(gm: fx.GraphModule, constants: Sequence[Tensor], asked: Sequence[int]) -> None:
+    """Merge the equal ops of several runs, and place each op in the branch that reads it.
+
+    Args:
+        constants: the captured tensors; those made in the function are made by each run.
+        asked: of each decision, how many runs read its condition. They are the last outputs of the
+            graph, which are dropped.
+    """
+    graph, first = gm.graph, {}
+    made: list[tuple[fx.Node, Tensor]] = []
+    for node in list(graph.nodes):
+        if (number := node.meta.get("ftp_constant")) is not None:
+            tensor = constants[number]
+            same = next((n for n, other in made if _is_same(tensor, other)), None)
+            if same is None:
+                made.append((node, tensor))
+        elif node.op == "call_function":
+            if node.target is CHOOSE and node.args[1] is node.args[2]:
+                same = node.args[1]
+            else:
+                given = mapped_arguments(node, lambda n: f"%{n.name}")
+                same = first.setdefault((node.target, str(given), node.meta.get("region")), node)
+        else:
+            same = node
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    output = graph.output_node()
+    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    kept = len(returned) - sum(asked)
+    at = kept
+    for count in asked:
+        if len(set(returned[at : at + count])) > 1:
+            source = returned[at].meta.get("source", "")
+            raise TraceError(
+                f"The function decides by a value at {source}, and computes another one when it is"
+                " run again to follow the other way. Decide by what the function's arguments alone"
+                " determine, outside of recomputed blocks."
+            )
+        at += count
+    output.args = (tuple(returned[:kept]),)
+    reads: dict[fx.Node, list[BranchPath]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node not in reads:
+            graph.erase_node(node)
+            continue
+        branch = common(reads[node]) if node.op == "call_function" else ()
+        node.meta["branch"] = branch
+        for x in node.all_input_nodes:
+            slots = [i for i, y in enumerate(node.args) if y is x] if node.target is CHOOSE else [0]
+            found = (read_in(node.target, node.args, branch, slot) for slot in slots)
+            reads.setdefault(x, []).extend(found)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a is b or is_fake(a) or is_fake(b):
+        return a is b
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)

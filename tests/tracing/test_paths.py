@@ -1,0 +1,201 @@
+"""Functions that decide by values are followed in all the ways that they can go."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ftp
+from ftp import P
+from ftp.errors import InputError, TraceError
+from ftp.torch_internals.fake_tensors import is_fake
+
+W = torch.linspace(-1, 2, 16, dtype=torch.float64).cos().reshape(4, 4)
+X = torch.linspace(-2, 3, 24, dtype=torch.float64).sin().reshape(6, 4)
+
+
+def _early_exit(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    h = x
+    for _ in range(4):
+        h, before = torch.tanh(h @ w), h
+        if (h - before).abs().mean().item() < at.item():
+            break
+    return h.square().sum()
+
+
+def _unsafe(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """The other way's gradient is nan."""
+    y = x @ w
+    if (y > at).all():
+        y = (y - at).sqrt()
+    elif torch.equal(y, x):
+        y = y / 0
+    return y.sum() / max(y.abs().max().item(), 1)
+
+
+def _writes(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """Writes before a decision, and constants that every run makes."""
+    out, scales = torch.zeros_like(x), torch.tensor([1.0, 2, 3, 4], dtype=x.dtype)
+    for t in range(4):
+        out[:, t] = (x @ w)[:, t] * scales[t]
+        if out.sum() > at:
+            break
+    return out.square().sum()
+
+
+def _rows(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """A mean of no rows is nan, and is not taken."""
+    y = x @ w
+    kept = y[y[:, 0] > at]
+    loss = y.square().mean()
+    if kept.shape[0] > 0:
+        loss = loss + kept.mean()
+    counts = torch.stack([(y[:, 1] > at).sum(), (y[:, 1] <= at).sum()]).tolist()
+    for i, n in enumerate(counts):
+        if n == 0:
+            continue
+        loss = loss + (i + 1) * w[i].sum() / n
+    return loss
+
+
+def _known(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """Numbers alone decide: nothing is followed."""
+    sizes = (torch.arange(3) + 1).tolist()
+    parts = x.split(sizes)
+    if torch.tensor(sizes).sum() == 6 and int(torch.tensor([2, 1]).max()) == 2:
+        w = w * torch.linspace(0, 1, 4, dtype=w.dtype).numpy().sum().item()
+    return sum(((part @ w) ** n).sum() for n, part in zip(sizes, parts, strict=True)) + 0 * at
+
+
+def _plain_cond(predicate: Tensor, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    return (true_fn if predicate else false_fn)(*operands)
+
+
+def _after_cond(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    cond = torch.cond if is_fake(at) else _plain_cond
+    y = cond(at > 0, lambda y: y.sin(), lambda y: y * 2, (x @ w,))
+    if y.sum() > at:
+        y = cond(at > 1, lambda y: y.cos(), lambda y: y * 3, (y,))
+    return y.square().sum()
+
+
+FUNCTIONS = [_early_exit, _unsafe, _writes, _rows, _known, _after_cond]
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_equal_to_one_device_in_every_way(fn: Callable[..., Tensor]):
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), certify=True)
+    for at in map(torch.tensor, (-3.0, 0.1, 0.6, 1.5, 9.0)):
+        at = at.double()
+        w = W.clone().requires_grad_()
+        expected = fn(w, X, at)
+        (grad,) = torch.autograd.grad(expected, w)
+        value, found = step(W, X, at)
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, grad, rtol=1e-11, atol=1e-11)
+    assert not step.lower(W, X, torch.tensor(0.0, dtype=torch.float64)).assumptions
+
+
+def test_ops_before_a_decision_run_once_and_those_of_a_way_only_in_it():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    lowered = ftp.spmd(_early_exit, mesh, (P("tp"), P(), P()), P()).lower(
+        W, X, torch.tensor(0.1, dtype=torch.float64)
+    )
+    ops = [str(node.target) for node in lowered.graph.graph.nodes]
+    assert sum("aten.tanh" in op for op in ops) == 4
+    depths = [len(n.meta["branch"]) for n in lowered.graph.graph.nodes if "tanh" in str(n.target)]
+    assert depths == [0, 1, 2, 3]
+
+
+def test_an_assumption_of_one_way_is_checked_there_alone():
+    def loss(w, x, at):
+        y = x @ w
+        if at > 0:
+            assert (y < at).all()
+            y = 2 * y
+        return y.sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), check_inputs=True)
+    high, low = (torch.tensor(n, dtype=torch.float64) for n in (9.0, -9.0))
+    assert len(step.lower(W, X, high).assumptions) == 1
+    for at in (high, low):
+        torch.testing.assert_close(step(W, X, at)[0], loss(W, X, at))
+    with pytest.raises(InputError, match="does not hold"):
+        step(W, X, high / 90)
+
+
+def _endless(x):
+    while x.sum() > 100:
+        x = x / 2
+    return x
+
+
+def _two_shapes(x):
+    return x[:1] if x.sum() > 0 else x
+
+
+def _two_structures(x):
+    return (x, x) if x.sum() > 0 else x
+
+
+def _two_numbers(x):
+    return x, 1 if x.sum() > 0 else 2
+
+
+def _in_vmap(x):
+    return torch.vmap(lambda row: row if row.sum() > 0 else -row)(x)
+
+
+def _in_remat(x):
+    block = ftp.remat(lambda x: x if x.sum() > 0 else x.sin())
+    return torch.func.grad(lambda x: block(x).sum())(x)
+
+
+def _other_when_run_again(x, calls=[]):  # noqa: B006
+    calls.append(1)
+    return x if x.sum() > len(calls) else -x
+
+
+REFUSED = {
+    _endless: r"in more than 32 ways at .*while x.sum\(\) > 100(.|\n)*ftp.static.while_loop",
+    _two_shapes: r"It gives float64\[1, 4\] where the condition is true and float64\[6, 4\] where",
+    _two_structures: r"Give results of one structure",
+    _two_numbers: r"It gives 1 where the condition is true and 2 where it is not, as result 1",
+    _in_vmap: r"needs a tensor's value",
+    _in_remat: r"needs a tensor's value",
+    _other_when_run_again: r"computes another one when it is run again",
+}
+
+
+@pytest.mark.parametrize("fn", REFUSED)
+def test_what_is_refused(fn: Callable[[Tensor], Any]):
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    with pytest.raises(TraceError, match=REFUSED[fn]) as error:
+        step(X)
+    assert "test_paths.py" in str(error.value)
+
+
+def test_a_number_is_one_beside_tensors_and_in_messages():
+    def fn(x):
+        n = x.sum().item()
+        print(f"{n:.3f}")
+        return n * x.half(), x.long() * n, n / 3 + 2**n, abs(-n), n == None  # noqa: E711
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X)
+    for a, b in zip(found, fn(X), strict=True):
+        dtype = a.dtype if isinstance(a, Tensor) else None
+        assert dtype in (None, torch.float64) or dtype == b.dtype
+        torch.testing.assert_close(a, torch.as_tensor(b, dtype=dtype) if dtype else b)
+
+
+def test_the_error_of_a_list_names_what_may_be_done():
+    with pytest.raises(TraceError, match=re.escape("keep numbers as tensors")):
+        ftp.spmd(
+            lambda x: x.split(x[0].long().tolist()), ftp.simulated_mesh((2,), ("tp",)), P(), P()
+        )(X)
