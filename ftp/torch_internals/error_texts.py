@@ -49,7 +49,7 @@ _TEXTS = {
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
-    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|\bNumber\b",
+    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|TracedNumber",
     Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",

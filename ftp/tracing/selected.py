@@ -25,10 +25,10 @@ from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
 from ftp.tracing.no_rows import finite, is_singular_call, unless_none
-from ftp.tracing.number import Number, without_numbers
 from ftp.tracing.refused_rows import number_refused, refused
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
 from ftp.tracing.same_values import holds_same
+from ftp.tracing.traced_number import TracedNumber, without_numbers
 
 # Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
 # **kwargs), and returns None where this call acts on each row alone.
@@ -69,8 +69,8 @@ class Selections:
     first: tuple[Tensor, Tensor]
     line: str
 
-    def count(self) -> Number:
-        return Number(self.valid.sum(), self.mask)
+    def count(self) -> TracedNumber:
+        return TracedNumber(self.valid.sum(), self.mask)
 
 
 class Selected:
@@ -122,8 +122,8 @@ class Selected:
         shape = _ShapeOfSelection(sizes, self.at, self.group)
         return shape if dim is None else shape[dim]
 
-    def numel(self) -> Number:
-        return Number(self.group.valid.sum() * math.prod(self.rows.shape[1:]))
+    def numel(self) -> TracedNumber:
+        return TracedNumber(self.group.valid.sum() * math.prod(self.rows.shape[1:]))
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
@@ -154,7 +154,7 @@ def _different(name: str) -> TraceError:
 
 
 class _ShapeOfSelection:
-    """The shape of a selection: the dim of rows has a `Number`."""
+    """The shape of a selection: the dim of rows has a `TracedNumber`."""
 
     def __init__(self, sizes: Sequence[int], rows_at: int, group: Selections):
         self._sizes, self._rows_at, self._group = sizes, rows_at, group
@@ -224,7 +224,7 @@ def counted(result: Any) -> Any:
     number. A pipeline, whose microbatches have numbers of their own, refuses them.
     """
     result = optree.tree_map(
-        lambda x: x.value if isinstance(x, Number) else x, result, namespace=NAMESPACE
+        lambda x: x.value if isinstance(x, TracedNumber) else x, result, namespace=NAMESPACE
     )
     leaves, _ = flatten(result)
     if means_of_trace() is not None or not any(isinstance(x, Selected) for x in leaves):
@@ -304,7 +304,7 @@ def _own_count(args: Sequence[Any], group: Selections) -> list[Any]:
     """Sizes, with -1 in the place of the number of rows."""
     x, *sizes = args
     sizes = [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    is_own = [isinstance(s, Number) and s.is_of(group.mask) for s in sizes]
+    is_own = [isinstance(s, TracedNumber) and s.is_of(group.mask) for s in sizes]
     if not any(is_own):
         return [*args]
     others = [s for s, own in zip(sizes, is_own, strict=True) if not own]

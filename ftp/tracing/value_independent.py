@@ -29,12 +29,12 @@ from ftp.tracing.guards import guard_at
 from ftp.tracing.index_ranges import index_range
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
-from ftp.tracing.number import Number, beside_narrow, without_numbers
 from ftp.tracing.paths import decided
 from ftp.tracing.selected import Selected, apply
 from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
+from ftp.tracing.traced_number import TracedNumber, beside_narrow, without_numbers
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ class unchecked(ModeOfBlocks):
         self._addresses, self._known = Addresses(), KnownValues()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if Number in types:
+        if TracedNumber in types:
             if (found := beside_narrow(func, args, kwargs or {})) is not None:
                 return found
             args, kwargs = without_numbers(args, kwargs or {})
@@ -107,7 +107,7 @@ def _numbers(func: Any, x: Tensor) -> Any:
     value = x.detach().reshape(())
     if value.dtype is torch.bool:
         return value
-    return Number(value.double() if value.is_floating_point() else value.long())
+    return TracedNumber(value.double() if value.is_floating_point() else value.long())
 
 
 def _guarded(condition: Tensor) -> Any:

@@ -12,7 +12,7 @@ from ftp.tracing.refused_rows import number_refused
 from ftp.tracing.same_values import holds_same
 
 
-class Number:
+class TracedNumber:
     """A number computed from values, for arithmetic and comparisons.
 
     Attributes:
@@ -62,29 +62,29 @@ class Number:
 
     __repr__ = __str__ = lambda self: format(self)
 
-    def __neg__(self) -> "Number":
-        return Number(-self.value)
+    def __neg__(self) -> "TracedNumber":
+        return TracedNumber(-self.value)
 
-    def __abs__(self) -> "Number":
-        return Number(self.value.abs())
+    def __abs__(self) -> "TracedNumber":
+        return TracedNumber(self.value.abs())
 
 
-def _operator(name: str, swapped: bool) -> Callable[[Number, Any], Any]:
+def _operator(name: str, swapped: bool) -> Callable[[TracedNumber, Any], Any]:
     function = getattr(torch, name)
 
-    def of(self: Number, other: Any) -> Any:
-        if not isinstance(other, Number | int | float) and not hasattr(other, "ndim"):
+    def of(self: TracedNumber, other: Any) -> Any:
+        if not isinstance(other, TracedNumber | int | float) and not hasattr(other, "ndim"):
             return NotImplemented
-        if not isinstance(other, Number | int | float):  # a tensor, or selected rows
+        if not isinstance(other, TracedNumber | int | float):  # a tensor, or selected rows
             return function(other, self) if swapped else function(self, other)
-        given = [x.value if isinstance(x, Number) else x for x in (self, other)]
+        given = [x.value if isinstance(x, TracedNumber) else x for x in (self, other)]
         left, right = reversed(given) if swapped else given
         # As Python counts: a quotient of ints is a float, of 64 bits.
         is_root = name == "pow" and isinstance(right, int) and right < 0
         if name == "div" or is_root or any(_is_float(x) for x in given):
             left, right = (x.double() if isinstance(x, Tensor) else x for x in (left, right))
         found = function(left, right)
-        return found if name in _COMPARISONS else Number(found)
+        return found if name in _COMPARISONS else TracedNumber(found)
 
     return of
 
@@ -95,13 +95,13 @@ def _is_float(x: Any) -> bool:
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 for _sign in _COMPARISONS:
-    setattr(Number, f"__{_sign}__", _operator(_sign, swapped=False))
+    setattr(TracedNumber, f"__{_sign}__", _operator(_sign, swapped=False))
 for _sign, _name in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow",
     "floordiv": "floor_divide", "mod": "remainder",
 }.items():  # fmt: skip
-    setattr(Number, f"__{_sign}__", _operator(_name, swapped=False))
-    setattr(Number, f"__r{_sign}__", _operator(_name, swapped=True))
+    setattr(TracedNumber, f"__{_sign}__", _operator(_name, swapped=False))
+    setattr(TracedNumber, f"__r{_sign}__", _operator(_name, swapped=True))
 
 
 def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(other, Tensor) or other.ndim or other.dtype not in _NARROW:
         return None
     given = [other.reshape(1) if x is other else x for x in args]
-    return Number.__torch_function__(func, (), given, kwargs).reshape(())
+    return TracedNumber.__torch_function__(func, (), given, kwargs).reshape(())
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -127,7 +127,7 @@ def _other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The first tensor, or selected rows, among arguments."""
     leaves = [*args, *kwargs.values()]
     leaves += [x for leaf in leaves if isinstance(leaf, list | tuple) for x in leaf]
-    return next((x for x in leaves if hasattr(x, "ndim") and not isinstance(x, Number)), None)
+    return next((x for x in leaves if hasattr(x, "ndim") and not isinstance(x, TracedNumber)), None)
 
 
 def _without(tree: Any, other: Any) -> Any:
@@ -135,4 +135,4 @@ def _without(tree: Any, other: Any) -> Any:
         return {key: _without(value, other) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(_without(value, other) for value in tree)
-    return tree.beside(other) if isinstance(tree, Number) else tree
+    return tree.beside(other) if isinstance(tree, TracedNumber) else tree
