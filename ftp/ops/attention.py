@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ftp.ops import tile_kernels
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.tile_kernels import like_heads, over_heads
 from ftp.sharding.spec import Interval
 from ftp.torch_internals.op_types import OpOverload
@@ -384,8 +384,8 @@ def _tile_backward(
 
 def register_shapes(forward: OpOverload, backward: OpOverload) -> None:
     """Register the shapes of an attention's result and log-sum-exps, and of its gradients."""
-    torch.library.register_fake(forward, _result_shapes)
-    torch.library.register_fake(backward, _gradient_shapes)
+    register_fake(forward, _result_shapes)
+    register_fake(backward, _gradient_shapes)
 
 
 def _result_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

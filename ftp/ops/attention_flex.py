@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.listed_blocks import listed, listed_tiles
 from ftp.ops.philox import drawn_below, kept_scale, random_bits
 from ftp.ops.score_functions import PLACE, evaluate, letters
@@ -424,14 +424,14 @@ def _add(
     to_k.add_(over_heads(of_keys, to_k))
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_flex")
+@register_fake("ftp::scaled_dot_product_attention_flex")
 def fake(q, k, v, *_):
     wide = sum_dtype(q.dtype)
     rows = q.new_empty(q.shape[:3], dtype=wide)
     return q.new_empty((*q.shape[:3], v.shape[3])), rows, torch.empty_like(rows)
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_backward")
+@register_fake("ftp::scaled_dot_product_attention_flex_backward")
 def fake_backward(grad_out, q, k, v, logsumexp, delta, tables, of_score, *rest):
     moving = [x for x, is_wanted in zip(of_score, rest[-1], strict=True) if is_wanted]
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *moving)]

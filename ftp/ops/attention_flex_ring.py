@@ -16,7 +16,7 @@ from ftp.errors import InputError
 from ftp.ops import attention, attention_flex, attention_ring
 from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import GIVEN, Given
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.key_ring import Needs, Ring, Sees, Steps, pass_keys, return_gradients, steps_of
 from ftp.ops.listed_blocks import known_blocks
 from ftp.ops.sends import OneRank, on_processes
@@ -129,11 +129,11 @@ on_processes("ftp::scaled_dot_product_attention_flex_ring", one_rank)
 on_processes("ftp::scaled_dot_product_attention_flex_ring_backward", one_rank_backward)
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_ring")
+@register_fake("ftp::scaled_dot_product_attention_flex_ring")
 def _fake(q, k, v, *rest):
     return attention_flex.fake(q, k, v, *rest[:-1])
 
 
-@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_ring_backward")
+@register_fake("ftp::scaled_dot_product_attention_flex_ring_backward")
 def _fake_backward(*args):
     return attention_flex.fake_backward(*args[:-1])

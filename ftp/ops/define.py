@@ -1,8 +1,14 @@
 """Define a torch op in the namespace ``ftp``."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch._library.simple_registry import singleton
 
 from ftp.torch_internals.op_types import OpOverload
+
+_LIBRARY = torch.library.Library("ftp", "FRAGMENT")
 
 
 def like(name: str, op: OpOverload) -> str:
@@ -27,3 +33,14 @@ def define(schema: str) -> OpOverload:
     torch.library.define(f"ftp::{full}", schema.removeprefix(full), tags=tags)
     name, _, overload = full.partition(".")
     return getattr(getattr(torch.ops.ftp, name), overload or "default")
+
+
+def register_fake(op: str | OpOverload, fn: Callable[..., Any] | None = None) -> Any:
+    """``torch.library.register_fake`` for an op of ftp's. torch's own looks for the caller among
+    all loaded modules, at each registration.
+    """
+    if fn is None:
+        return lambda fn: register_fake(op, fn)
+    name = op if isinstance(op, str) else op._name
+    singleton.find(name).fake_impl.register(fn, __name__, _LIBRARY)
+    return fn

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ftp.errors import InputError
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.torch_internals.process_groups import resolve_process_group
 
 Counts = list[list[int]]
@@ -89,7 +89,7 @@ class ExchangeRows(torch.autograd.Function):
 # In a rank's graph.
 
 
-@torch.library.register_fake("ftp::all_to_all_rows")
+@register_fake("ftp::all_to_all_rows")
 def _received_shape(
     x: Tensor, counts: Tensor, bound: int, back: bool, fits: bool, source: str, group: str
 ) -> Tensor:
@@ -143,7 +143,7 @@ def by_rank(rows: Tensor, groups: Counts) -> Tensor:
     return torch.cat([parts[at * n + i] for i in range(n) for at in range(g)])
 
 
-@torch.library.register_fake("ftp::first_rows")
+@register_fake("ftp::first_rows")
 def _first_shape(x: Tensor, counts: Tensor, bound: int, back: bool, source: str) -> Tensor:
     return x.new_empty([bound, *x.shape[1:]])
 

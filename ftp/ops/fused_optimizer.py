@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 
 aten = torch.ops.aten
 
@@ -82,7 +82,7 @@ def _define(name: str, columns: int, optional: int | None, counts: bool) -> None
         op = f"ftp::fused_{name}{suffix}"
         update = Update(kernel, columns, optional, counts)
         torch.library.impl(op, "CompositeExplicitAutograd", _pure(update))
-        torch.library.register_fake(
+        register_fake(
             op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)]
         )
         UPDATES[made] = update

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 
 aten = torch.ops.aten
 # ``offs``: the end of each group.
@@ -75,7 +75,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | Non
     return _part(a, b, bounds[:-1], bounds[1:], offs.shape[0], out_dtype)
 
 
-@torch.library.register_fake("ftp::grouped_mm")
+@register_fake("ftp::grouped_mm")
 def _shape(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     return _fake_part(a, b, offs, offs, 0, out_dtype)
 
@@ -144,7 +144,7 @@ def _fake_part(
     return a.new_empty([*grouped, a.shape[-2], b.shape[-1]], dtype=out_dtype)
 
 
-torch.library.register_fake("ftp::grouped_mm_part", _fake_part)
+register_fake("ftp::grouped_mm_part", _fake_part)
 
 
 @register_flop_formula(torch.ops.ftp.grouped_mm)

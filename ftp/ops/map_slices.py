@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 
 MAP_SLICES = define("map_slices(Tensor[] stacks, Tensor[] shared, str program) -> Tensor[]")
 
@@ -73,7 +73,7 @@ def _described(x: Tensor) -> Described:
     return tuple(map(int, x.shape)), x.dtype
 
 
-@torch.library.register_fake("ftp::map_slices")
+@register_fake("ftp::map_slices")
 def _shapes(stacks: list[Tensor], shared: list[Tensor], program: str) -> list[Tensor]:
     n = stacks[0].shape[0]
     return [

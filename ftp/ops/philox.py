@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.native import compiled
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -105,12 +105,12 @@ random_keys = define("random_keys(Tensor key, Tensor counter) -> Tensor")
 AS_TENSOR_OPS = {random_bits: bits_by_index, random_keys: keys_by_counter}
 
 
-@torch.library.register_fake("ftp::random_bits")
+@register_fake("ftp::random_bits")
 def _fake_bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     return key.new_empty([*key.shape[:-1], *size], dtype=torch.int32)
 
 
-@torch.library.register_fake("ftp::random_keys")
+@register_fake("ftp::random_keys")
 def _fake_keys(key: Tensor, counter: Tensor) -> Tensor:
     return key.new_empty([*torch.broadcast_shapes(key.shape[:-1], counter.shape), 2])
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.grouped_mm import recorded as recorded_grouped_mm
 from ftp.torch_internals.op_types import OpOverload
 
@@ -37,7 +37,7 @@ def _lstsq(a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tens
     return tuple(aten.linalg_lstsq.default(a, b, rcond, driver=driver))
 
 
-@torch.library.register_fake("ftp::lstsq")
+@register_fake("ftp::lstsq")
 def _fake_lstsq(a: Tensor, b: Tensor, rcond: float | None, driver: str) -> tuple[Tensor, ...]:
     m, n = a.shape[-2:]
     vectors = _are_vectors(a, b)
@@ -90,7 +90,7 @@ def _ctc_loss(
     return loss, torch.nn.functional.pad(log_alpha, (0, _width(targets) - log_alpha.shape[-1]))
 
 
-@torch.library.register_fake("ftp::ctc_loss")
+@register_fake("ftp::ctc_loss")
 def _fake_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -123,7 +123,7 @@ def _ctc_loss_backward(
     )
 
 
-@torch.library.register_fake("ftp::ctc_loss_backward")
+@register_fake("ftp::ctc_loss_backward")
 def _fake_ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.sharding.process_group import gpu_uuid
 
 # The gathered tensor (of ``n`` ranks' shards along ``dim``), if ``keeps``, and its matmuls with the
@@ -27,7 +27,7 @@ matmul_scatter = define(
 )
 
 
-@torch.library.register_fake("ftp::gather_matmuls")
+@register_fake("ftp::gather_matmuls")
 def _gathered_shapes(
     shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str
 ) -> list[Tensor]:
@@ -37,7 +37,7 @@ def _gathered_shapes(
     return [shard.new_empty(size), *matmuls] if keeps else matmuls
 
 
-@torch.library.register_fake("ftp::matmul_scatter")
+@register_fake("ftp::matmul_scatter")
 def _scattered_shape(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
     size = [*left.shape[:-1], right.shape[1]]
     size[dim] //= n

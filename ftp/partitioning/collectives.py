@@ -8,7 +8,7 @@ import torch
 # Imported for its effect: graph passes then keep a collective that one rank has no use for.
 from torch.distributed import _functional_collectives  # noqa: F401
 
-from ftp.ops.define import define, like
+from ftp.ops.define import define, like, register_fake
 from ftp.torch_internals.op_types import OpOverload
 from ftp.torch_internals.process_groups import resolve_process_group
 
@@ -17,7 +17,7 @@ c10d = torch.ops._c10d_functional
 # gloo's call behind ``all_gather_into_tensor_out`` takes a GPU's tensors; its call behind
 # ``all_gather_into_tensor`` reads their memory as if it were the host's.
 _OVER_GLOO = define(like("all_gather_over_gloo", c10d.all_gather_into_tensor.default))
-torch.library.register_fake(_OVER_GLOO, c10d.all_gather_into_tensor.default)
+register_fake(_OVER_GLOO, c10d.all_gather_into_tensor.default)
 
 
 @torch.library.impl(_OVER_GLOO._name, "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.ops.native import read_own
 from ftp.passes.copy_elimination import copied
 
@@ -145,6 +145,6 @@ BY_ONEDNN = define("mm_by_onednn(Tensor a, Tensor b) -> Tensor")
 torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
 
 
-@torch.library.register_fake("ftp::mm_by_onednn")
+@register_fake("ftp::mm_by_onednn")
 def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1])

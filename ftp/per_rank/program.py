@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from ftp.ops.define import define
+from ftp.ops.define import define, register_fake
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
 from ftp.sharding.spec import PartitionSpec, Units
@@ -171,7 +171,7 @@ def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
 LOCAL = define("local(Tensor[] xs, str program) -> Tensor[]")
 
 
-@torch.library.register_fake("ftp::local")
+@register_fake("ftp::local")
 def _shapes(xs: list[Tensor], program: str) -> list[Tensor]:
     known = program_of(program)
     return [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.interrupt import interrupts
-from ftp.ops.define import define, like
+from ftp.ops.define import define, like, register_fake
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, by_rank, checked_counts
 from ftp.ops.rings import RINGS, RingOp
 from ftp.ops.sends import Send, run
@@ -274,7 +274,7 @@ def _define(collective: OpOverload, run: Callable[..., torch.Tensor]) -> OpOverl
     plain = collective._schema.name.partition("::")[2].removesuffix("_tensor")
     made = define(like(f"{plain.removesuffix('_into')}_in_memory", collective))
     torch.library.impl(made._name, "CPU", run)
-    torch.library.register_fake(made, collective)
+    register_fake(made, collective)
     _RUN[made] = run
     return made
 

@@ -9,7 +9,6 @@ import ctypes
 import json
 import mmap
 import os
-import secrets
 import socket
 import sys
 import warnings
@@ -62,7 +61,7 @@ def with_shared_memory(
         try:
             for key, group in groups.items():
                 if group.rank() == 0:
-                    name = f"ftp-{secrets.token_hex(8)}"
+                    name = f"ftp-{os.urandom(8).hex()}"
                     handles[key] = os.memfd_create(name)
                     places[key] = os.getpid(), handles[key], name
                     # Reserve it: otherwise the first use of a page that the system does not have

@@ -9,6 +9,7 @@ it is imported.
 
 import importlib
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -50,7 +51,12 @@ class _Deferred(ModuleType):
         if name.startswith("__") or (name in own and full in sys.modules):
             return own[name] if name in own else ModuleType.__getattribute__(self, name)
         if not _is_loading:
-            asks = sys._getframe(1).f_globals.get("__name__"), full
+            frame = sys._getframe(1)
+            if frame.f_globals.get("__name__") == "importlib._bootstrap":
+                frame = (
+                    frame.f_back or frame
+                )  # ``from package import name`` asks for the name first
+            asks = frame.f_globals.get("__name__"), full
             if asks in _STAND_INS:
                 return _STAND_INS[asks]
             if full in _LIGHT:
@@ -205,6 +211,22 @@ def _disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[...,
     return fn
 
 
+class _InductorOptions:
+    """The two options of inductor that each trace reads, as they are where no variable of the
+    environment sets them; another one loads their module, which takes 0.04 s.
+    """
+
+    trace = SimpleNamespace(provenance_tracking_level=0)
+    emulate_precision_casts = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_OPTIONS), name)
+
+
+_OPTIONS = "torch._inductor.config"
+_SET_BY = (
+    "INDUCTOR_PROVENANCE", "TORCH_COMPILE_DEBUG", "TORCHINDUCTOR_EMULATE_PRECISION_CASTS",
+)  # fmt: skip
 _STAND_INS: dict[tuple[Any, str], Any] = {
     ("torch._compile", "torch._dynamo.disable"): _disable,
     ("torch.optim.optimizer", "torch._dynamo.graph_break"): lambda: None,
@@ -215,3 +237,5 @@ _STAND_INS: dict[tuple[Any, str], Any] = {
         clear_lru_cache=lambda: None
     ),
 }
+if not any(name in os.environ for name in _SET_BY):
+    _STAND_INS["torch.fx.experimental.proxy_tensor", _OPTIONS] = _InductorOptions()

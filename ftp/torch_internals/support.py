@@ -55,6 +55,7 @@ NEEDED = {
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.cpu_vec_isa": "VecISA",
     "torch._inductor.decomposition": "select_decomp_table",
+    "torch._library.simple_registry": "singleton",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._prims_common": "is_non_overlapping_and_dense_or_false",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"

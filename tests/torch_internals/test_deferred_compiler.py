@@ -65,6 +65,7 @@ y = torch.randn(4)
 fn = lambda p, x: (p * x).sum() * torch.tensor(2.0)
 ftp.shard(fn, mesh, ftp.P("tp"), batch_specs=ftp.P("tp"))(y, y)
 assert "torch._dynamo.convert_frame" not in sys.modules
+assert "torch._inductor.config" not in sys.modules
 from torch._dynamo.source import ConstantSource, LocalSource
 print(LocalSource("x").name, ConstantSource("x").name)
 import torch._dynamo.source as source
@@ -74,6 +75,28 @@ print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
 
 def test_the_compiler_is_loaded_for_another_name_of_its_sources():
     check(AT_ANOTHER_NAME, ["L['x'] x", "torch._dynamo.source True"])
+
+
+OPTIONS = """
+import sys, torch, ftp.tracing.recorder
+from ftp.torch_internals.deferred_compiler import _InductorOptions
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, PythonKeyTracer
+
+def read_by_a_trace():
+    return ProxyTorchDispatchMode(PythonKeyTracer(), "fake").emulate_precision_casts
+
+print(read_by_a_trace(), "torch._inductor.config" in sys.modules)
+import torch._inductor.config as config
+own = _InductorOptions()
+print(own.emulate_precision_casts is config.emulate_precision_casts)
+print(own.trace.provenance_tracking_level == config.trace.provenance_tracking_level)
+config.emulate_precision_casts = True
+print(read_by_a_trace(), own.max_autotune is config.max_autotune)
+"""
+
+
+def test_a_trace_reads_inductors_options_without_their_module_and_as_they_are_set():
+    check(OPTIONS, ["False False", "True", "True", "True True"])
 
 
 @pytest.mark.slow
