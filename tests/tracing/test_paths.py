@@ -189,9 +189,11 @@ def test_a_number_is_one_beside_tensors_and_in_messages():
         warnings.simplefilter("error")
         found = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X)
     for a, b in zip(found, fn(X), strict=True):
-        dtype = a.dtype if isinstance(a, Tensor) else None
-        assert dtype in (None, torch.float64) or dtype == b.dtype
-        torch.testing.assert_close(a, torch.as_tensor(b, dtype=dtype) if dtype else b)
+        if isinstance(b, Tensor):
+            assert a.dtype == b.dtype
+        torch.testing.assert_close(
+            torch.as_tensor(a), torch.as_tensor(b, dtype=torch.as_tensor(a).dtype)
+        )
 
 
 def test_the_error_of_a_list_names_what_may_be_done():
