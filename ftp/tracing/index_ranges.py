@@ -26,7 +26,7 @@ def index_range(x: Tensor) -> int | None:
         seen[node] = None
         found = _range_of(node)
         if found is not None:
-            return None if are_written(seen, node.graph) else found
+            return None if are_written(((n, ()) for n in seen), node.graph) else found
         is_values = (
             node.target is operator.getitem
             and node.args[1] == 0

@@ -3,7 +3,7 @@ counter.
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class KnownValues:
             producers[at] = None
             if at not in self._of:
                 stack += at.all_input_nodes
-        return not are_written(producers, node.graph)
+        return not are_written(((n, ()) for n in producers), node.graph)
 
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
@@ -117,8 +117,29 @@ def _is_computable(node: fx.Node) -> bool:
     )
 
 
-def are_written(nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
-    """Whether any op so far writes to the memory of one of these nodes."""
-    held = {storage for node in nodes for storage in storages(node)}
-    written = (v for node in graph.nodes for v in writes(node))
-    return any(held & storages(v) for v in written)
+def are_written(reads: Iterable[tuple[fx.Node, Sequence[fx.Node]]], graph: fx.Graph) -> bool:
+    """Whether any op so far writes to the memory of a node that is read, behind its first read.
+
+    Args:
+        reads: nodes, with the ops that read them; none: any write counts.
+    """
+    left: dict[int, set[fx.Node]] = {}
+    held: dict[Any, set[int]] = {}  # per storage the reads that it counts for
+    read_at: dict[fx.Node, list[int]] = {}
+    for i, (node, readers) in enumerate(reads):
+        left[i] = set(readers)
+        for storage in storages(node):
+            held.setdefault(storage, set()).add(i)
+        for reader in readers:
+            read_at.setdefault(reader, []).append(i)
+    for op in reversed(graph.nodes):
+        if any(held.get(storage) for v in writes(op) for storage in storages(v)):
+            return True
+        for i in read_at.get(op, ()):
+            left[i].discard(op)
+            if not left[i]:
+                for of in held.values():
+                    of.discard(i)
+        if not any(held.values()):
+            break
+    return False

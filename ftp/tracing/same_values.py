@@ -19,26 +19,38 @@ _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default, aten.
 
 
 def holds_same(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a`` and ``b`` are seen to hold the same values."""
+    """Whether ``a``, when it was made, and ``b`` are seen to hold the same values.
+
+    Ops that read a tensor for ``a`` and for ``b`` read the same where no write is behind the first
+    of them.
+    """
     x, y = node_of(a), node_of(b)
     if x is None or y is None or is_batched(a) or is_batched(b):
         return a is b
-    seen: dict[fx.Node, None] = {}
+    reads: list[tuple[fx.Node, list[fx.Node]]] = []
     pairs: dict[tuple[_Read, _Read], None] = {}
-    stack: list[tuple[_Read, _Read]] = [((x, False), (y, False))]
+    stack: list[tuple[_Read, _Read, list[fx.Node]]] = [((x, False), (y, False), [])]
     while stack:
-        first, second = stack.pop()
-        pair = _resolved(first, seen), _resolved(second, seen)
-        if pair in pairs:
+        first, second, readers = stack.pop()
+        pair = (left, _), (right, _) = _resolved(first), _resolved(second)
+        if left is right:
+            reads.append((left, readers))
+        if pair in pairs or pair[0] == pair[1]:
             continue
         pairs[pair] = None
-        (left, _), (right, _) = pair
-        if pair[0] != pair[1]:
-            inputs = _inputs(pair[0]), _inputs(pair[1])
-            if None in inputs or not _is_same_call(left, right):
-                return False
-            stack += zip(*inputs, strict=True)  # type: ignore[arg-type]
-    return not are_written(seen, x.graph)
+        if copies := [node for node, _ in pair if node.target is aten.clone.default]:
+            copy = max(copies)  # the last one, which may be a copy of the other
+            reads.append((copy, [copy]))
+            source = copy.all_input_nodes[0]
+            one, other = ((source if node is copy else node, at) for node, at in pair)
+            stack.append((one, other, [*readers, copy]))
+            continue
+        inputs = _inputs(pair[0]), _inputs(pair[1])
+        if None in inputs or not _is_same_call(left, right):
+            return False
+        reads += [(left, [left]), (right, [right])]
+        stack += ((*of, [left, right]) for of in zip(*inputs, strict=True))  # type: ignore[arg-type]
+    return not are_written(reads, x.graph)
 
 
 def is_same_along_last(x: Tensor) -> bool:
@@ -63,18 +75,17 @@ def is_same_along_last(x: Tensor) -> bool:
         if any(_last_of(n, at) is None for n in at.all_input_nodes):
             return False
         stack += at.all_input_nodes
-    return not are_written(seen, node.graph)
+    return not are_written(((n, ()) for n in seen), node.graph)
 
 
 # A node's value, or its elements at the first place of its last dim.
 _Read = tuple[fx.Node, bool]
 
 
-def _resolved(read: _Read, seen: dict[fx.Node, None]) -> _Read:
+def _resolved(read: _Read) -> _Read:
     """The source of a read, through views that only drop, add or expand the last dim."""
     node, is_first = read
     while True:
-        seen[node] = None
         inner = next(iter(node.all_input_nodes), None)
         if not is_first:
             if node.target is not aten.select.int or node.args[2] != 0:

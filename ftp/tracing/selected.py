@@ -58,7 +58,7 @@ class Selections:
     """Selections by one mask.
 
     Attributes:
-        mask: as the function gave it.
+        mask: a copy.
         valid: the same, flat.
         first: the index of the first selected row, and whether there is one.
         line: the user's line that selects.
@@ -204,7 +204,8 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def group_of(mask: Tensor) -> Selections:
-    valid = mask.reshape(-1).clone()  # the function may change its mask later
+    mask = mask.clone()  # the function may change its own later
+    valid = mask.reshape(-1)
     return Selections(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
 
 

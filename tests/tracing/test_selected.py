@@ -299,6 +299,23 @@ def _by_their_number(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return out.square().sum() + total * alike + (-n) ** 3 / 1000
 
 
+def _by_written_masks(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Masks that are made by writes, of rows and of selected rows, as masked autoencoders do."""
+    hidden, before = torch.zeros(4, 3, dtype=torch.bool), ids[ids > 1].sum()
+    hidden[torch.tensor([0, 2]), 1:] = True
+    hidden[3] = ids[3] > 0
+    y = (x @ w).clone()
+    loss = F.mse_loss(y[hidden], x[hidden]) + y[~hidden].square().mean()
+    kept, due = y[ids >= 0], x[ids >= 0]
+    parts = torch.zeros_like(kept, dtype=torch.bool)
+    parts[:, 2:4] = True
+    loss = loss + F.mse_loss(kept[parts], due[parts]) + before
+    copy = hidden.clone()
+    copy[1] = False
+    y[copy] = y[copy] * 2 - x[copy]
+    return loss + y.square().mean()
+
+
 PROGRAMS = [
     _found_by_rules,
     _joined_rows,
@@ -321,6 +338,7 @@ PROGRAMS = [
     _logs_at_places,
     _by_dtype,
     _by_their_number,
+    _by_written_masks,
 ]
 
 
@@ -397,6 +415,21 @@ def _one_mask_changed_between(w, x, ids):
     return (kept * x[mask]).sum()
 
 
+def _copies_that_differ(w, x, ids):
+    mask = ids >= 0
+    copy, other = mask.clone(), mask.clone()
+    other[0] = other[0].flip(0)
+    return ((x @ w)[copy] * x[other]).sum()
+
+
+def _view_of_a_changed_mask(w, x, ids):
+    mask = ids >= 0
+    flat, rows = mask.view(-1), x.flatten(0, 1)
+    kept = (rows @ w)[flat]
+    mask[0] = mask[0].flip(0)
+    return (kept - rows[mask.view(-1)]).sum()
+
+
 def _of_elements(w, x, ids):
     """Of an expanded mask that is changed after it selected."""
     mask = (ids > 0)[..., None].expand(4, 3, 6).clone()
@@ -440,6 +473,8 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
     "mul of rows that different masks": _mask_changed_between,
     "mul of rows that different": _one_mask_changed_between,
+    "mul of rows that different masks select": _copies_that_differ,
+    "sub of rows that different masks": _view_of_a_changed_mask,
     "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x.flatten(0, 1)).sum(),
     "sort": lambda w, x, ids: (x @ w)[ids >= 0].sort(0).values.sum(),
     "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x]).sum(),
