@@ -36,6 +36,8 @@ from ftp.program_files.saved import (
     ranks_section,
     versions,
 )
+from ftp.rules import OWN_RULES
+from ftp.rules.decompositions import OWN_DECOMPOSITIONS
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.registry import RULES
 from ftp.runtime.options import Options
@@ -50,8 +52,6 @@ LIMIT = 128 * 2**20  # bytes of all plans
 _PATIENCE = 60.0  # seconds that a rank waits for another rank of its host to plan
 _DISTINCT = 4  # most distinct rank programs that one rank makes for all
 _MANY = 256  # number of ranks from which each stores its own program
-# ftp's own rules and decompositions: a program with a user's rule is planned at every start.
-_OWN = {id(table): dict(table) for table in (RULES, DECOMPOSITIONS)}
 
 
 def key_of(
@@ -100,13 +100,15 @@ def _without_hardware(options: Options) -> dict[str, Any]:
 
 
 def _is_of_own_rules(graph: fx.Graph) -> bool:
-    """Whether all ops use ftp's own rules and decompositions, none of them overridden."""
-    for table in (RULES, DECOMPOSITIONS):
-        own = _OWN[id(table)]
+    """Whether all ops use ftp's own rules and decompositions, none of them overridden: a program
+    with a user's rule is planned at every start.
+    """
+    for table, own in ((RULES, OWN_RULES), (DECOMPOSITIONS, OWN_DECOMPOSITIONS)):
         given = [op for op, entry in table.items() if own.get(op) is not entry]
-        if any(op in own or op.namespace in ("aten", "prims", "ftp") for op in given):
+        if any(op in own or op.namespace in ("aten", "prims") for op in given):
             return False
-    known = {CONSTRAIN, *_OWN[id(RULES)], *_OWN[id(DECOMPOSITIONS)]}
+    of_axes = [op for op in RULES if op.namespace == "ftp"]  # some come with per-rank code
+    known = {CONSTRAIN, *of_axes, *OWN_RULES, *OWN_DECOMPOSITIONS}
     called = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
     codes = [program_of(str(n.args[1])) for n in called if n.target is LOCAL]
     return all(n.target in known or n.target is LOCAL for n in called) and all(

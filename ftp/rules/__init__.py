@@ -19,3 +19,6 @@ from ftp.rules import (  # noqa: F401
     shape,
     slices,
 )
+from ftp.rules.registry import RULES
+
+OWN_RULES = dict(RULES)  # before a user registers one

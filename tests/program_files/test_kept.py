@@ -1,6 +1,9 @@
 """Plans that are kept: found for the same program only, and right whatever the cache holds."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,20 @@ def test_a_program_with_a_rule_of_the_users_is_not_kept(folder: Path):
         assert not plans(folder)
     finally:
         RULES[mm] = own[mm]
+
+
+def test_a_rule_that_a_user_registers_before_the_first_step_is_the_users():
+    code = """
+import ftp, torch
+mm = torch.ops.aten.mm.default
+ftp.einsum(mm, "m k, k n -> m n")
+step = ftp.shard(lambda w, x: (x @ w).sum(), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))
+step(torch.ones(2, 2), torch.ones(2, 2))
+"""
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "FTP_CACHE": cache, KEEP: "1"}
+        subprocess.run([sys.executable, "-c", code], check=True, env=env)
+        assert not list(Path(cache).glob("plans/*.ftp"))
 
 
 def test_what_is_wrong_with_a_file_costs_a_plan(folder: Path):

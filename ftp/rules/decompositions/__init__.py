@@ -6,3 +6,6 @@ rounded at the end, as in the kernels.
 """
 
 from ftp.rules.decompositions import index, matmul, norm, reduce, softmax  # noqa: F401
+from ftp.rules.decompositions.registry import DECOMPOSITIONS
+
+OWN_DECOMPOSITIONS = dict(DECOMPOSITIONS)
