@@ -11,6 +11,7 @@ from torch import fx
 
 from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
+from ftp.ops.choose import CHOOSE
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
@@ -64,6 +65,8 @@ class _Numbers:
         self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
+        if target is CHOOSE:
+            args = args[:3]  # not which cond: `ftp.certification.branches` checks that
         return (
             target,
             repr(self.numbered(tuple(args))),

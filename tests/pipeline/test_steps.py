@@ -432,3 +432,37 @@ def test_a_gradient_made_of_a_later_stage_s_activation_is_made_there():
     assert not lowered.messages(1, "B")
     due = ftp.optim.accumulate(torch.func.grad_and_value(loss), 2)(params, x)
     torch.testing.assert_close(step(params, x), due[::-1], rtol=1e-12, atol=1e-12)
+
+
+def test_microbatches_that_decide_by_values():
+    """Stages cut both ways of the loss, and microbatches go different ways."""
+    g = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(6, 6, generator=g, dtype=torch.float64) / 2 for name in "abcd"}
+    x = torch.linspace(0.2, 3, 8)[:, None] * torch.randn(8, 6, generator=g, dtype=torch.float64)
+
+    def loss(p, x):
+        h = x
+        for name in "abcd":
+            h = torch.tanh(h @ p[name])
+        value = (h - x).square().mean()
+        if value > 2:
+            value = value * 3
+        if h.abs().mean().item() > 0.4:
+            value = value + h.abs().mean()
+        return value
+
+    values = [loss(params, x[i::4]) for i in range(4)]
+    assert min(values) < 2 and max(values) > 6
+    parts = [
+        torch.autograd.grad(loss(own, x[i::4]), list(own.values()))
+        for i in range(4)
+        for own in [{k: v.clone().requires_grad_() for k, v in params.items()}]
+    ]
+    due = {k: sum(of) / 4 for k, *of in zip(params, *parts, strict=True)}
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "tp"))
+    pipe = ftp.Pipeline("pp", 4, stages=[["a", "b"], ["c", "d"]])
+    specs = pipe.place(params, dict.fromkeys(params, P(None, "tp")), mesh)
+    step = ftp.shard(loss, mesh, specs, batch_specs=P(), pipeline=pipe, certify=True)
+    value, grads = step(params, x)
+    torch.testing.assert_close(value, sum(values) / 4, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, due, rtol=1e-12, atol=1e-12)
