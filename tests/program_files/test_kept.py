@@ -17,6 +17,7 @@ from ftp import P
 from ftp.errors import PlanningError
 from ftp.program_files import kept
 from ftp.program_files.kept import KEEP, KeptProgram
+from ftp.rules import OWN_RULES
 from ftp.rules.registry import RULES
 from ftp.sharding.pytree import flatten
 
@@ -26,7 +27,13 @@ W, X = torch.randn(3, 4, dtype=torch.float64), torch.randn(2, 3, dtype=torch.flo
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The plans' folder of a cache of the test's own; plans of simulated meshes are kept too."""
+    """The plans' folder of a cache of the test's own; plans of simulated meshes are kept too, and
+    no rule is a user's, as those that doctests register.
+    """
+    for op in [op for op in RULES if op.namespace in ("aten", "prims") and op not in OWN_RULES]:
+        monkeypatch.delitem(RULES, op)
+    for op, entry in OWN_RULES.items():
+        monkeypatch.setitem(RULES, op, entry)
     monkeypatch.setenv("FTP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(KEEP, "1")
     return tmp_path / "cache" / "plans"
