@@ -297,9 +297,8 @@ class _CapturesCheck(TorchFunctionMode):
         if _running() == self.running:
             args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        if not (
-            self.running or torch.is_grad_enabled()
-        ):  # a view requires a gradient where what it views does
+        if not self.running and not torch.is_grad_enabled():
+            # A view requires a gradient where what it views does.
             views = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
             self.own.update((id(x), x) for x in views)
         return made

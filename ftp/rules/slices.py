@@ -1,11 +1,12 @@
 """Rules of slices, splits and ``cat``: parts of a dim."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx
 
 from ftp.dynamic_int import gcd, slice_bounds
-from ftp.rules.call import Call
+from ftp.rules.call import Call, Meta
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.local_forms import with_shape
 from ftp.rules.local_op import LocalOp
@@ -22,11 +23,7 @@ from ftp.rules.rule import Rule
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
-    dim = call.arg("dim") % x.ndim
-    start, _, step = slice_bounds(
-        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
-    )
-    size = gcd(x.shape[dim], start, y.shape[dim])
+    dim, (start, _, step), size = _cut_of(call, x, y)
     if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         if step != 1 or start:
             return acting_on(call, [dim], linear=[(0,)])
@@ -47,11 +44,7 @@ def slice_(call: Call) -> Rule:
 @rule(aten.slice_backward.default)
 def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
-    dim = call.arg("dim") % x.ndim
-    start, end, step = slice_bounds(
-        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
-    )
-    size = gcd(x.shape[dim], start, y.shape[dim])
+    dim, (start, end, step), size = _cut_of(call, x, y)
     # The op broadcasts a gradient of one element over a longer slice.
     if (
         step != 1
@@ -78,6 +71,15 @@ def slice_backward(call: Call) -> Rule:
         numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
     )
     return Rule(notation, ((0,),), local, sizes)
+
+
+def _cut_of(call: Call, x: Meta, part: Meta) -> tuple[int, tuple[Any, Any, Any], Any]:
+    """The dim that a slice of ``x`` is along; its start, end and step; and the size of which the
+    part and the elements around it are multiples.
+    """
+    dim = call.arg("dim") % x.ndim
+    bounds = slice_bounds(call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim])
+    return dim, bounds, gcd(x.shape[dim], bounds[0], part.shape[dim])
 
 
 def _first_elements(

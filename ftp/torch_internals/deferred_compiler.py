@@ -53,9 +53,8 @@ class _Deferred(ModuleType):
         if not _is_loading:
             frame = sys._getframe(1)
             if frame.f_globals.get("__name__") == "importlib._bootstrap":
-                frame = (
-                    frame.f_back or frame
-                )  # ``from package import name`` asks for the name first
+                # ``from package import name`` asks for the name first.
+                frame = frame.f_back or frame
             asks = frame.f_globals.get("__name__"), full
             if asks in _STAND_INS:
                 return _STAND_INS[asks]
