@@ -7,6 +7,7 @@
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
 - The garbage collector looks at young objects seldom, and at all of them after every 250th
   test.
+- Of a test marked ``cases_by_default(n)``, n cases run by default, the others among the slow tests.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
 
@@ -17,6 +18,7 @@ import tempfile
 import zlib
 from typing import Any
 
+import few_or_many
 import pytest
 import slow_slice
 import torch
@@ -31,6 +33,11 @@ settings.load_profile("ftp")
 @pytest.fixture(autouse=True)
 def seed_of_this_test(request: Any) -> None:
     torch.manual_seed(zlib.crc32(f"{SEED}{request.node.nodeid}".encode()))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest reads -m
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    few_or_many.mark_cases(items)
 
 
 def pytest_collection_finish(session: Any) -> None:

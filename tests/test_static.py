@@ -102,6 +102,7 @@ RANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.cases_by_default(3)
 @pytest.mark.parametrize("name", RANGES)
 def test_torchs_bincount_of_a_range_that_ops_show(name: str):
     mesh, w = ftp.simulated_mesh((2,), ("dp",)), torch.linspace(1, 2, 5)

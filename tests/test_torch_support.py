@@ -26,6 +26,7 @@ def imported(change: str, then: str = "") -> str:
     return (found.stdout + found.stderr).strip().splitlines()[-1]
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("release", slow_after(2, ["2.12.1", "2.16.0a0+git0", "2.16.0", "3.0.0"]))
 def test_another_release_is_an_error_at_import(release: str):
     assert imported(f"torch.__version__ = {release!r}") == (

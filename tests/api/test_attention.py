@@ -204,6 +204,7 @@ def test_memory_of_a_sequence_cut_on_two_axes():
             assert times[0] <= (1.5 if is_ring else 3.3)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("cut", [P(None, None, "cp"), ZIGZAG])
 def test_memory_on_many_ranks_grows_with_the_sequence(cut: P):
     """A rank's parts, scaled ones and two pieces beside them, once a tile is small beside those;
@@ -286,6 +287,7 @@ def test_wrong_rings_over_two_axes_are_refused(entry: tuple[str, str]):
     check(certificate)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("shape", "names", "cut"),
     [((3,), ("cp",), P(None, None, "cp")), ((2, 2), ("cp", "tp"), P(None, "tp", ftp.zigzag("cp")))],

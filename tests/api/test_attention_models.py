@@ -73,6 +73,7 @@ class Packed(titan.Transformer):
         return self.output(self.norm(x))
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("names", "specs", "cut"),
     [(("dp", "cp"), {}, P("dp", "cp")), (("cp", "tp"), TP, P(None, zigzag("cp")))],
@@ -116,6 +117,7 @@ def by_cu_seq_lens(
     return varlen_attn(q, k, v, *ends, window_size=(-1, 0), enable_gqa=True)[None], None
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # of transformers
 @pytest.mark.parametrize("kind", ["sdpa", "flex_attention", "by_cu_seq_lens"])
 def test_packed_sequences_of_transformers(kind: str):

@@ -72,6 +72,7 @@ def check(step, size):
         assert (grad - want_grads[name]).abs().max() < 1e-12, name
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("tp", "both"), LAYOUTS))
 @settings(max_examples=4)
 @given(size=st.integers(1, 48))
@@ -237,6 +238,7 @@ def one_size_apart(params, tokens):
     return x.square().mean() * (2 if tokens.shape[1] == 7 else 3)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     "fn", [next_tokens, padded_blocks, chunks, statistics, one_size_apart], ids=lambda f: f.__name__
 )

@@ -41,6 +41,7 @@ def reference():
     return ftp.init_params(on_meta(Net), KEY, ONE)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("shape", "spec"),
     [

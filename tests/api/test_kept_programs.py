@@ -46,6 +46,7 @@ def batch(rows: int) -> torch.Tensor:
     return torch.arange(3.0 * rows, dtype=torch.float64).sin().view(rows, 3)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_the_programs_used_last_are_kept(most: int, monkeypatch: pytest.MonkeyPatch):
     planned, plan = [], Step._plan

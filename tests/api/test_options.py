@@ -68,6 +68,7 @@ def made(mesh, remat=None, **options):
     return step, {k: v.clone() for k, v in params.items()}, torch.randn(4, 4, 8)
 
 
+@pytest.mark.cases_by_default(26)
 @pytest.mark.filterwarnings("ignore:dynamic_shapes. every size")
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids=" × ".join)
 def test_every_pair_works_or_is_refused(pair):

@@ -161,12 +161,14 @@ def is_typical(model: str, scheme: str) -> bool:
     return model == "llama, gqa" or scheme == of_all
 
 
+@pytest.mark.cases_by_default(7)
 @pytest.mark.parametrize(("model", "scheme"), slow_unless(is_typical, CASES), ids=ids_of(CASES))
 def test_numbers(model: str, scheme: str):
     s = SCHEMES[scheme]
     check(MODELS[model], s, (2,) * len(s.axes), batch_of(MODELS[model]))
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "scheme", slow_unless(lambda scheme: scheme in ("tp", "cp+zero", "zero×sp, free"), SCHEMES)
 )
@@ -177,6 +179,7 @@ def test_numbers_in_float32(scheme: str):
     )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("n", "m"), slow_after(2, [(4, 2), (1, 8), (2, 4), (8, 1)]))
 def test_numbers_on_eight_ranks(n: int, m: int):
     cfg = LlamaConfig(layers=1, heads=8)
@@ -195,6 +198,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("options", "scheme"),
     slow_unless(
@@ -242,6 +246,7 @@ def is_most_uneven(model: str, scheme: str, shape: tuple[int, ...]) -> bool:
     return model == "odd everything" or scheme == "zero×tp, free"
 
 
+@pytest.mark.cases_by_default(5)
 @pytest.mark.parametrize(
     ("model", "scheme", "shape"),
     slow_unless(is_most_uneven, UNEVEN_CASES),
@@ -427,6 +432,7 @@ def is_cp_zero(found: Counted) -> None:
     is_zero(replace(found, activations=Counter()))
 
 
+@pytest.mark.cases_by_default(4)
 @counted
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_collectives(scheme: str, size: str, layers: int):

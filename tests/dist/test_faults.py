@@ -553,6 +553,7 @@ def _store_holder_stopped(what, folder):
     return error
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("what", slow_after(2, ["step", "save", "plan"]))
 def test_the_rank_that_holds_the_store_is_stopped(what, tmp_path):
     error, seconds = launch(_store_holder_stopped, 2, what, str(tmp_path))[1].value

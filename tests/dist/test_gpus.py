@@ -124,6 +124,7 @@ def _gathers(how: str) -> set[str]:
     return {op for op in seen.ops if "all_gather" in op}
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("how", ["fsdp", "sequence"])
 def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
     for rank in launch(_gathers, 2, how):

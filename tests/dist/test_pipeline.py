@@ -90,6 +90,7 @@ CASES = {
 SLOW = {"compiled", "tp"}
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 )

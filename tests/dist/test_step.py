@@ -164,6 +164,7 @@ def test_ids_out_of_range_fail_all_ranks():
         assert "on rank 1" in said
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("shm", ["0", "1"])
 def test_collectives_of_every_dtype(shm):
     for wrong, issued in _values(launch(_every_dtype, 2, env={"FTP_SHM": shm})):

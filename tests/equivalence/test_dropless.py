@@ -54,6 +54,7 @@ MUTANTS = (
 )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("mutant", slow_after(3, MUTANTS))
 def test_faults_are_refused(mutant):
     with pytest.raises(ftp.errors.CertificateError) as e:

@@ -51,6 +51,7 @@ def by_ftp(experts: int, k: int, ranks: int = RANKS) -> Any:
     return program
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("experts", "tokens", "k", "ranks"),
     [(4, 2, 1, 2), (4, 4, 1, 2), (3, 2, 3, 2), (7, 3, 1, 3), (2, 6, 1, 3), (4, 2, 4, 2)],
@@ -94,6 +95,7 @@ FAULTS = {  # by the experts of a token and the tokens
 }
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("k", "tokens", "mutant"),
     slow_after(4, [(*size, m) for size, names in FAULTS.items() for m in names]),

@@ -185,6 +185,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("name", slow_after(2, CASES))
 def test_the_right_form_is_proven_and_each_wrong_one_refused(name: str):

@@ -193,6 +193,7 @@ def everything():
     )
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize("mesh", [TP, GRID], ids=str)
 def test_everything_at_once_equals_one_device(mesh, decomposed):
@@ -218,6 +219,7 @@ def x(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     "given",
     [
@@ -270,6 +272,7 @@ def test_every_layer_is_known_by_its_module_and_line():
     }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("decomposed", slow_after(1, [True, False]))
 @pytest.mark.parametrize(
     ("given", "expected"),
@@ -319,6 +322,7 @@ class Lookup(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(h, h, h, is_causal=True))
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 def test_embeddings(style):
     given = {"table": style, "out": ColwiseParallel}
@@ -584,6 +588,7 @@ class Outer(nn.Module):
 SPLIT, WHOLE = Shard(0), Replicate()
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("style", "gathers"),
     [

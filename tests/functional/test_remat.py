@@ -75,6 +75,7 @@ def lowered(plan: str, policy: Any, **options: Any) -> ftp.Lowered:
     ).lower(params, x)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("plan", "policy"),
     [
@@ -286,6 +287,7 @@ def experts(params, x):
     return out
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "recomputed",
     [

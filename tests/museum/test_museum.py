@@ -20,6 +20,7 @@ from tests.museum.proven import CASES, Case
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("case", slow_after(6, CASES), ids=lambda c: c.name)
 def test_proven(case: Case):
     case.prove()

@@ -70,6 +70,7 @@ def sweep(names: list[str], seeds: range) -> tuple[Counter[str], list[str]]:
     return found, bad
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("name", ["row_linear", "column_linear_sp", "ddp"])
 def test_a_few_mutants(name: str):
     found, bad = sweep([name], range(10))

@@ -110,6 +110,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     "scheduled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["cut", "scheduled"]
@@ -135,6 +136,7 @@ def test_as_torch(name: str, scheduled: bool):
     same(params, expected)
 
 
+@pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Muon"])
 def test_a_scalar_parameter(name: str):
     """Its moments have the shape of a step counter, and the dtype of the parameter."""
@@ -449,6 +451,7 @@ def test_schedules(name: str):
         scheduler.step()
 
 
+@pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replicas_under_vmap(name: str):
     """Each as it is alone; cut over their own axis, nothing moves."""

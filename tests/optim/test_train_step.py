@@ -65,6 +65,7 @@ def kinds(collectives: Sequence[ftp.Collective]) -> Counter[str]:
     return Counter("number" if not c.global_shape else c.op for c in collectives)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_steps_are_those_of_one_device(plan: str):
     loss_fn, params = model()
@@ -83,6 +84,7 @@ def test_steps_are_those_of_one_device(plan: str):
             torch.testing.assert_close(cut[1][name][slot], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_without_out_specs_state_comes_back_as_it_went_in(plan: str):
     loss_fn, params = model()
@@ -118,6 +120,7 @@ def test_without_out_specs_arguments_that_are_alike_come_back_in_their_order():
     assert found(lambda a, x: (a["w"].sum(), {"w": a["w"][:1]}), cut) == [P(), {"w": P()}]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("plan", ["dp", "tp", "cp", "zero-3"])
 def test_collectives_are_those_of_shard_and_the_clips(plan: str):
     loss_fn, params = model()
@@ -196,6 +199,7 @@ def halved(loss_fn: Any) -> Any:
     ).float()
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16], ids=str)
 def test_mixed_precision(reduced: torch.dtype):
     """Parameters are gathered in the dtype in which they are used, gradients reduced in the one

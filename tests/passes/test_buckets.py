@@ -132,6 +132,7 @@ def test_collectives_of_resnet18(specs: P, expected: dict[str, int]):
     assert Counter(c.dtype for c in of_norms) == {torch.float64: 20 - 3, torch.float32: 20}
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("specs", [P(), P("dp")], ids=["dp", "zero-3"])
 def test_values_are_the_same_with_and_without(specs: P, n: int):
@@ -156,6 +157,7 @@ def test_values_are_the_same_with_and_without(specs: P, n: int):
         assert float((ours - exact).abs().max()) <= bound, name
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("specs", [P(), P("dp")], ids=["dp", "zero-3"])
 def test_memory_grows_by_no_more_than_a_bucket(specs: P):
     loss, *args = normed(6, WIDTH)

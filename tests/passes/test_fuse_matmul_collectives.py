@@ -30,6 +30,7 @@ def decoder(mesh: Any, **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
     )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("ranks", "bucket", "batch"), [(2, False, 4), (4, True, 1)])
 def test_joined_products_equal_one_device(ranks: int, bucket: bool, batch: int):
     step, params, _, (loss_fn, _) = decoder(

@@ -70,6 +70,7 @@ def lowered_llama(cut, batch_specs, shape=(2, 2), **options):
     return step.lower(params, lm_batch(cfg)), params
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("bucket", [False, True])
 def test_gradients_alone_are_narrowed_and_bytes_are_half(bucket):
     for cut in ({"tp": "tp"}, {"tp": "tp", "zero": "dp"}):

@@ -194,6 +194,7 @@ def lowered(
     return made, leaves[0], leaves[1]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("plan", "name"),
     slow_unless(
@@ -218,6 +219,7 @@ def test_train_steps_keep_their_values_and_write_in_place(plan: str, name: str):
             )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_sums_of_the_loss_take_two_collectives(layers: int):
     plain = lowered("tp", layers, bucket=False)[0]
@@ -259,6 +261,7 @@ MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
 }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("name", MERGED)
 def test_reshards_over_several_axes_are_one(name: str):
     axes, tp, batch_spec, counts = MERGED[name]
@@ -295,6 +298,7 @@ def with_options(made: ftp.Lowered, **options: Any) -> ftp.Lowered:
     return ftp.Lowered(made._program.with_options(**options))
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("plan", ["zero", "zero×tp"])
 def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
     plain = lowered(plan, 2, prefetch=0, bucket=False)[0]
@@ -475,6 +479,7 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("ranks", "bucket"), [(2, True), (3, False)])
 def test_matmuls_beside_reshards_are_chunked(ranks: int, bucket: bool):
     cfg = LlamaConfig(vocab=67, layers=1)

@@ -144,6 +144,7 @@ def experts_plain(x, router, up, down):
     )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("shape", "names"), [((2,), ("dp",)), ((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=IDS
 )
@@ -197,6 +198,7 @@ def ring_attention(q, k, v, axis):
     return out / total[..., None]
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=IDS)
 def test_ring_attention(shape, names):
     mesh = ftp.simulated_mesh(shape, names)
@@ -289,6 +291,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.cases_by_default(5)
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives(name):
     f, out_spec, plain = COLLECTIVES[name]

@@ -65,6 +65,7 @@ def experts_on_one_device(x, router, up, down):
     return weight[:, None] * done[torch.arange(len(x)), expert]
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=IDS)
 def test_experts_by_hand_whose_weights_are_cut_by_the_planner(shape, names):
     mesh = ftp.simulated_mesh(shape, names)
@@ -111,6 +112,7 @@ def every_collective_on_one_device(n):
     return run
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("shape", "names"), MESHES, ids=IDS)
 @pytest.mark.parametrize("cut", slow_after(1, [P(None, "tp"), P("tp")]), ids=["columns", "rows"])
 def test_every_collective(shape, names, cut):

@@ -84,6 +84,7 @@ SIZES = [  # of tokens, experts and the experts' hidden dim
 ]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", slow_after(1, [torch.bfloat16, torch.float32]))
 def test_layers_without_a_capacity_pass(sizes, dtype, draws):
@@ -96,6 +97,7 @@ def test_a_layer_that_computes_in_less_precision_passes(draws):
     assert len(draws) == 2 and max(draws) < 1e-1
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("sizes", SIZES[4:], ids=str)
 def test_a_capacity_of_large_experts_is_refused(sizes):
     with pytest.raises(ftp.errors.SpecError, match="on a few drawn tokens"):

@@ -102,6 +102,7 @@ def of_kinds(kinds: str, stage: int, numbers: str) -> list[ftp.Action]:
 CROSSED = [of_kinds("FFFFBBBB", 0, "01233210"), of_kinds("FFFFBBBB", 1, "32100123")]
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "schedule",
     [

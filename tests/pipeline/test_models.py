@@ -15,6 +15,7 @@ NAMES = {"T5": False, "Mixtral, experts": True, "GPT-2": True, "Llama": False, "
 OFTEN = ("T5", "Mixtral, experts")
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )
@@ -33,6 +34,7 @@ def test_equals_one_device(name):
     torch.testing.assert_close((loss, grads), (due_loss, due), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_nanogpt_equals_one_device(schedule):
     """The embedding, which is the head too, is in the first and the last stage."""

@@ -94,6 +94,7 @@ def test_an_update_of_its_own_takes_no_gradient():
         ftp.spmd(lambda params: params, mesh, (specs,), reduce_dtype=BF16)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("spec_of", slow_after(1, [zero_with_tp, tensor_parallel]))
 def test_gradients_alone_are_narrowed(schedule, spec_of):

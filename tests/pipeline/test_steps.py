@@ -85,6 +85,7 @@ OTHER_AXES = {
 }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("name", ["pp", "pp × tp"])
 @few_or_many(case=cases(), few=2, many=40)
 def test_equals_one_device(name, case):

@@ -124,6 +124,7 @@ def test_twenty_steps_with_dropout():
     assert not torch.equal(*losses)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_each_microbatch_draws_from_its_part_of_the_key(schedule):
     """``rng=True``: the model, and random functions beside it, on any mesh."""

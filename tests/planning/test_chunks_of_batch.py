@@ -41,6 +41,7 @@ def sent(lowered, of):
     return [(c.op, c.nbytes) for c in unbucketed(lowered).collectives if c.op in of]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("loss", [of_logits, of_slices, of_microbatches])
 @pytest.mark.parametrize(("batch", "n"), slow_after(2, [(8, 4), (8, 3), (16, 4), (8, 2)]))
 def test_each_rank_computes_its_share_of_each_chunk(loss, batch, n):

@@ -40,6 +40,7 @@ PLANS = {
 }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=1)
 @given(routings(), st.sampled_from(sorted(PLANS)))
@@ -62,6 +63,7 @@ def test_any_plan_is_the_loop_over_experts_often(form, plan, routing):
     checked(FORMS[form], k, ftp.simulated_mesh(shape, axes), specs, batch, params, x)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_experts_on_their_own_axis_stay(form):
     """7 experts on 3 ranks, one of them chosen by every token."""

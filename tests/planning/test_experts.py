@@ -60,6 +60,7 @@ def specs(tp: str | None) -> Any:
     return {"in": P(), "first": layer, "second": layer}
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("mesh", "axes", "groups", "experts"),
     [

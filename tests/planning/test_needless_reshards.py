@@ -211,6 +211,7 @@ def test_tokens_that_are_sliced_in_the_loss_are_cut_again(n):
     torch.testing.assert_close(step(params, z), (value, grads), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("n", slow_after(2, [3, 4, 2, 5]))
 def test_a_slice_from_0_keeps_chunks_that_start_alike(n):
     """``logits[:, :-1]`` gathered the logits."""

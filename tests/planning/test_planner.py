@@ -187,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(("cut", "axes", "batch_specs"), CASES)
 @pytest.mark.parametrize(
     "cfg",
@@ -286,6 +287,7 @@ def gru(steps: int, width: int):
     return loss, params
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("spec", [P("tp", None), P(None, "tp")])
 def test_wide_programs_are_planned_with_their_gap_known(spec):
     loss, params = gru(40, 12)

@@ -64,6 +64,7 @@ def sent(lowered):
     return [(c.op, c.nbytes) for c in unbucketed(lowered).collectives]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("attend", [grouped, interleaved, expanded, masked])
 @pytest.mark.parametrize(("n", "of_keys"), slow_after(2, [(4, 2), (3, 2), (4, 1), (8, 2), (3, 4)]))
 def test_query_heads_stay_cut(attend, n, of_keys):

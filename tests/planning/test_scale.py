@@ -81,10 +81,8 @@ def facts(program: ftp.Lowered) -> Any:
     return values, records, inputs, plan.out_specs, plan.kept_rules
 
 
-@pytest.mark.parametrize(
-    "plan",
-    slow_unless(lambda plan: plan == "tp", PLANS),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
 def test_the_plan_is_that_of_layer_by_layer(plan: str, monkeypatch: pytest.MonkeyPatch):
     train = plan == "zero-3×tp"
     folded = lowered(plan, LLAMA, train=train)

@@ -234,6 +234,7 @@ UNTOLD = (
 )
 
 
+@pytest.mark.cases_by_default(5)
 @pytest.mark.parametrize("tokens", [12, 40])
 @pytest.mark.parametrize("layer", UNTOLD)
 def test_what_ops_do_not_tell_is_refused_after_a_trial(layer, tokens):
@@ -266,6 +267,7 @@ def test_what_no_trial_shows_is_an_assumption_that_can_be_checked():
         step(params, x)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("form", "plan"),
     slow_unless(

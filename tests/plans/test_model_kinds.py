@@ -59,6 +59,7 @@ def check(kind: str, mesh: str) -> None:
 FEW = {("gpt_oss", "tp3"), ("deepseek_v3", "tp2")}
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

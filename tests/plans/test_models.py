@@ -47,6 +47,7 @@ def check(loss, mesh, specs, params, *batch, batch_specs: Any = P(), **options):
     return [c.op for c in unbucketed(step.lower(params, *batch)).collectives]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("shape", "axes"), [((2,), ("tp",)), ((3,), ("tp",)), ((4,), ("tp",)), ((2, 2), ("dp", "tp"))]
 )
@@ -281,6 +282,7 @@ def adapted(cfg):
     return model.double()
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("shape", "axes"), [((2,), ("tp",)), ((3,), ("tp",)), ((2, 2), ("dp", "tp"))]
 )

@@ -51,6 +51,7 @@ FEW = {("nanoGPT", "dp2×tp2"), ("Hessian-vector product", "tp2")}
 
 
 # What torch says of the programs themselves.
+@pytest.mark.cases_by_default(1)
 @pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor is True:UserWarning",
     "ignore:Sparse CSR tensor support:UserWarning",

@@ -71,6 +71,7 @@ def close(
     assert error <= tolerance, f"{what} is off by {error:.1e}"
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     slow_unless(
@@ -89,6 +90,7 @@ def test_a_function_with_ctx_in_forward():
 RESNET_MESHES = MESHES | {"dp3": ((3,), ("dp",)), "dp3×tp2": ((3, 2), ("dp", "tp"))}
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("mesh", slow_unless(lambda mesh: mesh in MESHES, RESNET_MESHES))
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_resnet_with_its_buffers(train: bool, mesh: str):

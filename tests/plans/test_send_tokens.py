@@ -68,6 +68,7 @@ ROUTINGS = st.tuples(
 )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=1)
 @given(ROUTINGS, st.sampled_from(sorted(PLANS)))
@@ -76,6 +77,7 @@ def test_a_layer_as_it_is_written_is_the_loop_over_experts(form, routing, plan):
     check(form, routing, plan)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_that_are_cut_within_are_certified(form):
     check(form, (6, 5, 2, None, 0), "dp = ep, and tp within")
@@ -315,6 +317,7 @@ def normalized_and_scaled(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(x).index_add(0, order // 2, made)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("layer", "widths"),
     [  # of rows there, back, and of the gradients; that of x is not asked for
@@ -359,6 +362,7 @@ def test_weights_that_are_read_otherwise_are_gathered_and_named():
     torch.testing.assert_close((loss, grads), (value, expected), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("count", [7, 2])
 def test_experts_that_the_axis_does_not_divide(count):
     """The last of three ranks owns one expert of seven, and none of two."""

@@ -85,7 +85,8 @@ def test_values(folder: Path, drawn: Drawn):
     check(lambda: step_of(drawn, False), tuple(drawn.values))
 
 
-@few_or_many(programs(gradients=True, longest=14), few=1, many=150)
+@pytest.mark.slow
+@few_or_many(programs(gradients=True, longest=14), few=10, many=150)
 def test_gradients(folder: Path, drawn: Drawn):
     count = sum(i.is_parameter for i in drawn.inputs)
     args = (tuple(drawn.values[:count]), *drawn.values[count:])

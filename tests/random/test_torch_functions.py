@@ -123,6 +123,7 @@ def squares(fn):
 X = torch.linspace(-1, 1, 4 * 5 * 6, dtype=torch.float64).reshape(4, 5, 6).sin()
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("name", slow_after(4, BODIES))
 def test_a_model_draws_the_same_on_any_mesh(name):
     fn, params = model_of(name)

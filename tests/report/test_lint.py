@@ -21,6 +21,7 @@ PLANS = {
 }
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_plans_that_everyone_uses_are_strict(plan: str):
     cut, batch, pins = PLANS[plan]

@@ -35,6 +35,7 @@ def done_by(program: ftp.Lowered, at: dict[str, int]) -> float:
     return sum(flops_of(n, made.shapes) for n in made.ordered.nodes if n.op == "call_function")
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("name", CASES)
 def test_work_is_what_all_ranks_programs_do(name):
     cfg, shape, cut, batch_specs = CASES[name]

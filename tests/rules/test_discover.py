@@ -95,6 +95,7 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(shape)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("op", "args", "rule", "linear"),
     [

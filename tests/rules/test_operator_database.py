@@ -60,6 +60,7 @@ def test_a_part_of_the_database(capsys: pytest.CaptureFixture[str]):
     assert summary(outcomes)["right"] > len(outcomes) / 2
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("name", ["_segment_reduce.lengths", "masked.prod"])
 @pytest.mark.filterwarnings("ignore")
 def test_ops_of_which_a_case_was_wrong(name: str):

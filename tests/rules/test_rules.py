@@ -45,6 +45,7 @@ aten = torch.ops.aten
 PROVABLE = sorted((op for op in set(RULES) - ELSEWHERE if op.namespace in NAMESPACES), key=str)
 
 
+@pytest.mark.cases_by_default(160)
 @pytest.mark.parametrize("op", PROVABLE, ids=str)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom", "ignore:.*beta", "ignore:.*deprecated")
 def test_rule_holds(op: OpOverload):
@@ -58,6 +59,7 @@ WITH_DIMS = [
 ]  # FFTs crash where dims are negative
 
 
+@pytest.mark.cases_by_default(21)
 @pytest.mark.parametrize("op", WITH_DIMS, ids=str)
 def test_dims_are_counted_from_the_front(op: OpOverload):
     """Of calls that torch takes with their dims counted from the end; kernels may read beyond a
@@ -250,6 +252,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.cases_by_default(7)
 @pytest.mark.parametrize(
     ("family", "op", "mutate"), WRONG, ids=lambda v: getattr(v, "__name__", str(v))
 )
@@ -291,6 +294,7 @@ def test_every_family_has_a_wrong_rule():
     assert families == {family for family, _, _ in WRONG}
 
 
+@pytest.mark.cases_by_default(26)
 @pytest.mark.parametrize("op", sorted(DECOMPOSITIONS, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_decomposition_equals_the_op(op: OpOverload, dtype: torch.dtype):

@@ -288,6 +288,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return made
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("spoils", [True, False], ids=["CUDA's error", "Python's error"])
 def test_a_failed_recording_leaves_the_next_ones_alone(driver: Driver, spoils: bool):
     graphs, driver.spoils = CudaGraphs(torch.device("cuda", 0)), spoils

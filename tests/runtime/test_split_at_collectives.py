@@ -54,6 +54,7 @@ def in_pieces(
     return split(graph, numbers, _written(graph, [placeholders[i] for i in donated])), graph
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("plan", ["tp", "zero×tp"])
 @pytest.mark.parametrize("opt", slow_after(1, [ADAMW, FUSED]), ids=["formulas", "fused"])
 def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):

@@ -74,6 +74,7 @@ def is_least(program, mesh, batch_specs, known, limit=None):
     assert found.planned >= found.bound
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("program", [MLP, WIDE], ids=["tokens", "weights"])
 @pytest.mark.parametrize("batch_specs", slow_after(1, [P("a"), P()]), ids=["dp", "tp"])
 def test_an_mlp_on_one_axis(program, batch_specs):

@@ -106,6 +106,7 @@ def test_a_rank_without_blocks():
     assert work(order, sees(torch.tensor([0, 12])), 5, 2) == [26, 26, 26]
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("given_ends", "cuts"),
     [

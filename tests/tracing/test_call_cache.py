@@ -95,6 +95,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_graph_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     fn, args = PROGRAMS[name]()

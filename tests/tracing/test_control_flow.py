@@ -354,6 +354,7 @@ BRANCHES = [
 ]
 
 
+@pytest.mark.cases_by_default(3)
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in jvp
 @pytest.mark.parametrize(("fn", "expected"), BRANCHES, ids=lambda fn: fn.__name__)
 @few_or_many(data=st.data(), few=1, many=40)

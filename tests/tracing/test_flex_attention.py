@@ -562,6 +562,7 @@ def test_a_saved_program_has_its_functions(tmp_path: Any, monkeypatch: Any):
 PAGES = P(None, None, "tp")
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("axes", "cut", "pages", "table_cut", "moved"),
     [

@@ -244,6 +244,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("dtype", "of_keys", "kind"),
     [(torch.bfloat16, 2, "flash"), (torch.float32, 4, "efficient"), (torch.float64, 4, "")],

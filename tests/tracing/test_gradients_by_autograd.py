@@ -109,6 +109,7 @@ def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
+@pytest.mark.cases_by_default(8)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
 def test_gradients_are_torch_autograds(loss, placement):

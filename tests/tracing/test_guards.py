@@ -64,6 +64,7 @@ def _helper(x):
     require(x.min() >= 0, "negative")
 
 
+@pytest.mark.cases_by_default(3)
 @pytest.mark.parametrize(
     "guard", [_assert, _if, _if_not, _either, _not, _else, _chained, _torch, _helper]
 )

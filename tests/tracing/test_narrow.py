@@ -97,6 +97,7 @@ def _at_places(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
 def test_an_index_in_a_tensor(spec: P):
     at = torch.tensor([3, -2, 0])

@@ -70,6 +70,7 @@ MODELS = {
 MESHES = {"tp3": ((3,), ("tp",)), "dp2×tp2": ((2, 2), ("dp", "tp"))}
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("name", "mesh_name"),
     slow_unless(
@@ -107,6 +108,7 @@ def of_lengths(lengths: Any, pad: Any = pad_packed_sequence, **options: Any) -> 
     return step, ({k: p.detach() for k, p in params.items()}, x, torch.tensor(lengths)), loss
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize(
     ("lengths", "claim"),
     [

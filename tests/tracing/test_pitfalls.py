@@ -583,6 +583,7 @@ def check(
 BETA = pytest.mark.filterwarnings("ignore:index_reduce")
 
 
+@pytest.mark.cases_by_default(30)
 @BETA
 @pytest.mark.parametrize("name", PITFALLS)
 @few_or_many(st.data(), few=1, many=60)
@@ -634,6 +635,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("fn", SHAPES)
 def test_rows_whose_number_depends_on_values_are_returned(fn: Callable[[Tensor], Tensor]):
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("x",)), (P("x"),), certify=True)

@@ -345,6 +345,7 @@ PROGRAMS = [
 MESHES = {"dp3": ((3,), ("dp",)), "dp2×tp2": ((2, 2), ("dp", "tp"))}
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize(
     ("program", "name"),
     slow_unless(
@@ -529,6 +530,7 @@ def _returned(x: Tensor, ids: Tensor) -> dict[str, object]:
     }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("mesh", [((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=["dp3", "dp2×tp2"])
 def test_returned_rows_are_cut_to_their_number(mesh: tuple[tuple, tuple]):
     specs = P("dp", None, "tp" if "tp" in mesh[1] else None), P("dp")

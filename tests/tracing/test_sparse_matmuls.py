@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     }
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("mesh", [((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=["dp3", "dp2×tp2"])
 @pytest.mark.parametrize("layout", SPARSE)
 def test_a_graph_network(layout: str, mesh: tuple[tuple, tuple]):
@@ -70,6 +71,7 @@ def test_a_graph_network(layout: str, mesh: tuple[tuple, tuple]):
         torch.testing.assert_close(grads[name], gradient, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("cut", [P(), P("dp")], ids=["whole", "entries cut"])
 @pytest.mark.parametrize("layout", SPARSE)
 def test_as_an_argument(layout: str, cut: P):

@@ -109,6 +109,7 @@ TRANSFORMS: dict[str, Callable[[Model], Any]] = {
 }
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize(
     ("transform", "model", "mesh"),
     slow_unless(
@@ -248,6 +249,7 @@ ATTENDED = {
 }
 
 
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("way", ATTENDED)
 def test_second_derivatives_of_fused_attention(way: str):
     """torch's fused kernels have none."""
