@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from typing import Any
 
-import few_or_many
+import cases_by_default
 import pytest
 import slow_slice
 import torch
@@ -37,7 +37,7 @@ def seed_of_this_test(request: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest reads -m
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    few_or_many.mark_cases(items)
+    cases_by_default.mark_cases(items)
 
 
 def pytest_collection_finish(session: Any) -> None:
