@@ -1,15 +1,15 @@
 """``balance``: an order of blocks in which all ranks have about equal attention work.
 
-The work of a block is the exact number of unmasked (query, key) pairs with a query in the block.
-Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are assigned from the heaviest to
-the lightest, each to the rank with the least work that still has room. Then blocks of the busiest
-rank are swapped with lighter blocks of other ranks while that helps.
-
-flex_attention computes all pairs of a block of queries and a block of keys that see each other
-anywhere. Where the numbers of these are uneven, more swaps lower the larger of the two measures.
+A block of queries has two measures of work: the exact number of its unmasked (query, key) pairs,
+and the number of blocks of keys in which it sees any, of which flex_attention computes all pairs.
+Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are dealt from the heaviest to
+the lightest, each to the rank with the least work that still has room. Then one or two blocks of
+the busiest rank are swapped with as many of another rank while that lowers the larger measure.
 """
 
 import heapq
+import itertools
+import math
 import weakref
 from collections.abc import Mapping
 from math import prod
@@ -77,10 +77,8 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
             f"balance: a sequence of {length} is no whole number of blocks of {block}."
             f" Pad it to {-(-max(length, 1) // block) * block}, or give block= a divisor."
         )
-    work = pairs.reshape(-1, block).sum(1)
-    room = [pieces(len(work), n, rank)[0][1] for rank in range(n)]
-    held = _dealt(work, room)
-    _even_both(np.stack([work, blocks], 1), held)
+    room = [pieces(length // block, n, rank)[0][1] for rank in range(n)]
+    held = _balanced(np.stack([pairs.reshape(-1, block).sum(1), blocks], 1), room)
     order = torch.tensor([b for of in held for b in sorted(of)])
     device = mask.device if isinstance(mask, Tensor) else mask.kv_num_blocks.device
     made = order.to(device)
@@ -188,92 +186,85 @@ def _listed(count: Tensor, index: Any) -> tuple[Tensor, ...]:
     return (*places, index[(*places, at)])
 
 
-def _dealt(work: np.ndarray, room: list[int]) -> list[list[int]]:
-    """The blocks of each rank, as many as it has room for, so that the largest work is small."""
-    held: list[list[int]] = [[] for _ in room]
-    least = [(0, rank) for rank, places in enumerate(room) if places]
-    for at in np.argsort(-work, kind="stable").tolist():
-        done, rank = heapq.heappop(least)
-        held[rank].append(at)
-        if len(held[rank]) < room[rank]:
-            heapq.heappush(least, (done + int(work[at]), rank))
-    total = [int(work[of].sum()) for of in held]
-    for _ in range(4 * len(work)):
-        if not _improved(work, held, total):
-            break
-    return held
-
-
-def _improved(work: np.ndarray, held: list[list[int]], total: list[int]) -> bool:
-    """Swap a block of the busiest rank with one of another rank, so that both come close to their
-    mean; False if no swap lowers the larger work of the two.
-    """
-    most = max(range(len(total)), key=total.__getitem__)
-    for other in sorted(range(len(total)), key=total.__getitem__):
-        gap = total[most] - total[other]
-        if gap < 2:
-            return False
-        if not held[other]:
-            continue
-        mine, theirs = work[held[most]], work[held[other]]
-        by = np.argsort(theirs, kind="stable")
-        wanted = mine - gap / 2
-        at = np.searchsorted(theirs[by], wanted).clip(1, len(by)) - 1
-        near = np.stack([by[at], by[(at + 1).clip(max=len(by) - 1)]])
-        moved = mine - theirs[near]
-        after = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
-        side, i = np.unravel_index(int(after.argmin()), after.shape)
-        if not np.isfinite(after[side, i]):
-            continue
-        j, by_how_much = int(near[side, i]), int(moved[side, i])
-        held[most][i], held[other][j] = held[other][j], held[most][i]
-        total[most] -= by_how_much
-        total[other] += by_how_much
-        return True
-    return False
-
-
 _EVEN = 1.01  # work of the busiest rank that is not improved further, in means
-_CANDIDATES = 128  # blocks of a rank that are tried in swaps
+_CANDIDATES = 128  # blocks, or pairs of blocks, of a rank that are tried in swaps
+_OTHERS = 32  # ranks with the least work that swaps are tried with
 
 
-def _even_both(work: np.ndarray, held: list[list[int]]) -> None:
-    """Swap blocks between ranks while that lowers the largest of all ranks' measures.
+def _balanced(work: np.ndarray, room: list[int]) -> list[list[int]]:
+    """The blocks of each rank, as many as it has room for, so that the largest of all ranks'
+    measures is small: the best of what swaps make of several dealings.
 
     Args:
         work: (blocks, measures).
     """
-    share = work * len(held) / work.sum(0).clip(1)  # in means of a rank
-    total = np.stack([share[of].sum(0) for of in held])
-    for _ in range(2 * len(work)):
-        busy = total.max(1)
-        most = int(busy.argmax())
-        if busy[most] <= _EVEN or not _swapped(share, held, total, most):
-            return
+    share = work * len(room) / work.sum(0).clip(1)  # in means of a rank
+    best, least = [], math.inf
+    for measure in (*share.T, share.sum(1)):
+        held = _dealt(measure, room)
+        busiest = _swap_while_better(share, held)
+        if busiest < least:
+            best, least = held, busiest
+        if least <= _EVEN:
+            break
+    return best
 
 
-def _swapped(share: np.ndarray, held: list[list[int]], total: np.ndarray, most: int) -> bool:
-    """Swap a block of a rank with one of another rank, so that neither rank has as much work as it
-    had; False if no swap does.
+def _dealt(measure: np.ndarray, room: list[int]) -> list[list[int]]:
+    """Blocks from the heaviest on, each to the rank with the least work that still has room."""
+    held: list[list[int]] = [[] for _ in room]
+    least = [(0.0, rank) for rank, places in enumerate(room) if places]
+    for at in np.argsort(-measure, kind="stable").tolist():
+        done, rank = heapq.heappop(least)
+        held[rank].append(at)
+        if len(held[rank]) < room[rank]:
+            heapq.heappush(least, (done + float(measure[at]), rank))
+    return held
+
+
+def _swap_while_better(share: np.ndarray, held: list[list[int]]) -> float:
+    """Swap blocks between ranks while that lowers the largest of all ranks' measures; returns
+    it.
     """
-    mine = _some(held[most])
-    for other in total[:, total[most].argmax()].argsort(kind="stable").tolist():
-        theirs = _some(held[other]) if other != most else []
-        if not theirs:
+    total = np.stack([share[of].sum(0) for of in held])
+    for _ in range(2 * len(share)):
+        most = int(total.max(1).argmax())
+        if total[most].max() <= _EVEN:
+            break
+        if not any(_swapped(share, held, total, most, size) for size in (1, 2)):
+            break
+    return float(total.max())
+
+
+def _swapped(
+    share: np.ndarray, held: list[list[int]], total: np.ndarray, most: int, size: int
+) -> bool:
+    """Swap ``size`` blocks of a rank with as many of another rank, so that neither rank has as much
+    work as it had; False if no swap does.
+    """
+    mine = _some(len(held[most]), size)
+    others = total[:, total[most].argmax()].argsort(kind="stable")[:_OTHERS]
+    for other in others.tolist():
+        theirs = _some(len(held[other]), size) if other != most else mine[:0]
+        if not len(theirs) or not len(mine):
             continue
-        moved = share[[held[most][i] for i in mine], None] - share[[held[other][j] for j in theirs]]
+        given, taken = np.array(held[most])[mine], np.array(held[other])[theirs]
+        moved = share[given].sum(1)[:, None] - share[taken].sum(1)
         after = np.maximum(total[most] - moved, total[other] + moved).max(2)
         i, j = np.unravel_index(int(after.argmin()), after.shape)
         if after[i, j] >= total[most].max() - 1e-9:
             continue
-        at, to = mine[int(i)], theirs[int(j)]
-        held[most][at], held[other][to] = held[other][to], held[most][at]
+        for at, to in zip(mine[i], theirs[j], strict=True):
+            held[most][at], held[other][to] = held[other][to], held[most][at]
         total[most] -= moved[i, j]
         total[other] += moved[i, j]
         return True
     return False
 
 
-def _some(held: list[int]) -> list[int]:
-    """Places of at most `_CANDIDATES` blocks, evenly spaced."""
-    return list(range(0, len(held), -(-len(held) // _CANDIDATES) or 1))
+def _some(count: int, size: int) -> np.ndarray:
+    """At most `_CANDIDATES` choices of ``size`` of ``count`` places, evenly spaced: (choices,
+    size).
+    """
+    found = np.array(list(itertools.combinations(range(count), size)), dtype=int).reshape(-1, size)
+    return found[:: -(-len(found) // _CANDIDATES) or 1]

@@ -1,5 +1,7 @@
 """balance: each rank computes as much, by an exact count; wrong meshes and lengths are refused."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,9 +46,13 @@ def test_even_work(drawn: tuple[Tensor, int, int]):
     assert max(found) <= 1.05 * sum(found) / n
 
 
-@pytest.mark.parametrize("blocks", [16, 192])
-@pytest.mark.parametrize("seed", range(24))
-def test_computed_blocks_are_even(seed: int, blocks: int):
+@pytest.mark.parametrize(
+    ("blocks", "seed"),
+    # Of 100 draws of 8 blocks on each rank, three that need swaps of two blocks or a second
+    # dealing.
+    [*((8, seed) for seed in (26, 59, 94)), *itertools.product([16, 192], range(24))],
+)
+def test_computed_blocks_are_even(blocks: int, seed: int):
     """Of random documents each rank computes as many pairs of a block of queries and one of keys,
     within 5 %, also where a document begins within a block, and documents are shorter."""
     draw = torch.Generator().manual_seed(seed)
