@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """The packages, and files beside them, that a file imports, in its functions too."""
     found = set()
@@ -106,21 +108,19 @@ def test_rows_name_what_is_imported():
 
 def test_a_name_is_imported_from_the_file_that_defines_it():
     """So a reader who follows an import arrives. ``__all__`` lists what a file passes on."""
-    trees = {
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(
-            path.read_text()
-        )
+    sources = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path.read_text()
         for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py"
     }
     froms = {
-        module: [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-        for module, tree in trees.items()
+        module: [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        for module, source in sources.items()
     }
     passed_on = {
         f"{module}.{alias.asname or alias.name}"
         for module, found in froms.items()
-        if "__all__" not in ast.dump(trees[module])
+        if "__all__" not in sources[module]
         for node in found
         if (node.module or "").startswith("ftp")
         for alias in node.names

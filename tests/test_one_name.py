@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
@@ -33,6 +34,7 @@ def types_of(source: str) -> list[tuple[str, str]]:
     return found
 
 
+@cache
 def shared_names() -> dict[str, list[str]]:
     places = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -87,11 +88,18 @@ def used(tree: ast.Module) -> set[str]:
             found |= {alias.name for alias in node.names if alias.name.startswith("torch.")}
             modules |= {a.asname: a.name for a in node.names if a.asname and a.name[:6] == "torch."}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"\w+(\.\w+)+", ast.unparse(node)):
-            first, _, rest = ast.unparse(node).partition(".")
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.fullmatch(r"\w+(\.\w+)+", name):
+            first, _, rest = name.partition(".")
             if first in modules and rest.split(".")[0] != "ops":
                 found.add(f"{modules[first]}.{rest}")
     return {name for name in found if is_private(name)}
+
+
+@cache
+def used_by_file() -> dict[Path, set[str]]:
+    files = [path for path in (ROOT / "ftp").rglob("*.py") if path != NAMES]
+    return {path: used(ast.parse(path.read_text())) for path in files}
 
 
 def test_names_are_found_through_other_names_of_their_modules():
@@ -153,8 +161,7 @@ def test_every_private_name_in_use_is_checked():
     needed = set()
     for module, names in support.NEEDED.items():
         needed |= {f"{module}.{name}" for name in names.split()} or {module}
-    files = [p for p in (ROOT / "ftp").rglob("*.py") if p != NAMES]
-    in_use = set().union(*(used(ast.parse(p.read_text())) for p in files))
+    in_use = set().union(*used_by_file().values())
     # torch._ops, as in torch._ops.OpOverload; of a class, as in TransformType.Grad, the class.
     in_use = {
         name
@@ -182,9 +189,9 @@ def test_every_checked_name_is_in_use():
 @IMPORTED
 def test_private_names_of_several_files_are_behind_torch_internals():
     files: dict[str, list[str]] = {}
-    for path in (ROOT / "ftp").rglob("*.py"):
+    for path, names in used_by_file().items():
         if "torch_internals" not in path.parts:
-            for name in used(ast.parse(path.read_text())):
+            for name in names:
                 files.setdefault(name, []).append(str(path.relative_to(ROOT)))
     shared = {name: at for name, at in files.items() if len(at) > 1 and not is_module(name)}
     # Importing inductor's configuration is what each of its two users defers.
