@@ -266,5 +266,6 @@ def _some(count: int, size: int) -> np.ndarray:
     """At most `_CANDIDATES` choices of ``size`` of ``count`` places, evenly spaced: (choices,
     size).
     """
-    found = np.array(list(itertools.combinations(range(count), size)), dtype=int).reshape(-1, size)
-    return found[:: -(-len(found) // _CANDIDATES) or 1]
+    most = next(n for n in range(_CANDIDATES, 0, -1) if math.comb(n, size) <= _CANDIDATES)
+    places = range(0, count, -(-count // most) or 1)
+    return np.array(list(itertools.combinations(places, size)), dtype=int).reshape(-1, size)

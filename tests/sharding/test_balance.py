@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import ftp
 from ftp import P
 from ftp.errors import SpecError
+from ftp.sharding import balance as balancing
 
 
 def sees(ends: Tensor) -> Tensor:
@@ -189,3 +190,10 @@ def test_an_order_for_another_number_of_ranks(spec: P):
         step.lower(order)
     for n, fits in ((2, P("cp")), (8, P(("cp", "tp"))), (4, P()), (8, P())):
         ftp.device_put(ftp.balance(torch.tensor([0, 24]), n, block=2), mesh, fits)
+
+
+def test_few_pairs_of_many_blocks_are_tried():
+    """All pairs of 8,192 blocks of a rank are 34 million."""
+    chosen = balancing._some(8192, 2)
+    assert 100 < len(chosen) <= balancing._CANDIDATES and chosen.max() > 7000
+    assert len(balancing._some(8, 2)) == 28 and len(balancing._some(0, 2)) == 0
