@@ -16,6 +16,7 @@ from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 def global_norm(tree: Any) -> Tensor:
     """The 2-norm of all leaves as one vector, a 0-d tensor; in a sharded program, of global leaves.
+    That of leaves in bfloat16 and float16 is computed, and returned, in float32.
 
     Raises:
         InputError: a tree without tensors.
@@ -26,7 +27,14 @@ def global_norm(tree: Any) -> Tensor:
     if not flatten(tree)[0]:
         raise InputError("global_norm is given a tree without tensors.")
     # A sum of sums stays pending over sharded leaves, so that only one number is reduced.
-    return asked_for(_total(tree, lambda leaf: leaf.abs().square().sum())).sqrt()
+    return asked_for(_total(tree, lambda leaf: _wide(leaf).abs().square().sum())).sqrt()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, if ``x`` is in a half precision: in it squares overflow, and a sum of many terms
+    stays where it is.
+    """
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:

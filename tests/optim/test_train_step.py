@@ -479,3 +479,19 @@ def test_the_norm_is_one_number_an_axis_however_small_the_model(plan: str):
     assert numbers(True) - numbers(False) == Counter(
         {} if plan == "dp" else {(axis,): 1 for axis in axes}
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_norm_of_half_precision_is_computed_in_float32(size: int):
+    """float16's squares overflow from 256 on, and bfloat16 counts by twos from 256 on."""
+    large = {"w": torch.full((4,), 300.0, dtype=torch.float16)}
+    many = {"w": torch.ones(100, 8, dtype=torch.bfloat16).unbind()}
+    mesh = ftp.simulated_mesh((size,), ("tp",))
+    for tree, expected in ((large, 600.0), (many, 800**0.5)):
+        clip = ftp.spmd(lambda grads: ftp.optim.clip_by_global_norm(grads, 1.0), mesh, P("tp"))
+        clipped, norm = clip(tree)
+        leaves = torch.utils._pytree.tree_leaves(clipped)
+        torch.testing.assert_close(norm, torch.tensor(expected))
+        assert {x.dtype for x in leaves} == {torch.utils._pytree.tree_leaves(tree)[0].dtype}
+        total = sum(float(x.double().square().sum()) for x in leaves)
+        assert total**0.5 == pytest.approx(1.0, rel=1e-2)
