@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ftp.context import set_within
 from ftp.errors import InputError, MeshError
-from ftp.ops.axis_collectives import OPS, linear, reduced
-from ftp.ops.exchange_rows import ExchangeRows
+from ftp.ops.axis_collectives import OPS, reduced
+from ftp.ops.exchange_rows import EXCHANGE_ROWS
+from ftp.ops.linear import linear
 from ftp.source import at_line
 
 Axes = str | Sequence[str]
@@ -78,7 +79,7 @@ def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     """
     for name, n in reversed(_named("all_gather", axis)):
         d = _dim("all_gather", _tensor("all_gather", x), dim)
-        x = linear(x, OPS.all_gather.default, (name, n, d))
+        x = linear(x, OPS.all_gather.default, name, n, d)
     return x
 
 
@@ -99,7 +100,7 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     for name, n in _named("reduce_scatter", axis):
         d = _dim("reduce_scatter", _tensor("reduce_scatter", x), dim)
         _require_divides("reduce_scatter", x, d, name, n)
-        x = linear(x, OPS.reduce_scatter.default, (name, n, d))
+        x = linear(x, OPS.reduce_scatter.default, name, n, d)
     return x
 
 
@@ -165,9 +166,9 @@ def all_to_all(
         )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:
-        return linear(x, OPS.all_to_all.default, (name, n, split, concat))
+        return linear(x, OPS.all_to_all.default, name, n, split, concat)
     parts = x.unflatten(split, (1, n, x.shape[split] // n))
-    parts = linear(parts, OPS.all_to_all.default, (name, n, split + 1, split))
+    parts = linear(parts, OPS.all_to_all.default, name, n, split + 1, split)
     return parts.flatten(split, split + 2)
 
 
@@ -186,8 +187,7 @@ def _exchange(
         )
     every = all_gather(counts.to(torch.int64)[None], axis)
     size = n * x.shape[0] if bound is None else bound
-    applied: Any = ExchangeRows.apply(x, every, axis, n, size, False)
-    return applied
+    return linear(x, EXCHANGE_ROWS, every, axis, n, size, False)
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
@@ -220,7 +220,7 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
             " most once."
         )
     flat = tuple(i for pair in sorted(pairs) for i in pair)
-    return linear(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))
+    return linear(_tensor("ppermute", x), OPS.ppermute.default, name, n, flat)
 
 
 def axis_index(axis: Axes) -> Tensor:

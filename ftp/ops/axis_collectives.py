@@ -10,20 +10,24 @@ import torch
 from torch import Tensor
 
 from ftp.ops.define import define
-from ftp.ops.exchange_rows import ExchangeRows
+from ftp.ops.exchange_rows import EXCHANGE_ROWS
+from ftp.ops.linear import TRANSPOSES, linear
+
+_ALL: set[Any] = set()
 
 
-def _define(
-    schema: str, kernel: Callable[..., Tensor], vmap: Callable[..., tuple[Any, ...]]
-) -> None:
+def _define(schema: str, kernel: Callable[..., Tensor], dims: int = 0) -> None:
+    """Define an op whose last arguments are ``dims`` dims of ``x``."""
     target = define(schema)
     torch.library.impl(target._name, "CompositeExplicitAutograd")(kernel)
+    _ALL.add(target)
 
     def batched(
         info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any
     ) -> tuple[Tensor, int | None]:
-        at = in_dims[0]
-        return target(x, *(args if at is None else vmap(at, *args))), at
+        at, first = in_dims[0], len(args) - dims
+        after = args if at is None else (*args[:first], *(d + (d >= at) for d in args[first:]))
+        return target(x, *after), at
 
     torch.library.register_vmap(target._name, batched)
 
@@ -32,140 +36,80 @@ def _scaled(x: Tensor, dim: int, times: int = 1, by: int = 1) -> list[int]:
     return [s * times // by if d == dim else s for d, s in enumerate(x.shape)]
 
 
-def _batched_dim(at: int, dim: int) -> int:
-    """``dim`` after a batch dim is inserted at ``at``."""
-    return dim + (dim >= at)
-
-
-_define(
-    "all_reduce(Tensor x, str op, str axis) -> Tensor",
-    lambda x, op, axis: x.new_empty(x.shape),
-    lambda at, *args: args,
-)
-_define(
-    "contribute(Tensor x, str axis) -> Tensor",
-    lambda x, axis: x.new_empty(x.shape),
-    lambda at, *args: args,
-)
+_define("all_reduce(Tensor x, str op, str axis) -> Tensor", lambda x, *_: x.new_empty(x.shape))
+_define("contribute(Tensor x, str axis) -> Tensor", lambda x, *_: x.new_empty(x.shape))
 _define(
     "ppermute(Tensor x, str axis, int n, int[] perm) -> Tensor",
-    lambda x, axis, n, perm: x.new_empty(x.shape),
-    lambda at, *args: args,
+    lambda x, *_: x.new_empty(x.shape),
 )
 _define(
     "all_gather(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
-    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
+    dims=1,
 )
 _define(
     "reduce_scatter(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
-    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
+    dims=1,
 )
 _define(
     "own_part(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
-    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
+    dims=1,
 )
 # This rank's part of a dim, with zeros in place of the other ranks' parts.
 _define(
     "place_part(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
-    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
+    dims=1,
 )
 _define(
     "all_to_all(Tensor x, str axis, int n, int split, int concat) -> Tensor",
     lambda x, axis, n, split, concat: x.new_empty(
         [s // n if d == split else s * n if d == concat else s for d, s in enumerate(x.shape)]
     ),
-    lambda at, axis, n, split, concat: (axis, n, _batched_dim(at, split), _batched_dim(at, concat)),
+    dims=2,
 )
 OPS = torch.ops.ftp
 
 
 def axis_of(target: Any, args: Sequence[Any]) -> str | None:
     """The mesh axis of a call of one of the ops above (``args`` without the tensor), else None."""
-    if target in (OPS.all_reduce.default, OPS.exchange_rows.default):
+    if target in (OPS.all_reduce.default, EXCHANGE_ROWS):
         return args[1]
     return args[0] if target in _ALL else None
 
 
-_ALL = {
-    op.default
-    for op in (
-        OPS.all_reduce,
-        OPS.contribute,
-        OPS.ppermute,
-        OPS.all_gather,
-        OPS.reduce_scatter,
-        OPS.own_part,
-        OPS.place_part,
-        OPS.all_to_all,
-    )
-}
+def _permuted_back(_: Any, axis: str, n: int, perm: Sequence[int]) -> tuple[Any, ...]:
+    pairs = sorted(zip(perm[1::2], perm[::2], strict=True))
+    return OPS.ppermute.default, axis, n, tuple(i for pair in pairs for i in pair)
 
 
-def linear(x: Tensor, target: Any, args: tuple[Any, ...]) -> Tensor:
-    """Apply a linear collective with its gradient."""
-    applied: Any = _Linear.apply(x, target, args)
-    return applied
+TRANSPOSES.update({
+    OPS.all_reduce.default: lambda _, *args: (OPS.all_reduce.default, *args),
+    OPS.contribute.default: lambda _, *args: (OPS.contribute.default, *args),
+    OPS.ppermute.default: _permuted_back,
+    OPS.all_gather.default: lambda _, *args: (OPS.reduce_scatter.default, *args),
+    OPS.reduce_scatter.default: lambda _, *args: (OPS.all_gather.default, *args),
+    OPS.own_part.default: lambda _, *args: (OPS.place_part.default, *args),
+    OPS.place_part.default: lambda _, *args: (OPS.own_part.default, *args),
+    OPS.all_to_all.default: lambda _, axis, n, split, concat: (
+        OPS.all_to_all.default, axis, n, concat, split,
+    ),
+})  # fmt: skip
 
 
 def reduced(x: Tensor, op: str, axis: str) -> Tensor:
     if op == "sum":
-        return linear(x, OPS.all_reduce.default, (op, axis))
+        return linear(x, OPS.all_reduce.default, op, axis)
     return _Extremum.apply(x, op, axis)  # type: ignore[return-value]
 
 
 def differentiable(target: Any) -> Callable[..., Tensor]:
     """A collective's op with its gradient."""
-    if target is OPS.exchange_rows.default:
-        return lambda *args: ExchangeRows.apply(*args)  # type: ignore[return-value]
     if target is OPS.all_reduce.default:
-        return lambda x, op, axis: reduced(x, op, axis)
-    return lambda x, *args: linear(x, target, args)
-
-
-def _transpose(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    if target is OPS.all_gather.default:
-        return OPS.reduce_scatter.default, args
-    if target is OPS.reduce_scatter.default:
-        return OPS.all_gather.default, args
-    if target is OPS.own_part.default:
-        return OPS.place_part.default, args
-    if target is OPS.place_part.default:
-        return OPS.own_part.default, args
-    if target is OPS.ppermute.default:
-        axis, n, perm = args
-        pairs = sorted(zip(perm[1::2], perm[::2], strict=True))
-        return target, (axis, n, tuple(i for pair in pairs for i in pair))
-    if target is OPS.all_to_all.default:
-        axis, n, split, concat = args
-        return target, (axis, n, concat, split)
-    assert target in (OPS.all_reduce.default, OPS.contribute.default)
-    return target, args
-
-
-class _Linear(torch.autograd.Function):
-    """A linear collective; its gradient is its transpose."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, target: Any, args: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
-        return target(x, *args)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.call = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Linear.apply(grad, *_transpose(*ctx.call)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
-        return _Linear.apply(tangent, *ctx.call)
+        return reduced
+    return lambda x, *args: linear(x, target, *args)
 
 
 class _Extremum(torch.autograd.Function):

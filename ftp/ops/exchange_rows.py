@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ftp.errors import InputError
 from ftp.ops.define import define, register_fake
+from ftp.ops.linear import TRANSPOSES
 from ftp.torch_internals.process_groups import resolve_process_group
 
 Counts = list[list[int]]
@@ -56,43 +57,18 @@ def _batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, counts: Tensor, *re
 torch.library.register_vmap("ftp::exchange_rows", _batched)
 
 
-class ExchangeRows(torch.autograd.Function):
-    """The exchange with its gradient, the exchange in the opposite direction."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        x: Tensor, counts: Tensor, axis: str, n: int, bound: int, back: bool
-    ) -> Tensor:
-        return EXCHANGE_ROWS(x, counts, axis, n, bound, back)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, counts, *rest = inputs
-        ctx.rest, ctx.rows = tuple(rest), x.shape[0]
-        ctx.save_for_backward(counts)
-        ctx.save_for_forward(counts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        (counts,) = ctx.saved_tensors
-        axis, n, _, back = ctx.rest
-        found = ExchangeRows.apply(grad, counts, axis, n, ctx.rows, not back)
-        return found, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
-        return ExchangeRows.apply(tangent, *ctx.saved_tensors, *ctx.rest)
+# The gradient is the exchange in the opposite direction.
+TRANSPOSES[EXCHANGE_ROWS] = lambda shape, counts, axis, n, bound, back: (
+    EXCHANGE_ROWS, counts, axis, n, shape[0], not back,
+)  # fmt: skip
 
 
 # In a rank's graph.
 
 
 @register_fake("ftp::all_to_all_rows")
-def _received_shape(
-    x: Tensor, counts: Tensor, bound: int, back: bool, fits: bool, source: str, group: str
-) -> Tensor:
+@register_fake("ftp::first_rows")
+def _received_shape(x: Tensor, counts: Tensor, bound: int, *_: Any) -> Tensor:
     return x.new_empty([bound, *x.shape[1:]])
 
 
@@ -141,11 +117,6 @@ def by_rank(rows: Tensor, groups: Counts) -> Tensor:
     parts = rows.split([count for column in zip(*groups, strict=True) for count in column])
     n, g = len(groups), len(groups[0])
     return torch.cat([parts[at * n + i] for i in range(n) for at in range(g)])
-
-
-@register_fake("ftp::first_rows")
-def _first_shape(x: Tensor, counts: Tensor, bound: int, back: bool, source: str) -> Tensor:
-    return x.new_empty([bound, *x.shape[1:]])
 
 
 @torch.library.impl("ftp::first_rows", ("cpu", "cuda"))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ftp.ops.define import define
+from ftp.ops.linear import TRANSPOSES, linear
 
 
 def _define(name: str, kernel: Callable[[Tensor, int], Tensor]) -> Any:
@@ -31,32 +32,8 @@ def _filled(x: Tensor, rows: int) -> Tensor:
 
 FILL_UP = _define("fill_up", _filled)
 CUT_OFF = _define("cut_off", lambda x, rows: x[:rows].clone())
-_REVERSE = {FILL_UP: CUT_OFF, CUT_OFF: FILL_UP}
-
-
-class _Resized(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        x: Tensor, target: Any, axis: str, n: int, rows: int
-    ) -> Tensor:
-        return target(x, axis, n, rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, *ctx.call = inputs
-        ctx.rows = x.shape[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        target, axis, n, _ = ctx.call
-        found = _Resized.apply(grad, _REVERSE[target], axis, n, ctx.rows)
-        return found, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
-        return _Resized.apply(tangent, *ctx.call)
+TRANSPOSES[FILL_UP] = lambda shape, axis, n, _: (CUT_OFF, axis, n, shape[0])
+TRANSPOSES[CUT_OFF] = lambda shape, axis, n, _: (FILL_UP, axis, n, shape[0])
 
 
 def filled_up(x: Tensor, axis: str, n: int) -> Tensor:
@@ -67,5 +44,4 @@ def filled_up(x: Tensor, axis: str, n: int) -> Tensor:
     tensor([1., 1., 1., 1., 1., 0.])
     """
     rows = -(-x.shape[0] // n) * n
-    applied: Any = x if rows == x.shape[0] else _Resized.apply(x, FILL_UP, axis, n, rows)
-    return applied
+    return x if rows == x.shape[0] else linear(x, FILL_UP, axis, n, rows)

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ftp.axis import all_gather, axis_index
-from ftp.ops.exchange_rows import ExchangeRows
+from ftp.ops.exchange_rows import EXCHANGE_ROWS
 from ftp.ops.fill_up import filled_up
+from ftp.ops.linear import linear
 from ftp.per_rank.local import local
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P
@@ -117,16 +117,14 @@ class Route:
         return torch.searchsorted(self.ends, at, right=True)
 
     def send(self, x: Tensor) -> Tensor:
-        applied: Any = ExchangeRows.apply(
-            x, self.counts, self.axis, self.counts.shape[0], self.bound, False
-        )
-        return applied
+        return self._exchanged(x, self.bound, False)
 
     def bring_back(self, made: Tensor) -> Tensor:
-        applied: Any = ExchangeRows.apply(
-            made, self.counts, self.axis, self.counts.shape[0], self.rows, True
-        )
-        return applied
+        return self._exchanged(made, self.rows, True)
+
+    def _exchanged(self, x: Tensor, bound: int, back: bool) -> Tensor:
+        n = self.counts.shape[0]
+        return linear(x, EXCHANGE_ROWS, self.counts, self.axis, n, bound, back)
 
 
 def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | None) -> Route:
