@@ -71,35 +71,22 @@ def _fixed_lstsq(
 
 @torch.library.impl("ftp::ctc_loss", "CompositeExplicitAutograd")
 def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
     loss, log_alpha = aten._ctc_loss.Tensor(
-        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+        log_probs, targets, input_lengths, target_lengths, *options
     )
     times, places = (torch.arange(n, device=log_alpha.device) for n in log_alpha.shape[1:])
     inputs, labels = (x.to(log_alpha.device).unsqueeze(1) for x in (input_lengths, target_lengths))
     known = (times < inputs).unsqueeze(2) & (places < 2 * labels + 1).unsqueeze(1)
-    log_alpha = torch.where(
-        known, log_alpha, 0
-    )  # the kernel leaves the rest of its table undefined
+    # The kernel leaves the rest of its table undefined.
+    log_alpha = torch.where(known, log_alpha, 0)
     return loss, torch.nn.functional.pad(log_alpha, (0, _width(targets) - log_alpha.shape[-1]))
 
 
 @register_fake("ftp::ctc_loss")
-def _fake_ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int,
-    zero_infinity: bool,
-) -> tuple[Tensor, Tensor]:
-    time, batch, _ = log_probs.shape
+def _fake_ctc_loss(log_probs: Tensor, targets: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    time, batch = log_probs.shape[:2]
     return log_probs.new_empty((batch,)), log_probs.new_empty((batch, time, _width(targets)))
 
 
@@ -112,14 +99,13 @@ def _ctc_loss_backward(
     target_lengths: Tensor,
     loss: Tensor,
     log_alpha: Tensor,
-    blank: int,
-    zero_infinity: bool,
+    *options: Any,
 ) -> Tensor:
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
     log_alpha = log_alpha[..., : 2 * longest + 1].contiguous()
     lengths = input_lengths, target_lengths
     return aten._ctc_loss_backward.Tensor(
-        grad, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity
+        grad, log_probs, targets, *lengths, loss, log_alpha, *options
     )
 
 

@@ -1,7 +1,4 @@
-"""What draws in place of each of torch's random functions, from a key.
-
-Above 450 lines: it is one table, an entry for each of torch's random functions.
-"""
+"""What draws in place of each of torch's random functions, from a key."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -302,74 +299,50 @@ def _multinomial(
 # Tensors in place.
 
 
-@_draws(Tensor.uniform_)
-def _uniform_(
-    draws: Keys, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float
-) -> Tensor:
-    low, high = _pair(bounds, kwargs, ("from", 0.0), ("to", 1.0))
-    return x.copy_(
-        random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype, low=low, high=high)
-    )
+def _in_place(method: Any, draw: Callable[..., Tensor], *named: tuple[str, Any]) -> None:
+    """Register ``draw(key, shape, dtype, *numbers)``; the numbers have names and defaults."""
+
+    @_draws(method)
+    def drawn(
+        draws: Keys, func: Any, x: Tensor, *given: Any, generator: Any = None, **kwargs: Any
+    ) -> Tensor:
+        numbers = _numbers(given, kwargs, *named)
+        return x.copy_(draw(_key(draws, func, generator), tuple(x.shape), x.dtype, *numbers))
 
 
-@_draws(Tensor.normal_)
-def _normal_(
-    draws: Keys, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
-) -> Tensor:
-    mean, std = _pair(moments, kwargs, ("mean", 0.0), ("std", 1.0))
-    return x.copy_(
-        random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean
-    )
+def _normal_at(key: Tensor, shape: Any, dtype: Any, mean: float, std: float) -> Tensor:
+    return random.normal(key, shape, dtype) * std + mean
 
 
-@_draws(Tensor.log_normal_)
-def _log_normal_(
-    draws: Keys, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
-) -> Tensor:
-    mean, std = _pair(moments, kwargs, ("mean", 1.0), ("std", 2.0))
-    return x.copy_(
-        (random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean).exp()
-    )
-
-
-@_draws(Tensor.cauchy_)
-def _cauchy_(
-    draws: Keys, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float
-) -> Tensor:
-    median, sigma = _pair(at, kwargs, ("median", 0.0), ("sigma", 1.0))
-    return x.copy_(
-        (
-            (random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype) - 0.5) * math.pi
-        ).tan()
-        * sigma
-        + median
-    )
-
-
-@_draws(Tensor.exponential_)
-def _exponential_(
-    draws: Keys, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None
-) -> Tensor:
-    return x.copy_(
-        random.exponential(_key(draws, func, generator), tuple(x.shape), x.dtype) / lambd
-    )
-
-
-@_draws(Tensor.geometric_)
-def _geometric_(draws: Keys, func: Any, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    return x.copy_(
-        (
-            random.exponential(_key(draws, func, generator), tuple(x.shape), torch.float32)
-            / -math.log1p(-p)
-        ).ceil()
-    )
-
-
-@_draws(Tensor.bernoulli_)
-def _bernoulli_(
-    draws: Keys, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None
-) -> Tensor:
-    return x.copy_(random.bernoulli(_key(draws, func, generator), p, tuple(x.shape)))
+_in_place(
+    Tensor.uniform_,
+    lambda key, shape, dtype, low, high: random.uniform(key, shape, dtype, low=low, high=high),
+    ("from", 0.0),
+    ("to", 1.0),
+)
+_in_place(Tensor.normal_, _normal_at, ("mean", 0.0), ("std", 1.0))
+_in_place(Tensor.log_normal_, lambda *args: _normal_at(*args).exp(), ("mean", 1.0), ("std", 2.0))
+_in_place(
+    Tensor.cauchy_,
+    lambda key, shape, dtype, median, sigma: (
+        ((random.uniform(key, shape, dtype) - 0.5) * math.pi).tan() * sigma + median
+    ),
+    ("median", 0.0),
+    ("sigma", 1.0),
+)
+_in_place(
+    Tensor.exponential_,
+    lambda key, shape, dtype, rate: random.exponential(key, shape, dtype) / rate,
+    ("lambd", 1.0),
+)
+_in_place(
+    Tensor.geometric_,
+    lambda key, shape, _, p: (
+        random.exponential(key, shape, torch.float32) / -math.log1p(-p)
+    ).ceil(),
+    ("p", None),
+)
+_in_place(Tensor.bernoulli_, lambda key, shape, _, p: random.bernoulli(key, p, shape), ("p", 0.5))
 
 
 @_draws(Tensor.random_)
@@ -377,7 +350,7 @@ def _random_(
     draws: Keys, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
 ) -> Tensor:
     first, last = (
-        _pair(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
+        _numbers(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
     )
     if last is None:
         last = (
@@ -430,9 +403,8 @@ def _made(drawn: Tensor, kwargs: dict[str, Any]) -> Tensor:
     return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
 
 
-def _pair(given: Sequence[Any], kwargs: dict[str, Any], *named: tuple[str, Any]) -> tuple[Any, Any]:
-    first, second = (
+def _numbers(given: Sequence[Any], kwargs: dict[str, Any], *named: tuple[str, Any]) -> list[Any]:
+    return [
         given[i] if i < len(given) else kwargs.get(name, default)
         for i, (name, default) in enumerate(named)
-    )
-    return first, second
+    ]

@@ -23,23 +23,12 @@ def convolution(call: Call) -> Rule:
     linear = ((0, 2), (1, 2)) if bias else ((0,), (1,))
 
     def local(op: LocalOp) -> Any:
-        x, weight, bias, stride, padding, dilation, transposed, output_padding, _ = op.args
+        x, weight, bias, *options, _ = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1)):
             return zeros(op)
         if bias is not None and op.is_cut("i"):
             bias = contributed_once(op, bias, "i")
-        return op.emit(
-            op.target,
-            x,
-            weight,
-            bias,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            op.sizes["g"],
-        )
+        return op.emit(op.target, x, weight, bias, *options, op.sizes["g"])
 
     notation = Notation(
         (dims["x"], dims["w"], *bias), (dims["y"],), dims["whole"], ((("i", "sum"),),)
@@ -58,19 +47,7 @@ def convolution_backward(call: Call) -> Rule:
     sums = tuple(((f, "sum"),) if want else () for f, want in zip("onn", wanted, strict=True))
 
     def local(op: LocalOp) -> Any:
-        (
-            dy,
-            x,
-            weight,
-            bias_sizes,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            _,
-            mask,
-        ) = op.args
+        dy, x, weight, bias_sizes, *options, _, mask = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1), *op.operand_shape(2)):
             made = [zeros(op, i) if want else None for i, want in enumerate(mask)]
             if mask[2]:  # a rank without input channels still has the bias' gradient
@@ -79,20 +56,7 @@ def convolution_backward(call: Call) -> Rule:
                 )
             return tuple(made)
         sizes = None if bias_sizes is None else op.shape(2) if mask[2] else bias_sizes
-        return op.emit(
-            op.target,
-            dy,
-            x,
-            weight,
-            sizes,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            op.sizes["g"],
-            mask,
-        )
+        return op.emit(op.target, dy, x, weight, sizes, *options, op.sizes["g"], mask)
 
     notation = Notation((dims["y"], dims["x"], dims["w"]), results, dims["whole"], sums)
     return Rule(notation, ((0,),), local, _conv_sizes(call, weight.shape))

@@ -1,6 +1,7 @@
 """Normalisations as primitives."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from ftp.rules.decompositions.registry import HALF, decomposition, element_count
 from ftp.rules.overloads import aten
 
 # Normalisations: two sums, the mean's and the centred squares'.
+
+
+def _batch_and_normalized(x: Tensor, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    first = x.ndim - len(shape)
+    return list(range(first)), list(range(first, x.ndim))
 
 
 def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +46,7 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dims = list(range(x.ndim - len(normalized_shape), x.ndim))
+    _, dims = _batch_and_normalized(x, normalized_shape)
     centred, mean, rstd = _statistics(widened(x), dims, eps)
     y = centred * rstd
     y = y if weight is None else y * weight
@@ -60,10 +66,7 @@ def layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    batch, dims = (
-        list(range(x.ndim - len(normalized_shape))),
-        list(range(x.ndim - len(normalized_shape), x.ndim)),
-    )
+    batch, dims = _batch_and_normalized(x, normalized_shape)
     wide, rstd = widened(dy), widened(rstd)
     normal = (widened(x) - mean) * rstd
     dx = dweight = dbias = None
@@ -88,7 +91,7 @@ def _sum(x: Tensor, dims: list[int]) -> Tensor:
 def rms_norm(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    dims = list(range(x.ndim - len(normalized_shape), x.ndim))
+    _, dims = _batch_and_normalized(x, normalized_shape)
     wide = widened(x)
     rstd = torch.rsqrt(
         (wide * wide).sum(dims, True) / element_count(x, dims)
@@ -107,10 +110,7 @@ def rms_norm_backward(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    batch, dims = (
-        list(range(x.ndim - len(normalized_shape))),
-        list(range(x.ndim - len(normalized_shape), x.ndim)),
-    )
+    batch, dims = _batch_and_normalized(x, normalized_shape)
     wide = widened(dy)
     normal = widened(x) * rstd
     dx = dweight = None
@@ -188,29 +188,15 @@ def _of_channels(x: Tensor, *vectors: Tensor) -> list[Tensor]:
 
 
 @decomposition(aten.native_batch_norm.default)
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
+def batch_norm(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _batch_norm(x, *args)[:3]
 
 
 @decomposition(aten._native_batch_norm_legit.no_stats)
 def batch_norm_without_statistics(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
+    return _batch_norm(x, weight, bias, None, None, *options)[:3]
 
 
 @decomposition(aten._native_batch_norm_legit_functional.default)

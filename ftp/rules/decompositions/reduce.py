@@ -48,66 +48,32 @@ def _variance(
     return var, mean if keepdim else mean.reshape(var.shape)
 
 
-@decomposition(aten.var.correction)
-def var(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
-    return _variance(widened(x), dim, correction, keepdim)[0].to(_real(x.dtype))
+def _register(op: Any, is_root: bool, has_mean: bool) -> None:
+    """Register all overloads of a variance or standard deviation, alone or with the mean."""
+
+    def corrected(
+        x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    ) -> Any:
+        var, mean = _variance(widened(x), dim, correction, keepdim)
+        found = (torch.sqrt(var) if is_root else var).to(_real(x.dtype))
+        return (found, mean.to(x.dtype)) if has_mean else found
+
+    def of_dims(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Any:
+        return corrected(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+    def of_all(x: Tensor, unbiased: bool = True) -> Any:
+        return corrected(x, None, correction=int(unbiased))
+
+    decomposition(op.correction)(corrected)
+    if not (is_root and has_mean):
+        decomposition(op.dim)(of_dims)
+        decomposition(op.default)(of_all)
 
 
-@decomposition(aten.var_mean.correction)
-def var_mean(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    var, mean = _variance(widened(x), dim, correction, keepdim)
-    return var.to(_real(x.dtype)), mean.to(x.dtype)
-
-
-@decomposition(aten.std.correction)
-def std(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> Tensor:
-    return torch.sqrt(_variance(widened(x), dim, correction, keepdim)[0]).to(_real(x.dtype))
-
-
-@decomposition(aten.std_mean.correction)
-def std_mean(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    var, mean = _variance(widened(x), dim, correction, keepdim)
-    return torch.sqrt(var).to(_real(x.dtype)), mean.to(x.dtype)
-
-
-@decomposition(aten.var.dim)
-def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    return var(x, dim, correction=int(unbiased), keepdim=keepdim)
-
-
-@decomposition(aten.var.default)
-def var_all(x: Tensor, unbiased: bool = True) -> Tensor:
-    return var(x, None, correction=int(unbiased))
-
-
-@decomposition(aten.std.dim)
-def std_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    return std(x, dim, correction=int(unbiased), keepdim=keepdim)
-
-
-@decomposition(aten.std.default)
-def std_all(x: Tensor, unbiased: bool = True) -> Tensor:
-    return std(x, None, correction=int(unbiased))
-
-
-@decomposition(aten.var_mean.dim)
-def var_mean_dim(
-    x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
-
-
-@decomposition(aten.var_mean.default)
-def var_mean_all(x: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    return var_mean(x, None, correction=int(unbiased))
+_register(aten.var, is_root=False, has_mean=False)
+_register(aten.var_mean, is_root=False, has_mean=True)
+_register(aten.std, is_root=True, has_mean=False)
+_register(aten.std_mean, is_root=True, has_mean=True)
 
 
 @decomposition(aten.linalg_vector_norm.default)
