@@ -29,6 +29,7 @@ class Meaning(Enum):
     SAVED_TENSOR_HOOKS = "saved tensor hooks"  # inside a functorch transform
     META_IN_FORWARD_MODE = "meta in forward mode"  # a forward-mode derivative under two vmaps
     SIZE_OF_ROWS = "size of rows"  # of rows that a mask selects, where torch wants an int
+    NUMBER = "number"  # of the program, where torch or Python want one of their own
     MAPS_ROWS = "maps rows"  # torch.vmap over rows that a mask selects
     WRITES_STRIDED_VIEW = "writes strided view"  # through as_strided of a view
     DTYPES = "dtypes"
@@ -49,7 +50,8 @@ _TEXTS = {
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
-    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection|TracedNumber",
+    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection",
+    Meaning.NUMBER: r"TracedNumber",
     Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",

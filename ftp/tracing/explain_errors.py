@@ -144,6 +144,13 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
     asked_of = number_asked_at(line) if isinstance(error, TypeError) else None
     if asked_of is False:
         return value_refused(line)
+    if meaning is Meaning.NUMBER and not asked_of:
+        return TraceError(
+            f"A number that the function reads from a tensor is asked for its value{at}: it is for"
+            " arithmetic, comparisons and beside tensors. In the place of torch.tensor(n) keep"
+            " the tensor itself; tensors of the size of selected rows are zeros_like(rows),"
+            " ones_like or full_like."
+        )
     if meaning is Meaning.SIZE_OF_ROWS or asked_of:
         return TraceError(
             f"The function asks for a tensor of the shape of rows that a mask selects{at}, whose"

@@ -24,6 +24,14 @@ NO_VALUES = (
 )
 
 
+def numpy_refused(kind: str) -> TraceError:
+    line = user_line()
+    return TraceError(
+        f"A number that the function reads from a tensor is beside numpy's {kind}"
+        f"{f' at {line}' if line else ''}. Give a number of Python's, or a tensor."
+    )
+
+
 def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> TraceError:
     line = user_line()
     instead = instead or (

@@ -8,33 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.tracing.refused_rows import number_refused
+from ftp.tracing.refused_rows import number_refused, numpy_refused
 from ftp.tracing.same_values import holds_same
+
+
+class Text(str):
+    """What a number is in a message that is printed while tracing; it decides nothing."""
+
+    def _asked(self, *_: Any) -> Any:
+        raise number_refused(is_of_rows=False)
+
+    __eq__ = __ne__ = __lt__ = __gt__ = __hash__ = __contains__ = startswith = _asked
 
 
 class TracedNumber:
     """A number computed from values, for arithmetic and comparisons.
 
     Attributes:
-        value: 0-d, int64 or float64.
+        value: 0-d, bool, int64 or float64.
         mask: whose rows it is the number of; None if it is another number.
     """
+
+    __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
 
     def __init__(self, value: Tensor, mask: Tensor | None = None):
         self.value, self.mask = value, mask
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        return float if self.value.is_floating_point() else int
+        return float if _is_float(self) else bool if self.value.dtype is torch.bool else int
 
     def is_of(self, mask: Tensor) -> bool:
         return self.mask is not None and holds_same(self.mask, mask)
 
     def beside(self, other: Any) -> Tensor:
-        """The number as an operand beside ``other``. As with a Python number, only its kind (int or
-        float) takes part in type promotion.
+        """The number as an operand beside ``other``. As with a Python number, only its kind (bool,
+        int or float) takes part in type promotion.
         """
-        if other is None:
+        if other is None or self.value.dtype is torch.bool:
             return self.value
         if other.dtype.is_floating_point or other.dtype.is_complex:
             return self.value if other.ndim else self.value.to(other.dtype)
@@ -58,47 +69,79 @@ class TracedNumber:
     __int__ = __float__ = __index__ = __round__ = __hash__ = _asked
 
     def __format__(self, spec: str) -> str:
-        return "a value of the program"  # of a message that is printed while tracing
+        return Text("a value of the program")
 
     __repr__ = __str__ = lambda self: format(self)
 
     def __neg__(self) -> "TracedNumber":
-        return TracedNumber(-self.value)
+        return TracedNumber(-_counted(self))
 
     def __abs__(self) -> "TracedNumber":
-        return TracedNumber(self.value.abs())
+        return TracedNumber(_counted(self).abs())
+
+    def __pos__(self) -> "TracedNumber":
+        return TracedNumber(_counted(self))
+
+    def __invert__(self) -> "TracedNumber":
+        return TracedNumber(-1 - _counted(self))
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
+        return other // self, other % self
 
 
 def _operator(name: str, swapped: bool) -> Callable[[TracedNumber, Any], Any]:
     function = getattr(torch, name)
 
     def of(self: TracedNumber, other: Any) -> Any:
-        if not isinstance(other, TracedNumber | int | float) and not hasattr(other, "ndim"):
-            return NotImplemented
-        if not isinstance(other, TracedNumber | int | float):  # a tensor, or selected rows
+        if type(other).__module__ == "numpy" and not isinstance(other, int | float):
+            raise numpy_refused(type(other).__name__)
+        if not isinstance(other, TracedNumber | int | float):
+            if not hasattr(other, "ndim"):
+                return NotImplemented
             return function(other, self) if swapped else function(self, other)
-        given = [x.value if isinstance(x, TracedNumber) else x for x in (self, other)]
-        left, right = reversed(given) if swapped else given
+        left, right = (other, self) if swapped else (self, other)
+        is_float = any(isinstance(x, float) for x in (left, right))
+        if name in _BITWISE.values():
+            if is_float:
+                return NotImplemented
+            if all(isinstance(x, bool) for x in (left, right)) and "shift" not in name:
+                return TracedNumber(function(_tensor(left), _tensor(right)))
         # As Python counts: a quotient of ints is a float, of 64 bits.
-        is_root = name == "pow" and isinstance(right, int) and right < 0
-        if name == "div" or is_root or any(_is_float(x) for x in given):
-            left, right = (x.double() if isinstance(x, Tensor) else x for x in (left, right))
-        found = function(left, right)
-        return found if name in _COMPARISONS else TracedNumber(found)
+        if name == "div" or is_float or (name == "pow" and bool(_counted(right) < 0)):
+            left, right = (_counted(x, torch.float64) for x in (left, right))
+        return TracedNumber(function(_counted(left), _counted(right)))
 
     return of
 
 
-def _is_float(x: Any) -> bool:
-    return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
+def _is_float(x: TracedNumber) -> bool:
+    return x.value.is_floating_point()
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-for _sign in _COMPARISONS:
+def _counted(x: Any, dtype: torch.dtype | None = None) -> Any:
+    """A number as an operand of arithmetic, in which a bool is an int."""
+    if not isinstance(x, TracedNumber):
+        return x
+    is_bool = x.value.dtype is torch.bool
+    return x.value.to(dtype or (torch.int64 if is_bool else x.value.dtype))
+
+
+def _tensor(x: Any) -> Tensor:
+    return x.value if isinstance(x, TracedNumber) else torch.tensor(x)
+
+
+for _sign in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(TracedNumber, f"__{_sign}__", _operator(_sign, swapped=False))
+_BITWISE = {
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
 for _sign, _name in {
     "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow",
-    "floordiv": "floor_divide", "mod": "remainder",
+    "floordiv": "floor_divide", "mod": "remainder", **_BITWISE,
 }.items():  # fmt: skip
     setattr(TracedNumber, f"__{_sign}__", _operator(_name, swapped=False))
     setattr(TracedNumber, f"__r{_sign}__", _operator(_name, swapped=True))
@@ -124,10 +167,19 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first tensor, or selected rows, among arguments."""
+    """The tensor, or selected rows, among arguments that the number is beside: the first one of
+    the highest kind, so that in ``torch.where(mask, 0.1, x)`` it is ``x``.
+    """
     leaves = [*args, *kwargs.values()]
     leaves += [x for leaf in leaves if isinstance(leaf, list | tuple) for x in leaf]
-    return next((x for x in leaves if hasattr(x, "ndim") and not isinstance(x, TracedNumber)), None)
+    tensors = [x for x in leaves if hasattr(x, "ndim") and not isinstance(x, TracedNumber)]
+    return max(tensors, key=_kind, default=None)
+
+
+def _kind(x: Any) -> int:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return 2
+    return 0 if x.dtype is torch.bool else 1
 
 
 def _without(tree: Any, other: Any) -> Any:

@@ -105,9 +105,9 @@ def _numbers(func: Any, x: Tensor) -> Any:
     if func is Tensor.tolist and x.ndim:
         return [_numbers(func, row) for row in x.unbind()]
     value = x.detach().reshape(())
-    if value.dtype is torch.bool:
-        return value
-    return TracedNumber(value.double() if value.is_floating_point() else value.long())
+    if value.dtype is not torch.bool:
+        value = value.double() if value.is_floating_point() else value.long()
+    return TracedNumber(value)
 
 
 def _guarded(condition: Tensor) -> Any:
@@ -115,10 +115,9 @@ def _guarded(condition: Tensor) -> Any:
     if not is_listening() or is_inside() or condition.numel() != 1:
         return None  # in ftp.local each rank has values of its own
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in (
-        "_compared",
-        "_read",
-        "__torch_function__",
+    while frame is not None and (
+        frame.f_code.co_name in ("_compared", "_read", "__torch_function__")
+        or frame.f_code is TracedNumber.__bool__.__code__
     ):
         frame = frame.f_back
     if frame is None or (guard := guard_at(frame)) is None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import InputError, TraceError
+from ftp.sharding.pytree import flatten
 from ftp.torch_internals.fake_tensors import is_fake
 
 W = torch.linspace(-1, 2, 16, dtype=torch.float64).cos().reshape(4, 4)
@@ -201,3 +203,40 @@ def test_the_error_of_a_list_names_what_may_be_done():
         ftp.spmd(
             lambda x: x.split(x[0].long().tolist()), ftp.simulated_mesh((2,), ("tp",)), P(), P()
         )(X)
+
+
+def _of_every_kind(x, at):
+    n, m, b = at.item(), (x > at).sum().item(), (at > 0).item()
+    return {
+        "beside a mask": torch.where(x > 0, n, x),  # was rounded to float32
+        "bools add up": b + b + True + sum([n > 0, n > -9]),
+        "a bool is an int": (-b, ~b, b << 2, isinstance(b, bool) * x, (b & True) | (n > 9)),
+        "bits": (m & 5, m >> 1, 1 << (m % 4), 3 ^ m, +m, ~m, *divmod(m, 5), *divmod(n, -0.7)),
+        "a power": 2 ** (m - 10) * x,
+        "numpy": (np.float64(2) * n, n - np.float64(2)),
+    }
+
+
+def test_numbers_count_as_those_of_python():
+    step = ftp.spmd(_of_every_kind, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), P())
+    for at in torch.tensor([-3.0, 0.1, 1.7], dtype=torch.float64):
+        found = flatten(step(X, at))[0]
+        for a, b in zip(found, flatten(_of_every_kind(X, at))[0], strict=True):
+            torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda x, n: x if f"{n:.1f}" == "0.6" else -x, "needs a tensor's value"),
+        (lambda x, n: {f"{n}": 1}[f"{n}"] * x, "needs a tensor's value"),
+        (lambda x, n: np.float32(2) * n * x, "beside numpy's float32"),
+        (lambda x, n: torch.from_numpy(np.ones(4) * n) * x, "beside numpy's ndarray"),
+        (lambda x, n: torch.tensor(n) * x, "asked for its value"),
+        (lambda x, n: x if n.is_integer() else -x, "asked for its value"),
+    ],
+)
+def test_a_number_has_no_value_while_it_is_traced(use: Any, message: str):
+    step = ftp.spmd(lambda x: use(x, x.sum().item()), ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    with pytest.raises(TraceError, match=message):
+        step(X)
