@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ftp.ops.attention import pieces_of
 from ftp.ops.key_ring import EVERY, Needs, Ring, RingAxis, Sees
 from ftp.planning.cost import Hardware, collective_seconds
-from ftp.planning.graph import Node
+from ftp.planning.graph import FactorCut, Node
 from ftp.planning.reachable_cuts import Cut
 from ftp.sharding.layout import estimated, pieces
 
@@ -29,7 +29,7 @@ def computed_share(node: Node, cut: Cut | None, n: int, axes: Mapping[str, int])
         axes: sizes of the axes planned before.
     """
     ((rows, keys),) = node.rule.ring
-    cuts, share = _cuts_of(node, rows, axes), 1.0
+    cuts, share = _cuts_of(node.cuts, rows, axes), 1.0
     if cut is not None and cut.factor == rows:
         cuts = (*cuts, _of_cut(node, cut, n))
     elif cut is not None:
@@ -62,13 +62,12 @@ def ring_seconds(
     """
     rows, keys = cuts
     queries, length = (estimated(node.rule.sizes[cut.factor]) for cut in cuts)
-    of_queries = *_cuts_of(node, rows.factor, axes), _of_cut(node, rows, n)
-    of_keys = *_cuts_of(node, keys.factor, axes), _of_cut(node, keys, n)
+    of_queries = *_cuts_of(node.cuts, rows.factor, axes), _of_cut(node, rows, n)
+    of_keys = *_cuts_of(node.cuts, keys.factor, axes), _of_cut(node, keys, n)
     ringed = {cut.axis for cut in node.cuts if cut.factor == keys.factor}
     on = [cut.axis in ringed for cut in node.cuts if cut.factor == rows.factor]
-    returns = any(rows.factor in pending for pending in node.rule.pending)
     sent, steps = _traffic(
-        node.rule.sees, of_queries, of_keys, (*on, True), queries, length, returns
+        node.rule.sees, of_queries, of_keys, (*on, True), queries, length, _returns(node)
     )
     link = hardware.link
     travel = collective_seconds("ring", sent * of_key, n, link)
@@ -77,10 +76,35 @@ def ring_seconds(
     return max(computed + held_up, travel) + steps * hardware.ring_step
 
 
-def _cuts_of(node: Node, factor: str, axes: Mapping[str, int]) -> tuple[_CutKey, ...]:
+def ring_costs(node: Node, axes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """Of an op that all axes have cut, for each axis of its ring: the axis, the number of keys that
+    the busiest rank sends or receives over it, and the steps that it adds to the axes before.
+    """
+    ((rows, keys),) = node.rule.ring
+    queries, length = (estimated(node.rule.sizes[factor]) for factor in (rows, keys))
+    ringed = {cut.axis for cut in node.cuts if cut.factor == keys}
+    for last, axis in [(i, c.axis) for i, c in enumerate(node.cuts) if c.factor == keys]:
+        until = node.cuts[: last + 1]
+        of_queries, of_keys = (_cuts_of(until, factor, axes) for factor in (rows, keys))
+        on = tuple(cut.axis in ringed for cut in until if cut.factor == rows)
+        yield (
+            axis,
+            *_traffic(node.rule.sees, of_queries, of_keys, on, queries, length, _returns(node)),
+        )
+
+
+def _returns(node: Node) -> bool:
+    """Whether an op gives gradients of keys, which travel back."""
+    ((rows, _),) = node.rule.ring
+    return any(rows in pending for pending in node.rule.pending)
+
+
+def _cuts_of(
+    cuts: Sequence[FactorCut], factor: str, axes: Mapping[str, int]
+) -> tuple[_CutKey, ...]:
     return tuple(
         (estimated(c.outer), estimated(c.extent), estimated(c.inner), axes[c.axis], c.zigzag)
-        for c in node.cuts
+        for c in cuts
         if c.factor == factor
     )
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.program import factor
+from ftp.planning.attention_ways import Ways, chosen_ways
 from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.axis_order import axis_order, spec_layout
 from ftp.planning.branches import placed
@@ -130,18 +131,24 @@ def _make_plan(
     given = specs
     order, specs = axis_order(graph, axes, given)
     args = order, axes, data_axes, reshard_after_forward, hardware, decompose
-    # ``watch`` gets the problems of the whole graph, so layers are not folded.
-    if (
-        watch is None
-        and specs is given
-        and (plan := _plan_folded(graph, specs, batch, *args)) is not None
-    ):
-        plan.graph, _ = placed(plan.graph)
-        return plan
-    plan, program = _plan_axes(_Progress.of(graph, specs, batch), *args, watch=watch)
-    program = program.after(placed(program.graph))
-    plan.graph = program.graph
-    return _as_given(plan, given, program)
+
+    def made(ways: Ways, watch: Watch | None = None) -> Plan:
+        # ``watch`` gets the problems of the whole graph, so layers are not folded.
+        if (
+            watch is None
+            and specs is given
+            and (plan := _plan_folded(graph, specs, batch, *args, ways)) is not None
+        ):
+            plan.graph, _ = placed(plan.graph)
+            return plan
+        start = _Progress.of(graph, specs, batch)
+        plan, program = _plan_axes(start, *args, ways, watch=watch)
+        program = program.after(placed(program.graph))
+        plan.graph = program.graph
+        return _as_given(plan, given, program)
+
+    ways, plan = chosen_ways(made, hardware)
+    return plan if watch is None else made(ways, watch)
 
 
 def _as_given(plan: Plan, given: FixedLayouts, program: _Progress) -> Plan:
@@ -234,10 +241,14 @@ def _plan_axes(
     reshard_after_forward: bool,
     hardware: Hardware,
     decompose: Decompose | None,
+    ways: Ways | None = None,
     *,
     watch: Watch | None = None,
 ) -> tuple[Plan, _Progress]:
     """Plan one axis after another; returns the plan, and the program that it is of.
+
+    Args:
+        ways: by axis, whether attention that can be a ring over it is one.
 
     Raises:
         NotAlike: tied layers differ.
@@ -251,6 +262,7 @@ def _plan_axes(
         if axes[name] == 1:
             continue
         problem = _problem(program, name, order[:at], axes, name in data_axes, hardware)
+        problem.by_ring = (ways or {}).get(name)
         try:
             if watch is not None:
                 watch(problem)

@@ -151,7 +151,11 @@ class Prices:
         """
         n, axes, hardware = self.problem.n, self.problem.axes, self.problem.hardware
         has_ring = any(o.cut == s.cut and o.beside is not None for o in self.options[node])
-        if has_ring and s.beside is None and not self._fits_gathered:
+        is_ring, by_ring = s.beside is not None, self.problem.by_ring
+        can_gather = any(o.cut == s.cut and o.beside is None for o in self.options[node])
+        if has_ring and not is_ring and not self._fits_gathered:
+            return self.violation
+        if has_ring and can_gather and by_ring is not None and is_ring != by_ring:
             return self.violation
         computed = whole * computed_share(node, s.cut, n, axes)
         if s.cut is None or s.beside is None:

@@ -71,6 +71,8 @@ class Problem:
         parts: on a data axis, the closure of cuts within each part of what the batch cuts into
             parts, such as chunks of the flattened batch.
         forms: per node, a filter of its strategies, for reports that compare plans.
+        by_ring: whether attention that can be a ring over this axis is one; None: the cheaper is
+            chosen.
     """
 
     graph: Graph
@@ -87,3 +89,4 @@ class Problem:
     axes: Mapping[str, int] = field(default_factory=dict)
     parts: Reach = field(default_factory=Reach)
     forms: dict[Node, Callable[[Strategy], bool]] = field(default_factory=dict)
+    by_ring: bool | None = None

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ftp.planning.attention_ways import axes_of_queries
 from ftp.planning.cost_network import form_of, layout_costs
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.problem import Problem
@@ -219,8 +220,8 @@ def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
 
 
 # Per-rank bytes sent and held by the plan in which a value has a layout on an axis, by a ring or
-# not.
-Measure = Callable[[str, Layout, bool], tuple[int, int]]
+# not, and the seconds of the plan as a whole.
+Measure = Callable[[str, Layout, bool], tuple[int, int, float]]
 
 
 def with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> None:
@@ -231,19 +232,27 @@ def with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> 
 
 
 def layouts_on(
-    problem: Problem, value: Value, chosen_cost: float, measure: Measure
+    problem: Problem, value: Value, chosen_cost: float, whole: float, measure: Measure
 ) -> Iterator[Alternative]:
-    """Every layout of a value on one axis, each with the least cost of a plan that has it.
+    """Every layout of a value on one axis, each with the least cost of a plan that has it. Where
+    several axes cut attention's queries, costs are those of all axes together.
 
     Args:
-        chosen_cost: of the plan that was chosen.
+        chosen_cost, whole: of the plan that was chosen, on this axis and as a whole.
         measure: asked for the forms of attention, which differ in what they send and hold.
     """
     at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
     if at is None:
         return
     cuts = [cut for cut in value.node.cuts if cut.axis == problem.axis]
+    is_joint = bool(at.rule.ring) and len(axes_of_queries(value.node)) > 1
+    if is_joint:
+        problem, chosen_cost = replace(problem, by_ring=None), whole
     for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):
+        sent = memory = None
+        if at.rule.ring and cost is not None:
+            sent, memory, seconds = measure(problem.axis, layout, is_ring)
+            cost = seconds if is_joint else cost
         delta = None if cost is None else cost - chosen_cost
         chosen = (
             is_ring == (len(cuts) > 1)
@@ -252,10 +261,7 @@ def layouts_on(
             and abs(delta) <= 1e-9 * chosen_cost
         )
         how = describe_layout(layout) + (", by a ring" if is_ring else "")
-        sizes: tuple[int | None, int | None] = None, None
-        if at.rule.ring and cost is not None:
-            sizes = measure(problem.axis, layout, is_ring)
-        yield Alternative(how, problem.axis, cost, delta, *sizes, chosen)
+        yield Alternative(how, problem.axis, cost, delta, sent, memory, chosen)
 
 
 def _kind_on(value: Value, axis: str) -> str:

@@ -18,6 +18,7 @@ from ftp.errors import ReportError
 from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.local_program import LocalProgram
 from ftp.paused_gc import collection_paused
+from ftp.planning.attention_ways import cost_of
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.labels import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
@@ -378,19 +379,20 @@ class Lowered(Startable):
         assert self._again is not None
         found: list[Alternative] = []
 
-        again = self._again
+        again, hardware = self._again, self._program.hardware
 
-        def measure(axis: str, layout: Layout, is_ring: bool) -> tuple[int, int]:
+        def measure(axis: str, layout: Layout, is_ring: bool) -> tuple[int, int, float]:
             def restrict(problem: Problem) -> None:
                 if problem.axis == axis:
                     with_form(problem, value, layout, is_ring)
 
             lowered = again({}, restrict)
-            return lowered.collectives.wire_nbytes, int(lowered.memory)
+            seconds = cost_of(lowered.plan, hardware).seconds
+            return lowered.collectives.wire_nbytes, int(lowered.memory), seconds
 
         def watch(problem: Problem) -> None:
-            own = self.plan.solutions[problem.axis].cost
-            found.extend(layouts_on(problem, value, own, measure))
+            own, whole = self.plan.solutions[problem.axis].cost, cost_of(self.plan, hardware)
+            found.extend(layouts_on(problem, value, own, whole.seconds, measure))
 
         again({}, watch)
         return found

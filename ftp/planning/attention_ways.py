@@ -1,0 +1,125 @@
+"""How keys and values reach attention whose queries several axes cut: by a gather or a ring over
+each. Axes are planned one after another, and what a gather over one costs depends on what the
+others do, so each combination is planned, and the plans are compared as wholes, by time and memory.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from ftp.planning.attention_prices import computed_share, ring_costs
+from ftp.planning.cost import Hardware, collective_seconds, op_seconds
+from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.narrowest_point import nbytes
+from ftp.planning.plan import Plan
+from ftp.sharding.layout import estimated
+
+# A plan that holds less is preferred where it takes at most so much longer, as a share of
+# attention's own work.
+NEAR = 1 / 16
+MOST_AXES = 3  # more are planned one after another only
+
+Ways = Mapping[str, bool]  # by axis, whether attention that can be a ring over it is one
+
+
+class PlanCost(NamedTuple):
+    """What a whole plan costs a rank.
+
+    Attributes:
+        seconds: of all ops and reshards, each after the other.
+        attention: seconds that attention computes.
+        held: bytes of the keys and values that attention reads.
+    """
+
+    seconds: float
+    attention: float
+    held: int
+
+
+def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways, Plan]:
+    """The best ways, and the plan with them; none where one axis at most cuts queries."""
+    first = make({})
+    axes = _axes(first.graph)
+    if not 1 < len(axes) <= MOST_AXES:
+        return {}, first
+    found: list[tuple[Ways, Plan, PlanCost]] = [({}, first, cost_of(first, hardware))]
+    for is_ring in itertools.product((True, False), repeat=len(axes)):
+        ways = dict(zip(axes, is_ring, strict=True))
+        plan = make(ways)
+        if plan.kept_rules == first.kept_rules:
+            found.append((ways, plan, cost_of(plan, hardware)))
+    fastest = min((cost for *_, cost in found), key=lambda cost: cost.seconds)
+    limit = fastest.seconds + NEAR * fastest.attention
+    near = [one for one in found if one[2].seconds <= limit]
+    ways, plan, _ = min(near, key=lambda one: (one[2].held, one[2].seconds))
+    return ways, plan
+
+
+def _axes(graph: Graph) -> list[str]:
+    """The axes that cut the queries of an op together with others."""
+    found: dict[str, None] = {}
+    for node, _ in _rings(graph):
+        axes = axes_of_queries(node)
+        found |= dict.fromkeys(axes if len(axes) > 1 else ())
+    return list(found)
+
+
+def axes_of_queries(node: Node) -> list[str]:
+    """The axes that cut the queries of an op that can be a ring."""
+    ((rows, _),) = node.rule.ring
+    return [cut.axis for cut in node.cuts if cut.factor == rows]
+
+
+def _rings(graph: Graph) -> Iterator[tuple[Node, str]]:
+    """The ops that can be rings, with the factors of their keys."""
+    for node in graph.nodes:
+        for _, keys in node.rule.ring if node.kind == "op" else ():
+            yield node, keys
+
+
+def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
+    """Of a plan over all axes, by the sizes that a rank holds."""
+    seconds = attention = 0.0
+    for node in plan.graph.nodes:
+        if node.kind == "reshard":
+            seconds += _of_reshard(node, hardware)
+        elif node.kind == "op":
+            sizes = {f: estimated(s) for f, s in node.sizes.items()}
+            sizes |= {f: estimated(node.rule.sizes[f]) for _, f in node.rule.ring}
+            alone = op_seconds(node.target, node.rule, sizes, node.results, hardware)
+            if node.rule.ring:
+                alone *= computed_share(node, None, 1, plan.axes)
+                attention += alone
+                alone = _with_ring(node, alone, plan.axes, hardware)
+            seconds += alone
+    read = {
+        value: nbytes(value)
+        for node, keys in _rings(plan.graph)
+        for value, dims in zip(node.operands, node.rule.operands, strict=True)
+        if any(keys in dim for dim in dims)
+    }
+    return PlanCost(seconds, attention, sum(read.values()))
+
+
+def _of_reshard(node: Node, hardware: Hardware) -> float:
+    op, n = node.target.op, node.target.n
+    sizes = nbytes(node.operands[0]), nbytes(Value(node))
+    size = n * sizes[0] if op == "all_to_all" else max(sizes)
+    return collective_seconds(op, size, n, hardware.link_of(node.target.axes))
+
+
+def _with_ring(node: Node, computed: float, axes: Mapping[str, int], hardware: Hardware) -> float:
+    """Seconds of attention whose keys travel over all axes that cut them, beside its work."""
+    ((_, keys),) = node.rule.ring
+    travel = held_up = issued = 0.0
+    length = max(estimated(node.sizes[keys]), 1)
+    tensors = zip(node.operands, node.rule.operands, strict=True)
+    of_key = sum(nbytes(v) for v, dims in tensors if (keys,) in dims) / length
+    for axis, sent, steps in ring_costs(node, axes):
+        link = hardware.link_of((axis,))
+        seconds = collective_seconds("ring", sent * of_key, axes[axis], link)
+        seconds += max(steps - 1, 0) * link.latency
+        travel += seconds
+        held_up += (1 - link.hidden) * seconds
+        issued += steps * hardware.ring_step
+    return max(computed + held_up, travel) + issued
