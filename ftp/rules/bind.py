@@ -34,17 +34,36 @@ def lookup(call: Call) -> BoundRule | None:
     found = entry if isinstance(entry, Rule) or entry is None else entry(call)
     if found is None:
         return None
-    shapes = [m.shape for m in call.operands], [m.shape for m in call.results]
+    operands, results = call.operands, call.results
+    shapes = [m.shape for m in operands], [m.shape for m in results]
     bound = replace(bind(found, *shapes, str(call.target)), call=call)  # type: ignore[arg-type]
-    if not any(m.dtype in NEVER_ADDED for m in call.results):
+    if bound.linear and len(results) == 1:
+        made = results[0].dtype
+        linear = tuple(
+            group
+            for group in bound.linear
+            if all(i >= len(operands) or _adds_up(operands[i].dtype, made) for i in group)
+        )
+        if len(linear) < len(bound.linear):
+            bound = replace(bound, linear=linear)
+    if not any(m.dtype in NEVER_ADDED for m in results):
         return bound
     summed = {
         f
-        for m, pending in zip(call.results, bound.pending, strict=True)
+        for m, pending in zip(results, bound.pending, strict=True)
         if m.dtype in NEVER_ADDED
         for f in pending
     }
     return replace(bound, whole=bound.whole | summed, linear=())
+
+
+def _adds_up(given: torch.dtype, made: torch.dtype) -> bool:
+    """Whether the terms of a sum, each as another dtype, add up to the sum as that dtype. Floats
+    are rounded to integers, and a sum of integers may wrap around where its terms do not.
+    """
+    if given.is_floating_point or given.is_complex:
+        return made.is_floating_point or made.is_complex
+    return given is made
 
 
 def bind(

@@ -1,5 +1,6 @@
 """Rules of ops that make tensors from sizes: every rank makes its shard."""
 
+import torch
 from torch import fx
 
 from ftp.rules.forms import like, whole
@@ -31,12 +32,14 @@ def _arange_of_part(op: LocalOp) -> fx.Node:
     names = [a.name for a in op.target._schema.arguments]  # type: ignore[attr-defined]
     start = op.call.arg("start") if "start" in names else 0
     step = op.call.arg("step") if "step" in names else 1
-    at = op.positions("i")
+    at, dtype = op.positions("i"), op.call.results[0].dtype
+    if dtype.is_floating_point:
+        at = op.emit(aten._to_copy.default, at, dtype=torch.float64)
     if step != 1:
         at = op.emit(aten.mul.Scalar, at, step)
     if start != 0:
         at = op.emit(aten.add.Scalar, at, start)
-    return op.emit(aten._to_copy.default, at, dtype=op.call.results[0].dtype)
+    return op.emit(aten._to_copy.default, at, dtype=dtype)
 
 
 def _eye_of_part(op: LocalOp) -> fx.Node:

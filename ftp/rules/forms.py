@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, all_whole, broadcast_notation, core_dims, numbered, reduced
 from ftp.rules.notation import BATCH, Dims, Notation, parse
@@ -48,7 +46,6 @@ def pointwise(
     linear: LinearGroups = (),
     local: LocalHook | None = None,
     if_zero: str | None = None,
-    if_floats: bool = False,
 ) -> None:
     """Elementwise ops; operands broadcast to the result from the right.
 
@@ -58,7 +55,6 @@ def pointwise(
         local: emits the op's local form.
         if_zero: the argument that must be 0 for ``linear`` to hold: each rank would add any other
             fill value once.
-        if_floats: whether ``linear`` holds for floating-point and complex tensors only.
 
     Raises:
         RuleError: what is given as an op is no op overload.
@@ -74,20 +70,10 @@ def pointwise(
             [m.shape for m in call.operands], [m.shape for m in call.results]
         )
         is_linear = if_zero is None or call.arg(if_zero) == 0
-        if if_floats:
-            dtypes = {m.dtype for m in (*call.operands, *call.results)}
-            is_linear = all(d.is_floating_point or d.is_complex for d in dtypes)
-        return Rule(notation, _present(groups, call) if is_linear else (), local)
+        present = tuple(g for g in groups if max(g) < len(call.operands))
+        return Rule(notation, present if is_linear else (), local)
 
     register(ops, maker)
-
-
-def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
-    """The groups whose operands the call has, without operands of bools, which have no sums."""
-    n = len(call.operands)
-    return tuple(
-        g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g)
-    )
 
 
 def reduction(
@@ -236,13 +222,20 @@ def batched(
     *ops: OpOverload, core: int, linear: LinearGroups = (), local: LocalHook | None = None
 ) -> None:
     """Ops on the last ``core`` dims of the first operand, as a NumPy gufunc: the dims before them
-    are a batch that all tensors share; every tensor's core dims are whole and its own.
+    are a batch that all tensors share; every tensor's core dims are whole and its own. Integers,
+    whose means are rounded, take no pending sums.
 
     >>> from ftp.rules.local_forms import unless_empty
     >>> local = unless_empty()
     >>> batched(torch.ops.aten.avg_pool2d.default, core=2, linear=[(0,)], local=local)
     """
-    register(ops, lambda call: core_dims(call, call.operands[0].ndim - core, linear, local))
+
+    def maker(call: Call) -> Rule:
+        x = call.operands[0]
+        is_rounded = not (x.dtype.is_floating_point or x.dtype.is_complex)
+        return core_dims(call, x.ndim - core, () if is_rounded else linear, local)
+
+    register(ops, maker)
 
 
 def whole(*ops: OpOverload, linear: LinearGroups = ()) -> None:

@@ -315,9 +315,9 @@ whole(
 
 @rule(aten.histc.default)
 def histc(call: Call) -> Rule:
-    """Counts of parts add up if the range is given; else it is the data's."""
+    """Counts of parts add up if a range is given; an empty one stands for the data's."""
     x = call.operands[0]
-    given = call.arg("min") != 0 or call.arg("max") != 0
+    given = call.arg("min") != call.arg("max")
     dims = numbered(x.ndim)
     names = tuple(f for dim in dims for f in dim)
     pending = tuple((f, "sum") for f in names) if given else ()

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from ftp.dynamic_int import broadcast_shapes
 from ftp.ops.static_shape import ctc_loss, ctc_loss_backward
 from ftp.rules.call import Call
+from ftp.rules.decompositions.registry import HALF
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
 from ftp.rules.local_forms import unless_empty
@@ -38,7 +40,13 @@ def _loss(call: Call) -> Rule:
     def local(op: LocalOp) -> fx.Node:
         if not op.is_cut() or reduction == 2:
             return op.default()
-        return op.emit(aten.div.Scalar, _with_reduction(op, 2), count)
+        dtype = call.results[0].dtype
+        if dtype not in HALF:
+            return op.emit(aten.div.Scalar, _with_reduction(op, 2), count)
+        # Their sum may be beyond the range of half precision.
+        total = op.emit(aten.sum.default, _with_reduction(op, 0), dtype=torch.float32)
+        mean = op.emit(aten.div.Scalar, total, count)
+        return op.emit(aten._to_copy.default, mean, dtype=dtype)
 
     factors = dict.fromkeys(f for dims in terms.operands for dim in dims for f in dim)
     summed = tuple((f, "sum") for f in factors)

@@ -141,8 +141,8 @@ def isin(call: Call) -> Rule:
     return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
 
 
-# Casts: a sum of floats may be cast term by term; a sum of ints may overflow.
-pointwise(aten._to_copy.default, prims.convert_element_type.default, linear=[(0,)], if_floats=True)
+# Casts.
+pointwise(aten._to_copy.default, prims.convert_element_type.default, linear=[(0,)])
 
 # The second result is a buffer, empty on some devices.
 rule(aten.log_sigmoid_forward.default, "... -> ..., ...", "... -> ..., [b]")

@@ -7,6 +7,7 @@ from torch import fx
 
 from ftp.ops.moments import moments, sums
 from ftp.rules.call import Call
+from ftp.rules.decompositions.registry import HALF
 from ftp.rules.forms import reduction
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
@@ -26,7 +27,7 @@ def _mean_of_part(op: LocalOp) -> fx.Node:
         return op.default()
     x, *rest = op.args if op.target is aten.mean.dim else (op.args[0], None)
     dtype = op.call.results[0].dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = torch.float32 if dtype in HALF else dtype
     total = op.emit(aten.sum.dim_IntList, x, *rest, dtype=wide)
     total = op.emit(aten.div.Scalar, total, math.prod(op.rule.sizes[f] for f in reduced))
     return total if wide == dtype else op.emit(aten._to_copy.default, total, dtype=dtype)

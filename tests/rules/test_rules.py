@@ -54,6 +54,31 @@ def test_rule_holds(op: OpOverload):
     check_rule(op, cases, kernel=STAND_INS.get(op))
 
 
+X = torch.linspace(-9, 9, 24, dtype=torch.float64).reshape(4, 6)
+BYTES = torch.linspace(-100, 100, 24).to(torch.int8).reshape(4, 6)
+OF_OTHER_DTYPES = [
+    (aten.sum.dim_IntList, (X, [0]), {"dtype": torch.int64}),
+    (aten.cumsum.default, (X, 0), {"dtype": torch.int64}),
+    (aten.copy.default, (torch.zeros(4, 6, dtype=torch.int64), X), {}),
+    (aten.sum.default, (BYTES,), {}),
+    (aten.mul.Scalar, (BYTES, 0.5), {}),
+    (aten._to_copy.default, (BYTES,), {"dtype": torch.int32}),
+    (aten.add.Tensor, (BYTES, BYTES.int()), {}),
+    (aten.avg_pool2d.default, (BYTES.long().reshape(1, 4, 6), [2, 2]), {}),
+    (aten.upsample_bilinear2d.vec, (BYTES.byte().reshape(1, 1, 4, 6), [5, 7], False, None), {}),
+    (aten.mse_loss.default, (torch.full((9,), 200).half(), torch.zeros(9).half()), {}),
+    (aten.smooth_l1_loss.default, (torch.full((9,), 6e4).half(), torch.zeros(9).half()), {}),
+    (aten.arange.start_step, (-1e6, 1e6, 100000.1), {"dtype": torch.float64}),
+    (aten.histc.default, (X, 4, 1, 1), {}),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), OF_OTHER_DTYPES)
+def test_rule_holds_beside_floats_of_one_dtype(op: OpOverload, args: tuple, kwargs: dict):
+    """Sums that are rounded, wrap around or overflow, and numbers that need float64."""
+    check_rule(op, [(args, kwargs)])
+
+
 WITH_DIMS = [
     op for op in PROVABLE if _dim_arguments(op) and "_fft_" not in str(op)
 ]  # FFTs crash where dims are negative

@@ -449,8 +449,8 @@ def _compare(case: Case, results: Sequence[Any]) -> None:
 
 
 def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
-    """``n`` tensors that add up to ``x``, of its order of magnitude. A bool has its True on one of
-    them.
+    """``n`` tensors that add up to ``x``: floats of its order of magnitude, integers of any size,
+    which wrap around. A bool has its True on one of them.
     """
     if x.dtype is torch.bool:
         holder = torch.randint(n, x.shape, generator=generator).to(x.device)
@@ -461,8 +461,9 @@ def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
             for _ in range(n - 1)
         ]
     else:
+        of = torch.iinfo(x.dtype)
         parts = [
-            torch.randint(-5, 6, x.shape, generator=generator).to(x.device, x.dtype)
+            torch.randint(of.min, of.max, x.shape, generator=generator).to(x.device, x.dtype)
             for _ in range(n - 1)
         ]
     return [*parts, x - sum(parts[1:], parts[0])]
