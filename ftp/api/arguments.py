@@ -210,24 +210,53 @@ def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> N
 
 
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
-    """Raises for a donated tensor that two leaves hold."""
+    """Raises for a donated tensor whose memory two leaves hold: a program writes to it while it
+    still reads the other.
+    """
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
         raise DonationError(
             f"donate names argument {beyond[0]}, but the step is called with {len(call.args)}"
             " arguments, counted from 0."
         )
-    tensors = [id(leaf) for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
-    if len(set(tensors)) == len(tensors):
-        return
+    tensors = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
     first: dict[int, int] = {}
-    for i, leaf in enumerate(call.leaves):
-        j = first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i
-        if i != j and (call.positions[i] in donate or call.positions[j] in donate):
-            a, b = call.names[j], call.names[i]
+    pairs = [(j, i) for i, leaf in tensors.items() if (j := first.setdefault(id(leaf), i)) != i]
+    for j, i in pairs or _sharing(tensors):
+        a, b = call.leaves[j], call.leaves[i]
+        # What is not dense is copied before it is written to.
+        if any(
+            call.positions[at] in donate and (a is b or x.is_contiguous())
+            for at, x in ((j, a), (i, b))
+        ):
             raise DonationError(
-                f"{a} and {b} are the same tensor. It is donated, and its memory would be reused"
-                " twice. Clone one of them."
+                f"{call.names[j]} and {call.names[i]}"
+                f" {'are the same tensor' if a is b else 'share memory'}. It is donated, and its"
+                " memory would be reused twice. Clone one of them."
             )
+
+
+def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
+    """Pairs of tensors between whose first and last element lie elements of the other."""
+    real = {
+        i: x
+        for i, x in tensors.items()
+        if type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and not (x.is_meta or is_functorch_wrapped_tensor(x))
+        and x.numel()
+    }
+    if len({x.untyped_storage().data_ptr() for x in real.values()}) == len(real):
+        return []
+    begin = {i: x.data_ptr() for i, x in real.items()}
+    found: list[tuple[int, int]] = []
+    open_: dict[int, int] = {}  # by tensor, the end of its memory
+    for i in sorted(real, key=begin.__getitem__):
+        x = real[i]
+        open_ = {j: end for j, end in open_.items() if end > begin[i]}
+        found += [(min(i, j), max(i, j)) for j in open_]
+        last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        open_[i] = begin[i] + (last + 1) * x.element_size()
+    return sorted(found)
 
 
 def describe_keywords(

@@ -629,6 +629,22 @@ def test_one_tensor_donated_twice():
     both(x, x.clone())
 
 
+def test_a_donated_tensor_shares_memory():
+    """Its memory was written to, and the other tensor read what was written."""
+    step = ftp.spmd(lambda p, x: {k: v * 2 + x.sum() for k, v in p.items()}, MESH, donate=(0,))
+    w, x = torch.ones(6), torch.ones(3)
+    expected = (
+        "DonationError: p['a'] and p['b'] share memory. It is donated, and its memory would be"
+        " reused twice. Clone one of them."
+    )
+    assert message(step, {"a": w, "b": w.detach()}, x) == expected
+    assert message(step, {"a": w, "b": w[5:]}, x) == expected
+    assert message(step, {"a": w[::2], "b": w[1:]}, x) == expected
+    assert message(step, {"a": w}, w.view(2, 3)) == expected.replace("p['b']", "x")
+    for params in ({"a": w[:3], "b": w[3:]}, {"a": w[::2]}, {"a": w.detach(), "b": w[:0]}):
+        step(params, torch.ones(3).expand(2, 3))
+
+
 def test_a_donated_tensor_that_passes_through_may_be_donated_again():
     same = ftp.spmd(lambda p: p, MESH, SPECS, SPECS, donate=(0,))
     params = fresh()
