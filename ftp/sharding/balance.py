@@ -5,6 +5,8 @@ and the number of blocks of keys in which it sees any, of which flex_attention c
 Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are dealt from the heaviest to
 the lightest, each to the rank with the least work that still has room. Then one or two blocks of
 the busiest rank are swapped with as many of another rank while that lowers the larger measure.
+
+Whole documents (``block=None``) have as many tokens on each rank, within one document.
 """
 
 import heapq
@@ -33,7 +35,7 @@ _AT_ONCE = 1 << 22  # (query, key) pairs for which a mask is evaluated in one ca
 _made_for: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
 
-def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
+def balance(mask: "BlockMask | Tensor", n: int, *, block: int | None = 128) -> Tensor:
     """An order of a sequence's blocks in which ``n`` ranks have about equal attention work. It is
     an argument of the step, so that all batches share one plan.
 
@@ -44,11 +46,14 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
         mask: a BlockMask, whose work is summed over its batch and heads; or ``cu_seqlens``, the
             ends of packed documents from 0 on, each with causal attention within it.
         n: the size of the mesh axis that cuts the sequence, or the product of several axes.
-        block: elements of a block, which stay together.
+        block: elements of a block, which stay together; None: documents stay whole, as
+            ``varlen_attn`` needs them, and ranks are even if documents are much shorter than what a
+            rank holds.
 
     Returns:
         An int64 tensor of shape (length / block,): the block at each place. Ranks hold equal
-        numbers of blocks; if n does not divide the number, cut by ``ftp.units(axis, block)``.
+        numbers of blocks; if n does not divide the number, cut by ``ftp.units(axis, block)``. With
+        ``block=None``, of shape (documents,): the document at each place.
 
     Raises:
         SpecError: a length that is no whole number of blocks, numbers that are not the ends of
@@ -60,10 +65,28 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
     >>> order  # the tokens of rank 0 see 1 + 2 + 3 + 6 keys, those of rank 1 4 + 5 + 1 + 2
     tensor([0, 1, 2, 5, 3, 4, 6, 7])
     """
-    if n < 1 or block < 1:
+    if n < 1 or (block is not None and block < 1):
         raise SpecError(f"balance takes n and block of at least 1, not n={n} and block={block}.")
+    if block is None:
+        if not isinstance(mask, Tensor):
+            raise SpecError(
+                "balance with block=None takes cu_seqlens: a BlockMask has no documents."
+            )
+        held = _whole(np.diff(_checked_ends(mask)), n)
+    else:
+        held = _in_blocks(mask, n, block)
+    order = torch.tensor([at for of in held for at in of], dtype=torch.int64)
+    device = mask.device if isinstance(mask, Tensor) else mask.kv_num_blocks.device
+    made = order.to(device)
+    key = id(made)
+    _made_for[key] = weakref.ref(made, lambda _: _made_for.pop(key, None)), n
+    return made
+
+
+def _in_blocks(mask: "BlockMask | Tensor", n: int, block: int) -> list[list[int]]:
+    """The blocks of each rank, in the sequence's order."""
     if isinstance(mask, Tensor):
-        pairs, blocks = _of_documents(mask, block)
+        pairs, blocks = _of_documents(_checked_ends(mask), block)
     elif hasattr(mask, "kv_num_blocks"):
         pairs, blocks = _of_block_mask(mask, block)
     else:
@@ -79,12 +102,23 @@ def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
         )
     room = [pieces(length // block, n, rank)[0][1] for rank in range(n)]
     held = _balanced(np.stack([pairs.reshape(-1, block).sum(1), blocks], 1), room)
-    order = torch.tensor([b for of in held for b in sorted(of)])
-    device = mask.device if isinstance(mask, Tensor) else mask.kv_num_blocks.device
-    made = order.to(device)
-    key = id(made)
-    _made_for[key] = weakref.ref(made, lambda _: _made_for.pop(key, None)), n
-    return made
+    return [sorted(of) for of in held]
+
+
+def _whole(lengths: np.ndarray, n: int) -> list[list[int]]:
+    """The documents of each rank: from the longest on, each to the rank that sees the fewest pairs
+    of those with room for it, or to the one with the fewest tokens.
+    """
+    held: list[list[int]] = [[] for _ in range(n)]
+    tokens, pairs = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    for at in np.argsort(-lengths, kind="stable").tolist():
+        length = lengths[at]
+        has_room = tokens + length <= lengths.sum() / n
+        rank = int((np.where(has_room, pairs, np.inf) if has_room.any() else tokens).argmin())
+        held[rank].append(at)
+        tokens[rank] += length
+        pairs[rank] += length * (length + 1) // 2
+    return held
 
 
 def ranks_of(tensor: Any) -> int | None:
@@ -118,10 +152,8 @@ def _is_product(n: int, sizes: list[int]) -> bool:
     return n in found
 
 
-def _of_documents(ends: Tensor, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The number of keys that each token of packed documents sees, and the number of blocks of keys
-    that each block sees.
-    """
+def _checked_ends(ends: Tensor) -> np.ndarray:
+    """``cu_seqlens`` as an array."""
     at = ends.detach().cpu().numpy().astype(np.int64) if ends.dim() == 1 else np.zeros(0, np.int64)
     if ends.is_floating_point() or len(at) < 2 or at[0] != 0 or (np.diff(at) < 0).any():
         raise SpecError(
@@ -129,9 +161,16 @@ def _of_documents(ends: Tensor, block: int) -> tuple[np.ndarray, np.ndarray]:
             f" not a tensor of {ends.dtype} and shape {tuple(ends.shape)}"
             + (f" with {at[:6].tolist()}{'...' if len(at) > 6 else ''}." if len(at) else ".")
         )
-    begins = np.repeat(at[:-1], np.diff(at))
+    return at
+
+
+def _of_documents(ends: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """The number of keys that each token of packed documents sees, and the number of blocks of keys
+    that each block sees.
+    """
+    begins = np.repeat(ends[:-1], np.diff(ends))
     first = begins[::block] // block
-    return np.arange(at[-1]) - begins + 1, np.arange(len(first)) - first + 1
+    return np.arange(ends[-1]) - begins + 1, np.arange(len(first)) - first + 1
 
 
 def _of_block_mask(mask: "BlockMask", block: int) -> tuple[np.ndarray, np.ndarray]:

@@ -79,6 +79,23 @@ def test_computed_blocks_are_even(blocks: int, seed: int):
         assert ftp.balance(mask, n).tolist() == order.tolist()
 
 
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("seed", range(8))
+def test_whole_documents_are_even(seed: int, n: int):
+    """Documents of up to a quarter of a rank's tokens, of all lengths, in plain chunks."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (16 * 64 ** torch.rand(12 * n, generator=draw)).long()
+    lengths = torch.cat([lengths, lengths.new_tensor([0, -int(lengths.sum()) % n])])
+    lengths = torch.cat([lengths, lengths.new_full((4 * n,), int(lengths.max()))])
+    ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    order = ftp.balance(ends, n, block=None)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert int(lengths.max()) <= int(lengths.sum()) / n / 4
+    seen = torch.cat([torch.arange(length) + 1 for length in lengths[order].tolist()])
+    found = [int(part.sum()) for part in seen.chunk(n)]
+    assert max(found) <= 1.05 * sum(found) / n
+
+
 @settings(max_examples=15)
 @given(packed(), st.sampled_from(["documents", "window", "prefix"]), st.booleans())
 def test_any_mask(drawn: tuple[Tensor, int, int], kind: str, is_larger: bool):
@@ -172,6 +189,11 @@ def test_what_does_not_fit_is_refused():
             ftp.balance(wrong, 2, block=1)
     with pytest.raises(SpecError, match="at least 1"):
         ftp.balance(ends, 0, block=1)
+    whole = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, "cpu")
+    with pytest.raises(SpecError, match="block=None takes cu_seqlens"):
+        ftp.balance(whole, 2, block=None)
+    with pytest.raises(SpecError, match="where each document ends"):
+        ftp.balance(torch.tensor([1, 24]), 2, block=None)
     with pytest.raises(SpecError, match="not a list"):
         ftp.balance([0, 24], 2)  # type: ignore[arg-type]
 
