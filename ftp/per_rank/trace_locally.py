@@ -27,6 +27,7 @@ from ftp.torch_internals.functorch import (
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.explain_errors import SURROUNDING
 from ftp.tracing.index_ranges import index_range
+from ftp.tracing.selected import Selected
 from ftp.tracing.trace import Traced, trace
 
 
@@ -38,7 +39,11 @@ def run_inside(
     index: Sequence[Tensor],
 ) -> Any:
     with entered(Inside(axes, dict(zip(axes, index, strict=True)))):
-        return fn(*tree.unflatten(leaves))
+        result = fn(*tree.unflatten(leaves))
+    for x in flatten(result)[0]:
+        if isinstance(x, Selected):
+            raise TraceError(x.refused_as("the result of ftp.local's function"))
+    return result
 
 
 def traced_locally(

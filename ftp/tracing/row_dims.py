@@ -57,10 +57,12 @@ class RowTrial:
         result: the function's result, with a `RowDim` in the place of each tensor; None if it does
             not act on each row alone.
         ops: the name and arguments of each op that the function runs.
+        is_sum: whether its result is a sum over the rows.
     """
 
     result: Any = None
     ops: list[tuple[str, Sequence[Any]]] = field(default_factory=list)
+    is_sum: bool = False
 
 
 def try_rows(
@@ -101,7 +103,10 @@ def try_rows(
         try:
             with mode:
                 out = func(*given, **by_name)
-            return RowTrial(_mapped(out, lambda x: isinstance(x, Tensor), mode.of), mode.ops)
+            if mode.are_summed:
+                return RowTrial(is_sum=isinstance(out, Tensor) and not mode.is_of_rows(out))
+            places = _mapped(out, lambda x: isinstance(x, Tensor), mode.of)
+            return RowTrial(places, mode.ops)
         except (_JoinsRows, RuntimeError, TypeError, ValueError, IndexError, RuleError):
             return RowTrial()
 
@@ -128,12 +133,16 @@ class _RowDims(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, tuple[Tensor, RowDim | None]] = {}  # the tensor keeps its id
         self._given: set[int] = set()
+        self.are_summed = False  # by an op of the function
         self.ops: list[tuple[str, Sequence[Any]]] = []
 
     def given(self, x: Tensor, at: RowDim) -> None:
         """Note an operand of the function, which it must not write to."""
         self._given.add(_memory(x))
         self._known[id(x)] = x, at
+
+    def is_of_rows(self, x: Tensor) -> bool:
+        return id(x) in self._known
 
     def of(self, x: Tensor) -> RowDim:
         if (at := self._of(x)) is None:
@@ -178,7 +187,11 @@ class _RowDims(TorchDispatchMode):
         rule = lookup(Call(op, tuple(metas[0]), metas[1], tuple(map(_meta, results))))
         if rule is None:
             return self._decomposed(func, args, kwargs)
-        for x, at in zip(results, _rows_after(rule, places), strict=True):
+        after = _rows_after(rule, places)
+        if after is None:
+            self.are_summed = True
+            return out
+        for x, at in zip(results, after, strict=True):
             if op is not func and at != self._of(x):
                 raise _JoinsRows
             self._known[id(x)] = x, at
@@ -215,8 +228,9 @@ def _is_of_rows(number: int) -> bool:
     return number != 0 and number % ROWS == 0
 
 
-def _rows_after(rule: BoundRule, places: Sequence[RowDim | None]) -> list[RowDim | None]:
-    """The dim of rows in each result of a call; None of one that joins all rows.
+def _rows_after(rule: BoundRule, places: Sequence[RowDim | None]) -> list[RowDim | None] | None:
+    """The dim of rows in each result of a call; None of one that joins all rows. None where each
+    result is the sum of what each row gives.
 
     Raises:
         _JoinsRows: the rule keeps the dim whole, or all results join its rows.
@@ -242,7 +256,9 @@ def _rows_after(rule: BoundRule, places: Sequence[RowDim | None]) -> list[RowDim
         size = math.prod(rule.sizes[f] for f in dims[dim])
         found.append(RowDim(dim, size // ROWS))
     if not any(found):
-        raise _JoinsRows
+        if any(of.get(rows) != "sum" for of in rule.pending):
+            raise _JoinsRows
+        return None
     return found
 
 

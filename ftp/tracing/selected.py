@@ -33,6 +33,8 @@ from ftp.tracing.traced_number import TracedNumber, without_numbers
 # Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
 # **kwargs), and returns None where this call acts on each row alone.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
+# Those of ``OF_ALL_ROWS`` that take (x, dim, ...), whichever dim holds the rows.
+OF_DIMS: set[str] = set()
 # Functions of elements: other operands may be broadcast over the rows, or have a row for each.
 _NAMES_OF_POINTWISE = """
     abs add sub subtract rsub mul multiply div divide true_divide pow neg negative exp exp2 expm1
@@ -47,6 +49,8 @@ _NAMES_OF_POINTWISE = """
 """
 _POINTWISE = frozenset(_NAMES_OF_POINTWISE.split())
 JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
+# Products: what they do before they sum over the rows keeps zeros.
+_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "tensordot")
 _LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 _SIZED = ("view", "reshape", "expand")
@@ -62,12 +66,14 @@ class Selections:
         valid: the same, flat.
         first: the index of the first selected row, and whether there is one.
         line: the user's line that selects.
+        span: of a part that ``x.split`` gives: where it starts and ends.
     """
 
     mask: Tensor
     valid: Tensor
     first: tuple[Tensor, Tensor]
     line: str
+    span: tuple[Any, Any] | None = None
 
     def count(self) -> TracedNumber:
         return TracedNumber(self.valid.sum(), self.mask)
@@ -203,10 +209,11 @@ for _sign, _name in {
 Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def group_of(mask: Tensor) -> Selections:
+def group_of(mask: Tensor, span: tuple[Any, Any] | None = None) -> Selections:
     mask = mask.clone()  # the function may change its own later
     valid = mask.reshape(-1)
-    return Selections(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
+    first = valid.to(torch.int64).argmax(0), valid.any()
+    return Selections(mask, valid, first, user_line(), span)
 
 
 def select(x: Tensor, group: Selections) -> Selected:
@@ -260,8 +267,12 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if not is_one_mask and name not in JOINING:
         raise _different(name)
     is_moved = any(x.at for x in given)
-    if name in OF_ALL_ROWS and not is_moved:
+    if name in OF_ALL_ROWS and (not is_moved or name == "__setitem__"):
         reduced = OF_ALL_ROWS[name](group, *args, **kwargs)
+        if reduced is not None:
+            return reduced
+    elif name in OF_DIMS and isinstance(args[0], Selected):
+        reduced = _with_rows_first(OF_ALL_ROWS[name], args[0], args[1:], kwargs)
         if reduced is not None:
             return reduced
     if not is_one_mask:
@@ -274,6 +285,9 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     trial = (
         RowTrial(RowDim(0), [(name, args)]) if is_pointwise else try_rows(func, args, kwargs, _seen)
     )
+    if trial.is_sum and name in _PRODUCTS:
+        own = _replaced((list(args), dict(kwargs)), lambda x: x, lambda x: _at_own(zeroed(x), x.at))
+        return func(*own[0], **own[1])
     if trial.result is None:
         raise refused(name)
     is_singular = any(is_singular_call(*op) for op in trial.ops)
@@ -287,7 +301,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
     def of_selected(x: Selected) -> Tensor:
         rows = finite(x.rows, is_any, is_singular) if is_singular else x.rows
-        return rows.movedim(0, x.at) if x.at else rows
+        return _at_own(rows, x.at)
 
     plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)), of_plain, of_selected)
     out = func(*plain_args, **plain_kwargs)
@@ -299,6 +313,32 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     made = _with_rows(out, trial.result, group, name)
     made.below = given[0].below if name in _SAME_VALUES else None
     return made
+
+
+def _at_own(rows: Tensor, at: int) -> Tensor:
+    return rows.movedim(0, at) if at else rows
+
+
+def _with_rows_first(
+    function: Callable[..., Any], x: Selected, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A reduction of rows that are not the first dim, by ``function``, which takes them as the
+    first.
+    """
+    dim, *rest = args if args else (None,)
+    dim = kwargs.get("dim", dim)
+    if not isinstance(dim, int | tuple | list | None) or isinstance(dim, bool):
+        return None
+    rest_of = [d for d in range(x.ndim) if d != x.at]
+    first = {d: 0 if d == x.at else 1 + rest_of.index(d) for d in range(x.ndim)}
+    if dim is not None:
+        dim = first[dim % x.ndim] if isinstance(dim, int) else [first[d % x.ndim] for d in dim]
+    named = {key: value for key, value in kwargs.items() if key != "dim"}
+    given = () if dim is None else (dim, *rest)
+    made = function(x.group, Selected(x.rows, x.group), *given, **named)
+    if isinstance(made, Selected):
+        return Selected(made.rows, made.group, at=x.at)
+    return made if made is None or made.ndim < x.ndim else made.movedim(0, x.at)
 
 
 def _own_count(args: Sequence[Any], group: Selections) -> list[Any]:

@@ -10,8 +10,17 @@ from torch import Tensor
 from ftp.ops.assume import assume
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, apply, beside, written, zeroed
-from ftp.tracing.selecting import is_selection
+from ftp.tracing.selected import (
+    OF_ALL_ROWS,
+    Selected,
+    Selections,
+    apply,
+    beside,
+    order_of,
+    written,
+    zeroed,
+)
+from ftp.tracing.selecting import is_selection, mask_in, masked_first
 
 
 def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:
@@ -19,10 +28,25 @@ def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:
         return written(x, apply(_with_item, (x, key, value), {}))
     new = _put(group, x, key, value)
     if new is None:
-        if not is_selection(key, x) or not holds_same(key, group.mask):
-            raise refused("a write but to the places of the same mask", as_it_is=True)
-        new = _write(x, group, value)
+        new = _written_to_mask(x, group, key, value)
     return x.copy_(new)
+
+
+def _written_to_mask(x: Tensor, group: Selections, key: Any, value: Any) -> Tensor:
+    if (found := mask_in(x, key)) is not None and not found[2] and isinstance(value, Selected):
+        at, mask, _ = found
+        if holds_same(mask, group.mask) and value.at == at:
+            new = _write(masked_first(x, at, mask), group, value)
+            return new.movedim(tuple(range(mask.ndim)), tuple(range(at, at + mask.ndim)))
+    is_index = isinstance(key, Tensor) and key.ndim == 1 and key.dtype in (torch.int64, torch.int32)
+    if is_index and isinstance(value, Selected) and not value.at:
+        count = key.shape[0]
+        claim = f"a mask selects {count} rows, as many as are written by an index"
+        assume(group.valid.sum() == count, claim)
+        if count <= len(group.valid):
+            rows = value.rows.index_select(0, order_of(group)[:count])
+            return torch.index_put(x, (key,), rows.to(x.dtype))
+    raise refused("a write but to the places of the same mask", as_it_is=True)
 
 
 def _with_item(x: Tensor, key: Any, value: Any) -> Tensor:

@@ -18,6 +18,7 @@ from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected import (
     JOINING,
     OF_ALL_ROWS,
+    OF_DIMS,
     Selected,
     Selections,
     apply,
@@ -29,6 +30,7 @@ from ftp.tracing.selected import (
     selected,
     zeroed,
 )
+from ftp.tracing.selected_spans import joined_parts
 
 
 def _sum(
@@ -52,6 +54,10 @@ def _mean(
 
 def _mean_over_rows(group: Selections, x: Selected) -> Tensor:
     return _sum(group, x) / group.valid.sum()
+
+
+def _count_nonzero(group: Selections, x: Selected, dim: Any = None) -> Any:
+    return _sum(group, apply(torch.ne, (x, 0), {}), dim)
 
 
 def _dims(x: Selected, dim: Any) -> tuple[int, ...]:
@@ -161,6 +167,8 @@ def _cat(group: Selections, tensors: Any, dim: int = 0) -> Any:
         return None if given == [*tensors] else apply(torch.cat, (given, dim), {})
     if any(x.ndim != chosen.rows.ndim for x in tensors):
         return None
+    if (joined := joined_parts(tensors)) is not None:
+        return joined
     rows = [x.rows if isinstance(x, Selected) else x for x in tensors]
     valid = [
         x.group.valid
@@ -300,29 +308,36 @@ def _recurrent(name: str) -> Callable[..., Any]:
     return of
 
 
+_OF_DIMS = {
+    "var": _var,
+    "std": _std,
+    **{name: _softmax(name) for name in ("softmax", "log_softmax")},
+    "logsumexp": _over_filled("logsumexp", -math.inf),
+    "prod": _over_filled("prod", 1),
+    "any": _over_filled("any", 0),
+    "all": _over_filled("all", 1),
+    "count_nonzero": _count_nonzero,
+    "nansum": _over_filled("nansum", 0),
+    "nanmean": _over_filled("nanmean", math.nan),
+    "sum": _sum,
+    "mean": _mean,
+    **{name: _extremum(name, lambda of: of.min) for name in ("amax", "max")},
+    **{name: _extremum(name, lambda of: of.max) for name in ("amin", "min")},
+}
+OF_DIMS.update(_OF_DIMS)
 OF_ALL_ROWS.update(
     {
+        **_OF_DIMS,
         "_pad_packed_sequence": _padded,
         **dict.fromkeys(("view", "reshape"), _rows_of_elements),
         **dict.fromkeys(JOINING, _cat),
         "stack": _stack,
         "squeeze": _squeeze,
         **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
-        "var": _var,
-        "std": _std,
-        **{name: _softmax(name) for name in ("softmax", "log_softmax")},
-        "logsumexp": _over_filled("logsumexp", -math.inf),
-        "prod": _over_filled("prod", 1),
-        "any": _over_filled("any", 0),
-        "all": _over_filled("all", 1),
         "median": _quantile("nanmedian"),
         "quantile": _quantile("nanquantile"),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-        "sum": _sum,
-        "mean": _mean,
         "index_select": _index_select,
-        **{name: _extremum(name, lambda of: of.min) for name in ("amax", "max")},
-        **{name: _extremum(name, lambda of: of.max) for name in ("amin", "min")},
         **{
             f.__name__: _loss(f)
             for f in (

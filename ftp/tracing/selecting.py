@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ftp.tracing.packed_sequences import packed_steps
 from ftp.tracing.selected import Selected, Selections, group_of, select
+from ftp.tracing.selected_spans import is_span, span_of, split
 
 _PACK: Any = torch._VF._pack_padded_sequence
 _UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
+_SPLIT = (torch.split, Tensor.split)
 SELECTING = frozenset(
     (
         _PACK,
@@ -23,6 +25,7 @@ SELECTING = frozenset(
         torch.nonzero,
         torch.where,
         *_UNIQUE,
+        *_SPLIT,
     )
 )
 
@@ -35,7 +38,9 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         x, sizes = packed_steps(*args)
         return select(x, group_of(sizes.kept)), sizes
     if func is Tensor.__getitem__:
-        return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
+        return _read(*args)
+    if func in _SPLIT:
+        return split(*args, **kwargs)
     if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
         x, mask = torch.broadcast_tensors(*args)
         return select(x, group_of(mask)) if is_selection(mask, x) else None
@@ -92,13 +97,50 @@ def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
-def is_selection(key: Any, x: Any) -> bool:
-    """Whether ``x[key]`` selects by one mask of its first dims."""
+def _read(x: Tensor, key: Any) -> Selected | None:
+    """``x[key]`` with a mask, or a slice between values, behind full slices; None without one."""
+    if (found := mask_in(x, key)) is None:
+        return None
+    at, mask, rest = found
+    if not all(k is None or k is Ellipsis or type(k) in (int, slice) for k in rest):
+        return None
+    if any(is_span(k) for k in rest):
+        return None
+    x = x[(*(slice(None),) * (at + mask.ndim), *rest)] if rest else x
+    group = group_of(mask)
+    return Selected(select(masked_first(x, at, mask), group).rows, group, at=at)
+
+
+def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
+    """The mask in the key of ``x[key]``: the first dim that it masks, the mask, and what follows it
+    in the key. None without one, or where it is behind other than full slices.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    at = next((i for i, k in enumerate(keys) if not _is_full(k)), len(keys))
+    if not at < len(keys) <= x.ndim + sum(k is None or k is Ellipsis for k in keys):
+        return None
+    mask = span_of(keys[at], x.movedim(at, 0)) if is_span(keys[at]) else keys[at]
+    if not (isinstance(mask, Tensor) and is_selection(mask, x, at)):
+        return None
+    return at, mask, tuple(keys[at + 1 :])
+
+
+def _is_full(key: Any) -> bool:
+    return isinstance(key, slice) and key.start is key.stop is key.step is None
+
+
+def masked_first(x: Tensor, at: int, mask: Tensor) -> Tensor:
+    """``x`` with the dims that a mask has, from ``at`` on, as its first ones."""
+    return x.movedim(tuple(range(at, at + mask.ndim)), tuple(range(mask.ndim))) if at else x
+
+
+def is_selection(key: Any, x: Any, at: int = 0) -> bool:
+    """Whether ``key`` is a mask of dims of ``x``, from ``at`` on."""
     return (
         isinstance(key, Tensor)
         and key.dtype is torch.bool
-        and 0 < key.ndim <= x.ndim
-        and key.shape == x.shape[: key.ndim]
+        and key.ndim > 0
+        and key.shape == x.shape[at : at + key.ndim]
     )
 
 

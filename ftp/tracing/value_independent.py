@@ -6,10 +6,12 @@ Also here: functions that torch can only compute by writes in place or by stride
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ from ftp.axis import is_inside
 from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
+from ftp.source import at_line
 from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
@@ -55,7 +58,7 @@ class unchecked(ModeOfBlocks):
             args, kwargs = without_numbers(args, kwargs or {})
         if Selected in types:
             return apply(func, args, kwargs or {})
-        if func in SELECTING and is_listening() and not is_inside():
+        if func in SELECTING and is_listening():
             found = selection(func, args, kwargs or {})
             if found is not None:
                 return found
@@ -83,6 +86,9 @@ class unchecked(ModeOfBlocks):
             return known
         if func in _ASKING and (guarded := _guarded(x)) is not None:
             return guarded
+        if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
+            numbers = self._read(Tensor.tolist, x)
+            return None if numbers is None else np.array(numbers, dtype=object)
         if func in (Tensor.item, Tensor.tolist):
             return None if x.is_complex() or x.numel() > _MOST_NUMBERS else _numbers(func, x)
         return decided(x) if func in _ASKING else None
@@ -142,12 +148,22 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """``minlength`` is the number of counts where no value can be above it."""
-    found = index_range(input) if input.ndim == 1 and isinstance(minlength, int) else None
-    if found is None or not 0 < found <= minlength:
+    """``minlength`` is the number of counts where no value is above it, as is seen or assumed."""
+    if input.ndim != 1 or type(minlength) is not int or not minlength or input.is_floating_point():
         return torch.bincount(input, weights, minlength)
-    with assumptions_to(None):
-        return static.bincount(input, weights, minlength)
+    found = index_range(input)
+    if found is not None and 0 < found <= minlength:
+        with assumptions_to(None):
+            return static.bincount(input, weights, minlength)
+    if found is not None or is_inside() or not is_listening():
+        return torch.bincount(input, weights, minlength)
+    warnings.warn(
+        f"{at_line()}torch.bincount of a tensor whose values are not known gives more than"
+        f" {minlength} counts where one is {minlength} or more: it is assumed that all are in [0,"
+        f" {minlength}). check_inputs=True checks it.",
+        stacklevel=2,
+    )
+    return static.bincount(input, weights, minlength)
 
 
 def _gaussian_nll_loss(

@@ -316,7 +316,73 @@ def _by_written_masks(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return loss + y.square().mean()
 
 
+def _by_keys(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Masks behind other dims, and before slices and numbers."""
+    y, rows, dims = x @ w, ids[:, 0] >= 0, ids[0] >= 0
+    total = y[rows, 1:].square().sum() + y[rows, :, 2].mean() + y[rows, 0, None].exp().sum()
+    behind = y[:, dims].tanh()  # (4, n, 6)
+    total = total + behind.softmax(1).square().sum() + behind.sum(1).square().sum()
+    total = total + (behind.amax(1, keepdim=True) * behind).sum() + behind.mean((0, 1)).sin().sum()
+    y = y.clone()
+    y[:, dims] = 2 * behind
+    return total + y.square().mean()
+
+
+def _products_over_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    kept = (x @ w)[ids >= 0]
+    gram = kept.T @ kept
+    total = (w @ kept.mT).square().sum() + F.linear(kept.T, kept.sin().T).square().sum()
+    total = total + torch.einsum("nd,ne->de", kept, kept.exp()).sum() + (kept.mT @ kept[:, 0]).sum()
+    return total + torch.linalg.slogdet(gram + torch.eye(6))[1] + kept[:, 0].dot(kept[:, 1])
+
+
+def _counts(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    kept = (x @ w)[ids >= 0]
+    total = kept.sum() * torch.count_nonzero(kept > 0) + (kept * kept.count_nonzero(0)).sum()
+    some = torch.where(kept > 0, kept, torch.nan)
+    return total + some.nanmean() + some.nansum(0).square().sum()
+
+
+def _split_by_counts(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    tokens = x.flatten(0, 1) @ w
+    expert = tokens[:, :3].argmax(-1)
+    order = expert.argsort(stable=True)
+    parts = tokens[order].split(torch.bincount(expert, minlength=3).tolist())
+    out = torch.cat([(part @ (w + e)).tanh() for e, part in enumerate(parts)])
+    few = torch.cat(parts[1:]).square().sum()  # some of them
+    return (out * tokens[order]).square().sum() + few + torch.cat(parts[::-1]).cumprod(1).sum()
+
+
+def _experts_of_deepseek(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    tokens = x.flatten(0, 1) @ w
+    expert = tokens[:, :2].argmax(-1)
+    counts = F.one_hot(expert, 3).sum(0).cpu().numpy()  # the last expert gets none
+    order = expert.argsort()
+    rows = tokens[order]
+    outputs, start = [], 0
+    for e, count in enumerate(counts):
+        end = start + count
+        outputs.append((rows[start:end] @ (w + e)).tanh())
+        start = end
+    back = torch.empty_like(rows)
+    back[order] = torch.cat(outputs, dim=0)
+    return (back * tokens).square().sum() + tokens[: (ids > 0).sum().item()].sum()
+
+
+def _between_values(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    rows = x.flatten(0, 1) @ w
+    n = (ids >= 0).sum().item()
+    y = rows[:n].exp().sum() + rows[n:, 1:3].square().sum() + rows[-n:].mean()
+    return y + rows[n:2].sum() + rows.T[:, 2:n].square().sum()
+
+
 PROGRAMS = [
+    _by_keys,
+    _products_over_rows,
+    _counts,
+    _split_by_counts,
+    _experts_of_deepseek,
+    _between_values,
     _found_by_rules,
     _joined_rows,
     _joined_selections,
@@ -484,7 +550,8 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "differ in their number of dims": lambda w, x, ids: (
         x[:, :, 0][m := ids >= 0] * (x @ w)[m]
     ).sum(),
-    "matmul": lambda w, x, ids: (w @ (x @ w)[ids >= 0].mT).sum(),
+    "matmul": lambda w, x, ids: ((x @ w)[m := ids >= 0] @ x[m].mT).sum(),
+    "normalize": lambda w, x, ids: F.normalize((x @ w)[ids >= 0], dim=0).sum(),
     "a write of a tensor of shape (2, 3, 6)": lambda w, x, ids: _put(w, x, ids, x[:2] @ w),
     "another number of dims": lambda w, x, ids: _put(w, x, ids, x[..., 0][ids[:, 0] >= 0, 0]),
     "view, which": lambda w, x, ids: (x @ w)[x > 0].view(-1, 6).sum(),
@@ -572,6 +639,25 @@ def test_their_number_decides_a_dtype_as_a_number_of_python_does(dtype, shape):
         if isinstance(due, Tensor):
             assert one.dtype == due.dtype
         torch.testing.assert_close(one, torch.as_tensor(due), rtol=0, atol=0)
+
+
+def test_counts_of_values_that_no_op_bounds():
+    """Torch gives more counts where a value is above the last; a trace assumes that none is."""
+
+    def counts(x: Tensor, ids: Tensor) -> Tensor:
+        return torch.bincount(ids.flatten(), weights=x[..., 0].flatten(), minlength=6)
+
+    step = ftp.spmd(
+        counts, ftp.simulated_mesh((2,), ("dp",)), (P("dp"), P("dp")), P(), check_inputs=True
+    )
+    ids = IDS.clamp(min=0)
+    with pytest.warns(UserWarning, match=r"it is assumed that all are in \[0, 6\)"):
+        lowered = step.lower(X, ids)
+    assert len(lowered.assumptions) == 1
+    with pytest.warns(UserWarning, match="it is assumed"):
+        torch.testing.assert_close(step(X, ids), counts(X, ids))
+    with pytest.raises(InputError, match=r"all values are in \[0, 6\)"):
+        step(X, ids + 1)
 
 
 def test_a_spec_of_returned_rows_is_an_error():
