@@ -25,8 +25,20 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
             and node.kwargs.get("memory_format") in (None, torch.preserve_format)
             and node not in returned
         )
+        if is_dropped and "gives" in node.meta:
+            is_dropped = _given_by(env[node.args[0]], node)
         env[node] = env[node.args[0]] if is_dropped else new.node_copy(node, env.__getitem__)
     return new
+
+
+def _given_by(source: fx.Node, copy: fx.Node) -> bool:
+    """Whether the source of a copy that is a result of per-rank code is of that code too, and can
+    be noted as the result instead.
+    """
+    if source.meta.get("origin") != copy.meta.get("origin"):
+        return False
+    source.meta["gives"] = [*source.meta.get("gives", ()), *copy.meta["gives"]]
+    return True
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

@@ -817,3 +817,43 @@ def test_the_guide_runs(capsys):
     assert "['all_to_all', 'all_to_all', 'all_reduce', 'all_to_all', 'all_reduce']" in printed
     x, (up, down) = scope["x"], scope["whole"].values()
     torch.testing.assert_close(scope["layer"](x, up, down), F.silu(x @ up) @ down)
+
+
+def test_rows_that_a_mask_selects():
+    """On each rank those of its own part, of which there may be none."""
+    mesh = ftp.simulated_mesh((3,), ("dp",))
+    x, w = drawn(6, 3), drawn(3, 4, seed=1)
+    x[:2] = -x[:2].abs()
+
+    def kept(w, x):
+        y = x @ w
+        return y[x[:, 0] > 0].log_softmax(-1).square().sum() + y[:, w[0] > 0].exp().sum()
+
+    layer = ftp.local(lambda w, x: ftp.axis.all_reduce(kept(w, x), "dp"), mesh, (P(), P("dp")), P())
+    given = w.clone().requires_grad_()
+    expected = kept(given, x)
+    value, grad = ftp.shard(layer, mesh, P(), batch_specs=P("dp"), certify=True)(w, x)
+    close(value, expected.detach())
+    close(grad, torch.autograd.grad(expected, given)[0])
+    rows = ftp.local(lambda x: x[x[:, 0] > 0], mesh, P("dp"), P("dp"))
+    with pytest.raises(ftp.errors.TraceError, match=r"the result of ftp\.local's function gives"):
+        rows(x)
+
+
+def test_a_copy_that_is_a_result_is_certified():
+    """The copy is dropped, and what it copies is the result."""
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+
+    def twice(x):
+        y = x.sin()
+        return ftp.axis.all_reduce(y.sum(), "dp"), y.clone()
+
+    layer = ftp.local(twice, mesh, P("dp"), (P(), P("dp")))
+
+    def loss(w, x):
+        total, rows = layer(x * w)
+        return total + (rows * 2).square().sum()
+
+    w, x = drawn(3), drawn(4, 3)
+    value, _ = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), certify=True)(w, x)
+    close(value, (x * w).sin().sum() + (2 * (x * w).sin()).square().sum())
