@@ -196,7 +196,7 @@ def _guesses(kind: str, shape: tuple[int, ...], first: bool) -> Sequence[object]
 def _metas(values: Iterable[object]) -> tuple:
     def meta(value: object) -> object:
         if isinstance(value, torch.Tensor):
-            return Meta(tuple(value.shape), value.dtype)
+            return Meta.of(value)
         return [meta(v) for v in value] if isinstance(value, list) else value
 
     return tuple(meta(v) for v in values)

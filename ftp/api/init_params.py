@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from ftp.api.shard import spmd
 from ftp.api.step import Step
 from ftp.errors import InputError, join_failures
+from ftp.ops.written import written
 from ftp.random.distributions import check_key
 from ftp.random.draws import Draws
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -20,6 +21,7 @@ from ftp.sharding.patterns import match_patterns
 from ftp.sharding.pytree import broadcast_specs, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.modes import TorchDispatchMode
+from ftp.torch_internals.pytree import tree_leaves
 
 Initializer = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -255,12 +257,6 @@ class _Writes(TorchDispatchMode):
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if (
-                    argument.alias_info is not None
-                    and argument.alias_info.is_write
-                    and isinstance(value, Tensor)
-                ):
-                    self.storages.add(value.untyped_storage()._cdata)
+        values = tree_leaves(written(func, args, kwargs or {}))
+        self.storages |= {x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)}
         return func(*args, **(kwargs or {}))

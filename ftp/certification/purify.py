@@ -15,8 +15,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.certification.unsound import Unsound
-from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.fused_optimizer import COUNT_UP, UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.written import written_arguments
 from ftp.rules.local_op import RankGraph
 from ftp.torch_internals.op_types import OpOverload
 
@@ -83,7 +84,7 @@ class _Purified:
                 self.new.output(map_arg(node.args[0], self.read))
             elif node.op == "placeholder" or not _is_mutable(node):
                 self.pure(node)
-            elif node.target is aten._foreach_add_.Scalar:
+            elif node.target is COUNT_UP:
                 self.count_up(node)
             elif node.target in _BY_KERNEL:
                 self.update(node)
@@ -252,10 +253,9 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 def _pure_form(target: Any) -> Any:
     """The pointwise op that computes what ``target`` writes to its first operand."""
     name = target._schema.name.split("::")[1]
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
     if (
-        writes != [True] + [False] * (len(writes) - 1)
+        [at for at, _ in written_arguments(target)] != [0]
         or packet is None
         or target._overloadname not in packet.overloads()
     ):

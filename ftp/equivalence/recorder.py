@@ -18,6 +18,7 @@ from ftp.equivalence.data_access import READS_VALUE, DataAccess
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
 from ftp.ops.grouped_mm import as_matmuls
+from ftp.ops.written import written
 from ftp.source import is_users, user_line, user_lines
 from ftp.torch_internals.autograd_state import current_autograd_node, get_sequence_nr
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
@@ -258,13 +259,8 @@ class ProgramRecorder(TorchDispatchMode):
             )
 
     def _refuse_writes(self, func: Any, args: Sequence[Any]) -> None:
-        if not func._schema.is_mutable:
-            return
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for x in tree_leaves(value):
-                self.refuse_write(x, str(func))
+        for x in tree_leaves(written(func, args, {})):
+            self.refuse_write(x, str(func))
 
     def refuse_write(self, x: Tensor, what: str) -> None:
         name = self.protected.get(x.untyped_storage()._cdata) if isinstance(x, Tensor) else None

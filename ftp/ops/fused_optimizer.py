@@ -15,6 +15,7 @@ from torch import Tensor
 from ftp.ops.define import define, register_fake
 
 aten = torch.ops.aten
+COUNT_UP = aten._foreach_add_.Scalar  # of the list of steps; one kernel for each on a CPU
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Update:
         """Update parameters in place, one row ``[param, grad, ...]`` each."""
         lists = self.lists(rows)
         if self.counts:
-            aten._foreach_add_.Scalar(lists[-1], 1)
+            COUNT_UP(lists[-1], 1)
         self.kernel(*lists, **options)
 
     def lists(self, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:

@@ -1,5 +1,6 @@
 """The ``Optimizer`` type, and checks of its arguments."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,3 +129,9 @@ def aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[An
         return treedef.flatten_up_to(tree)
     except ValueError as error:
         raise InputError(f"{name} is not a tree as {like} is: {error}") from None
+
+
+def natural_order(path: Sequence[Any]) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10."""
+    parts = re.split(r"(\d+)", ".".join(map(str, path)))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

@@ -15,7 +15,7 @@ from ftp.errors import InputError, MeshError, join_failures
 from ftp.ops.constrain import constrain
 from ftp.ops.map_slices import MAP_SLICES, interned
 from ftp.ops.stack import Stack, Unstack
-from ftp.optim.base import aligned
+from ftp.optim.base import aligned, natural_order
 from ftp.sharding.mesh import Mesh, resolve
 from ftp.sharding.pytree import flatten, kind_of, leaf_names, leaf_paths
 from ftp.sharding.spec import P
@@ -240,16 +240,10 @@ def _groups(
     as one.
     """
     found: dict[Any, dict[str, list[int]]] = {}
-    for i in sorted(range(len(items)), key=lambda i: _natural(paths[i])):
+    for i in sorted(range(len(items)), key=lambda i: natural_order(paths[i])):
         kind = re.sub(r"\d+", "*", ".".join(map(str, paths[i])))
         found.setdefault((items[i].key(), specs[i]), {}).setdefault(kind, []).append(i)
     return {key: list(kinds.values()) for key, kinds in found.items()}
-
-
-def _natural(path: Sequence[Any]) -> list[tuple[int, str]]:
-    """A key that sorts layer 2 before layer 10."""
-    parts = re.split(r"(\d+)", ".".join(map(str, path)))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _owned(

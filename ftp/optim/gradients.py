@@ -1,7 +1,6 @@
 """Gradients in a train step: global norm, clipping, non-finite elements, accumulation."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from ftp.errors import InputError, join_failures
 from ftp.ops.constrain import asked_for
 from ftp.ops.microbatch_means import Means, current_means
+from ftp.optim.base import natural_order
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
@@ -53,14 +53,8 @@ def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
 
 def _by_layer(tree: Any) -> dict[int, bool]:
     """``{leaf's index: whether it is in a numbered layer}``, layer 2 before layer 10."""
-    names = [_natural(".".join(map(str, path))) for path in leaf_paths(tree)]
+    names = list(map(natural_order, leaf_paths(tree)))
     return {i: len(names[i]) > 1 for i in sorted(range(len(names)), key=names.__getitem__)}
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)
-    ]
 
 
 def clip_by_global_norm(

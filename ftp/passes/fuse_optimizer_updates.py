@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.ops.choose import BranchPath
-from ftp.ops.fused_optimizer import UPDATES, written
+from ftp.ops.fused_optimizer import COUNT_UP, UPDATES, written
+from ftp.ops.written import writes
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
 from ftp.passes.copy_elimination import copied
-from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 _DENSE = (
@@ -81,7 +80,7 @@ class _Merge:
         given = {self.family[item] for update in updates for item in update.users}
         read = {self.family[operand] for update in updates for operand in update.all_input_nodes}
         return any(self.family[x] in given for x in node.all_input_nodes) or any(
-            self.family[x] in read for x in changed(node)
+            self.family[x] in read for x in writes(node)
         )
 
     def call_before(self, node: fx.Node) -> None:
@@ -101,7 +100,7 @@ class _Merge:
             )
         lists = kind.lists(rows)
         if kind.counts:
-            self._emit(updates[0], aten._foreach_add_.Scalar, lists[-1], 1)
+            self._emit(updates[0], COUNT_UP, lists[-1], 1)
         called = self._emit(updates[0], kind.kernel, *lists, **updates[0].kwargs)
         called.meta["origins"] = [update.meta.get("origin", "") for update in updates]  # row by row
         for update, row in zip(updates, rows, strict=True):
@@ -134,17 +133,6 @@ class _Merge:
 
 def _tensors(update: fx.Node) -> list[fx.Node]:
     return list(update.args[0])  # type: ignore[arg-type]
-
-
-def changed(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node writes to."""
-    found: list[fx.Node] = []
-    target: Any = node.target
-    if isinstance(target, OpOverload) and target._schema.is_mutable:
-        for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                map_arg(value, found.append)
-    return found
 
 
 def _is_dense(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftp.axis import all_gather
 from ftp.errors import RuleError
+from ftp.ops.written import written
 from ftp.per_rank.dispatch import Route, route_of
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
@@ -270,10 +271,7 @@ class _OpsOfCall(TorchDispatchMode):
         return {
             _storage(x)
             for func, args, kwargs, _ in self.made
-            if func._schema.is_mutable
-            for i, a in enumerate(func._schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
+            for x in tree_leaves(written(func, args, kwargs))
             if isinstance(x, Tensor)
         }
 
@@ -302,9 +300,9 @@ def _along_dim_0(
     """
     call = Call(
         func,
-        replaced(args, Tensor, _meta),
-        replaced(kwargs, Tensor, _meta),
-        tuple(map(_meta, gives)),
+        replaced(args, Tensor, Meta.of),
+        replaced(kwargs, Tensor, Meta.of),
+        tuple(map(Meta.of, gives)),
     )
     try:
         rule = lookup(call)
@@ -327,7 +325,3 @@ def _along_dim_0(
         )
         and not any(factor in d for dims in others for d in dims)
     )
-
-
-def _meta(x: Tensor) -> Meta:
-    return Meta(tuple(map(int, x.shape)), x.dtype)

@@ -191,13 +191,13 @@ class _Op:
     def _rule(self) -> BoundRule | None:
         node: Any = self.node
         args, kwargs = (
-            replaced(replaced(a, fx.Node, lambda x: _values(x)[0]), Tensor, _meta)
+            replaced(replaced(a, fx.Node, lambda x: _values(x)[0]), Tensor, Meta.of)
             for a in (node.args, dict(node.kwargs))
         )
         if not isinstance(node.target, OpOverload):
             return None
         try:
-            return lookup(Call(node.target, args, kwargs, tuple(map(_meta, _values(node)))))
+            return lookup(Call(node.target, args, kwargs, tuple(map(Meta.of, _values(node)))))
         except RuleError:
             return None
 
@@ -224,7 +224,3 @@ class _Op:
 
 def _is_whole(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex())
-
-
-def _meta(x: Any) -> Meta:
-    return Meta(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Meta((), torch.int64)

@@ -128,9 +128,7 @@ def _is_linear(
         return operands[0] in sums and all(axis not in types[n] for n in operands[1:])
     assert isinstance(node.target, OpOverload), node.target
 
-    def meta(n: fx.Node) -> Any:
-        return Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype)
-
+    meta: Any = lambda n: Meta.of(n.meta["val"])  # noqa: E731
     slots: list[fx.Node] = []
     arguments: Any = (node.args, node.kwargs)
     map_arg(arguments, slots.append)
@@ -143,7 +141,7 @@ def _is_linear(
                 node.target,
                 replaced(args, (), tuple),
                 replaced(kwargs, (), tuple),
-                tuple(Meta(tuple(v.shape), v.dtype) for v in vals),
+                tuple(map(Meta.of, vals)),
             )
         )
     except RuleError:

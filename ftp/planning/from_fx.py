@@ -393,11 +393,7 @@ def _meta(value: Value) -> Meta:
 
 
 def _metas(val: Any) -> tuple[Meta, ...]:
-    vals = (val,) if isinstance(val, torch.Tensor) else tuple(val)
-    return tuple(
-        Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64)
-        for v in vals
-    )
+    return tuple(map(Meta.of, (val,) if isinstance(val, torch.Tensor) else val))
 
 
 def _candidate(call: Call) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ftp.errors import PlanWarning
-from ftp.plans.model_config import value_of
+from ftp.plans.model_config import config_of, cut_at, value_of
 from ftp.sharding.pytree import Specs
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
@@ -134,7 +134,7 @@ def _work(model: nn.Module, path: str) -> float:
     if parameter.ndim < 2 or "bias" in name or "norm" in name or "embed" in name:
         return 0.0
     if _is_stack(parameter, module):
-        chosen = value_of(_config(model, path), "num_experts_per_tok", "moe_top_k", "top_k")
+        chosen = value_of(config_of(model, path), "num_experts_per_tok", "moe_top_k", "top_k")
         return parameter.numel() * min((chosen or 1) / parameter.shape[0], 1.0)
     return float(parameter.numel())
 
@@ -160,7 +160,7 @@ def _of_linear(
     size = size_out if side == "columns" else size_in
     entry = _entry(path, size, holder, model, axis)
     dim = int(transposed) if side == "columns" else 1 - int(transposed)
-    found = {f"{path}.weight": (f"its layer: {side}", _at(dim, entry))}
+    found = {f"{path}.weight": (f"its layer: {side}", cut_at(dim, entry))}
     if side == "columns" and module.bias is not None:
         found[f"{path}.bias"] = (f"its layer: {side}", P(entry))
     return found
@@ -189,7 +189,7 @@ def _side(path: str, size_in: int, size_out: int) -> str | None:
 def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str) -> Entry:
     """How a dim of a layer is cut: whole heads in attention, packs where layers are fused."""
     name = path.rpartition(".")[2]
-    config = _config(model, path)
+    config = config_of(model, path)
     if name == "gate_up_proj" or (name == "in_proj" and _is_pair(holder, size)):
         return units(axis, pack=2)
     if not _IN_ATTENTION.search(path) and "linear_" not in name:
@@ -253,7 +253,7 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
     """Experts, each cut as an MLP; heads that have a matrix each, between heads."""
     own = dict(module.named_parameters(recurse=False))
     found: dict[str, PathAndSpec] = {}
-    config = _config(model, path)
+    config = config_of(model, path)
     hidden = value_of(config, "hidden_size", "d_model", "n_embd")
     heads = _count(config, "num_attention_heads", "n_head")
     element = path.rpartition(".")[2]
@@ -270,10 +270,10 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
             is_fused = said.startswith(("gate_up", "input"))
             apart = getattr(module, "is_concatenated", True)
             entry = (units(axis, pack=2) if apart else units(axis, 2)) if is_fused else axis
-            found[f"{path}.{name}"] = ("its layer: each expert", _at(dim, entry))
+            found[f"{path}.{name}"] = ("its layer: each expert", cut_at(dim, entry))
             bias = f"{name}_bias"
             if opens and bias in own:
-                found[f"{path}.{bias}"] = ("its layer: each expert", _at(1, entry))
+                found[f"{path}.{bias}"] = ("its layer: each expert", cut_at(1, entry))
     for name, parameter in own.items():  # of the heads with a matrix each
         weight = name.replace("_bias", "_weight")
         if weight != name and f"{path}.{weight}" in found and parameter.shape[0] == heads:
@@ -290,20 +290,3 @@ def _inner_dim(module: nn.Module, parameter: Any, hidden: Any, closes: bool) -> 
             return wide[0]
         transposed = False
     return 2 if bool(transposed) != closes else 1
-
-
-def _config(model: nn.Module, path: str) -> Any:
-    """The config of the innermost module around a path that has one."""
-    parts = path.split(".")
-    for end in range(len(parts), -1, -1):
-        try:
-            module = model.get_submodule(".".join(parts[:end]))
-        except AttributeError:
-            continue  # a parameter
-        if (config := getattr(module, "config", None)) is not None:
-            return config
-    return None
-
-
-def _at(dim: int, entry: Entry) -> P:
-    return P(*(None,) * dim, entry)

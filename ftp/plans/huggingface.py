@@ -12,7 +12,7 @@ from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
 from ftp.plans.expert_axis import ExpertAxis
 from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
-from ftp.plans.model_config import head_dim_of, value_of
+from ftp.plans.model_config import config_of, cut_at, head_dim_of, value_of
 from ftp.sharding.patterns import matches, nearest
 from ftp.sharding.pytree import Specs, kind_of
 from ftp.sharding.pytree import plan as plan_specs
@@ -164,33 +164,28 @@ def _placed(
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
     """The model's plan, with paths from the model; those of its config's plan start below it."""
-    found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    of_experts = (
-        (getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {})
-        if experts == "whole"
-        else {}
-    )
     config = getattr(model, "config", None)
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and isinstance(getattr(model, base, None), nn.Module) else ""
+
+    def plan(kind: str) -> dict[str, str]:
+        return getattr(model, f"{kind}_plan", None) or getattr(model, f"_{kind}_plan", None) or {}
+
+    def base_plan(kind: str) -> dict[str, str]:
+        found = getattr(config, f"base_model_{kind}_plan", None) or {}
+        return {f"{prefix}{k}": v for k, v in found.items()}
+
+    found = plan("tp")
     if not any(key.startswith(prefix) for key in found):
-        found = {
-            **{
-                f"{prefix}{k}": v
-                for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()
-            },
-            **found,
-        }
-    if experts == "whole" and not of_experts:
-        of_experts = {
-            f"{prefix}{k}": v
-            for k, v in (getattr(config, "base_model_ep_plan", None) or {}).items()
-        }
-        if not of_experts:
-            raise SpecError(
-                f"from_hf(experts='whole'): {type(model).__name__} has no plan for its experts."
-                " Cut them by columns."
-            )
+        found = {**base_plan("tp"), **found}
+    if experts != "whole":
+        return dict(found)
+    of_experts = plan("ep") or base_plan("ep")
+    if not of_experts:
+        raise SpecError(
+            f"from_hf(experts='whole'): {type(model).__name__} has no plan for its experts."
+            " Cut them by columns."
+        )
     return {**found, **of_experts}
 
 
@@ -256,22 +251,13 @@ class _HuggingFaceStyles:
     ):
         self.placed = placed
         self.model, self.axis, self.styles = model, axis, styles
-        self.ends = {f"{path}.{name}" for path, name in _ends(model)}
+        self.ends = _ends_of(model)
         self.vocab_parallel = vocab_parallel
 
     def check(self, own: Mapping[str, str]) -> None:
         failures = []
-        known = (
-            COLUMN
-            | ROW
-            | PACKED_COLUMN
-            | PACKED_ROW
-            | VOCABULARY
-            | FEATURES
-            | EXPERTS
-            | WHOLE
-            | SEQUENCE
-        )
+        known = COLUMN | ROW | PACKED_COLUMN | PACKED_ROW | VOCABULARY | FEATURES
+        known |= EXPERTS | WHOLE | SEQUENCE
         modules = [path for path, _ in self.model.named_modules()]
         for key, style in self.styles.items():
             if style not in known:
@@ -345,13 +331,13 @@ class _HuggingFaceStyles:
         if style in FEATURES:
             return label, P(None, self.axis)
         if style in COLUMN:
-            return label, _at(first, self.column(path, parameter.shape[first]))
+            return label, cut_at(first, self.column(path, parameter.shape[first]))
         if style in PACKED_COLUMN:
-            return label, _at(first, units(self.axis, pack=2))
+            return label, cut_at(first, units(self.axis, pack=2))
         if style in PACKED_ROW and name != "bias":
-            return label, _at(last, units(self.axis, pack=2))
+            return label, cut_at(last, units(self.axis, pack=2))
         if style in ROW and name != "bias":
-            return label, _at(last, self.heads(path, parameter.shape[last]))
+            return label, cut_at(last, self.heads(path, parameter.shape[last]))
         return label, P()
 
     def column(self, path: str, size: int) -> Entry:
@@ -360,7 +346,7 @@ class _HuggingFaceStyles:
         if "gate_up" in name and size % 2 == 0:
             return units(self.axis, pack=2)
         if name == "qkv_proj":
-            config = self.config_of(path)
+            config = config_of(self.model, path)
             heads, groups, dim = (
                 value_of(config, k)
                 for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -379,7 +365,7 @@ class _HuggingFaceStyles:
         *_, holder, name, _ = ("", "", *path.split("."))
         if "attn" not in holder.lower() and "attention" not in holder.lower():
             return self.axis
-        config = self.config_of(path)
+        config = config_of(self.model, path)
         parent = self.model.get_submodule(path.rsplit(".", 2)[0])
         heads = value_of(config, "num_attention_heads", "n_head")
         if name.startswith(("k_proj", "v_proj")):
@@ -395,16 +381,6 @@ class _HuggingFaceStyles:
         else:
             unit = size // heads if heads and size % heads == 0 else None
         return units(self.axis, unit) if unit and size % unit == 0 else self.axis
-
-    def config_of(self, path: str) -> Any:
-        """The config of the innermost module around a parameter that has one."""
-        parts = path.split(".")
-        for end in range(len(parts) - 1, -1, -1):
-            if (
-                config := getattr(self.model.get_submodule(".".join(parts[:end])), "config", None)
-            ) is not None:
-                return config
-        return None
 
     def constraints(self) -> dict[str, Constraint]:
         """Shard the tokens of (batch, tokens, dim) around sequence-parallel modules."""
@@ -422,7 +398,3 @@ class _HuggingFaceStyles:
             if style in SEQUENCE:
                 found[path] = Constraint(inputs=(tokens, ...), outputs=tokens, axes=self.axis)
         return found
-
-
-def _at(dim: int, entry: Entry) -> P:
-    return P(*(None,) * dim, entry)

@@ -1,9 +1,12 @@
-"""Sizes from a model's config, an object or a dict, by any library's names."""
+"""A model's configs, objects or dicts, and the sizes that they give by any library's names."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from ftp.errors import SpecError
+from ftp.sharding.spec import Entry, P
 
 
 def head_dim_of(config: Any) -> int | None:
@@ -32,3 +35,21 @@ def value_of(config: Any, *keys: str) -> Any:
         if found is not None:
             return found
     return None
+
+
+def config_of(model: nn.Module, path: str) -> Any:
+    """The config of the innermost module around a path that has one."""
+    parts = path.split(".")
+    for end in range(len(parts), -1, -1):
+        try:
+            module = model.get_submodule(".".join(parts[:end]))
+        except AttributeError:
+            continue  # a parameter
+        if (config := getattr(module, "config", None)) is not None:
+            return config
+    return None
+
+
+def cut_at(dim: int, entry: Entry) -> P:
+    """The spec that cuts one dim."""
+    return P(*(None,) * dim, entry)

@@ -18,7 +18,7 @@ from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
 from ftp.per_rank.token_mixing import mixing_op
 from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
-from ftp.per_rank.trace_locally import showing_range, traced_locally
+from ftp.per_rank.trace_locally import meta, showing_range, traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
@@ -277,10 +277,10 @@ def _experts_of(
 
     def traced_with(shape: Sequence[int]) -> Any:
         of_others = [
-            _meta(_beside_of(shape, t.shape, x.shape), t.dtype) if isinstance(t, Tensor) else t
+            meta(_beside_of(shape, t.shape, x.shape), t.dtype) if isinstance(t, Tensor) else t
             for t in others
         ]
-        given = [_meta(shape, x.dtype), of_others, *leaves]
+        given = [meta(shape, x.dtype), of_others, *leaves]
         said = ["x", *(f"beside {i}" for i in range(len(others))), *names]
         return traced_locally(look, sizes, given, x.device.type, said)
 
@@ -366,7 +366,3 @@ def _beside_of(shape: Sequence[int], own: Sequence[int], x: Sequence[int]) -> li
     dims = max(len(x) - 1, 1)
     same = next((i for i in range(dims) if i == len(own) or own[i] != x[i]), dims)
     return [*shape[:same], *own[same:]]
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -9,6 +9,7 @@ from torch import fx
 
 from ftp.ops.choose import BranchPath
 from ftp.passes.branch_order import branches, conds
+from ftp.report.names import Reported
 from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ class Moment:
     parts: Mapping[str, int]
 
 
-class Memory(int):
+class Memory(Reported, int):
     """Peak bytes per rank, an int; prints the parts at the peak and a picture of live bytes over
     the program.
 
@@ -151,14 +152,6 @@ class Memory(int):
             for kind, n in sorted(self.parts.items(), key=lambda p: -p[1])
         ]
         return "\n".join([*lines, self.picture()])
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.report())
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.report())}</pre>"
 
 
 def in_bytes(n: float) -> str:

@@ -1,6 +1,9 @@
-"""Short names of dtypes, and texts without the numbers of repeated layers."""
+"""How reports write: short names of dtypes, texts without the numbers of repeated layers, and the
+report of a number in a notebook.
+"""
 
 import re
+from typing import Any
 
 import torch
 
@@ -40,3 +43,18 @@ def without_numbers(text: str) -> str:
     ('f32[4, 8]', 'mm')
     """
     return _NUMBERED.sub(lambda m: _NUMBER.sub("", m.group()), text)
+
+
+class Reported:
+    """A number that a notebook shows as its report."""
+
+    def report(self) -> str:
+        raise NotImplementedError
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.report())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.report())}</pre>"

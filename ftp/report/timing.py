@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.fused_optimizer import COUNT_UP
+from ftp.ops.written import writes
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
 from ftp.passes.branch_order import branches
-from ftp.passes.fuse_optimizer_updates import changed
 from ftp.planning.cost import Hardware, measured_seconds, on_curve
 from ftp.report.equal_loads import with_equal_loads
 from ftp.report.flops import PIPELINED, flops_of, is_attention, op_name
+from ftp.report.names import Reported
 from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 
 aten = torch.ops.aten
@@ -44,7 +46,7 @@ class TimedOp:
     limit: str
 
 
-class Cost(float):
+class Cost(Reported, float):
     """Estimated seconds of a step on each rank, a float; prints the ops that take longest.
 
     Attributes:
@@ -150,14 +152,6 @@ class Cost(float):
             "by_op": kinds,
         }
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.report())
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(self.report())}</pre>"
-
 
 def in_seconds(seconds: float) -> str:
     """
@@ -260,7 +254,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}
-    is_view = not changed(node) and all(r.storage in reads for r in results)
+    is_view = not writes(node) and all(r.storage in reads for r in results)
     flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
     if not is_view:
         nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results)
@@ -268,7 +262,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             nbytes = 2 * sum(r.nbytes for r in results)
         given = {r.storage for r in results}
         nbytes += sum(
-            held.nbytes for n in changed(node) if (held := shapes.values[n][0]).storage not in given
+            held.nbytes for n in writes(node) if (held := shapes.values[n][0]).storage not in given
         )
         flops = flops_of(node, shapes)
         work = {"compute": _arithmetic(node, operands, results, flops, hardware)}
@@ -364,10 +358,8 @@ def _is_dense(held: LocalTensor) -> bool:
 
 
 def _calls(node: fx.Node) -> int:
-    """How many kernels an op starts: on a CPU, an op on a list starts one for each tensor."""
-    if "_foreach_" in str(node.target) and node.args and isinstance(node.args[0], list | tuple):
-        return len(node.args[0])
-    return 1
+    """How many kernels an op starts on a CPU."""
+    return len(node.args[0]) if node.target is COUNT_UP else 1  # type: ignore[arg-type]
 
 
 _FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.default}

@@ -10,6 +10,7 @@ from ftp.report.causes import Origins, describe
 from ftp.report.disagreement import reshard_of
 from ftp.report.flops import flops_of_call
 from ftp.report.lint import Finding
+from ftp.report.names import Reported
 from ftp.rules.call import replaced
 from ftp.sharding.spec import PartitionSpec
 
@@ -34,7 +35,7 @@ class Matmul:
     times: int
 
 
-class Work(float):
+class Work(Reported, float):
     """Matmul operations of all ranks over one device's, a float; prints by layer.
 
     Shards of a cut op add up to the op, uneven ones too; an op that an axis does not cut is done on
@@ -90,9 +91,6 @@ class Work(float):
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec)
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.report())
 
 
 def work_of(

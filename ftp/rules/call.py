@@ -17,6 +17,12 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
 
+    @classmethod
+    def of(cls, x: Any) -> "Meta":
+        """Of a tensor; a number is a 0-d integer."""
+        is_tensor = isinstance(x, torch.Tensor)
+        return cls(tuple(x.shape), x.dtype) if is_tensor else cls((), torch.int64)
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from ftp.errors import InputError, MeshError, join_failures
+from ftp.ops.written import writes
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
 from ftp.passes.aliasing import families
-from ftp.passes.fuse_optimizer_updates import changed
 from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
@@ -333,7 +333,7 @@ class Program:
                 or isinstance(node.target, OpOverload)
                 or node.target is getattr
             )
-            written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}
+            written |= {root[x] for x in (writes(node) if is_known else node.all_input_nodes)}
         inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
         return [i for i in self.donated if root[inputs[i]] in written]
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.ops.choose import BranchPath
-from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.fused_optimizer import COUNT_UP, UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.aliasing import WAIT, is_view, read_until
@@ -21,7 +21,7 @@ from ftp.passes.onednn_matmuls import BY_ONEDNN
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
-_KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
+_KERNELS = {update.kernel for update in UPDATES.values()} | {COUNT_UP}
 _MATMULS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
 
 

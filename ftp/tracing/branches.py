@@ -18,12 +18,13 @@ from ftp.functional.differentiable import is_differentiable, of_some, save_input
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
 from ftp.ops.choose import CHOOSE, BranchPath, branch, common, number_of, read_in
+from ftp.ops.written import writes
 from ftp.source import at_line
 from ftp.torch_internals import pytree
 from ftp.torch_internals.functorch import is_batched, peek_interpreter_stack, unwrap_if_dead
 from ftp.tracing.captured_tensors import CapturedFinder, Swapped, nodes_so_far, plain
 from ftp.tracing.explain_errors import located
-from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.paths import new_number
 

@@ -19,6 +19,7 @@ from torch.fx.proxy import Proxy
 
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
+from ftp.ops.written import written_arguments
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
 from ftp.torch_internals.op_types import OpOverload
@@ -228,10 +229,8 @@ def _is_in_place(func: OpOverload) -> bool:
     """Whether the op writes to its first argument alone, returns it, and leaves its shape as it
     is.
     """
-    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     return (
-        written[0]
-        and sum(written) == 1
+        [at for at, _ in written_arguments(func)] == [0]
         and len(func._schema.returns) == 1
         and torch.Tag.inplace_view not in func.tags
     )

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, fx
 
 from ftp.errors import InputError, TraceError, join_failures
+from ftp.ops.written import writes
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
-from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.selected import Selected
 from ftp.tracing.selected_behind_one import BehindOne
 

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, join_failures
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.written import writes
 from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.op_types import OpOverload
@@ -21,30 +22,6 @@ from ftp.tracing.restride import without_strides
 from ftp.tracing.silu_gradient import fuse_silu_gradients
 
 aten = torch.ops.aten
-
-
-def writes(node: fx.Node) -> list[fx.Node]:
-    """The values that a node writes to."""
-    written: list[fx.Node] = []
-    for i, name in _written_arguments(node.target) if node.op == "call_function" else ():
-        given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        map_arg(given, written.append)  # type: ignore[arg-type]
-    return written
-
-
-@functools.cache
-def _written_arguments(target: Any) -> list[tuple[int, str]]:
-    if not isinstance(target, OpOverload):
-        return []
-    written = (
-        argument.alias_info is not None and argument.alias_info.is_write
-        for argument in target._schema.arguments
-    )
-    return [
-        (i, a.name)
-        for i, (a, is_written) in enumerate(zip(target._schema.arguments, written, strict=True))
-        if is_written
-    ]
 
 
 def storages(node: fx.Node) -> set[int]:

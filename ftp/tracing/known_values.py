@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.written import writes
 from ftp.torch_internals.functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -20,7 +21,7 @@ from ftp.torch_internals.functorch import (
 )
 from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
 from ftp.torch_internals.op_types import OpOverload
-from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.op_facts import op_facts
 
 MOST = 1024  # elements of a tensor that is computed

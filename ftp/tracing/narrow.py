@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures
 from ftp.ops.assume import assume, is_listening
+from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.explain_errors import located
-from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.functionalize_graph import storages
 
 
 def narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor:

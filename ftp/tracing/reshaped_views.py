@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from ftp.errors import TraceError, join_failures
+from ftp.ops.written import writes
 from ftp.tracing.explain_errors import located
-from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.functionalize_graph import storages
 
 aten = torch.ops.aten
 RESHAPES = {

@@ -182,9 +182,9 @@ class _RowDims(TorchDispatchMode):
         self.ops.append((name, args))
         out = func(*args, **kwargs)
         results = [*tensors(out, Tensor)]
-        metas = replaced((list(args), dict(kwargs)), Tensor, _meta)
+        metas = replaced((list(args), dict(kwargs)), Tensor, Meta.of)
         op = self._out_of_place(func, args[0]) if func._schema.is_mutable else func
-        rule = lookup(Call(op, tuple(metas[0]), metas[1], tuple(map(_meta, results))))
+        rule = lookup(Call(op, tuple(metas[0]), metas[1], tuple(map(Meta.of, results))))
         if rule is None:
             return self._decomposed(func, args, kwargs)
         after = _rows_after(rule, places)
@@ -214,10 +214,6 @@ class _RowDims(TorchDispatchMode):
         if out is NotImplemented:
             raise _JoinsRows
         return out
-
-
-def _meta(x: Tensor) -> Meta:
-    return Meta(tuple(x.shape), x.dtype)
 
 
 def _memory(x: Tensor) -> int:

@@ -14,6 +14,7 @@ from ftp.certification.lockstep.exchanges import SENDS, Issued, Mismatch, delive
 from ftp.errors import CertificateError
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.written import writes
 
 
 class RunError(CertificateError):
@@ -293,13 +294,7 @@ def is_view(node: fx.Node) -> bool:
 def _writes(node: fx.Node, operand: fx.Node) -> bool:
     if node.target is EXCHANGE:
         return operand in node.args[2]  # type: ignore[operator]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return False
-    return any(
-        value is operand and a.alias_info is not None and a.alias_info.is_write
-        for a, value in zip(schema.arguments, node.args, strict=False)
-    )
+    return operand in writes(node)
 
 
 def _raise_deadlock(ranks: Sequence[Rank]) -> None:

@@ -175,13 +175,8 @@ def call_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
 ) -> Call:
     """A call as a rule sees it."""
-    metas = tuple(
-        Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64)
-        for r in results
-    )
-    return Call(
-        op, tuple(replaced(list(args), Tensor, _meta)), replaced(dict(kwargs), Tensor, _meta), metas
-    )
+    given, named = replaced((tuple(args), dict(kwargs)), Tensor, Meta.of)
+    return Call(op, given, named, tuple(map(Meta.of, results)))
 
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_TrialCut, ...]]:
@@ -471,7 +466,3 @@ def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _meta(x: Tensor) -> Meta:
-    return Meta(tuple(x.shape), x.dtype)

@@ -1,0 +1,39 @@
+"""What a call writes to, as the schema of its op says."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.torch_internals.op_types import OpOverload
+
+
+@functools.cache
+def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an op writes to.
+
+    >>> import torch
+    >>> written_arguments(torch.ops.aten.add_.Tensor)
+    ((0, 'self'),)
+    """
+    if not isinstance(target, OpOverload):
+        return ()
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(target._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments, values or lists of values, that a call writes to."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(target)]
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to."""
+    found: list[fx.Node] = []
+    map_arg(written(node.target, node.args, node.kwargs), found.append)
+    return found
