@@ -33,7 +33,7 @@ def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, floa
     cfg = LlamaConfig(layers=4, dim=64, hidden=128)
     fn, params = ftp.functionalize(build(cfg))
     tp = "tp" if batch_spec == P() else None
-    dims = {1: torch.export.Dim("S", min=1, max=64)} if is_dynamic else None
+    dims = {1: torch.export.Dim("S", min=1, max=64)} if is_dynamic else {}
     step = ftp.shard(
         lm_loss(fn),
         mesh,
@@ -73,7 +73,7 @@ def compiled(width: int, lengths: Sequence[int]) -> None:
     dims = {1: torch.export.Dim("S", max=4096)}
     dynamic = ftp.shard(loss, mesh, compile=True, dynamic_shapes=dims)
     dynamic(params, torch.randn(2, 200, width, generator=generator))
-    own, other = (ftp.shard(loss, mesh, compile=True) for _ in range(2))
+    own, other = (ftp.shard(loss, mesh, compile=True, dynamic_shapes={}) for _ in range(2))
     for length in lengths:
         x = torch.randn(2, length, width, generator=generator)
 

@@ -48,6 +48,15 @@ class Arguments:
             described[1 + leaf] = (_without(shape, free), *rest)
         return tuple(described)
 
+    def key_without_sizes(self) -> tuple[Any, ...]:
+        """The tree, the static leaves, and of each tensor the number of its dims and its dtype."""
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
+        described = zip(self.key[1:], tensors, strict=True)
+        return (
+            self.treedef,
+            *((len(of[0]), of[1]) if is_tensor else of for of, is_tensor in described),
+        )
+
     @cached_property
     def names(self) -> list[str]:
         roots = [

@@ -45,7 +45,10 @@ class Definition:
             leaf of the result; None where propagation is to choose.
         arguments: names of the positional arguments, for messages.
         state: positions of arguments that are state rather than a batch.
-        dynamic: function from the arguments to their dims that change size.
+        dynamic: function from the arguments to their dims that change size; None where the user
+            names none.
+        finds_dynamic: whether dims that change are found by the shapes of calls, where the user
+            names none.
     """
 
     fn: Callable[..., Any]
@@ -56,6 +59,7 @@ class Definition:
     state: frozenset[int]
     options: Options
     dynamic: Callable[[tuple[Any, ...]], Dynamic] | None = None
+    finds_dynamic: bool = False
 
     @property
     def function_name(self) -> str:

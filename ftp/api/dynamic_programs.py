@@ -7,7 +7,7 @@ from ftp.api import families
 from ftp.api.arguments import Arguments
 from ftp.api.build import Planning, planned_of
 from ftp.api.definition import Definition, specs_of_results, traced_for
-from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.dynamic_shapes import Dynamic, SeenShapes
 from ftp.api.families import Family, FamilyPlan, FamilyTrace, ShapeCounts
 from ftp.api.graph_checks import check_programs
 from ftp.api.inputs import Inputs
@@ -28,6 +28,21 @@ class DynamicPrograms:
 
     def __init__(self):
         self.families: dict[tuple[object, ...], Family] = {}
+        self._seen = SeenShapes()
+
+    def known(self, definition: Definition, call: Arguments) -> Dynamic | None:
+        """The dims that change size, as far as is known before a call; None where none do."""
+        if definition.dynamic is not None:
+            return definition.dynamic(call.args)
+        return self._seen.known(call)
+
+    def found(self, definition: Definition, inputs: Inputs) -> Dynamic | None:
+        """The dims that change size, these inputs among those seen; None where none do."""
+        if definition.dynamic is not None:
+            return definition.dynamic(inputs.call.args)
+        if not definition.finds_dynamic or families.option_apart(definition.options):
+            return None
+        return self._seen.add(inputs.call, inputs.shapes)
 
     def counts(self) -> ShapeCounts:
         return families.counts({id(f): f for f in self.families.values()}.values())
@@ -40,7 +55,7 @@ class DynamicPrograms:
         if family is None or not family.traces:
             return None
         sized = families.sizes_of(call.leaves, dynamic, family, mesh)
-        if sized is None:
+        if sized is None or (dynamic.is_seen and not dynamic.fits(sized)):
             return None
         values = dynamic.values(sized, call.names)
         plan = family.find(values)
@@ -48,7 +63,7 @@ class DynamicPrograms:
 
     def _family(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Family | None:
         """The family of this call: programs of calls that differ from it in dynamic sizes alone."""
-        key = call.key_without(dynamic.dims)
+        key = _key(call, dynamic)
         if key not in self.families:
             for family in self.families.values():
                 if families.is_like(family, call, dynamic, mesh):
@@ -70,11 +85,13 @@ class DynamicPrograms:
         values = dynamic.values(inputs.shapes, call.names)
         family = self._family(call, dynamic, definition.mesh)
         if family is None:
-            family = self.families[call.key_without(dynamic.dims)] = Family(dynamic)
+            family = self.families[_key(call, dynamic)] = Family(dynamic)
         if not family.why_not and (apart := families.option_apart(definition.options)):
             family.give_up(f"{apart} asks for a program of each size.")
         if not family.why_not:
             try:
+                if (plan := family.find(values)) is not None:
+                    return _at_size(plan, call, values, definition.mesh)
                 trace = family.trace_for(values)
                 if trace is None:
                     trace = _traced(family, definition, inputs, values)
@@ -86,6 +103,11 @@ class DynamicPrograms:
                 family.give_up(families.reason(error))
                 return made
         return build(inputs)
+
+
+def _key(call: Arguments, dynamic: Dynamic) -> tuple[object, ...]:
+    names = ((leaf, *dims.items()) for leaf, dims in dynamic.dims.items())
+    return (*names, *call.key_without(dynamic.dims))
 
 
 def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: Mesh) -> Planned:

@@ -1,10 +1,10 @@
-"""``dynamic_shapes``: which dims of a step's arguments change size from call to call, as
-torch.export takes them.
+"""Which dims of a step's arguments change size from call to call: as ``dynamic_shapes`` names them,
+the way torch.export takes them, or as they changed so far.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -12,6 +12,9 @@ import torch
 from ftp.errors import InputError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
+
+if TYPE_CHECKING:
+    from ftp.api.arguments import Arguments
 
 DynamicDims = Mapping[int, Mapping[int, str]]
 """Per leaf of the arguments its dynamic dims, and the name of the size of each."""
@@ -37,10 +40,12 @@ class Dynamic:
     Attributes:
         dims: per leaf.
         ranges: of each name, in the order of first use.
+        is_seen: whether calls showed them; the user named none.
     """
 
     dims: DynamicDims
     ranges: tuple[Range, ...]
+    is_seen: bool = False
 
     def values(self, shapes: Sequence[Shape | None], names: Sequence[str]) -> tuple[int, ...]:
         """The sizes in a call with these global shapes.
@@ -71,6 +76,54 @@ class Dynamic:
         if failures:
             raise InputError(join_failures(failures))
         return tuple(found[r.name][0] for r in self.ranges)
+
+    def fits(self, shapes: Sequence[Shape | None]) -> bool:
+        """Whether dims of one name have one size."""
+        sizes: dict[str, int] = {}
+        return all(
+            sizes.setdefault(name, (shapes[leaf] or ())[dim]) == (shapes[leaf] or ())[dim]
+            for leaf, dims in self.dims.items()
+            for dim, name in dims.items()
+        )
+
+
+class SeenShapes:
+    """Finds the dims that change size by the shapes of a step's calls, from the third ones on."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Any, list[tuple[Shape | None, ...]]] = {}
+        self._found: dict[Any, Dynamic] = {}
+
+    def known(self, call: "Arguments") -> Dynamic | None:
+        """The dims that changed in earlier calls with such arguments; None before the third."""
+        return self._found.get(call.key_without_sizes())
+
+    def add(self, call: "Arguments", shapes: Sequence[Shape | None]) -> Dynamic | None:
+        """The dims that changed up to this call, of these global shapes; None before the third."""
+        key, new = call.key_without_sizes(), tuple(shapes)
+        seen = self._shapes.setdefault(key, [])
+        if new not in seen:
+            seen.append(new)
+            del seen[:-_SEEN]
+        if len(seen) >= _THIRD:
+            self._found[key] = _changing(seen, call.names)
+        return self._found.get(key)
+
+
+_THIRD, _SEEN = 3, 8  # shapes: those that show what changes, and those that are remembered
+
+
+def _changing(seen: Sequence[tuple[Shape | None, ...]], names: Sequence[str]) -> Dynamic:
+    """The dims whose size changes. Dims that always had one size share a name."""
+    named: dict[tuple[int, ...], Range] = {}
+    dims: dict[int, dict[int, str]] = {}
+    for leaf, of_calls in enumerate(zip(*seen, strict=True)):
+        for dim, sizes in enumerate(zip(*(shape or () for shape in of_calls), strict=True)):
+            if len(set(sizes)) > 1:
+                where = f"dim {dim} of {names[leaf]}"
+                found = named.setdefault(sizes, Range(where, 0, float("inf")))
+                dims.setdefault(leaf, {})[dim] = found.name
+    return Dynamic(dims, tuple(named.values()), is_seen=True)
 
 
 def dynamic_dims(

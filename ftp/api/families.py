@@ -145,6 +145,8 @@ class Family:
     def give_up(self, why: str) -> None:
         """Plan sizes that no plan serves yet one by one from now on, and say why."""
         self.why_not = why
+        if self.dynamic.is_seen:
+            return
         names = ", ".join(r.name for r in self.dynamic.ranges)
         plans = any(trace.plans for trace in self.traces)
         new = " for which there is no plan yet" if plans else ""

@@ -117,7 +117,8 @@ def shard(
             from ``ftp.random.split(key, n)[i]``.
         dynamic_shapes: the dims of the batch that change size, as torch.export takes them:
             ``{1: torch.export.Dim("S", max=8192)}``, a prefix tree of the tuple of batch
-            arguments. The step is traced once for all their sizes (see docs/shapes.md).
+            arguments; ``{}``: none. The step is traced once for all their sizes (see
+            docs/shapes.md). Default: the dims that have changed when shapes are the third ones.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -177,7 +178,9 @@ def shard(
             " place() made them."
         )
     dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
-    return Step(Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic))
+    return Step(
+        Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic, True)
+    )
 
 
 def spmd(
@@ -266,7 +269,9 @@ def spmd(
             " fixed shapes. Leave it out; each size is planned for itself."
         )
     state = frozenset({0, *donate})
-    definition = Definition(fn, m, input_specs, output_specs, names, state, options, dynamic)
+    definition = Definition(
+        fn, m, input_specs, output_specs, names, state, options, dynamic, not in_stages
+    )
     if pipeline is not None:
         from ftp.api.pipelined_train_step import PipelinedTrainStep
 

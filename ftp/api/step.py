@@ -147,8 +147,8 @@ class Step:
 
     @property
     def shapes(self) -> ShapeCounts:
-        """With ``dynamic_shapes``: how many traces and plans serve all sizes of the calls so far,
-        and why sizes are planned one by one, where they are.
+        """How many traces and plans serve all sizes of dims that change, and why sizes are planned
+        one by one, where they are.
         """
         return self._dynamic.counts()
 
@@ -214,8 +214,8 @@ class Step:
             check_static(call)
             raise
         if known is None:
-            if definition.dynamic is not None:
-                dynamic = definition.dynamic(call.args)
+            dynamic = self._dynamic.known(definition, call)
+            if dynamic is not None:
                 known = self._dynamic.at_new_size(call, dynamic, self.mesh)
             if known is None:
                 known = cache.alike(call, self.mesh)
@@ -288,7 +288,7 @@ class Step:
     def _built(self, inputs: Inputs) -> Planned:
         """``_build``; for many sizes at once where dims are dynamic and it is possible."""
         definition = self._definition
-        dynamic = None if definition.dynamic is None else definition.dynamic(inputs.call.args)
+        dynamic = self._dynamic.found(definition, inputs)
         if dynamic is None or not dynamic.ranges:
             return self._build(inputs)
         return self._dynamic.build(definition, inputs, dynamic, self._build)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.api import build as build_module
-from ftp.api import definition
+from ftp.api import definition, families
 from ftp.errors import InputError
 from ftp.runtime import lowering, process_groups, sized_program
 
@@ -254,6 +254,54 @@ def test_sizes_as_people_use_them(fn, name):
             assert torch.allclose(grad, want_grads[key], rtol=1e-9, atol=1e-11, equal_nan=True), key
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
     assert step.shapes.plans <= (4 if fn is next_tokens else 3)  # S and S - 1 divide or do not
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["context", "tp", "both"]))
+def test_dims_that_change_are_found_at_the_third_shapes(name):
+    mesh, specs, spec = LAYOUTS[name]
+    step = ftp.shard(loss_fn, mesh, specs, batch_specs=spec)
+    for size in (6, 7, 6):
+        check(step, size)
+    assert step.shapes.traces == 0
+    for size in (9, 2, 16, 1, 7, 33):
+        check(step, size)
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
+
+
+def test_dims_of_one_size_so_far_may_differ_later():
+    def loss(params, x, y):
+        return (x @ params["w"]).square().mean() + (y @ params["w"]).sum()
+
+    step = ftp.shard(loss, on({"dp": 2}), batch_specs=P("dp"))
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    for sizes in ((4, 4), (5, 5), (8, 8), (6, 6), (6, 7), (2, 9), (1, 3)):
+        x, y = (torch.randn(size, 3, dtype=torch.float64) for size in sizes)
+        loss_of, grads = step(params, x, y)
+        want_grads, want = torch.func.grad_and_value(loss)(params, x, y)
+        torch.testing.assert_close((loss_of, grads), (want, want_grads), rtol=1e-12, atol=1e-12)
+    assert step.shapes.traces == 2  # of one size, and of two
+
+
+@pytest.mark.parametrize("options", [{"dynamic_shapes": {}}, {"certify": True}], ids=str)
+def test_no_dims_are_found_where_none_are_to_change(options):
+    step = ftp.shard(statistics, on({"cp": 2}), batch_specs=P(None, "cp"), **options)
+    for size in (4, 5, 6, 7):
+        step(weights(), batch(size)[0])
+    assert step.shapes == families.ShapeCounts(0, 0)
+
+
+def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning():
+    def loss(params, tokens):
+        x = params["emb"][tokens] @ params["up"]
+        return sum(x[:, i].square().mean() / (i + 1) for i in range(tokens.shape[1]))
+
+    mesh, specs, spec = LAYOUTS["tp"]
+    step = ftp.shard(loss, mesh, specs, batch_specs=spec)
+    for size in (2, 3, 4, 1, 5):
+        want = loss(weights(), batch(size)[0])
+        assert torch.allclose(step(weights(), batch(size)[0])[0], want, rtol=1e-12)
+    (reason,) = step.shapes.one_by_one
+    assert "range(tokens.shape[1])" in reason
 
 
 def with_compilations(monkeypatch):

@@ -31,7 +31,9 @@ def loss_fn(params, x, scale=1.0):
 
 
 def make(**options) -> Step:
-    return ftp.shard(loss_fn, MESH, {"up": P(None, "tp"), "down": P("tp")}, **options)
+    """A step that plans each size for itself."""
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+    return ftp.shard(loss_fn, MESH, specs, dynamic_shapes={}, **options)
 
 
 def weights():

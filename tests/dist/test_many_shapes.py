@@ -31,7 +31,11 @@ def _start(programs):
         "down": torch.randn(8, 4, generator=generator),
     }
     full = {name: x.double() for name, x in full.items()}
-    return ftp.shard(_loss, mesh, SPECS, programs=programs), full, ftp.device_put(full, mesh, SPECS)
+    return (
+        ftp.shard(_loss, mesh, SPECS, programs=programs, dynamic_shapes={}),
+        full,
+        ftp.device_put(full, mesh, SPECS),
+    )
 
 
 def _batch(rows):
