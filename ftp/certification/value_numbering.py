@@ -19,6 +19,7 @@ from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.index import is_sum_of_source
 from ftp.rules.op_kinds import RESHAPES
 from ftp.tracing.decompose import decompose
 
@@ -173,10 +174,11 @@ class _Numbers:
             or (scatter := self.scattered.get(self.of[node.args[0]])) is None
         ):
             return None
-        ndim, dims, dim = len(scatter.meta["val"].shape), node.args[1], scatter.args[1]
-        if len(dims) != 1 or dims[0] % ndim != dim % ndim or not is_zeros(scatter.args[0]):
+        onto, dim, index, source = scatter.args
+        shapes = (_val(onto).shape, dim, _val(index).shape, _val(source).shape)
+        if not is_zeros(onto) or not is_sum_of_source(shapes, node.args[1]):
             return None
-        return self.key(node.target, (scatter.args[3], *node.args[1:]), node.kwargs, 0)
+        return self.key(node.target, (source, *node.args[1:]), node.kwargs, 0)
 
     def repeated(self, node: Any) -> list[Any] | None:
         """The classes of a view that repeats elements, of a sum of what a view takes apart, and of

@@ -33,6 +33,7 @@ from ftp.planning.graph_passes import live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.index import is_sum_of_source
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule
@@ -361,10 +362,11 @@ def sum_of_scatter(graph: Graph) -> Rewrite:
         scatter = node.args[0].node
         if scatter.target is not aten.scatter_add.default or not _is_zero(scatter.args[0].node):
             continue
-        ndim, dim = scatter.results[0], scatter.args[1]
-        if len(node.args[1]) != 1 or node.args[1][0] % len(ndim.shape) != dim % len(ndim.shape):
+        onto, dim, index, source = scatter.args
+        if not is_sum_of_source(
+            (onto.meta.shape, dim, index.meta.shape, source.meta.shape), node.args[1]
+        ):
             continue
-        source = scatter.args[3]
         operand = source.meta
         call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
         rule = lookup(call)
@@ -380,7 +382,7 @@ def _is_zero(node: Node) -> bool:
         return True
     return (
         node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
-        and float(node.args[-1]) == 0.0
+        and node.args[-1] == 0
     )
 
 

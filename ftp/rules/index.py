@@ -6,6 +6,7 @@ that the sum over ranks is the lookup (the vocab-parallel embedding), and skips 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -133,6 +134,22 @@ along_dim(
 )
 along_dim(aten.scatter.reduce, aten.scatter_reduce.two, "... [d], ... [k], ... [k] -> ... [d]")
 along_dim(aten.scatter.value_reduce, "... [d], ... [k] -> ... [d]")
+
+
+def is_sum_of_source(scatter: Sequence[Any], dims: Sequence[int] | None) -> bool:
+    """Whether the sums over ``dims`` of what ``scatter_add`` puts onto zeros are the sums of its
+    source: it adds every element, and nothing lies beside the elements that it adds.
+
+    Args:
+        scatter: the shapes of its first operand, the dim, and the shapes of index and source.
+    """
+    onto, dim, index, source = scatter
+    ndim = max(len(onto), 1)
+    at = dim % ndim
+    beside = [d for d in range(len(onto)) if d != at and onto[d] != source[d]]
+    is_along = [d % ndim for d in dims or ()] == [at]
+    return is_along and tuple(index) == tuple(source) and not beside
+
 
 # One index per row.
 along_dim(aten.index_select.default, "... d, k -> ... k {d}", linear=[(0,)], local=_read)

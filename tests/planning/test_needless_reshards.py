@@ -29,6 +29,25 @@ def test_a_loss_that_is_not_returned_is_not_reduced():
     torch.testing.assert_close(step(w, x), grad(w, x), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("source", "width"),
+    [((2, 3), 3), ((4, 3), 3), ((2, 5), 3), ((2, 3), 4)],
+    ids=["every value is added", "not every row", "not every column", "beside empty columns"],
+)
+def test_a_sum_of_scattered_values_is_that_of_the_values_where_all_are_added(source, width):
+    """Its proof takes both for equal too; the softmax has a decomposition, which runs the pass."""
+    index = torch.tensor([[0, 1, 2], [1, 0, 3]])
+
+    def fn(source, y):
+        onto = torch.zeros(5, width, dtype=torch.float64)
+        return onto.scatter_add(0, index, source).sum(0) + torch.log_softmax(y, 0).sum()
+
+    given = torch.randn(source, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(fn, mesh, (P(), P("tp")), P(), certify=True)
+    torch.testing.assert_close(step(*given), fn(*given), rtol=1e-12, atol=1e-12)
+
+
 def test_equal_layers_of_a_sequential_are_planned_as_one():
     def layer():
         return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).double()
