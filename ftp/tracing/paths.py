@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ftp.axis import is_inside
 from ftp.context import set_within
 from ftp.errors import TraceError, join_failures
-from ftp.functional.remat import current_region
+from ftp.functional.remat import Region, current_region
 from ftp.ops.assume import is_listening
 from ftp.ops.choose import CHOOSE, BranchPath, common, read_in
 from ftp.ops.mapped_arguments import mapped_arguments
@@ -70,11 +70,14 @@ class Paths:
     _given: Outcomes = ()
     _outcomes: Outcomes = ()
     _conds: int = 0
+    _regions: dict[tuple[Outcomes, int], Region] = field(default_factory=dict)
+    _begun: dict[Region, Region] = field(default_factory=dict)
 
     def of(self, run: Callable[[], Ran], given: Outcomes = ()) -> Ran:
         """Run the function in all the ways that begin with the ``given`` outcomes."""
         self._ways += 1
         self._given, self._outcomes, self._conds = given, (), 0
+        self._begun = {}
         with set_within(_current, self):
             ran = run()
         outcomes = self._outcomes
@@ -105,6 +108,13 @@ class Paths:
         """The number of a new cond; the same one for the same cond of another run."""
         self._conds += 1
         return self._number(self._outcomes, self._conds)
+
+    def same_region(self, region: Region) -> Region:
+        """Of the recomputations that several runs begin after the same outcomes, the first one."""
+        if region not in self._begun:
+            key = self._outcomes, len(self._begun)
+            self._begun[region] = self._regions.setdefault(key, region)
+        return self._begun[region]
 
     def _number(self, outcomes: Outcomes, cond: int = 0) -> int:
         return self._numbers.setdefault((outcomes, cond), len(self._numbers))
@@ -156,6 +166,12 @@ def new_number() -> int:
     paths = _current.get()
     assert paths is not None, "conds are traced in runs"
     return paths.new_number()
+
+
+def same_region(region: Region | None) -> Region | None:
+    """The recomputation as which the trace's runs know ``region``."""
+    paths = _current.get()
+    return region if region is None or paths is None else paths.same_region(region)
 
 
 def _check_alike(line: str, if_true: Ran, if_false: Ran) -> None:

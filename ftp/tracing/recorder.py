@@ -43,6 +43,7 @@ from ftp.tracing.op_facts import (
     is_deterministic,
     op_facts,
 )
+from ftp.tracing.paths import same_region
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -283,7 +284,7 @@ class Recorder(TorchDispatchMode):
             return of.get("phase", 0), of.get("region"), of.get("branch", ())
         is_backward = current_graph_task_id() != -1
         self._phase += is_backward != bool(self._phase % 2)
-        return self._phase, current_region(), current_branch()
+        return self._phase, same_region(current_region()), current_branch()
 
     def _line(self) -> str:
         if self.replayed is not None:
