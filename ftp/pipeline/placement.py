@@ -81,9 +81,7 @@ class Pipeline:
                 )
         else:
             _as_actions(self.schedule)
-        if self.stages is not None and (
-            isinstance(self.stages, str) or any(isinstance(own, str) for own in self.stages)
-        ):
+        if self.stages is not None and not _are_patterns(self.stages):
             raise SpecError(
                 f"stages is {self.stages!r}; it is a list of patterns for each stage, as"
                 " [['emb', 'layers.0.**'], ['layers.1.**', 'head']]."
@@ -241,6 +239,13 @@ class Pipeline:
         if failures:
             raise SpecError(join_failures(failures))
         return found
+
+
+def _are_patterns(stages: Any) -> bool:
+    return isinstance(stages, list | tuple) and all(
+        isinstance(own, list | tuple) and all(isinstance(pattern, str) for pattern in own)
+        for own in stages
+    )
 
 
 def _as_actions(schedule: Any) -> list[list[Action]]:

@@ -163,7 +163,8 @@ def check_work(actions: Actions, stages: int, microbatches: int) -> None:
     for rank, own in enumerate(actions):
         for action in own:
             kind, stage, i = action
-            if kind not in "FIWB" or not 0 <= stage < stages or not 0 <= i < microbatches:
+            is_known = kind in ("F", "I", "W", "B")
+            if not is_known or stage not in range(stages) or i not in range(microbatches):
                 failures.append(
                     f"{action!r} is no action of {stages} stages and {microbatches} microbatches."
                 )

@@ -138,9 +138,12 @@ def test_errors():
     for schedule in (7, [["F", "B"], []]):
         with pytest.raises(ScheduleError, match="it is a name, or for each rank a list"):
             ftp.Pipeline("pp", 2, schedule)  # type: ignore[arg-type]
-    for stages in ("emb", ["emb", "head"]):
+    for stages in ("emb", ["emb", "head"], [None, ["head"]], [["emb"], [7]], 2):
         with pytest.raises(SpecError, match="it is a list of patterns for each stage"):
             ftp.Pipeline("pp", 2, stages=stages)  # type: ignore[arg-type]
+    for odd in (("FI", 0, 0), ("", 0, 0), ("F", 0, 0.5), ("F", "0", 0), ("F", None, 0)):
+        with pytest.raises(ScheduleError, match="is no action of 1 stages and 1 microbatches"):
+            ftp.Pipeline("pp", 1, [[odd]]).actions(1)  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="microbatches is 0"):
         ftp.Pipeline("pp", 0)
     with pytest.raises(ScheduleError, match="runs one stage a rank, not chunks=2"):
