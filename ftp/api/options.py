@@ -36,9 +36,7 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     return replace(options, data_axes=data_axes, donate=tuple(options.donate))
 
 
-def check_pipeline(
-    pipeline: Any, mesh: Mesh, options: Options, *, rng: bool = False, updates: bool = False
-) -> None:
+def check_pipeline(pipeline: Any, mesh: Mesh, options: Options, *, updates: bool = False) -> None:
     """Raises for what does not go with a pipeline.
 
     Args:
@@ -57,13 +55,6 @@ def check_pipeline(
             f"The mesh is {mesh}, but its processes talk by gloo, which sends no tensors of a GPU"
             " from one stage to another. Start them with ftp.init_process_group(), which uses NCCL,"
             ' or make the mesh with device_type="cpu".'
-        )
-    if rng:
-        raise InputError(
-            "rng=True and pipeline= in spmd: all microbatches of a step would draw from its one"
-            f" key, the same numbers. Pass keys = ftp.random.split(key, {pipeline.microbatches}) as"
-            " a batch argument of spec P(), of which each microbatch has a row: fn(params, x,"
-            " rng=keys[0])."
         )
     if options.donate and not updates:
         raise InputError(

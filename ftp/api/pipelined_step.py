@@ -37,8 +37,8 @@ from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
 from ftp.tracing.trace import Traced
 
 
-class PipelinedStep(Step):
-    """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it.
+class StepOfMicrobatches(Step):
+    """A ``Step`` over a pipeline.
 
     Args:
         takes_key: the last argument is a random key, of which each microbatch gets one of its own.
@@ -51,11 +51,8 @@ class PipelinedStep(Step):
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
         return super().__call__(*self._with_keys(args), **unexpected)
 
-    def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
-        """The pipeline's programs for these arguments (real, fake or meta), without running them or
-        talking to other ranks.
-        """
-        return LoweredPipeline(self._known(*self._with_keys(args)).program)  # type: ignore[arg-type]
+    def _known(self, *args: Any) -> Planned:
+        return super()._known(*self._with_keys(args))
 
     def _with_keys(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with the last one, a key, replaced by a row of keys, one per microbatch. A
@@ -64,6 +61,16 @@ class PipelinedStep(Step):
         if not (self._takes_key and args and is_key(args[-1])):
             return args
         return (*args[:-1], split_key(args[-1], self._pipeline.microbatches))
+
+
+class PipelinedStep(StepOfMicrobatches):
+    """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
+
+    def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
+        """The pipeline's programs for these arguments (real, fake or meta), without running them or
+        talking to other ranks.
+        """
+        return LoweredPipeline(self._known(*args).program)  # type: ignore[arg-type]
 
     @collection_paused()
     def _build(

@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from ftp.api.build import planned_of, result_facts
-from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.definition import specs_of_results, traced_for
 from ftp.api.inputs import Inputs
-from ftp.api.pipelined_step import check_batch, held_of, plan_pipeline
+from ftp.api.pipelined_step import StepOfMicrobatches, check_batch, held_of, plan_pipeline
 from ftp.api.planned import Planned
 from ftp.api.staged_step import plan_rounds
-from ftp.api.step import Step
 from ftp.errors import InputError
 from ftp.ops.microbatch_means import Means, noting_means
 from ftp.paused_gc import collection_paused
-from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.train_step import (
     Noted,
     TrainStep,
@@ -33,14 +31,10 @@ from ftp.sharding.spec import P, PartitionSpec
 from ftp.tracing.trace import Traced
 
 
-class PipelinedTrainStep(Step):
+class PipelinedTrainStep(StepOfMicrobatches):
     """``Step`` of a function that takes a gradient and goes on; ``ftp.spmd(..., pipeline=)`` makes
     it.
     """
-
-    def __init__(self, definition: Definition, pipeline: Pipeline):
-        super().__init__(definition)
-        self._pipeline = pipeline
 
     def lower(self, *args: Any) -> LoweredTraining:  # type: ignore[override]
         """The step's programs for these arguments (real, fake or meta), without running them or
@@ -85,6 +79,14 @@ class PipelinedTrainStep(Step):
         with noting_means(self._pipeline.microbatches) as means:
             traced = traced_for(self._definition, inputs)
         _check_means(means)
+        if means.batch and self._takes_key:
+            raise InputError(
+                "rng=True, and the step's gradient is one of ftp.optim.accumulate, whose"
+                " microbatches draw from one key in turn; those of a pipeline run on several ranks."
+                " Take the gradient without accumulate, or leave rng=True out and give accumulate"
+                f" the keys, ftp.random.split(key, {self._pipeline.microbatches}), as a batch"
+                " argument of spec P(): fn(params, x, rng=keys[0])."
+            )
         is_gradient = tuple(x is not None for x in means.of)
         results = sum(not static for static in traced.is_static)
         return traced, Noted(results, is_gradient, len(means.batch))

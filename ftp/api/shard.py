@@ -242,11 +242,13 @@ def spmd(
     """
     options = Options.among(locals())
     _check_callable(fn, "fn", "(*args) -> result")
+    in_rows = rng and pipeline is not None
     fn = keyed(fn) if rng else fn
+    fn = _with_row(fn) if in_rows else fn
     names = argument_names(fn)
 
     def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        given, of_key = _before_key(args) if rng else (args, [])
+        given, of_key = _before_key(args, in_rows=in_rows) if rng else (args, [])
         specs = PartitionSpec() if in_specs is None else in_specs
         return argument_specs(specs, given, names, "in_specs") + of_key
 
@@ -275,8 +277,8 @@ def spmd(
     if pipeline is not None:
         from ftp.api.pipelined_train_step import PipelinedTrainStep
 
-        check_pipeline(pipeline, m, options, rng=rng, updates=True)
-        return PipelinedTrainStep(definition, pipeline)
+        check_pipeline(pipeline, m, options, updates=True)
+        return PipelinedTrainStep(definition, pipeline, takes_key=rng)
     if in_stages:
         from ftp.api.staged_step import StagedStep
 

@@ -153,6 +153,11 @@ def test_each_microbatch_draws_from_its_part_of_the_key(schedule):
         losses.append(due_loss)
     assert not torch.equal(*losses)
     assert step.lower(params, tokens, key).memory > 0
+    whole: Any = ftp.spmd(
+        torch.func.grad_and_value(loss), mesh, (specs, P("dp")), pipeline=pipe, rng=True
+    )
+    torch.testing.assert_close(whole(params, tokens, key), (due, due_loss), rtol=1e-12, atol=1e-12)
+    assert whole.lower(params, tokens, key).bubble > 0
 
 
 def test_arguments_that_are_no_batch():
@@ -294,8 +299,16 @@ def test_errors():
     refused(ftp.optim.accumulate(gradients, 2), InputError, "returns gradients alone", *batch)
     odd = model.batch(3)
     refused(grad, InputError, "do not divide into 2 microbatches", *odd)
-    with pytest.raises(InputError, match="all microbatches of a step would draw"):
-        ftp.spmd(grad, mesh, specs, pipeline=PIPE, rng=True)
+    key = ftp.random.key(0)
+    drawn = ftp.spmd(cut, mesh, (specs, P(), P()), pipeline=PIPE, rng=True)
+    with pytest.raises(InputError, match="microbatches draw from one key in turn"):
+        drawn(params, *batch, key)
+    dropped = lambda p, *b: model.loss(p, *b) * torch.rand(())  # noqa: E731
+    of_dropped = torch.func.grad_and_value(dropped)
+    noisy = lambda p, *b: (of_dropped(p, *b), torch.randn(2))  # noqa: E731
+    drawn = ftp.spmd(noisy, mesh, (specs, P(), P()), pipeline=PIPE, rng=True)
+    with pytest.raises(TraceError, match="is a batch argument that the step also reads"):
+        drawn(params, *batch, key)
     draws = ftp.shard(model.loss, mesh, specs, pipeline=PIPE, rng=True)
     with pytest.raises(InputError, match="takes a key"):
         draws(params, *batch, torch.ones(2))
