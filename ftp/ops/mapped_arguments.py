@@ -12,5 +12,5 @@ def mapped_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's ``args`` and ``kwargs`` with ``value_of(operand)`` in place of each operand."""
     args: Any = map_arg(node.args, value_of)
-    kwargs: Any = map_arg(dict(node.kwargs), value_of)
+    kwargs: Any = map_arg(dict(node.kwargs), value_of) if node.kwargs else {}
     return args, kwargs

@@ -16,6 +16,8 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.schedule import Action, Actions
 from ftp.pipeline.subgraphs import Stages
 
+aten = torch.ops.aten
+
 Number = int
 
 
@@ -39,13 +41,13 @@ class Numbering:
             elif node.op == "output":
                 return [env[n] for n in node.args[0]]
             else:
-                read = [env[n] for n in node.all_input_nodes]
+                target = node.target
                 order = {n: f"%{env[n]}" for n in node.all_input_nodes}
                 args = mapped_arguments(node, order.__getitem__)
-                env[node] = self.of(name_of_one(node) or (str(node.target), str(args)))
-                if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
+                env[node] = self.of(name_of_one(node) or called(target, args))
+                if target is aten.add.Tensor and not node.kwargs:
                     sides = [env[a] if isinstance(a, fx.Node) else None for a in node.args]
-                    if None not in sides and len(read) in (1, 2):
+                    if None not in sides and len(order) in (1, 2):
                         self.terms[env[node]] = sides[0], sides[1]  # type: ignore[assignment]
         raise AssertionError("a graph ends with its output")
 
@@ -64,15 +66,20 @@ class Numbering:
         return found
 
 
+def called(target: Any, args: Any) -> Any:
+    """A name for a call. The graphs, which hold the targets, outlive the numbering."""
+    return id(target), str(args)
+
+
 def name_of_one(node: fx.Node) -> Any:
     """A name for a 0-d 1 in any form, the gradient of a loss by itself; None for other values."""
-    aten, val = torch.ops.aten, node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.ndim:
-        return None
     is_one = node.target is aten.ones_like.default or (
         node.target is aten.full.default and tuple(node.args) == ([], 1)
     )
-    return ("one", str(val.dtype), str(val.device)) if is_one else None
+    val = node.meta.get("val") if is_one else None
+    if not isinstance(val, torch.Tensor) or val.ndim:
+        return None
+    return "one", str(val.dtype), str(val.device)
 
 
 def check_stages(

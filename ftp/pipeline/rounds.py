@@ -15,7 +15,7 @@ from torch import fx
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
 from ftp.pipeline.subgraphs import StageGraph
-from ftp.rules.local_op import as_module
+from ftp.rules.local_op import RankGraph, as_module
 
 ANY, ALL = -1, -2  # computed where it is read; on every rank
 
@@ -145,14 +145,13 @@ def _subgraphs_of(
         read = [n for n in reads if n not in number]
         later = [n for n in (*read, *given) if n not in shared]
         asked |= {n: i for i, n in enumerate(later, len(asked))}
-        graph, env = fx.Graph(), {}
+        graph, env = RankGraph(), {}
         for node in (*given, *foreign, *read):
             env[node] = graph.placeholder(node.name)
             env[node].meta = dict(node.meta)
         for node in order:
             if node in here:
                 env[node] = graph.node_copy(node, env.__getitem__)
-                env[node].meta = dict(node.meta)
         graph.output(tuple(env[n] for n in roots))
         made[at][rank] = StageGraph(
             "F",

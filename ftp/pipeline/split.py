@@ -23,7 +23,7 @@ from ftp.pipeline.value_stages import (
     StepGraph,
     is_in_tuple,
 )
-from ftp.rules.local_op import as_module
+from ftp.rules.local_op import RankGraph, as_module
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
@@ -253,7 +253,7 @@ class _Split(StepGraph):
     ) -> StageGraph:
         # Parameters and results in the order of their ops: leaves are in that of their names, in
         # which layer 10 comes before layer 9, and stages of equal layers would not be equal.
-        graph, env = fx.Graph(), {}
+        graph, env = RankGraph(), {}
         operands = (x for n in self.nodes if n in needed.made for x in n.all_input_nodes)
         used = dict.fromkeys(x for x in operands if x in self.params)
         used |= dict.fromkeys(n for n in self.params if n in needed.inputs)
@@ -267,7 +267,6 @@ class _Split(StepGraph):
         for node in self.nodes:
             if node in needed.made:
                 env[node] = graph.node_copy(node, env.__getitem__)
-                env[node].meta = dict(node.meta)
         graph.output(tuple(env[n] for n in outputs))
         params, batch, values, constants = groups
         return StageGraph(

@@ -10,7 +10,7 @@ from torch import fx
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
 from ftp.pipeline.subgraphs import StageGraph, Stages
-from ftp.rules.local_op import as_module
+from ftp.rules.local_op import RankGraph, as_module
 from ftp.rules.op_kinds import VIEWS_AND_COPIES
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def with_sums(
     names = tuple(name for name in subgraph.outputs if name in gradients)
     if not names:
         return subgraph
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, env = RankGraph(), dict[fx.Node, fx.Node]()
     old = subgraph.gm.graph
     returned: Any = old.output_node().args[0]
     outputs: dict[str, fx.Node] = dict(zip(subgraph.outputs, returned, strict=True))

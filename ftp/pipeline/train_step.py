@@ -10,8 +10,8 @@ from torch import fx
 
 from ftp.errors import CertificateError, InputError, TraceError
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.pipeline.check import Numbering
-from ftp.rules.local_op import as_module
+from ftp.pipeline.check import Numbering, called
+from ftp.rules.local_op import RankGraph, as_module
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def check_parts(gm: fx.GraphModule, noted: Noted, parts: TrainStep, arguments: i
         # A mean is one op of what the first part returns, of a parameter or of none.
         of = dict.fromkeys(outputs[at].all_input_nodes, f"%{made[parts.means[k]]}")
         args = mapped_arguments(outputs[at], of.__getitem__)
-        if numbering.of((str(outputs[at].target), str(args))) != due[at]:
+        if numbering.of(called(outputs[at].target, args)) != due[at]:
             raise CertificateError(f"Mean {k} of the step is not what its microbatches compute.")
         if noted.is_gradient[k]:
             leaf = parts.leaves[parts.means[k] - parts.results]
@@ -258,7 +258,7 @@ def _part(
     gm: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
     """The nodes that ``outputs`` need, up to ``inputs``."""
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph, env = RankGraph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
@@ -266,6 +266,5 @@ def _part(
     for node in gm.graph.nodes:
         if node in needed and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-            env[node].meta = dict(node.meta)
     graph.output(tuple(env[node] for node in outputs))
     return as_module(graph)

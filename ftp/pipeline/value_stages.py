@@ -7,7 +7,6 @@
    parameters that it reads, and that does not come after the stages of the gradients that it reads.
 """
 
-import copy
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.rules.local_op import as_module
+from ftp.rules.local_op import as_module, copied
 
 aten = torch.ops.aten
 
@@ -51,7 +50,7 @@ class StepGraph:
         leaves: Sequence[int],
         stages: int,
     ):
-        self.graph, self.holders, self.stages = copy.deepcopy(gm.graph), holders, stages
+        self.graph, self.holders, self.stages = copied(gm.graph), holders, stages
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         n = len(holders)
         self.leaves = inputs[:n]
@@ -242,7 +241,7 @@ def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph in which the gradient of a loss by itself is a constant 1 that does not read the
     loss: ranks that hold terms of the loss would otherwise wait for its sum.
     """
-    graph = copy.deepcopy(gm.graph)
+    graph = copied(gm.graph)
     for node in graph.nodes:
         val = node.meta.get("val")
         if node.target is aten.ones_like.default and isinstance(val, torch.Tensor) and not val.ndim:

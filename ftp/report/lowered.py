@@ -455,7 +455,7 @@ class Lowered(Startable):
         """The graph that the eager runner runs."""
         return self._executed[0]
 
-    @property
+    @cached_property
     def input_bytes(self) -> dict[str, int]:
         """Bytes of each input on this rank."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._local_inputs]

@@ -20,8 +20,9 @@ Offset = int | fx.Node
 
 
 class RankGraph(fx.Graph):
-    """A rank's graph. Nodes get their arguments after creation: fx searches given arguments for
-    symbolic numbers, which takes half the time of making a node, and a rank's graph has none.
+    """A rank's graph, or a stage's. Nodes get their arguments after creation: fx searches given
+    arguments for symbolic numbers, which takes half the time of making a node, and these graphs
+    have none.
     """
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
@@ -35,6 +36,13 @@ class RankGraph(fx.Graph):
         made = self.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta.update(node.meta)
         return made
+
+
+def copied(graph: fx.Graph) -> RankGraph:
+    """A copy of a graph, with nodes of the same names."""
+    new = RankGraph()
+    new.output(new.graph_copy(graph, {}))
+    return new
 
 
 def as_module(graph: fx.Graph) -> fx.GraphModule:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.subgraphs import StageGraph
 from ftp.planning.cost import Hardware
 from ftp.planning.layers.labels import word_and_numbers
@@ -229,14 +230,13 @@ def _describe(
         number[node] = f"%{len(number)}"
         val = node.meta.get("val")
         kind = [
-            f"{tuple(v.shape)} {v.dtype}"
+            (*v.shape, v.dtype)
             for v in (val if isinstance(val, list | tuple) else [val])
             if isinstance(v, torch.Tensor)
         ]
-        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)  # type: ignore[arg-type]
+        arguments = mapped_arguments(node, number.__getitem__)
         target = "" if node.op == "placeholder" else str(node.target)
-        region = node.meta.get("region")
-        lines.append(f"{node.op} {target} {arguments} {kind} {region}")
+        lines.append(f"{node.op} {target} {arguments} {kind} {node.meta.get('region')}")
     return "\n".join(lines)
 
 

@@ -50,14 +50,16 @@ class Network:
         self.unary = [np.asarray(u, dtype=np.float64) for u in unary]
         self.values = [np.arange(n) for n in domains]
         self.tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in range(len(domains))}
+        are_costs = _are_costs([*self.unary, *pairs.values()])
         for v, n in enumerate(domains):
-            if self.unary[v].shape != (n,) or not (self.unary[v] > -np.inf).all():
+            if self.unary[v].shape != (n,) or not (are_costs or _are_costs([self.unary[v]])):
                 raise ValueError(
                     f"unary[{v}] needs shape {(n,)} without NaN or -inf, is {self.unary[v]}"
                 )
         for (i, j), table in pairs.items():
             table = np.asarray(table, dtype=np.float64)
-            if not i < j or table.shape != (domains[i], domains[j]) or not (table > -np.inf).all():
+            is_of_both = i < j and table.shape == (domains[i], domains[j])
+            if not is_of_both or not (are_costs or _are_costs([table])):
                 raise ValueError(
                     f"pairs[{i}, {j}] needs i < j and shape {(domains[i], domains[j])} without NaN"
                     f" or -inf, is {table}"
@@ -199,6 +201,11 @@ class Network:
         elif len(near) == 2:
             present = self.tables[near[0]].get(near[1])
             self._join(near[0], near[1], message if present is None else present + message)
+
+
+def _are_costs(tables: Sequence[np.ndarray]) -> bool:
+    """Whether no element is NaN or -inf."""
+    return all((np.concatenate([np.ravel(t) for t in tables]) > -np.inf).tolist())
 
 
 @dataclass(frozen=True)
