@@ -19,7 +19,6 @@ from ftp.axis import is_inside
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.autograd import Apply
-from ftp.per_rank.claims import check_claims
 from ftp.per_rank.gradient import Pair, constant_ports, contributed, has_gradient, split
 from ftp.per_rank.local_specs import (
     check_own,
@@ -32,7 +31,7 @@ from ftp.per_rank.local_specs import (
 )
 from ftp.per_rank.program import Port, RankCode, interned
 from ftp.per_rank.trace_locally import check_captured, index_of, meta, run_inside, trace_apart
-from ftp.per_rank.varying import infer
+from ftp.per_rank.varying import check_claims, infer
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names

@@ -1,5 +1,6 @@
 """Varying axes: the mesh axes over which a value of per-rank code differs from rank to rank, and
-the sums that need no collective.
+the sums that need no collective; and the check of what ``local``'s ``out_specs`` claim, that
+results are equal along axes not named.
 
 Shards of an input and the rank's index vary over their axes. The results of all_reduce and
 all_gather do not vary over theirs. Any other result varies over the axes of its operands.
@@ -15,11 +16,16 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.errors import RuleError
+from ftp.errors import RuleError, SpecError, join_failures
 from ftp.ops.axis_collectives import OPS, axis_of
+from ftp.per_rank.program import Port
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
+from ftp.sharding.pytree import leaf_names
+from ftp.sharding.spec import PartitionSpec
+from ftp.source import at_line
 from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.trace import Traced
 
 AxisSet = frozenset[str]
 # Their results do not vary over their axis.
@@ -153,3 +159,42 @@ def _is_linear(
         and all(axis not in types[n] for i, n in enumerate(slots) if i not in group)
         for group in rule.linear
     )
+
+
+def check_claims(
+    traced: Traced,
+    results: Sequence[Port],
+    types: Mapping[fx.Node, AxisSet],
+    called: Mapping[fx.Node, str],
+) -> None:
+    tree = traced.out_tree.unflatten(traced.out_leaves)
+    named = [
+        name
+        for name, static in zip(leaf_names(tree, "the result"), traced.is_static, strict=True)
+        if not static
+    ]
+    output = next(reversed(traced.gm.graph.nodes))
+    failures = []
+    for name, port, node in zip(named, results, output.args[0], strict=True):
+        for axis in sorted(types[node] - set(port.spec.axes)):
+            line, origin = cause(node, axis, types, called)
+            cut = _cut_too(port, axis)
+            or_cut = f" or cut it by the axis in out_specs, as {cut}," if cut else ""
+            at = f", at {line}" if line else ""
+            failures.append(
+                f"{name} has out spec {port.spec}, which says that all ranks along {axis!r} hold"
+                f" the same, but it varies there: it comes from {origin}{at}.\n  Reduce it with"
+                f" ftp.axis.all_reduce(x, {axis!r}),{or_cut} or pass check=False if you know that"
+                " the ranks agree."
+            )
+    if failures:
+        raise SpecError(at_line() + join_failures(failures))
+
+
+def _cut_too(port: Port, axis: str) -> PartitionSpec | None:
+    """The result's spec with its first whole dim sharded over ``axis``; None if it has none."""
+    entries = [port.spec[d] if d < len(port.spec) else None for d in range(len(port.shape))]
+    if None not in entries:
+        return None
+    entries[entries.index(None)] = axis
+    return PartitionSpec(*entries)

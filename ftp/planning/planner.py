@@ -18,14 +18,13 @@ from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn
-from ftp.planning.graph_passes import keep_collectives
+from ftp.planning.graph_passes import gather_again, keep_collectives
 from ftp.planning.insert_reshards import insert_reshards, output_layouts, spec_of_cuts
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach, seeds_of_parts
-from ftp.planning.regather import gather_again
 from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
 from ftp.rules.decompositions.heads import OF_HEADS, shares_keys

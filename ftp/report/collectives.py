@@ -3,13 +3,15 @@ about it for tests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 import torch
+from torch import fx
 
-from ftp.partitioning.collectives import Collective
+from ftp.partitioning.collectives import Collective, Member
+from ftp.planning.graph import Node
 from ftp.report.memory import in_bytes
 from ftp.report.names import dtype_name, without_numbers
 
@@ -70,26 +72,16 @@ class Collectives(tuple[Collective, ...]):
         """
         groups: dict[Any, list[Collective]] = {}
         for c in self:
-            groups.setdefault(
-                (c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)), []
-            ).append(c)
+            key = c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)
+            groups.setdefault(key, []).append(c)
         return [
             TableRow(
-                c.op,
-                c.axes,
-                c.shape,
-                c.global_shape,
-                c.dtype,
-                c.nbytes,
-                c.wire_nbytes,
-                len(group),
-                c.cause,
-                c.worst_nbytes,
+                *(c.op, c.axes, c.shape, c.global_shape, c.dtype, c.nbytes, c.wire_nbytes),
+                count=1 + len(rest),
+                why=c.cause,
+                worst_nbytes=c.worst_nbytes,
             )
-            for c, *_ in groups.values()
-            for group in [
-                groups[c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)]
-            ]
+            for c, *rest in groups.values()
         ]
 
     @property
@@ -106,11 +98,10 @@ class Collectives(tuple[Collective, ...]):
         }
 
     def __str__(self) -> str:
-        header = ("op", "axes", "shape", "bytes sent", "count", "why")
         body = [_cells(row) for row in self.rows]
-        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        widths = [max(map(len, column)) for column in zip(_HEADER, *body, strict=True)]
         lines = []
-        for cells in (header, *body):
+        for cells in (_HEADER, *body):
             aligned = [
                 c.rjust(w) if i in (3, 4) else c.ljust(w)
                 for i, (c, w) in enumerate(zip(cells, widths, strict=True))
@@ -128,31 +119,22 @@ class Collectives(tuple[Collective, ...]):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(
-            "op",
-            "axes",
-            "shape",
-            "bytes sent",
-            "count",
-            "why",
-            box=None,
-            header_style="bold",
-            caption=self._total(),
-        )
+        table = Table(*_HEADER, box=None, header_style="bold", caption=self._total())
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in _cells(row)))
         return table
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{name}</th>" for name in ("op", "axes", "shape", "bytes sent", "count", "why")
-        )
+        head = "".join(f"<th>{name}</th>" for name in _HEADER)
         body = "".join(
             f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>"
             for row in self.rows
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
         return f"{table}<p>{escape(self._total())}</p>"
+
+
+_HEADER = ("op", "axes", "shape", "bytes sent", "count", "why")
 
 
 def _cells(row: TableRow) -> tuple[str, ...]:
@@ -177,23 +159,44 @@ def broken_claims(
     for op, wanted in counts.items():
         found = [c for c in collectives if c.op == op]
         if len(found) != wanted:
-            broken.append(
-                (
-                    f"{len(found)} {op} where {wanted} {'is' if wanted == 1 else 'are'} claimed",
-                    found,
-                )
-            )
+            are = "is" if wanted == 1 else "are"
+            broken.append((f"{len(found)} {op} where {wanted} {are} claimed", found))
     if max_bytes is not None and collectives.wire_nbytes > max_bytes:
         largest = sorted(collectives, key=lambda c: -c.wire_nbytes)
-        broken.append(
-            (
-                f"{collectives.wire_nbytes:,} bytes sent per rank where at most {max_bytes:,} are"
-                " claimed",
-                largest,
-            )
-        )
+        sent = f"{collectives.wire_nbytes:,} bytes sent per rank"
+        broken.append((f"{sent} where at most {max_bytes:,} are claimed", largest))
     for axis in [none_over] if isinstance(none_over, str) else none_over or ():
         found = [c for c in collectives if axis in c.axes]
         if found:
             broken.append((f"{len(found)} over {axis!r} where none is claimed", found))
     return broken
+
+
+def resharded_name(reshard: Node) -> str:
+    """The name of the value that a chain of reshards starts from."""
+    (value,) = reshard.operands
+    while value.node.kind == "reshard":
+        (value,) = value.node.operands
+    return repr(value)
+
+
+def part_of(record: Collective, members: Sequence[Member]) -> Collective:
+    """The part of a bucket that holds some of its members."""
+    if len(members) == len(record.members):
+        return record
+    nbytes = sum(member.nbytes for member in members)
+    return replace(
+        record,
+        nbytes=nbytes,
+        wire_nbytes=record.wire_nbytes * nbytes // max(record.nbytes, 1),
+        shape=(nbytes // record.dtype.itemsize,),
+        cause=members[0].cause,
+        members=tuple(members),
+    )
+
+
+def members_of(node: fx.Node) -> tuple[Member, ...]:
+    """What an issued collective sends, by the names of the plan's reshards."""
+    record = node.meta["collective"]
+    own = Member(node.meta.get("origin", ""), record.nbytes, record.cause)
+    return record.members or (own,)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftp.ops.constrain import pin_from_str
@@ -44,14 +44,7 @@ class Finding:
         return f"{self.severity}: {self.where}{times} {self.text}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "severity": self.severity,
-            "where": self.where,
-            "text": self.text,
-            "nbytes": self.nbytes,
-            "count": self.count,
-        }
+        return asdict(self)
 
 
 def lint(
@@ -89,14 +82,7 @@ def folded(findings: Sequence[Finding]) -> list[Finding]:
             (f.kind, f.severity, without_numbers(f.where), without_numbers(f.text)), []
         ).append(f)
     return [
-        Finding(
-            g[0].kind,
-            g[0].severity,
-            g[0].where,
-            g[0].text,
-            sum(f.nbytes for f in g),
-            sum(f.count for f in g),
-        )
+        replace(g[0], nbytes=sum(f.nbytes for f in g), count=sum(f.count for f in g))
         for g in groups.values()
     ]
 
@@ -112,14 +98,8 @@ def _idle_specs(
             text = f"has spec {spec}, which shards nothing: mesh axis {idle[0]!r} has size 1."
             found.append(Finding("shards nothing", "note", node.name, text))
         elif spec.axes and not math.prod(shape):
-            found.append(
-                Finding(
-                    "shards nothing",
-                    "note",
-                    node.name,
-                    f"has spec {spec} and shape {shape}: there is nothing to shard.",
-                )
-            )
+            text = f"has spec {spec} and shape {shape}: there is nothing to shard."
+            found.append(Finding("shards nothing", "note", node.name, text))
         elif spec.axes and any(size == 1 and spec.cuts(dim) for dim, size in enumerate(shape)):
             dim = next(dim for dim, size in enumerate(shape) if size == 1 and spec.cuts(dim))
             text = (

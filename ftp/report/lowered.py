@@ -36,16 +36,14 @@ from ftp.report.alternatives import (
     with_form,
 )
 from ftp.report.attention_memory import of_attention
-from ftp.report.busiest import on_busiest
 from ftp.report.causes import Origins, of_reshards
-from ftp.report.collectives import Collectives, broken_claims
-from ftp.report.equal_loads import with_equal_loads
+from ftp.report.collectives import Collectives, broken_claims, members_of, part_of, resharded_name
 from ftp.report.flex_memory import of_flex
-from ftp.report.issued import members_of, part_of, resharded_name
 from ftp.report.lint import Finding
 from ftp.report.loads import Loads, loads_of, whole_tensors
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
+from ftp.report.rank_shapes import on_busiest, with_equal_loads
 from ftp.report.startable import CallableProgram, Startable
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed

@@ -17,9 +17,9 @@ from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
 from ftp.passes.branch_order import branches
 from ftp.planning.cost import Hardware, measured_seconds, on_curve
-from ftp.report.equal_loads import with_equal_loads
 from ftp.report.flops import PIPELINED, flops_of, is_attention, op_name
 from ftp.report.names import Reported
+from ftp.report.rank_shapes import with_equal_loads
 from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 
 aten = torch.ops.aten

@@ -9,7 +9,6 @@ from ftp.errors import InputError
 from ftp.report.html.page import page
 from ftp.report.html.tree import ShownLeaf
 from ftp.report.lowered import Lowered
-from ftp.report.names import dtype_name
 from ftp.report.shard_grid import as_text
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
@@ -69,7 +68,7 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
         return _placed(leaves, names)
     axes = resolve(mesh).axes
     found = [
-        ShownLeaf(name, spec, tuple(leaf.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
+        ShownLeaf.of(name, spec, leaf.shape, leaf.dtype)
         for name, leaf, spec in zip(
             names, leaves, broadcast_specs(specs, what, "tensor"), strict=True
         )
@@ -90,11 +89,7 @@ def _placed(leaves: list[Any], names: list[str]) -> Picture:
                 " visualize(tree, mesh, specs)."
             )
         axes = where.mesh.axes
-        found.append(
-            ShownLeaf(
-                name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype)
-            )
-        )
+        found.append(ShownLeaf.of(name, where.spec, where.shape, leaf.dtype))
     return _picture(found, axes)
 
 
@@ -109,13 +104,7 @@ def program_page(lowered: Lowered, hardware: Any = None) -> str:
     program = lowered._program
     specs = [*program.in_specs, *[PartitionSpec()] * len(program.constants)]
     leaves = [
-        ShownLeaf(
-            node.name,
-            spec,
-            node.results[0].shape,
-            node.results[0].dtype.itemsize,
-            dtype_name(node.results[0].dtype),
-        )
+        ShownLeaf.of(node.name, spec, node.results[0].shape, node.results[0].dtype)
         for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
     ]
     found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer

@@ -15,7 +15,6 @@ from ftp.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from ftp.tracing.advice import advice_on
 from ftp.tracing.refused_rows import number_asked_at, value_refused
 
 aten = torch.ops.aten
@@ -140,7 +139,7 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
         isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode)
         or meaning is Meaning.NEEDS_VALUE
     ):
-        return value_refused(line, advice_on(error))
+        return value_refused(line, _advice_on(error))
     asked_of = number_asked_at(line) if isinstance(error, TypeError) else None
     if asked_of is False:
         return value_refused(line)
@@ -160,7 +159,7 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
     if isinstance(error, DynamicOutputShapeException) and meaning is not Meaning.MAPS_ROWS:
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(
-            f"{error.func} gives a shape that depends on values{at}.{advice_on(error) or rewrite}"
+            f"{error.func} gives a shape that depends on values{at}.{_advice_on(error) or rewrite}"
         )
     return None
 
@@ -189,7 +188,7 @@ def _of_call(error: Exception, meaning: Meaning | None, at: str) -> TraceError |
             " what backward needs."
         )
     if meaning is Meaning.DTYPES:
-        advice = advice_on(error) or " Convert them with .to(dtype)."
+        advice = _advice_on(error) or " Convert them with .to(dtype)."
         return TraceError(
             f"torch refuses operands of these dtypes{at}: {str(error).rstrip('.')}.{advice}"
         )
@@ -207,3 +206,21 @@ def _function_behind(error: Exception) -> str:
             found = given
         traceback = traceback.tb_next
     return "" if found is None else f"{found.__name__}{defined_at(found.forward)}"
+
+
+def _advice_on(error: Exception) -> str:
+    """Advice on an error that another library's code raises; "" where there is none."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if "transformers" in code.co_filename and (
+            "Experts" in code.co_qualname or code.co_filename.endswith("moe.py")
+        ):
+            return (
+                "\n  These are a model's experts, in a form that cannot be traced. Build the model"
+                " with"
+                ' config.experts_implementation="batched_mm"'
+                ' (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
+            )
+        traceback = traceback.tb_next
+    return ""

@@ -1,4 +1,6 @@
-"""Gradients in a traced function: ``grad_and_value`` over pytrees, and the ways to take one."""
+"""Gradients in a traced function: ``grad_and_value`` over pytrees, the ways to take one, and
+torch.func's, which a trace for a pipeline notes as means over microbatches.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 
 from ftp.context import set_within
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, TraceError, join_failures
+from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.torch_internals import pytree
 from ftp.tracing.explain_errors import defined_at
+from ftp.tracing.replaced import replaced
 from ftp.tracing.selected import counted
 
 aten = torch.ops.aten
@@ -175,3 +181,39 @@ def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
             )
     if failures:
         raise InputError(join_failures(failures))
+
+
+@contextmanager
+def noted_gradients() -> Iterator[None]:
+    """Inside the block, gradients by ``torch.func.grad`` and ``grad_and_value`` are noted, where a
+    pipeline asks for them.
+    """
+    noting = _noting(eager_transforms.grad_and_value_impl)
+    owner = None if means_of_trace() is None else eager_transforms
+    with replaced(owner, {"grad_and_value_impl": noting}):
+        yield
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def grad_and_value(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        means = current_means()
+        if means is None:
+            return original(func, argnums, has_aux, args, kwargs)
+        with means.taking():
+            grads, value = original(func, argnums, has_aux, args, kwargs)
+        given = tuple(args[i] for i in argnums) if isinstance(argnums, tuple) else args[argnums]
+        leaves = pytree.tree_leaves(given)
+        found, tree = pytree.tree_flatten(grads)
+        values, value_tree = pytree.tree_flatten(value)
+        if not all(is_plain(x) for x in (*found, *values) if isinstance(x, Tensor)):
+            raise TraceError(
+                "The gradient is taken within torch.func.vmap or another transform. A pipeline"
+                " takes it once for each microbatch: call torch.func.grad_and_value outside of"
+                " transforms, or pass the transformed function to ftp.optim.accumulate."
+            )
+        grads = tree.unflatten(means.mean(x, leaf) for x, leaf in zip(found, leaves, strict=True))
+        return grads, value_tree.unflatten(
+            means.mean(x) if isinstance(x, Tensor) else x for x in values
+        )
+
+    return grad_and_value

@@ -11,6 +11,7 @@ from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftp.torch_internals import pytree
+from ftp.tracing.replaced import replaced
 
 
 @contextmanager
@@ -18,18 +19,13 @@ def nested_traces() -> Iterator[None]:
     """Call functions directly that would otherwise be traced or compiled within the trace:
     torch.func.linearize's, and helpers under torch.compile.
     """
-    original = eager_transforms.lazy_dynamo_disallow
-    eager_transforms.lazy_dynamo_disallow = lambda fn: (
-        _uncalled if fn is make_fx else lambda traced: traced
-    )
+    direct = lambda fn: _uncalled if fn is make_fx else lambda traced: traced  # noqa: E731
     dynamo = sys.modules.get("torch._dynamo")  # imported if anything is compiled
-    try:
-        with (
-            nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
-        ):
-            yield
-    finally:
-        eager_transforms.lazy_dynamo_disallow = original
+    with (
+        replaced(eager_transforms, {"lazy_dynamo_disallow": direct}),
+        nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False),
+    ):
+        yield
 
 
 def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:

@@ -69,19 +69,8 @@ def stft(
         or input.ndim > 2
         or (onesided and spectra)
     ):
-        given = (
-            n_fft,
-            hop_length,
-            win_length,
-            window,
-            center,
-            pad_mode,
-            normalized,
-            onesided,
-            return_complex,
-            align_to_window,
-        )
-        return torch.stft(input, *given)
+        lengths, form = (n_fft, hop_length, win_length), (normalized, onesided, return_complex)
+        return torch.stft(input, *lengths, window, center, pad_mode, *form, align_to_window)
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     if center:
@@ -90,12 +79,10 @@ def stft(
         )
         input = padded.reshape(*input.shape[:-1], padded.shape[-1])
     frames = input.unfold(-1, n_fft, hop)
-    if window is not None:
+    if window is not None or width < n_fft:
         left = (n_fft - width) // 2
+        window = frames.new_ones(width) if window is None else window
         frames = frames * F.pad(window, (left, n_fft - width - left))
-    elif width < n_fft:
-        left = (n_fft - width) // 2
-        frames = frames * F.pad(frames.new_ones(width), (left, n_fft - width - left))
     norm = "ortho" if normalized else "backward"
     whole = spectra if onesided is None else not onesided
     made = (torch.fft.fft if whole else torch.fft.rfft)(frames, dim=-1, norm=norm).transpose(-1, -2)

@@ -36,9 +36,8 @@ from ftp.tracing.functionalize_graph import (
     lift_attributes,
 )
 from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
-from ftp.tracing.gradient import WAYS, taking
+from ftp.tracing.gradient import WAYS, noted_gradients, taking
 from ftp.tracing.libraries import patched_libraries
-from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
 from ftp.tracing.paths import Paths, Ran, Static, merge_runs

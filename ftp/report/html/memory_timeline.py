@@ -6,16 +6,9 @@ from ftp.report.memory import KINDS, Memory, in_bytes
 
 WIDTH, HEIGHT, LEFT, TOP = 860, 220, 80, 16  # pixels of the areas, and the margins of their labels
 _COLOURS = (
-    "#1d4ed8",
-    "#7c3aed",
-    "#0f766e",
-    "#64748b",
-    "#dc2626",
-    "#be185d",
-    "#60a5fa",
-    "#f59e0b",
+    "#1d4ed8", "#7c3aed", "#0f766e", "#64748b", "#dc2626", "#be185d", "#60a5fa", "#f59e0b",
     "#a3a3a3",
-)
+)  # fmt: skip
 
 
 def timeline(memory: Memory) -> str:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+import torch
+
 from ftp.report.memory import in_bytes
+from ftp.report.names import dtype_name
 from ftp.report.shard_grid import as_html
 from ftp.sharding.spec import PartitionSpec, local_shape
 
@@ -26,6 +29,12 @@ class ShownLeaf:
     shape: tuple[int, ...]
     itemsize: int
     dtype: str
+
+    @classmethod
+    def of(
+        cls, name: str, spec: PartitionSpec, shape: Sequence[int], dtype: torch.dtype
+    ) -> "ShownLeaf":
+        return cls(name, spec, tuple(shape), dtype.itemsize, dtype_name(dtype))
 
     def nbytes(self, axes: Mapping[str, int]) -> int:
         """On the first rank."""

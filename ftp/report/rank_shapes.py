@@ -1,5 +1,6 @@
-"""The busiest rank among those that run one program: under a causal mask, plain chunks give the
-last rank the most attention work.
+"""The shapes of a rank's program that reports assume: those of the busiest rank, as under a causal
+mask plain chunks give the last rank the most attention work; and those of equal loads, where ranks
+exchange rows whose number is a value.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,3 +53,26 @@ def _numbers(shapes: LocalShapes, offsets: Sequence[int]) -> dict[fx.Node, int]:
         else:
             found[node] = node.target(*map_arg(node.args, found.__getitem__))  # type: ignore[operator]
     return found
+
+
+def with_equal_loads(graph: fx.Graph, shapes: LocalShapes) -> LocalShapes:
+    """``shapes`` with the number of rows that arrive if all ranks get equally many, in place of the
+    most that may arrive; unchanged if no number of rows is a value.
+    """
+    arrived = {node: node.meta["arrived"] for node in graph.nodes if "arrived" in node.meta}
+    if not arrived:
+        return shapes
+    shares = {
+        held.storage: share for node, (_, share) in arrived.items() for held in shapes.values[node]
+    }
+    values = {}
+    for node, several in shapes.values.items():
+        dim, share = arrived.get(node, (None, 1))
+        values[node] = tuple(
+            held._replace(
+                shape=tuple(int(s * share) if d == dim else s for d, s in enumerate(held.shape)),
+                storage_nbytes=int(held.storage_nbytes * shares.get(held.storage, 1)),
+            )
+            for held in several
+        )
+    return replace(shapes, values=values)
