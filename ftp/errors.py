@@ -160,3 +160,9 @@ def join_failures(failures: Iterable[str]) -> str:
     b is wrong.
     """
     return "\n".join(failures)
+
+
+def raise_all(kind: type[FtpError], failures: Iterable[str]) -> None:
+    """Raise one error that reports every failing leaf, if there is any."""
+    if message := join_failures(failures):
+        raise kind(message)

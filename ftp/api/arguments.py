@@ -10,7 +10,7 @@ import optree
 import torch
 
 from ftp.api.dynamic_shapes import DynamicDims
-from ftp.errors import DonationError, InputError, join_failures
+from ftp.errors import DonationError, InputError, raise_all
 from ftp.sharding.arguments import Shape
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh, mesh_device
@@ -148,8 +148,7 @@ def check_static(call: Arguments) -> None:
                 " Register the class with optree.register_pytree_node(..., namespace='ftp'), or"
                 " pass its tensors in a dict."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def nones(call: Arguments) -> list[str]:
@@ -199,8 +198,7 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
                 f"{name} is on {leaf.device}, but this process computes on {here}. Place it with"
                 " ftp.device_put."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> None:

@@ -12,7 +12,7 @@ from ftp.api.definition import Definition, estimated_shapes
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned, planned_for
 from ftp.api.step import Step
-from ftp.errors import InputError, MeshError, join_failures
+from ftp.errors import InputError, MeshError, raise_all
 from ftp.planning.planner import Watch
 from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
 from ftp.report.lowered import Lowered
@@ -207,8 +207,7 @@ class CompiledStep(Step):
             for name, held, wanted in zip(call.names, given, due, strict=True)
             if held != wanted
         ]
-        if failures:
-            raise InputError(join_failures(failures))
+        raise_all(InputError, failures)
 
     def _build(
         self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None

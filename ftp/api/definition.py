@@ -12,7 +12,7 @@ from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import returned_trees, with_given
 from ftp.dynamic_int import Sizes
-from ftp.errors import InputError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, raise_all
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
@@ -198,8 +198,7 @@ def _checked_out_specs(
                 f"{name} has spec {spec}, but is {leaf!r}, {kind_of(leaf)}; only a tensor can"
                 " be cut. Give P()."
             )
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     results = sum(not static for static in traced.is_static)
     found[results:] = [PartitionSpec()] * (len(found) - results)  # the assumptions' conditions
     return found

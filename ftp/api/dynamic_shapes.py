@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
 
@@ -73,8 +73,7 @@ class Dynamic:
                         f" dynamic_shapes calls both {name!r}. Give dims of different sizes"
                         " different Dims."
                     )
-        if failures:
-            raise InputError(join_failures(failures))
+        raise_all(InputError, failures)
         return tuple(found[r.name][0] for r in self.ranges)
 
     def fits(self, shapes: Sequence[Shape | None]) -> bool:

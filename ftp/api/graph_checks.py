@@ -4,7 +4,7 @@ ask.
 
 from collections.abc import Iterable
 
-from ftp.errors import MeshError, SpecError, join_failures
+from ftp.errors import MeshError, SpecError, raise_all
 from ftp.ops.constrain import Pin
 from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
@@ -52,8 +52,7 @@ def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
             for axis in pin.axes or ()
             if axis not in (*mesh.axes, *pin.spec.axes)
         )
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
 
 
 def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
@@ -70,5 +69,4 @@ def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
                 f"ftp.local at {node.source} is given a mesh ({given}), but runs in a step on"
                 f" {mesh}. Give it the same mesh, or none."
             ] = None
-    if failures:
-        raise MeshError(join_failures(failures))
+    raise_all(MeshError, failures)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ftp.api.shard import spmd
 from ftp.api.step import Step
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.ops.written import written
 from ftp.random.distributions import check_key
 from ftp.random.draws import Draws
@@ -146,8 +146,7 @@ def _overrides(
 
     answers = [(tuple(path.split(".")),) for path in tensors]
     found = match_patterns(init, answers, list(tensors), "the parameters", failures, check)
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
     return {path: match[1] for path, match in zip(tensors, found, strict=True) if match}
 
 
@@ -245,8 +244,7 @@ def _check_covered(
             f" init={{{path!r}: lambda key, shape, dtype: ...}}, such as 0.02 *"
             " ftp.random.normal(key, shape, dtype)."
         )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 class _Writes(TorchDispatchMode):

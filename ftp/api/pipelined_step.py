@@ -15,7 +15,7 @@ from ftp.api.graph_checks import check_prepared, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
 from ftp.api.step import Step
-from ftp.errors import InputError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, raise_all
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.buffers import check_buffers, most_on_their_way
 from ftp.pipeline.check import check_stages
@@ -249,8 +249,7 @@ def check_batch(
                 " microbatches. Give a batch of a multiple of"
                 f" {count} rows for each rank, or another number of microbatches.{key}"
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:

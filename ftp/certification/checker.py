@@ -31,7 +31,7 @@ from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_code import unproven
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
-from ftp.errors import CertificateError, join_failures
+from ftp.errors import CertificateError, raise_all
 from ftp.ops.rings import RINGS
 
 aten = torch.ops.aten
@@ -50,8 +50,7 @@ def check(certificate: Certificate) -> Certificate:
     failures = list(dict.fromkeys(Checker(certificate).failures()))
     if not failures:
         failures = [str(left) for left in unproven(certificate)]
-    if failures:
-        raise CertificateError(join_failures(failures))
+    raise_all(CertificateError, failures)
     return certificate
 
 

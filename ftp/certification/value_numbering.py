@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ftp.certification.certificate import Certificate, Ref
-from ftp.errors import CertificateError, join_failures
+from ftp.errors import CertificateError, raise_all
 from ftp.ops.choose import CHOOSE
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.mapped_arguments import mapped_arguments
@@ -52,8 +52,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
         for i, (traced, (ref, _)) in enumerate(zip(outputs, certificate.outputs, strict=True))
         if traced != numbers.of[ref]
     ]
-    if wrong:
-        raise CertificateError(join_failures(wrong))
+    raise_all(CertificateError, wrong)
 
 
 class _Numbers:

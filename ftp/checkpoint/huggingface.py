@@ -30,7 +30,7 @@ from ftp.checkpoint.save import check_savable
 from ftp.checkpoint.source import Source
 from ftp.checkpoint.write_shards import leads
 from ftp.distributed.shared_errors import all_gather_object
-from ftp.errors import CheckpointError, InputError, join_failures
+from ftp.errors import CheckpointError, InputError, join_failures, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
@@ -303,8 +303,7 @@ def _checked_names(shards: ShardedTree, rename: Callable[[str], str]) -> list[st
     for leaf, name in zip(shards.names, names, strict=True):
         if first.setdefault(name, leaf) != leaf:
             failures.append(f"{first[name]} and {leaf} have one name, {name!r}. Rename one.")
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
     return names
 
 

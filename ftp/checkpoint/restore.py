@@ -19,7 +19,7 @@ from ftp.errors import (
     MeshError,
     MismatchError,
     SpecError,
-    join_failures,
+    raise_all,
 )
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, require_coordinate, resolve
@@ -173,12 +173,9 @@ def _check(wanted: ShardedTree, paths: Sequence[str], source: Source) -> None:
                 f" The nearest are {', '.join(map(repr, nearest(path, known)))}." if known else ""
             )
             failures.append(f"{leaf.name} is missing: {source.folder} holds no {path!r}.{close}")
-    if damages:
-        raise DamagedError(join_failures(damages))
-    if failures:
-        raise CheckpointError(join_failures(failures))
-    if misfits:
-        raise SpecError(join_failures(misfits))
+    raise_all(DamagedError, damages)
+    raise_all(CheckpointError, failures)
+    raise_all(SpecError, misfits)
 
 
 def _unlike(leaf: Leaf, path: str, saved: SavedTensor, mesh: Mesh) -> list[str]:

@@ -17,7 +17,13 @@ from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.checkpoint.write_shards import Writing, leads
 from ftp.distributed.agreement import calls
 from ftp.distributed.shared_errors import all_gather_object, timeout_of
-from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
+from ftp.errors import (
+    CheckpointError,
+    InputError,
+    MeshError,
+    MismatchError,
+    raise_all,
+)
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import kind_of
 from ftp.tensors.placement import call_of
@@ -213,5 +219,4 @@ def check_savable(tree: ShardedTree) -> None:
             failures.append(
                 f"{name} is of dtype {x.dtype}, which safetensors files cannot hold. Convert it."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)

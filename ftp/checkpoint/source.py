@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ftp.checkpoint.manifest import SavedFile, SavedTensor, check_header
 from ftp.checkpoint.safetensors_io import Header, file_hash, file_size, read_header
-from ftp.errors import DamagedError, join_failures
+from ftp.errors import DamagedError, raise_all
 from ftp.sharding.mesh import Mesh
 
 
@@ -72,8 +72,7 @@ def verify_hashes(
             failures.append(
                 f"{path} was altered: it does not have the sha256 that is stated for it."
             )
-    if failures:
-        raise DamagedError(join_failures(failures))
+    raise_all(DamagedError, failures)
 
 
 def _share_of(items: Sequence[Any], size: Callable[[Any], int], me: int, n: int) -> Iterator[Any]:

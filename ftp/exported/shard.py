@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
-from ftp.errors import InputError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, raise_all
 from ftp.exported.build import KEY, Build, SignatureEntry, is_training, quiet
 from ftp.exported.check import check_program
 from ftp.exported.random_ops import drawn, module_of
@@ -206,8 +206,7 @@ def _entries(
             f"{min(devices)!r}, or move the program:"
             f" torch.export.passes.move_to_device_pass(program, {mesh.device_type!r})."
         )
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return found
 
 
@@ -242,8 +241,7 @@ def _out_specs(
                     f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P()."
                 )
             found.append(cut)
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return found
 
 

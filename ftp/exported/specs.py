@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, raise_all
 from ftp.exported.module_calls import memory_of
 from ftp.exported.styles import ConstrainedValue, StyleReader, check_style
 from ftp.sharding.check_spec import check_spec
@@ -83,8 +83,7 @@ def state_specs(
         pins = reader.pins
     for path, (_, spec) in by_path.items():
         failures += check_spec(spec, tuple(state[path].shape), mesh.axes, path)
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return {path: by_path[path][1] if path in by_path else P() for path in paths}, pins
 
 

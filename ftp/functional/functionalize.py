@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ftp.errors import InputError, TraceError, join_failures
+from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.gradient_hooks import gradient_hooks
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
@@ -327,5 +327,4 @@ def _check_paths(
             failures.append(
                 f"{where}[{path!r}] is {value!r}, {kind_of(value)}; it must be a tensor."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from ftp.context import set_within
-from ftp.errors import InputError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, raise_all
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
 from ftp.sharding.patterns import match_patterns
 from ftp.sharding.pytree import kind_of
@@ -205,8 +205,7 @@ def named_modules(
     names = [f"module {of_module[0]!r}" for of_module in paths.values()]
     failures: list[str] = []
     found = match_patterns(patterns, answers, names, "the modules", failures, check)
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return [
         (module, of_module[0], *match)
         for (module, of_module), match in zip(paths.items(), found, strict=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import InputError, TraceError, join_failures
+from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.module_constraints import (
@@ -171,8 +171,7 @@ def run(
         for given in placed
         if (type(given), given.pattern) not in reached
     ]
-    if idle:
-        raise InputError(join_failures(idle))
+    raise_all(InputError, idle)
     return out
 
 

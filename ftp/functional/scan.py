@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.remat import remat as recomputed
 from ftp.ops.stack import Stack, Unstack
@@ -111,8 +111,7 @@ def _steps(leaves: Sequence[Any], names: Sequence[str], has_outputs: bool) -> in
             "stacked has no tensors, so nothing says how many layers there are. Stack something,"
             " such as torch.arange(n)."
         )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
     (n,) = sizes
     if not n and has_outputs:
         raise InputError(
@@ -166,8 +165,7 @@ def _check_same(given: Any, found: Any, name: str) -> None:
         if isinstance(a, Tensor) != isinstance(b, Tensor)
         or (isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype))
     ]
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def _structure(treedef: optree.PyTreeSpec) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.errors import InputError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, raise_all
 from ftp.optim.slots import Slots
 from ftp.sharding.patterns import match_patterns
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, leaf_paths
@@ -72,8 +72,7 @@ class Optimizer:
         own = match_patterns(
             patterns or {}, [(path,) for path in paths], names, "state", failures, check_spec_given
         )
-        if failures:
-            raise SpecError(join_failures(failures))
+        raise_all(SpecError, failures)
         flat, state_tree = flatten(found)
         return state_tree.unflatten(
             [match[1] if match else spec for match, spec in zip(own, flat, strict=True)]
@@ -94,8 +93,7 @@ def check_tensors(leaves: Sequence[Any], names: Sequence[str]) -> None:
         for leaf, name in zip(leaves, names, strict=True)
         if not isinstance(leaf, Tensor)
     ]
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence[str]) -> None:
@@ -110,16 +108,14 @@ def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence
             failures.append(
                 f"{name} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def matched_patterns(patterns: Mapping[str, Any], params: Any) -> list[tuple[str, Any] | None]:
     failures: list[str] = []
     answers = [(path,) for path in leaf_paths(params)]
     found = match_patterns(patterns, answers, leaf_names(params, "params"), "params", failures)
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
     return found
 
 

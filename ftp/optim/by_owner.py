@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.axis import is_inside
-from ftp.errors import InputError, MeshError, join_failures
+from ftp.errors import InputError, MeshError, join_failures, raise_all
 from ftp.ops.constrain import constrain
 from ftp.ops.map_slices import MAP_SLICES, interned
 from ftp.ops.stack import Stack, Unstack
@@ -171,8 +171,7 @@ def check_matrices(leaves: Sequence[Any], names: Sequence[str]) -> None:
         for x, name in zip(leaves, names, strict=True)
         if not isinstance(x, Tensor) or x.ndim < 2
     ]
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:

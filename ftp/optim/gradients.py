@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.ops.constrain import asked_for
 from ftp.ops.microbatch_means import Means, current_means
 from ftp.optim.base import natural_order
@@ -149,8 +149,7 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
             for leaf, name in zip(leaves, leaf_names(batch, "batch"), strict=True)
             if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % n)
         ]
-        if uneven:
-            raise InputError(join_failures(uneven))
+        raise_all(InputError, uneven)
         total: list[Tensor] = []
         tree = None
         for i in range(n):

@@ -19,6 +19,7 @@ from ftp.errors import SpecError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans.mesh_axis import choose_axis
+from ftp.plans.styles import shard_spec
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names
 from ftp.sharding.spec import P
@@ -165,8 +166,7 @@ def _spec(placements: Any, axis: str, what: str) -> P:
     if len(given) == 1 and given[0].is_replicate():
         return P()
     if len(given) == 1 and given[0].is_shard() and not hasattr(given[0], "split_factor"):
-        dim = given[0].dim
-        return P(*[None] * dim, axis) if dim >= 0 else P(..., axis, *[None] * (-dim - 1))
+        return shard_spec(given[0].dim, axis)
     raise SpecError(
         f"{what} has placements {given!r}; one Shard or Replicate over {axis!r} can be stated as a"
         " spec."

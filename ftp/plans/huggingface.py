@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
@@ -275,8 +275,7 @@ class _HuggingFaceStyles:
                     f"plan[{key!r}] names no module and no parameter; the nearest are"
                     f" {', '.join(map(repr, nearest(key, modules)))}."
                 )
-        if failures:
-            raise SpecError(join_failures(failures))
+        raise_all(SpecError, failures)
 
     def style_of(self, path: str) -> tuple[str, str] | None:
         for name in (path, path.rpartition(".")[0]):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.sharding.patterns import match_patterns
 from ftp.sharding.pytree import Specs, kind_of, leaf_names, tied_paths
@@ -89,8 +89,7 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
         elif weight in given:
             pattern, spec = given[weight]
             given[path] = (pattern, _of_adapter(adapter, spec, model, leaves[path].ndim))
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return _specs(params, given), _specs(buffers, given)
 
 

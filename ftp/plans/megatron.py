@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.sharding.pytree import Specs, kind_of
@@ -62,8 +62,7 @@ def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[st
             " no layers of Megatron."
             " Write its specs with ftp.plan."
         )
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     specs = plan_specs(params, lambda path, leaf: found[path][1])
     rows = {
         name: replace(row, given_by=found[path][0])

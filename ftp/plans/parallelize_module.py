@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, join_failures, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans.mesh_axis import choose_axis
@@ -147,8 +147,7 @@ def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]
                     rows[f"params[{path!r}]"] = row
         for key, constraint in given[1].items():
             _add(constraints, _join(prefix, key), constraint, failures)
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return Specs(specs, rows), constraints
 
 

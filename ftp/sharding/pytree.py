@@ -11,7 +11,7 @@ import optree
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import SpecError, raise_all
 from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.patterns import Path, dotted, listed, match_patterns, several
@@ -221,8 +221,7 @@ def plan(
             f"strict=True, and no pattern matches {several(unmatched)}. Give a pattern for each;"
             " P() replicates."
         )
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     specs: Any = optree.tree_unflatten(treedef, [row.spec for row in rows.values()])
     return Specs(specs, rows) if type(specs) in (dict, OrderedDict) else specs
 
@@ -295,8 +294,7 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
     found: list[P] = []
     failures: list[str] = []
     _broadcast(specs, tree, where, found, failures)
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return found
 
 
@@ -405,8 +403,7 @@ def check_specs(
                 failures.append(f"{name} has spec {spec}, but is a bool, which is no sum.")
         elif spec:
             failures.append(cut_value(name, leaf, spec))
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
 
 
 def cut_value(name: str, value: Any, spec: P) -> str:

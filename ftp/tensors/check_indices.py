@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from ftp.distributed.agreement import Calls
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.sharding.mesh import Mesh, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_pieces
 from ftp.tensors.device_put import take
@@ -180,8 +180,7 @@ def check_indices(
         for rank, of in zip(ranks, everyone, strict=True)
         for said in of
     ]
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def _numbers(node: fx.Node, source: fx.Node, known: dict[fx.Node, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.distributed.agreement import calls
 from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
-from ftp.errors import InputError, PlacementError, SpecError, join_failures
+from ftp.errors import InputError, PlacementError, SpecError, join_failures, raise_all
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -153,8 +153,7 @@ def _check_sources(tree: ShardedTree) -> None:
                 " Pin it inside the function with ftp.constrain, or place what it is computed"
                 " from, or its .detach()."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def _compare_sources(tree: ShardedTree) -> None:
@@ -195,8 +194,7 @@ def specs_of(tree: Any) -> Any:
         for name, leaf, where in zip(leaf_names(tree, "tree"), leaves, found, strict=True)
         if where is None and isinstance(leaf, torch.Tensor)
     ]
-    if failures:
-        raise PlacementError(join_failures(failures))
+    raise_all(PlacementError, failures)
     return treedef.unflatten([PartitionSpec() if where is None else where.spec for where in found])
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ftp.distributed.shared_errors import raise_on_all_ranks
-from ftp.errors import MeshError, SpecError, join_failures
+from ftp.errors import MeshError, SpecError, raise_all
 from ftp.sharding.dtensor_placements import (
     is_dtensor,
     placements_of_spec,
@@ -117,6 +117,5 @@ def from_dtensor(tree: Any) -> Any:
             continue
         local = leaf_like(local, x) if x.is_leaf else local
         out.append(remember(local, placement(m, spec, tuple(x.shape))))
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
     return treedef.unflatten(out)

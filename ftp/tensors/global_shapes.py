@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ftp.errors import MismatchError, join_failures
+from ftp.errors import MismatchError, raise_all
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
@@ -97,8 +97,7 @@ def agreed_shapes(
         shapes.append(
             _agreed_shape([held[i] for held in everyone], spec, name, mesh, failures, i in loaded)
         )
-    if failures:
-        raise MismatchError(join_failures(failures))
+    raise_all(MismatchError, failures)
     return shapes
 
 

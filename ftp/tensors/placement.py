@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ftp.errors import DonationError, PlacementError, join_failures
+from ftp.errors import DonationError, PlacementError, raise_all
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 
@@ -177,8 +177,7 @@ def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
         for fact, name in zip(facts, names, strict=True)
         if isinstance(fact, Donated)
     ]
-    if failures:
-        raise DonationError(join_failures(failures))
+    raise_all(DonationError, failures)
 
 
 def check_placed(
@@ -201,5 +200,4 @@ def check_placed(
                 f"{name} is placed with spec {known.spec}, but {spec} is asked for."
                 f" Reshard it with ftp.reshard(tree, mesh, {known.spec}, {spec})."
             )
-    if failures:
-        raise PlacementError(join_failures(failures))
+    raise_all(PlacementError, failures)

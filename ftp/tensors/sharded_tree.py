@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ftp.distributed.agreement import calls
 from ftp.distributed.shared_errors import all_gather_object
-from ftp.errors import InputError, MismatchError, SpecError, join_failures
+from ftp.errors import InputError, MismatchError, SpecError, raise_all
 from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.dtensor_placements import check_plain, specs_of_any
@@ -218,16 +218,14 @@ def check_leaves(tree: ShardedTree) -> None:
         for leaf in tree.leaves
         if leaf.spec and isinstance(leaf.value, np.ndarray)
     ]
-    if arrays:
-        raise SpecError(join_failures(arrays))
+    raise_all(SpecError, arrays)
     failures = [
         f"{leaf.name} is of layout {leaf.value.layout}; only strided tensors can be cut. Give"
         " .to_dense()."
         for leaf in tree.leaves
         if isinstance(leaf.value, Tensor) and leaf.value.layout is not torch.strided
     ]
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def with_known_shapes(tree: ShardedTree, holds: Holds = "shards") -> ShardedTree:
@@ -261,8 +259,7 @@ def check_fit(tree: ShardedTree, takes_sums: bool = False) -> None:
             failures += misfits(leaf.value, leaf.spec, tree.mesh.axes, leaf.name)
         elif leaf.spec:
             failures.append(cut_value(leaf.name, leaf.value, leaf.spec))
-    if failures:
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, failures)
 
 
 def check_placement(tree: ShardedTree) -> None:

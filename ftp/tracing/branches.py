@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
-from ftp.errors import TraceError, join_failures
+from ftp.errors import TraceError, join_failures, raise_all
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
@@ -136,8 +136,7 @@ def _alike(found: Sequence[tuple[list[Any], Any]]) -> Sequence[tuple[list[Any], 
         for i, (x, y) in enumerate(zip(a, b, strict=True))
         if _described(x) != _described(y)
     ]
-    if failures:
-        raise TraceError(join_failures(failures))
+    raise_all(TraceError, failures)
     return found
 
 

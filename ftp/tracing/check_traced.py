@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.errors import InputError, TraceError, join_failures
+from ftp.errors import InputError, TraceError, join_failures, raise_all
 from ftp.ops.written import writes
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals.fake_tensors import FakeTensor
@@ -31,8 +31,7 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
                 " sparse matrices in COO or CSR with one number an entry. Pass its indices and"
                 " values, and add rows up: y.index_add(0, rows, values[:, None] * x[columns])."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 def check_results(leaves: Sequence[Any], out: Any) -> None:
@@ -41,8 +40,7 @@ def check_results(leaves: Sequence[Any], out: Any) -> None:
     failures = []
     for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
         failures += [] if isinstance(leaf, Tensor) else _unfit_static(leaf, name)
-    if failures:
-        raise TraceError(join_failures(failures))
+    raise_all(TraceError, failures)
 
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 
 from ftp.context import set_within
-from ftp.errors import InputError, TraceError, join_failures
+from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals import pytree
@@ -179,8 +179,7 @@ def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
                 f"{name} is {leaf.dtype}: it has no gradient. Make it a buffer or a batch"
                 " argument, or a floating-point tensor."
             )
-    if failures:
-        raise InputError(join_failures(failures))
+    raise_all(InputError, failures)
 
 
 @contextmanager
