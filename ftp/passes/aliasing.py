@@ -17,11 +17,12 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema d
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result may share memory with an operand, as far as its schema tells."""
-    return node.op == "call_function" and _gives_view(node.target)
+    return node.op == "call_function" and gives_view(node.target)
 
 
 @functools.cache
-def _gives_view(target: Any) -> bool:
+def gives_view(target: Any) -> bool:
+    """Whether results of calls of ``target`` may share memory with an operand."""
     if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(target, OpOverload):
         return True
     return any(r.alias_info is not None for r in target._schema.returns)

@@ -2,8 +2,10 @@
 
 import torch
 
+from ftp.passes.aliasing import families, gives_view
 from ftp.planning.graph import Graph, Value
-from ftp.rules.op_kinds import VIEWS
+
+_SPREAD = (torch.ops.aten.expand.default, torch.ops.aten.unfold.default)  # elements several times
 
 
 def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:
@@ -14,11 +16,9 @@ def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:
     taken: set[Value] = set()
     for i, value in enumerate(graph.outputs):
         is_spread = False
-        while value.node.operands and (
-            value.node.kind in ("constrain", "reshard") or value.node.target in VIEWS
-        ):
-            is_spread |= value.node.target is torch.ops.aten.expand.default
-            value = value.node.operands[0]
+        while (base := _base(value)) is not value:
+            is_spread |= value.node.target in _SPREAD
+            value = base
         if (
             value in taken
             or is_spread
@@ -29,3 +29,20 @@ def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:
             found.append((i, "detach"))
         taken.add(value)
     return tuple(found)
+
+
+def _base(value: Value) -> Value:
+    """The value whose memory a value uses, one op before; itself, if it has memory of its own."""
+    node = value.node
+    if node.kind in ("constrain", "reshard"):
+        return node.operands[0]
+    if node.kind == "local":  # per-rank code, whose results may be its operands or each other
+        code = node.target.gm.graph
+        root, results = families(code), code.output_node().args[0]
+        owner = root[results[value.index]]
+        operands = [n for n in code.nodes if n.op == "placeholder"][: len(node.operands)]
+        if owner in operands:
+            return node.operands[operands.index(owner)]
+        first = next(k for k, result in enumerate(results) if root[result] is owner)
+        return value if first == value.index else Value(node, first)
+    return node.operands[0] if node.operands and gives_view(node.target) else value

@@ -47,6 +47,18 @@ class StagedProgram(ProgramOfSubgraphs):
         subgraphs = [f"{key}: {p.fingerprint}" for key, p in sorted(self.programs.items())]
         return "\n".join([*subgraphs, text_of(self.rounds), f"{self.due} {self.out_specs}"])
 
+    @cached_property
+    def _is_copied(self) -> list[bool]:
+        """Per result whether a call copies it, as it shares memory with an argument or another one:
+        writing to one must not change the other.
+        """
+        shared = {*self.inputs}
+        for (at, rank), program in self.programs.items():
+            outputs = self.rounds.subgraphs[at][rank].outputs
+            shared |= {outputs[i] for i, _ in program.renewed}
+        names = self.rounds.results
+        return [name in shared or names.index(name) < i for i, name in enumerate(names)]
+
     def _given(self, inputs: Sequence[torch.Tensor]) -> Values:
         device = mesh_device(self.mesh)
         constants = [x.to(device) for x in self.constants]
@@ -71,9 +83,11 @@ class StagedProgram(ProgramOfSubgraphs):
                 self._hand_on(names, owner, rank, given, held, coordinate)
         found = []
         within = {axis: coordinate[axis] for axis in self.within.axes}
-        for name, due in zip(self.rounds.results, self.due, strict=True):
+        results = zip(self.rounds.results, self.due, self._is_copied, strict=True)
+        for name, due, is_copied in results:
             if due in (ALL, rank):
-                found.append(held[name] if name in held else given[name].clone())
+                own = held[name] if name in held else given[name]
+                found.append(own.clone() if is_copied else own)
             else:
                 value = self.values[name]
                 _, *rest = local_shape(value.spec, value.shape, self.within.axes, within)
@@ -122,6 +136,10 @@ class StagedProgram(ProgramOfSubgraphs):
                 value = held[owner][name] if name in held[owner] else given[name]
                 for own in held:
                     own[name] = value
-        results = zip(self.rounds.results, self.due, strict=True)
-        found = [(name, held[0 if due == ALL else due]) for name, due in results]
-        return [own[name] if name in own else given[name].clone() for name, own in found]
+        found = []
+        results = zip(self.rounds.results, self.due, self._is_copied, strict=True)
+        for name, due, is_copied in results:
+            there = held[0 if due == ALL else due]
+            own = there[name] if name in there else given[name]
+            found.append(own.clone() if is_copied else own)
+        return found

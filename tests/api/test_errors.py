@@ -717,6 +717,22 @@ def test_results_share_no_memory_with_arguments_or_each_other():
     torch.testing.assert_close(grads["w"], torch.full((4, 6), 2.0))
 
 
+@pytest.mark.parametrize("spec", [P(), P("dp")], ids=str)
+def test_other_views_and_per_rank_code_share_no_memory(spec: P):
+    def kept(x):
+        """Per-rank code that returns its operand, a view of it, and one value twice."""
+        return ftp.local(
+            lambda x: (x, x.view(-1), *(2 * x,) * 2), in_specs=(spec,), out_specs=(spec,) * 4
+        )(x)
+
+    mesh, x = ftp.simulated_mesh((1,), ("dp",)), torch.randn(4, 6)
+    found = ftp.spmd(lambda x: (x.diagonal(), x.unfold(1, 3, 1), *kept(x)), mesh, spec)(x)
+    expected = (x.diagonal(), x.unfold(1, 3, 1), x, x.view(-1), 2 * x, 2 * x)
+    torch.testing.assert_close(found, expected)
+    assert len({t.untyped_storage().data_ptr() for t in (x, *found)}) == 7
+    assert found[1].is_contiguous()
+
+
 # What must just work.
 
 

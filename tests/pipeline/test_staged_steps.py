@@ -146,3 +146,18 @@ def test_errors():
     mixed = ftp.spmd(lambda p, q: (p, q), mesh, (specs, other))
     with pytest.raises(SpecError, match="give stages over dp and pp"):
         mixed(params, params)
+
+
+def test_results_share_no_memory_with_arguments_or_each_other():
+    mesh, params = ftp.simulated_mesh((2,), ("pp",)), [{"w": torch.randn(3, 4)} for _ in range(2)]
+    specs = ftp.Pipeline("pp", microbatches=1).place(params, P(), mesh)
+
+    def views(params):
+        views = [layer["w"].t() for layer in params]
+        norm = sum(layer["w"].sum() for layer in params)
+        return views, params, [2 * x for x in views], [2 * x for x in views], norm, norm.view(1)
+
+    found = ftp.spmd(views, mesh, (specs,))(params)
+    leaves = torch.utils._pytree.tree_leaves((params, found))
+    torch.testing.assert_close(found, views(params))
+    assert len({x.untyped_storage().data_ptr() for x in leaves}) == len(leaves) == 12
