@@ -33,37 +33,27 @@ def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
     match reshard.op:
         case "all_reduce":
             return site.collective(c10d.all_reduce.default, x, reshard.src.op, shape=here)
-        case "all_gather" if reshard.dst.kind == "R":
-            return site.contiguous(
-                _resharded(_all_gather, site, x, here, there, site.cut(reshard.src))
-            )
-        case "all_gather":
-            return site.contiguous(_recut(site, x, here, there))
-        case "reduce_scatter":
-            return site.contiguous(
-                _resharded(_reduce_scatter, site, x, here, there, None, site.cut(reshard.dst))
-            )
-        case "all_to_all" if reshard.src.dim == reshard.dst.dim:
-            return site.contiguous(_exchange_parts(site, x, here, there))
-        case "all_to_all":
-            return site.contiguous(
-                _resharded(
-                    _all_to_all, site, x, here, there, site.cut(reshard.src), site.cut(reshard.dst)
-                ),
-            )
-        case "slice":
-            return site.contiguous(
-                _resharded(_slice, site, x, here, there, None, site.cut(reshard.dst))
-            )
         case "contribute":
-            return (
-                site.emit(aten.alias.default, x)
-                if site.is_first
-                else site.emit(aten.zeros_like.default, x)
-            )
+            target = aten.alias.default if site.is_first else aten.zeros_like.default
+            return site.emit(target, x)
         case "pad":
             return _resharded(_pad, site, x, here, there, site.cut(reshard.src))
-    raise AssertionError(reshard)
+        case "all_gather" if reshard.dst.kind == "R":
+            made = _resharded(_all_gather, site, x, here, there, site.cut(reshard.src))
+        case "all_gather":
+            made = _recut(site, x, here, there)
+        case "reduce_scatter":
+            made = _resharded(_reduce_scatter, site, x, here, there, None, site.cut(reshard.dst))
+        case "all_to_all" if reshard.src.dim == reshard.dst.dim:
+            made = _exchange_parts(site, x, here, there)
+        case "all_to_all":
+            src, dst = site.cut(reshard.src), site.cut(reshard.dst)
+            made = _resharded(_all_to_all, site, x, here, there, src, dst)
+        case "slice":
+            made = _resharded(_slice, site, x, here, there, None, site.cut(reshard.dst))
+        case _:
+            raise AssertionError(reshard)
+    return site.contiguous(made)
 
 
 def _resharded(
@@ -94,7 +84,7 @@ def _resharded(
         if cut is not None and cut.pieces is not None:
             x = (undealt if sending else trimmed_pieces)(site, x, due, cut, n)
             size = cut.f if sending else sum(cut.pieces)
-            due[cut.dim] = cut.outer * size * cut.inner
+            due = cut.resized(due, size)
     return x
 
 
@@ -158,7 +148,9 @@ def _all_gather(
         before, after = [], [math.prod(after)] if after else []
     at, padded = len(before), [*before, cut.c, *after]
     flat = [math.prod(padded)] if at else padded
-    x = site.contiguous(_padded(site, x, here, [*before, cut.g, *after], at, cut.c, flat))
+    x = site.contiguous(
+        _in_view(site.pad_to, site, x, here, [*before, cut.g, *after], at, cut.c, flat)
+    )
     given = [n * flat[0], *flat[1:]]
     y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=given)
     if at:
@@ -166,7 +158,7 @@ def _all_gather(
         order = [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)]
         y = site.emit(aten.permute.default, y, order)
         given = [*before, n, cut.c, *after]
-    return _trimmed(site, y, given, [*before, n * cut.c, *after], at, cut.f, there)
+    return _in_view(site.trim, site, y, given, [*before, n * cut.c, *after], at, cut.f, there)
 
 
 def _reduce_scatter(
@@ -177,17 +169,18 @@ def _reduce_scatter(
     at, part = len(before), [*before, cut.c, *after]
     seen, flat = [*before, cut.f, *after], [n * math.prod(part)]
     if math.prod(before) == 1:
-        x = _padded(site, x, here, seen, at, n * cut.c, flat)
+        x = _in_view(site.pad_to, site, x, here, seen, at, n * cut.c, flat)
     else:
-        x = _padded(site, x, here, seen, at, n * cut.c, [*before, n, cut.c, *after])
+        x = _in_view(site.pad_to, site, x, here, seen, at, n * cut.c, [*before, n, cut.c, *after])
         x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
         x = site.emit(aten.reshape.default, x, flat)
     x = site.contiguous(x)
     y = site.collective(c10d.reduce_scatter_tensor.default, x, "sum", n, shape=flat)
-    return _trimmed(site, y, [math.prod(part)], part, at, cut.g, there)
+    return _in_view(site.trim, site, y, [math.prod(part)], part, at, cut.g, there)
 
 
-def _padded(
+def _in_view(
+    resize: Callable[..., fx.Node],
     site: ReshardSite,
     x: fx.Node,
     here: Sequence[int],
@@ -196,30 +189,12 @@ def _padded(
     size: int,
     to: Sequence[int],
 ) -> fx.Node:
-    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` padded to ``size``, in shape
-    ``to``.
+    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` brought to ``size`` by
+    ``resize``, in shape ``to``.
     """
     if seen[at] == size:
         return site.reshape(x, here, to)
-    x = site.pad_to(site.reshape(x, here, seen), seen, at, size)
-    return site.reshape(x, [*seen[:at], size, *seen[at + 1 :]], to)
-
-
-def _trimmed(
-    site: ReshardSite,
-    x: fx.Node,
-    here: Sequence[int],
-    seen: Sequence[int],
-    at: int,
-    size: int,
-    to: Sequence[int],
-) -> fx.Node:
-    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` cut to its first ``size``, in
-    shape ``to``.
-    """
-    if seen[at] == size:
-        return site.reshape(x, here, to)
-    x = site.trim(site.reshape(x, here, seen), at, seen[at], size)
+    x = resize(site.reshape(x, here, seen), seen, at, size)
     return site.reshape(x, [*seen[:at], size, *seen[at + 1 :]], to)
 
 
@@ -257,9 +232,10 @@ def _all_to_all(
     )
     y = site.emit(aten.reshape.default, y, [n, *seen])
     y = site.emit(aten.permute.default, y, [*range(1, s + 1), 0, *range(s + 1, 7)])
-    y = site.emit(aten.reshape.default, y, [*seen[:s], n * src.c, *seen[s + 1 :]])
-    y = site.trim(y, s, n * src.c, src.f)
-    y = site.trim(y, d, dst.c, dst.g)
+    arrived = [*seen[:s], n * src.c, *seen[s + 1 :]]
+    y = site.emit(aten.reshape.default, y, arrived)
+    y = site.trim(y, arrived, s, src.f)
+    y = site.trim(y, seen, d, dst.g)
     return site.emit(aten.reshape.default, y, there)
 
 
@@ -290,12 +266,11 @@ def _bounds(site: ReshardSite, cut: CutDim, end: str) -> list[Offset]:
 
 def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
     """From one cut of a dim to another cut of it: gather, then slice."""
-    d = site.reshard.src.dim
     src, dst = (
         site.dim(layout, *(site.sizes[f"{side}{name}"] for name in "ofig"))
         for side, layout in (("x", site.reshard.src), ("y", site.reshard.dst))
     )
-    full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
+    full = src.resized(here, src.f)
     whole = _resharded(_all_gather, site, x, here, full, src)
     return _resharded(_slice, site, whole, full, there, None, dst)
 

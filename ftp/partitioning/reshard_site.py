@@ -41,6 +41,11 @@ class CutDim:
         outer, inner = ([size] * (size != 1) for size in (self.outer, self.inner))
         return [*shape[: self.dim], *outer], [*inner, *shape[self.dim + 1 :]]
 
+    def resized(self, shape: Sequence[int], size: int) -> list[int]:
+        """The shape of a tensor that holds ``size`` in place of ``g``."""
+        here = self.outer * size * self.inner
+        return [*shape[: self.dim], here, *shape[self.dim + 1 :]]
+
     def even(self, n: int) -> "CutDim":
         """The zigzag with padded pieces as a plain cut of the dim in the order of the ranks."""
         half = -(-self.f // (2 * n))
@@ -130,8 +135,8 @@ class ReshardSite:
         padding = [0, 0] * (len(shape) - 1 - dim) + [0, missing]
         return self.emit(aten.constant_pad_nd.default, x, padding, 0.0)
 
-    def trim(self, x: fx.Node, dim: int, size: int, to: int) -> fx.Node:
-        return x if size == to else self.emit(aten.slice.Tensor, x, dim, 0, to)
+    def trim(self, x: fx.Node, shape: Sequence[int], dim: int, size: int) -> fx.Node:
+        return x if shape[dim] == size else self.emit(aten.slice.Tensor, x, dim, 0, size)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.emit(aten.contiguous.default, x)

@@ -19,7 +19,7 @@ def padded_pieces(site: ReshardSite, x: fx.Node, shape: list[int], cut: CutDim, 
     before, after = cut.split(shape)
     at, half = len(before), -(-cut.f // (2 * n))
     full = [*before, 2 * half, *after]
-    whole = [*shape[: cut.dim], cut.outer * 2 * half * cut.inner, *shape[cut.dim + 1 :]]
+    whole = cut.resized(shape, 2 * half)
     if (a, b) == (half, half):
         return x
     x = site.reshape(x, shape, [*before, a + b, *after])
@@ -52,7 +52,7 @@ def trimmed_pieces(site: ReshardSite, x: fx.Node, shape: list[int], cut: CutDim,
         if length or not start
     ]
     made = site.emit(aten.cat.default, parts, at) if len(parts) > 1 else parts[0]
-    whole = [*shape[: cut.dim], cut.outer * (a + b) * cut.inner, *shape[cut.dim + 1 :]]
+    whole = cut.resized(shape, (a + b))
     return site.reshape(made, [*before, a + b, *after], whole)
 
 
@@ -66,7 +66,7 @@ def dealt(site: ReshardSite, x: fx.Node, shape: list[int], cut: CutDim, n: int) 
     front = site.emit(aten.slice.Tensor, x, at, 0, n)
     back = site.emit(aten.flip.default, site.emit(aten.slice.Tensor, x, at, n, 2 * n), [at])
     made = site.emit(aten.cat.default, [front, back], at + 1)
-    whole = [*shape[: cut.dim], cut.outer * 2 * n * half * cut.inner, *shape[cut.dim + 1 :]]
+    whole = cut.resized(shape, 2 * n * half)
     return site.emit(aten.reshape.default, made, whole)
 
 
@@ -79,6 +79,6 @@ def undealt(site: ReshardSite, x: fx.Node, shape: list[int], cut: CutDim, n: int
     back = site.emit(aten.slice.Tensor, x, at + 1, half, 2 * half)
     made = site.emit(aten.cat.default, [front, site.emit(aten.flip.default, back, [at])], at)
     made = site.emit(aten.reshape.default, made, [*before, 2 * n * half, *after])
-    made = site.trim(made, at, 2 * n * half, cut.f)
-    whole = [*shape[: cut.dim], cut.outer * cut.f * cut.inner, *shape[cut.dim + 1 :]]
+    made = site.trim(made, [*before, 2 * n * half, *after], at, cut.f)
+    whole = cut.resized(shape, cut.f)
     return site.reshape(made, [*before, cut.f, *after], whole)
