@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.certification.residues.domain import UNINITIALISED
 from ftp.ops.exchange import LITERAL
 from ftp.torch_internals.pytree import tree_map
 
@@ -18,14 +19,6 @@ FACTORIES = (
     "empty_permuted",
     "scalar_tensor",
     "empty_strided",
-)
-UNINITIALISED = (
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "new_empty",
-    "empty_strided",
-    "new_empty_strided",
 )
 
 
@@ -67,20 +60,11 @@ class Reals:
     def laid_out(self, x: Any, strides: Any) -> Any:
         return x
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
-
-    def subtract(self, a: Tensor, b: Tensor) -> Tensor:
-        return a - b
-
-    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
-        return a * b
-
-    def larger(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.maximum(a, b)
-
-    def smaller(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.minimum(a, b)
+    add = staticmethod(torch.add)
+    subtract = staticmethod(torch.sub)
+    multiply = staticmethod(torch.mul)
+    larger = staticmethod(torch.maximum)
+    smaller = staticmethod(torch.minimum)
 
     def scaled(self, a: Tensor, by: Fraction) -> Tensor:
         return a * float(by)
