@@ -30,7 +30,7 @@ from ftp.checkpoint.save import check_savable
 from ftp.checkpoint.source import Source
 from ftp.checkpoint.write_shards import leads
 from ftp.distributed.shared_errors import all_gather_object
-from ftp.errors import CheckpointError, InputError, join_failures, raise_all
+from ftp.errors import CheckpointError, InputError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
@@ -205,12 +205,12 @@ def read_folder(path: Path) -> Source:
                 max(n, a + size) for n, a, size in zip(shape, start, stored.shape, strict=True)
             )
             found[name] = (found[name][0], shape, chunks)
-    if lacking := [
+    lacking = (
         f"{folder / file} holds no {name!r}, which the index says it does."
         for name, file in index.items()
         if name not in found
-    ]:
-        raise CheckpointError(join_failures(lacking))
+    )
+    raise_all(CheckpointError, lacking)
     tensors = {
         name: SavedTensor(dtype, shape, "", tuple(chunks))
         for name, (dtype, shape, chunks) in found.items()

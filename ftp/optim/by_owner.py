@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.axis import is_inside
-from ftp.errors import InputError, MeshError, join_failures, raise_all
+from ftp.errors import InputError, MeshError, raise_all
 from ftp.ops.constrain import constrain
 from ftp.ops.map_slices import MAP_SLICES, interned
 from ftp.ops.stack import Stack, Unstack
@@ -86,12 +86,8 @@ def apply_by_owner(
     check_matrices(leaves, leaf_names(tree, "tree"))
     columns = [aligned(treedef, other, f"rest[{i}]", "tree") for i, other in enumerate(rest)]
     items = [_item(args) for args in zip(leaves, *columns, strict=True)]
-    if failures := [
-        failure
-        for item, name in zip(items, leaf_names(tree, "tree"), strict=True)
-        for failure in item.unfit(name)
-    ]:
-        raise InputError(join_failures(failures))
+    named = zip(items, leaf_names(tree, "tree"), strict=True)
+    raise_all(InputError, (failure for item, name in named for failure in item.unfit(name)))
     mesh = _surrounding_mesh(items)
     if mesh is None:
         results = [_in_turn(fn, item) for item in items]

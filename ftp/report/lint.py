@@ -243,7 +243,7 @@ class Uneven:
     """A dim whose shards differ.
 
     Attributes:
-        size: the dim's, and ``ranks`` that share it, in units of ``unit``.
+        size: the dim's, and ``ranks`` that share it.
         largest: the longest shard.
         wasted: the part of all ranks' memory and time for it that an even division would save.
         below, above: the nearest sizes that divide.
@@ -252,7 +252,6 @@ class Uneven:
     dim: int
     size: int
     ranks: int
-    unit: int
     largest: int
     wasted: float
     below: int
@@ -276,13 +275,8 @@ def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
         n = math.prod(axes[c.axis] for c in cuts)
         if n == 1 or not size or most[dim] * n == size:
             continue
-        unit = max(c.size for c in cuts)
-        step = n * unit * (2 if any(c.zigzag for c in cuts) else 1)
+        step = n * max(c.size for c in cuts) * (2 if any(c.zigzag for c in cuts) else 1)
         if all(c.is_plain or c.pack == 1 for c in cuts) and most[dim] * n > size:
-            below = size // step * step
-            found.append(
-                Uneven(
-                    dim, size, n, unit, most[dim], 1 - size / (most[dim] * n), below, below + step
-                )
-            )
+            below, wasted = size // step * step, 1 - size / (most[dim] * n)
+            found.append(Uneven(dim, size, n, most[dim], wasted, below, below + step))
     return found

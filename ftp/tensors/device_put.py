@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.distributed.agreement import calls
 from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
-from ftp.errors import InputError, PlacementError, SpecError, join_failures, raise_all
+from ftp.errors import InputError, PlacementError, SpecError, raise_all
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -221,8 +221,7 @@ def local_slice(
     (slice(0, 6, None), slice(0, 3, None))
     """
     m = resolve(mesh)
-    if failures := check_spec(spec, shape, m.axes, "the tensor"):
-        raise SpecError(join_failures(failures))
+    raise_all(SpecError, check_spec(spec, shape, m.axes, "the tensor"))
     if m.kind != "process":
         return tuple(slice(0, s) for s in shape)
     pieces = local_pieces(spec, shape, m.axes, require_coordinate(m))
