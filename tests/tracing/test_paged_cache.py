@@ -67,7 +67,7 @@ def test_as_one_device(seed: int):
             v[pages[at // size], at % size] = torch.randn(heads, 2, dtype=torch.float64)
     window = draw.choice([(-1, 0), (-1, -1), (2, 0), (0, 0), (1, 1)])
 
-    def decode(q: Any, k: Any, v: Any, table: Any, used: Any, ends: Any) -> Tensor:
+    def decode(q: Any, k: Any, v: Any, table: Any, used: Any, ends: Any) -> Any:
         return varlen_attn(
             q, k, v, ends, None, 3, per * size, window_size=window, enable_gqa=group > 1,
             seqused_k=used, block_table=table,
