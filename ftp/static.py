@@ -149,6 +149,7 @@ def bincount(
         raise InputError(
             f"bincount takes integers of one dim, not {x.dtype} of shape {tuple(x.shape)}."
         )
+    x = x.long()  # size may be beyond the range of its dtype
     is_in = (x >= 0) & (x < size)
     assume(is_in, f"all values are in [0, {size}), the size of ftp.static.bincount")
     if weights is None:
@@ -156,7 +157,7 @@ def bincount(
     elif weights.dtype is not torch.float32:
         weights = weights.to(torch.float64)
     zero = weights.new_zeros(())
-    return _counted(x.clamp(0, size - 1).long(), torch.where(is_in, weights, zero), size)
+    return _counted(x.clamp(0, size - 1), torch.where(is_in, weights, zero), size)
 
 
 def while_loop(

@@ -119,7 +119,6 @@ def test_torchs_bincount_of_a_range_that_ops_show(name: str):
 
 UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of the batch": lambda x: x.long().flatten(),
-    "argmax of more": lambda x: x.argmax(0),
     "gathered by a range": lambda x: x.long().flatten()[x.argmax(1)],
     "a largest value": lambda x: x.long().max(1).values,
     "a sum": lambda x: x.argmax(1) + 1,
@@ -129,14 +128,24 @@ UNKNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def test_torchs_bincount_of_a_wider_range_is_refused():
+    step = ftp.shard(
+        lambda w, x: (w * torch.bincount(x.argmax(0), minlength=5)).sum(),
+        ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"),
+    )  # fmt: skip
+    with pytest.raises(TraceError, match="bincount"):
+        step(torch.ones(5), torch.linspace(-4, 7, 24).cos().reshape(6, 4))
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_torchs_bincount_of_other_values_is_refused(name: str):
+def test_torchs_bincount_of_other_values_assumes_their_range(name: str):
     def loss(w, x):
         return (w * torch.bincount(UNKNOWN[name](x), minlength=5)).sum()
 
     step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))
-    with pytest.raises(TraceError, match="bincount"):
-        step(torch.ones(5), torch.linspace(-4, 7, 24).cos().reshape(6, 4))
+    with pytest.warns(UserWarning, match="bincount of a tensor whose values are not known"):
+        lowered = step.lower(torch.ones(5), torch.linspace(-4, 7, 24).cos().reshape(6, 4))
+    assert any("bincount" in str(assumption) for assumption in lowered.assumptions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.int32])
@@ -145,6 +154,14 @@ def test_counts_have_torchs_dtype(dtype: torch.dtype):
     expected = torch.bincount(ids, weights, minlength=4)
     assert torch.equal(ftp.static.bincount(ids, weights, minlength=4), expected)
     assert ftp.static.bincount(ids, weights, minlength=4).dtype is expected.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_small_integers_are_counted_in_sizes_beyond_their_range(dtype: torch.dtype):
+    ids = torch.tensor([0, 3, 127, 127, 7]).to(dtype)
+    expected = torch.bincount(ids, minlength=300)
+    assert torch.equal(ftp.static.bincount(ids, size=300), expected)
+    assert torch.equal(ftp.static.bincount(ids, size=256), expected[:256])
 
 
 @pytest.mark.parametrize(

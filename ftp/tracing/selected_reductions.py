@@ -143,7 +143,9 @@ def _softmax(name: str) -> Callable[..., Any]:
 
 
 def _quantile(name: str) -> Callable[..., Any]:
-    """Of all elements, or over the rows: rows that are not selected are nan, which is left out."""
+    """Of all elements, or over the rows: rows that are not selected are nan, which is left out. A
+    selected nan makes the result nan.
+    """
 
     def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -152,7 +154,11 @@ def _quantile(name: str) -> Callable[..., Any]:
             return None
         if name == "nanmedian" and dim is not None:
             return None  # it gives indices too
-        return getattr(torch, name)(_filled(x, math.nan), *args, **kwargs)
+        made = getattr(torch, name)(_filled(x, math.nan), *args, **kwargs)
+        keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        is_nan = zeroed(x).isnan()
+        is_nan = is_nan.any() if dim is None else is_nan.any(dim, keepdim)
+        return made.masked_fill(is_nan, math.nan)
 
     return of
 

@@ -715,3 +715,17 @@ def test_rows_returned_beside_a_gradient_in_the_function():
 
     step = ftp.spmd(slopes, ftp.simulated_mesh((2,), ("dp",)), (P(), P("dp"), P("dp")))
     torch.testing.assert_close(step(W, X, IDS), slopes(W, X, IDS), rtol=1e-11, atol=1e-12)
+
+
+def test_a_selected_nan_is_the_median_and_the_quantile():
+    x = torch.tensor([[1.0, 2], [torch.nan, 4], [3, 5], [torch.nan, 6]], dtype=torch.float64)
+    mask = torch.tensor([True, True, True, False])
+
+    def fn(x, mask):
+        rows, q = x[mask], torch.tensor([0.5, 0.1], dtype=torch.float64)
+        without = x[mask & (x[:, 0] == x[:, 0])]
+        kept = rows.quantile(0.5, 0, keepdim=True)
+        return rows.median(), rows.quantile(0.3), rows.quantile(q, dim=0), kept, without.median()
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P("tp")), P())
+    torch.testing.assert_close(step(x, mask), fn(x, mask), equal_nan=True)
