@@ -78,8 +78,8 @@ def verify_hashes(
 def _share_of(items: Sequence[Any], size: Callable[[Any], int], me: int, n: int) -> Iterator[Any]:
     """Rank ``me`` of ``n``'s items: consecutive ones, of about an ``n``-th of all sizes."""
     sizes = [max(1, size(item)) for item in items]
-    before = 0
+    before, total = 0, sum(sizes)
     for item, s in zip(items, sizes, strict=True):
-        if before * n // sum(sizes) == me:
+        if before * n // total == me:
             yield item
         before += s

@@ -78,7 +78,8 @@ def device_put(
             ranks = m.ranks if m.kind == "process" else range(m.size())
             check_rank(src, ranks, "src", f"the mesh {m}")
     what = "checked device_put" if is_compared else f"device_put from rank {src}"
-    with _running(what, given) if is_collective else nullcontext():
+    sent = [_source(leaf) for leaf in given.leaves]
+    with _running(what, given, sent) if is_collective else nullcontext():
         if is_compared:
             _compare_sources(given)
         return given.unflatten(_put(leaf, m, src, non_blocking) for leaf in given.leaves)
@@ -111,7 +112,8 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     if m.kind == "process" and any(map(_is_unknown, shards.leaves)):
         shards = agree_on_shapes(shards, "device_get")
     is_collective = m.kind == "process" and any(shards.specs)
-    with _running("device_get", shards) if is_collective else nullcontext():
+    sent = [_kind(leaf.value) for leaf in shards.leaves]
+    with _running("device_get", shards, sent) if is_collective else nullcontext():
         return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
 
 
@@ -125,13 +127,28 @@ def _is_unknown(leaf: Leaf) -> bool:
     )
 
 
-def _running(what: str, tree: ShardedTree) -> Running:
-    """The call in which ranks communicate; it has the same name on all ranks."""
-    dtypes = [
-        leaf.dtype if isinstance(leaf.value, torch.Tensor) else "static" for leaf in tree.leaves
-    ]
-    leaves = ", ".join(f"{d} {s}" for d, s in zip(dtypes, tree.specs, strict=True))
+def _running(what: str, tree: ShardedTree, sent: Sequence[str]) -> Running:
+    """The call in which ranks communicate; it has the same name on all ranks that send the same.
+
+    Args:
+        sent: what is sent of each leaf.
+    """
+    leaves = ", ".join(f"{d} {s}" for d, s in zip(sent, tree.specs, strict=True))
     return calls(tree.mesh).running(f"{what} of {leaves}")
+
+
+def _source(leaf: Leaf) -> str:
+    if not isinstance(leaf.value, torch.Tensor):
+        return "static"
+    placed = "" if placement_of(leaf.value) is None else "placed "
+    return f"{placed}{_kind(leaf.value)}{list(leaf.known_shape)}"
+
+
+def _kind(value: Any) -> str:
+    """A leaf's dtype; of one on meta, of which nothing is sent, that too."""
+    if not isinstance(value, torch.Tensor):
+        return "static"
+    return f"{'meta ' if value.is_meta else ''}{str(value.dtype).removeprefix('torch.')}"
 
 
 def _check_sources(tree: ShardedTree) -> None:

@@ -70,7 +70,7 @@ def without_addresses(text: str) -> str:
 
 def content_hash(tensor: torch.Tensor) -> str | None:
     """A digest of a tensor's values; None if all values are equal, such as zeros on every rank."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.numel() < 2 or bool((flat == flat[0]).all()):
         return None
     return hashlib.sha256(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[

@@ -485,6 +485,25 @@ def test_placement_that_fails_on_one_rank_fails_on_all(kind):
     assert max(first[1], second[1]) < 10
 
 
+def _other_sources():
+    """One rank gives values, the other a tensor of the same spec of which other bytes are sent."""
+    mesh, rank = _mesh(), dist.get_rank()
+    x, said = torch.arange(6.0), []
+    for other in (torch.empty(6, device="meta"), torch.zeros(8), ftp.device_put(x, mesh, P("tp"))):
+        try:
+            ftp.device_put(x if rank == 0 else other, mesh, P("tp"), src=0)
+        except ftp.errors.MismatchError as e:
+            said.append(str(e))
+    return said
+
+
+def test_sources_that_differ_between_ranks_are_an_error_on_all():
+    for said in (r.value for r in launch(_other_sources, 2)):
+        kinds = ("meta float32[6]", "float32[8]", "placed float32[6]")
+        assert len(said) == 3
+        assert all(f"{kind} P('tp')" in text for kind, text in zip(kinds, said, strict=True))
+
+
 def _outside():
     _mesh()
     from torch.distributed.device_mesh import DeviceMesh
