@@ -1,5 +1,5 @@
-"""``as_strided`` over all of a tensor's memory, as permutations and a reshape, which have
-sharding rules.
+"""``as_strided`` without the strides that its tensor has on one device, as a shard or a gathered
+value has others: as permutations and a reshape, which have sharding rules, or of a flat tensor.
 """
 
 import math
@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.errors import TraceError
+from ftp.tracing.explain_errors import located
+
 aten = torch.ops.aten
 
 
 def without_strides(graph: fx.Graph) -> None:
     """Replace each ``as_strided``, and each scatter of one, that reads or writes all of a dense
-    tensor exactly once.
-
-    Pooling of tensors in channels-last memory and its gradient are examples. An ``as_strided`` that
-    reads a part of its tensor, or an element twice, stays.
+    tensor exactly once, as pooling of tensors in channels-last memory and its gradient do. One that
+    reads a part, or an element twice, reads the tensor's elements in the order of its memory.
     """
     for node in list(graph.nodes):
         if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
             with graph.inserting_before(node):
-                value = _as_views(graph, node)
-            if value is not None:
-                node.replace_all_uses_with(value)
-                graph.erase_node(node)
+                value = _as_views(graph, node) or _of_flat(graph, node)
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
 
 
 def _as_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -42,6 +42,46 @@ def _as_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     if source is None:
         return _laid_out(graph, of, held, size, seen, node)
     return _laid_out(graph, source, seen, x.shape, held, node)
+
+
+def _of_flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The ``as_strided``, or the scatter of one, of a flat tensor: the elements of its tensor in
+    the order of their memory. If that is a view of more, as a slice is, they are those of the
+    tensor that it views.
+    """
+    arguments: Any = node.args
+    of, *rest = arguments
+    source = [rest.pop(0)] if node.target is aten.as_strided_scatter.default else []
+    size, stride, *offset = rest
+    start = offset[0] if offset and offset[0] is not None else of.meta["val"].storage_offset()
+    last = start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    while (order := _order_of_all(of.meta["val"], last)) is None and not source and _is_view(of):
+        of = of.args[0]
+    if order is None:
+        raise TraceError(
+            f"as_strided{located(node.meta.get('source', ''))} reads memory that is no part of its"
+            " tensor. Use slices, transpose, unfold or view of the whole tensor instead."
+        )
+    x = of.meta["val"]
+    flat = _laid_out(graph, of, order, [x.numel()], [0], node)
+    given = (flat, *source, size, stride, start)
+    made = graph.call_function(node.target, given)  # type: ignore[arg-type]
+    values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in given]
+    made.meta = {**node.meta, "val": node.target(*values)}  # type: ignore[operator]
+    return _laid_out(graph, made, [0], x.shape, order, node) if source else made
+
+
+def _order_of_all(x: torch.Tensor, last: int) -> list[int] | None:
+    """The memory order of a tensor that holds its memory's elements up to the ``last``; else
+    None.
+    """
+    holds = not x.storage_offset() and last < max(x.numel(), 1)
+    return memory_order(x.shape, x.stride()) if holds else None
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.returns[0].alias_info is not None
 
 
 def _laid_out(

@@ -1,11 +1,14 @@
-"""as_strided over all of a tensor is permutations and a reshape; anything else is left as it is."""
+"""as_strided of all of a tensor is permutations and a reshape; of a part, of a flat tensor."""
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ftp
+from ftp import P
 from ftp.sharding.pytree import flatten
 from ftp.tracing.restride import memory_order
 from ftp.tracing.trace import trace
@@ -63,3 +66,19 @@ def test_windows_and_parts_stay():
     assert is_left(traced(lambda x: x.as_strided((3,), (2,)), x))
     assert is_left(traced(lambda x: x.as_strided((2, 2), (1, 2), 1), x))
     assert memory_order((2, 3), (0, 1)) is None
+
+
+def _of_a_part(w, x):
+    """Of a slice, beyond its end; of a transposed value; a write."""
+    y = x @ w
+    z = y.t().sin()
+    z.as_strided((2, 2), (3, 1), 1).mul_(2)
+    return y[1:, 1:3].as_strided((2, 3), (3, 1)), y.t().cos().as_strided((2, 2), (3, 1), 1), z
+
+
+@pytest.mark.filterwarnings("ignore:aten.as_strided:ftp.errors.ReplicationWarning")
+def test_a_part_of_memory_is_that_of_one_device():
+    w, x = torch.randn(5, 6, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
+    step = ftp.spmd(_of_a_part, ftp.simulated_mesh((2,), ("a",)), (P(None, "a"), P("a")), P())
+    for found, expected in zip(step(w, x), _of_a_part(w, x), strict=True):
+        torch.testing.assert_close(found, expected)
