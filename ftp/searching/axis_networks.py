@@ -14,7 +14,7 @@ from ftp.planning.layers.repeats import Ties
 from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Open, Problem
 from ftp.rules.op_kinds import VIEWS
 from ftp.searching.open_layouts import reaches
-from ftp.searching.opened import Opened
+from ftp.searching.opened import Opened, nbytes_of
 from ftp.sharding.layout import Layout, R, nominal
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 
@@ -188,11 +188,6 @@ def ties_of(net: Opened) -> Ties | None:
     if net.folded and ties is None:
         raise NotAlike
     return ties
-
-
-def nbytes_of(value: Value) -> int:
-    """Bytes of a value on a rank."""
-    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
 def kept_bytes(graph: Graph) -> dict[Value, int]:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from ftp.paused_gc import collection_paused
-from ftp.planning.graph import Value
 from ftp.planning.solver.reduce import Infeasible
-from ftp.searching.axis_networks import Price, entry_of, nbytes_of
+from ftp.searching.axis_networks import Price, entry_of
 from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.open_layouts import open_layouts, shared_heads
 from ftp.searching.opened import Opened
@@ -157,9 +156,7 @@ def refined(task: Searching, best: Candidate) -> Candidate:
     is_better = budget > 0
     while is_better:
         is_better = False
-        sizes = {
-            p: sum(nbytes_of(Value(node)) for node in task.net.members(p)) for p in best.patterns
-        }
+        sizes = {pattern: task.net.nbytes(pattern) for pattern in best.patterns}
         for pattern in sorted(sizes, key=lambda p: -sizes[p]):
             for spec in _promising_specs(task, pattern, best):
                 patterns = {**best.patterns, pattern: spec}
@@ -180,17 +177,20 @@ def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
-    """For a plan that fits, the specs with as many bytes or more; for one that does not fit, those
-    with as many or fewer.
+    """For a plan that fits, the specs with as many bytes or more, and no more than are free; for
+    one that does not fit, those with as many or fewer.
     """
-    sizes = [nbytes_of(Value(node)) for node in task.net.members(pattern)]
+    whole = task.net.nbytes(pattern)
 
     def held(spec: PartitionSpec) -> int:
-        return sum(sizes) // math.prod(task.axes.get(axis, 1) for axis in spec.axes)
+        return whole // math.prod(task.axes.get(axis, 1) for axis in spec.axes)
 
-    own, sign = best.patterns[pattern], 1 if task.fits(best) else -1
+    own, fits = best.patterns[pattern], task.fits(best)
     specs = _other_specs(task, pattern, own)
-    return [spec for spec in specs if sign * (held(spec) - held(own)) >= 0]
+    if not fits:
+        return [spec for spec in specs if held(spec) <= held(own)]
+    free = (task.memory or math.inf) - best.estimate.nbytes - task.excess
+    return [spec for spec in specs if 0 <= held(spec) - held(own) <= free]
 
 
 def _other_specs(task: Searching, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:

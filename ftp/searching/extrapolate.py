@@ -2,8 +2,12 @@
 of one layer.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
+from typing import NamedTuple
 
 from ftp.planning.cost import Hardware
 from ftp.planning.layers.labels import label
@@ -22,19 +26,22 @@ class Estimate:
     share: float
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The layer of an op, if any, and whether the op is part of a backward pass."""
+class _OpOfLayer(NamedTuple):
+    """An op of a layer, among those that run: its layer, whether it is part of a backward pass, the
+    place of its node in the layer, and its number among the ops made from that node.
+    """
 
-    layer: int | None
+    layer: int
     is_backward: bool
+    at: int
+    number: int
 
 
 def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Estimate:
     """The estimate of a whole program from one in which the layers of ``folded`` are left out.
 
-    A layer left out is like the two layers around it: it adds the seconds, and the bytes, between
-    the starts of those two.
+    A layer left out is like the two layers around it: it adds the seconds, and the bytes, that each
+    op of the second has more than its twin in the first.
     """
     memory, cost = lowered.memory, lowered.cost(hardware)
     grads = memory.totals.get("gradients", 0)
@@ -43,58 +50,69 @@ def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Est
         return Estimate(float(cost), int(memory), share)
     gone, t = folded.left_out, folded.stands_for
     layers = label(lowered.plan.graph, folded.labels, folded.slices)
-    places = {
-        node.name: _Place(layers.of.get(node), node.phase % 2 == 1)
-        for node in lowered.plan.graph.nodes
-    }
-    nowhere = _Place(None, False)
     of = {
-        node.name: places.get(node.meta.get("origin", ""), nowhere)
-        for node in lowered.executed.nodes
+        node.name: (layers.of[node], node.phase % 2 == 1, layers.at[node])
+        for node in lowered.plan.graph.nodes
+        if node in layers.of
     }
+    origins = {node.name: of.get(node.meta.get("origin", "")) for node in lowered.executed.nodes}
 
     ops = sorted(cost.ops, key=lambda op: op.begin)
-    begin = _firsts([of.get(op.name, nowhere) for op in ops], t)
-    seconds = float(cost) + gone * _added([op.begin for op in ops], begin)
+    begin = Twins([origins.get(op.name) for op in ops], t)
+    begins = [op.begin for op in ops]
+    inputs = {node.name for node in lowered.plan.graph.inputs if layers.of.get(node) == t}
+    outputs = sum(layers.of.get(value.node) == t for value in lowered.plan.graph.outputs)
+    seconds = begin.added(begins, False) + begin.added(begins, True)
+    if not hardware.hides_overhead:  # each input and output is checked
+        seconds += hardware.overhead * (len(inputs) + outputs)
+    seconds = float(cost) + gone * seconds
 
     moments = memory.timeline
-    first = _firsts([of.get(m.op, nowhere) for m in moments], t)
+    twins = Twins([origins.get(m.op) for m in moments], t)
     live = [m.live for m in moments]
-    inputs = {node.name for node in lowered.plan.graph.inputs if layers.of.get(node) == t}
     held = sum(nbytes for name, nbytes in lowered.input_bytes.items() if name in inputs)
-    kept = _between(live, first, False)
-    made = -_between(live, first, True)
+    kept, made = twins.added(live, False), twins.added(live, True)
     # At any moment a layer left out adds its inputs; from its forward pass on the tensors that it
     # keeps for the backward pass; from its backward pass on the gradients that it makes.
     nbytes = 0
-    forward, backward = first(True, False), first(False, True)
     for at, n in enumerate(live):
-        is_kept, is_made = (
-            forward is not None and at >= forward,
-            backward is not None and at >= backward,
-        )
+        is_kept, is_made = at >= twins.begin(False), at >= twins.begin(True)
         nbytes = max(nbytes, n + gone * (held + is_kept * kept + is_made * made))
     return Estimate(seconds, round(nbytes), share)
 
 
-_First = Callable[[bool, bool], int | None]
+class Twins:
+    """Where the ops of two adjacent equal layers run in a program."""
 
+    def __init__(self, ops: Sequence[tuple[int, bool, int] | None], t: int):
+        self._t = t
+        self._places: dict[_OpOfLayer, int] = {}
+        seen: Counter[tuple[int, bool, int]] = Counter()
+        for place, op in enumerate(ops):
+            if op is not None and op[0] in (t, t + 1):
+                self._places[_OpOfLayer(*op, seen[op])] = place
+                seen[op] += 1
 
-def _firsts(places: Sequence[_Place], t: int) -> _First:
-    """The start of the forward and backward pass of the earlier and the later of the two layers."""
-    found: dict[tuple[bool, bool], int] = {}
-    for at, place in enumerate(places):
-        if place.layer in (t, t + 1):
-            found.setdefault((place.layer == t + 1, place.is_backward), at)
-    return lambda is_later, is_backward: found.get((is_later, is_backward))
+    def begin(self, is_backward: bool) -> float:
+        """Where the second of the two layers begins in a pass: in a backward pass, the earlier."""
+        second = self._t if is_backward else self._t + 1
+        of_pass = (
+            place
+            for op, place in self._places.items()
+            if (op.layer, op.is_backward) == (second, is_backward)
+        )
+        return min(of_pass, default=math.inf)
 
-
-def _added(values: Sequence[float], first: _First) -> float:
-    """The amount that a layer adds in both passes; in a backward pass the later layer is first."""
-    return _between(values, first, False) - _between(values, first, True)
-
-
-def _between(values: Sequence[float], first: _First, is_backward: bool) -> float:
-    """The difference between the starts of the two layers' passes."""
-    t, after = first(False, is_backward), first(True, is_backward)
-    return 0.0 if t is None or after is None else values[after] - values[t]
+    def added(self, values: Sequence[float], is_backward: bool) -> float:
+        """The amount that the second layer adds in a pass: the median of what its ops have more
+        than their twins. A schedule moves some ops, such as gathers of parameters, out of their
+        layer: the starts of two layers may differ in more than the layer.
+        """
+        sign = -1 if is_backward else 1
+        differences = [
+            sign * (values[later] - values[place])
+            for op, place in self._places.items()
+            if (op.layer, op.is_backward) == (self._t, is_backward)
+            and (later := self._places.get(op._replace(layer=self._t + 1))) is not None
+        ]
+        return median_low(differences) if differences else 0.0

@@ -1,5 +1,6 @@
 """A traced loss and its gradient, whose parameters' layouts are open."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from ftp.planning.graph import Graph, Node, Rewrite, Value
 from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.prepare import prepare
 from ftp.searching.marks import Along, marked_pattern, marking, pattern_of, pin_along
-from ftp.sharding.layout import Layout
+from ftp.sharding.layout import Layout, nominal
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import PartitionSpec
@@ -77,6 +78,19 @@ class Opened:
 
     def members(self, pattern: str) -> list[Node]:
         return [node for node in self.params if self.patterns[node] == pattern]
+
+    def nbytes(self, pattern: str) -> int:
+        """Bytes of the parameters of a pattern, those of layers left out among them."""
+        members = self.members(pattern)
+        if self.folded is not None:
+            of_layer = [n for n in members if self.folded.labels.get(n) == self.folded.stands_for]
+            members += of_layer * self.folded.left_out
+        return sum(nbytes_of(Value(node)) for node in members)
+
+
+def nbytes_of(value: Value) -> int:
+    """Bytes of a value on a rank."""
+    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
 def traced_loss(loss_fn: Any, params: Any, batch: Any, mesh: Mesh) -> Traced:

@@ -12,10 +12,11 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 import ftp
 from ftp import P
 from ftp.planning.planner import plan_few
-from ftp.searching import axis_networks, candidates
+from ftp.searching import axis_networks, candidates, extrapolate
 from ftp.searching.open_layouts import shared_heads
 from ftp.searching.opened import opened, traced_loss
 from ftp.searching.result import Found
+from ftp.sharding.mesh import resolve
 
 CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, layers=2)
 TOKENS = 16, 2048
@@ -258,6 +259,46 @@ def test_what_is_promised_is_what_is_lowered():
     assert found.patterns == dict(best.patterns) and found.bucket
     as_run = lowered(found.patterns, bucket=True)
     assert (found.cost, found.memory) == (float(as_run.cost()), int(as_run.memory))
+
+
+def test_estimates_count_the_checks_of_the_arguments_of_layers_left_out():
+    params = {
+        "layers": [
+            {name: torch.empty(64, 64, device="meta") for name in ("up", "down")} for _ in range(10)
+        ]
+    }
+    x, mesh = torch.empty(16, 64, device="meta"), ftp.AbstractMesh((2,), ("dp",))
+
+    def loss_fn(p, x):
+        for layer in p["layers"]:
+            x = x + (x @ layer["up"]).relu() @ layer["down"]
+        return x.square().mean()
+
+    cpu = ftp.Hardware.cpu()
+    task = candidates.Searching(
+        loss_fn, params, (x,), P("dp"), [P("dp")], resolve(mesh), ("dp",), cpu, None
+    )
+    patterns = dict.fromkeys(task.net.patterns.values(), P("dp"))
+    found = task.estimate_of(patterns, {})
+    step = ftp.shard(
+        loss_fn, mesh, ftp.plan(params, patterns), batch_specs=P("dp"), hardware=cpu, bucket=False
+    )
+    lowered = step.lower(params, x)
+    assert lowered.plan.alike
+    assert found.nbytes == int(lowered.memory)
+    assert found.seconds == pytest.approx(float(lowered.cost(cpu)), rel=1e-6)
+
+
+def test_ops_that_leave_their_layer_do_not_change_what_a_layer_adds():
+    """The gather of the later layer runs in the earlier one: before its start, as it is not before
+    the start of the earlier layer.
+    """
+    gather, mm, relu = ((False, at) for at in range(3))
+    order = [(3, gather), (3, mm), (4, gather), (3, relu), (4, mm), (4, relu)]
+    live = [10, 12, 17, 13, 19, 20]  # 7 bytes a layer
+    twins = extrapolate.Twins([(layer, *place) for layer, place in order], 3)
+    assert twins.added(live, False) == 7
+    assert twins.added(live, True) == 0
 
 
 def test_heads_that_do_not_divide_are_cut_whole():
