@@ -356,6 +356,15 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
         Tensor.__setitem__(input, key, value)
 
 
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """With a bias torch takes three dims for two, and under a gradient of torch.func asks for their
+    sizes as numbers (2.13).
+    """
+    if bias is None or input.ndim != 3 or all(type(size) is int for size in input.shape):
+        return F.linear(input, weight, bias)
+    return F.linear(input.flatten(0, 1), weight, bias).unflatten(0, input.shape[:2])
+
+
 def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``ctc_loss`` with its lengths as tensors."""
 
@@ -407,6 +416,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
     F.one_hot: _one_hot,
+    F.linear: _linear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
     torch.bincount: _bincount,

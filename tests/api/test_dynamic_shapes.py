@@ -304,6 +304,23 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
     assert "range(tokens.shape[1])" in reason
 
 
+def test_linear_layers_with_a_bias():
+    """torch's own asks for sizes as numbers under a gradient. At 12 all sizes are the vocabulary's."""
+
+    def loss(params, tokens):
+        x = F.linear(F.embedding(tokens[:, :-1], params["emb"]), params["head"], params["bias"])
+        return x.log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+
+    dims, specs = {0: torch.export.Dim("B")}, {"emb": P("tp"), "head": P(), "bias": P()}
+    step = ftp.shard(loss, on({"tp": 2}), specs, dynamic_shapes=dims)
+    params = {"emb": torch.randn(12, 6), "head": torch.randn(12, 6), "bias": torch.randn(12)}
+    for size in (12, 7, 24, 5):
+        tokens = (torch.arange(5 * size) % 12).view(size, 5)
+        want = loss(params, tokens)
+        assert torch.allclose(step(params, tokens)[0], want, rtol=1e-5)
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
 def with_compilations(monkeypatch):
     """A list with an entry for each rank's graph that is compiled from now on."""
     made, compiled = [], sized_program.compiled
