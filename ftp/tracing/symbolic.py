@@ -209,10 +209,8 @@ class Symbolic:
             case "Mod" | "PythonMod":
                 return args[0] % args[1]
             case "Min" | "Max" as kind:
-                found = args[0]
-                for a in args[1:]:
-                    found = self.sizes.extreme(kind.lower(), found, a)
-                return found
+                # Which one it is becomes a condition: rules compare the dims of slices with others.
+                return (min if kind == "Min" else max)(args)
             case "CeilToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
                 x, y = (self.of_formula(a) for a in e.args[0].args)
                 return -(-x // y)

@@ -305,7 +305,7 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
 
 
 def test_linear_layers_with_a_bias():
-    """torch's own asks for sizes as numbers under a gradient. At 12 all sizes are the vocabulary's."""
+    """torch's own asks for sizes as numbers under a gradient of torch.func."""
 
     def loss(params, tokens):
         x = F.linear(F.embedding(tokens[:, :-1], params["emb"]), params["head"], params["bias"])
@@ -319,6 +319,25 @@ def test_linear_layers_with_a_bias():
         want = loss(params, tokens)
         assert torch.allclose(step(params, tokens)[0], want, rtol=1e-5)
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
+def test_a_slice_that_may_end_before_the_size():
+    """Positions cut from a buffer, as in BERT, and a window of the last ones: which end counts is a
+    condition.
+    """
+    positions = torch.arange(16)
+
+    def loss(params, x):
+        at = F.embedding(positions[: x.shape[1]], params["emb"])
+        return (x + at).square().mean() + x[:, -6:].sum()
+
+    step = ftp.shard(loss, on({"dp": 2}), batch_specs=P("dp"))
+    params = {"emb": torch.randn(16, 3, dtype=torch.float64)}
+    for size in (4, 7, 12, 5, 16, 9, 6):
+        x = torch.randn(3, size, 3, dtype=torch.float64)
+        want_grads, want = torch.func.grad_and_value(loss)(params, x)
+        torch.testing.assert_close(step(params, x), (want, want_grads), rtol=1e-12, atol=1e-12)
+    assert step.shapes.traces == 2 and not step.shapes.one_by_one  # up to 6, and above
 
 
 def with_compilations(monkeypatch):
