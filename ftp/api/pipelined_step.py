@@ -23,7 +23,7 @@ from ftp.pipeline.check_stacks import check_parts_of_stacks
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
-from ftp.pipeline.value_stages import with_constant_seeds
+from ftp.pipeline.value_stages import with_computed_outputs, with_constant_seeds
 from ftp.planning.planner import Watch
 from ftp.random.distributions import is_key
 from ftp.random.distributions import split as split_key
@@ -134,8 +134,8 @@ def plan_pipeline(
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
     """
     mesh, options, ranks = definition.mesh, definition.options, definition.mesh.axes[pipeline.axis]
-    traced = gm
-    gm = with_constant_seeds(gm)
+    traced = with_computed_outputs(gm)
+    gm = with_constant_seeds(traced)
     whole: Any = gm.graph.output_node().args[0]
     out_shapes = [tuple(node.meta["val"].shape) for node in whole]
     # From here on a stack of layers that the axis cuts is one parameter per rank.

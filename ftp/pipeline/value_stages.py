@@ -250,6 +250,22 @@ def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
     return as_module(graph)
 
 
+def with_computed_outputs(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with a copy of each input that is an output by itself, which a stage computes."""
+    outputs: Any = gm.graph.output_node().args[0]
+    if not any(node.op == "placeholder" for node in outputs):
+        return gm
+    graph = copied(gm.graph)
+    end = graph.output_node()
+    given = [x for x in dict.fromkeys(end.all_input_nodes) if x.op == "placeholder"]
+    with graph.inserting_before(end):
+        copies = {x: graph.call_function(aten.clone.default, (x,)) for x in given}
+    for x, copy in copies.items():
+        copy.meta = dict(x.meta)
+        end.replace_input_with(x, copy)
+    return as_module(graph)
+
+
 _FILLED = (aten.ones_like.default, aten.full.default, aten.full_like.default)
 
 

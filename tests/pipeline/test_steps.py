@@ -219,6 +219,25 @@ def test_aux_is_averaged_and_replicated():
     assert ftp.specs_of(aux) == {"twice": P(), "rows": P()}
 
 
+def test_inputs_may_be_aux_themselves():
+    model, pipe = Model(2), ftp.Pipeline("pp", 2)
+    mesh, constant = ftp.simulated_mesh((2, 2), ("pp", "tp")), torch.arange(3.0)
+
+    def loss_fn(params, tokens, targets):
+        aux = {"first": params["emb"], "last": params["head"], "again": params["head"]}
+        return model.loss(params, tokens, targets), {**aux, "batch": targets, "constant": constant}
+
+    params, batch = model.params(), model.batch(8)
+    specs = pipe.place(params, plan_of(params, tensor_parallel), mesh)
+    step = ftp.shard(loss_fn, mesh, specs, has_aux=True, pipeline=pipe, certify=True)
+    (loss, aux), grads = step(params, *batch)
+    torch.testing.assert_close((loss, grads), model.on_one_device(2, 8), rtol=1e-12, atol=1e-12)
+    rows = batch[1].unflatten(0, (-1, 2)).double().mean(1)
+    wanted = {"first": params["emb"], "last": params["head"], "again": params["head"]}
+    wanted |= {"batch": rows, "constant": constant}
+    torch.testing.assert_close(aux, wanted, rtol=0, atol=0, check_dtype=False)
+
+
 def test_a_broken_step_is_not_certified(monkeypatch):
     """The check misses each message and each value of a subgraph, left out or exchanged."""
     model, mesh, pipe = Model(3, tied=True), ftp.AbstractMesh((3,), ("pp",)), ftp.Pipeline("pp", 2)
