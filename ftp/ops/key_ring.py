@@ -10,6 +10,8 @@ for one rank, as generators: they yield tensors to send, and receive those that 
 yield before, so that a transfer overlaps with a computation (`ftp.ops.sends`).
 
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
+
+Above 450 lines: the programs of both directions share the places of pieces and their order.
 """
 
 import bisect

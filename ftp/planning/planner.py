@@ -6,29 +6,29 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
-from ftp.per_rank.program import factor
 from ftp.planning.attention_ways import Ways, chosen_ways
 from ftp.planning.axis_hardware import hardware_of
-from ftp.planning.axis_order import axis_order, spec_layout
+from ftp.planning.axis_order import axis_order
 from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
-from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn
+from ftp.planning.fixed_layouts import fixed, reaches_of
+from ftp.planning.graph import Graph, Node, Rewrite, in_turn
 from ftp.planning.graph_passes import gather_again, keep_collectives
 from ftp.planning.insert_reshards import insert_reshards, output_layouts, spec_of_cuts
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Problem
-from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach, seeds_of_parts
+from ftp.planning.reachable_cuts import seeds_of_parts
 from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
 from ftp.rules.decompositions.heads import OF_HEADS, shares_keys
-from ftp.sharding.layout import Layout, R
+from ftp.sharding.layout import Layout
 
 Decompose = Callable[..., Rewrite]  # see `ftp.planning.from_fx.decompose`
 Watch = Callable[[Problem], None]
@@ -299,8 +299,8 @@ def _problem(
 ) -> Problem:
     graph, specs, ties = program.graph, program.specs, program.ties()
     batch = program.batch
-    pinned, outputs = _fixed(graph, name, folded, axes, specs)
-    reaches = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    pinned, outputs = fixed(graph, name, folded, axes, specs)
+    reaches = reaches_of(graph, name, folded, axes, specs, batch if is_data else ())
     from_batch = reaches.from_batch()
     within = seeds_of_parts(from_batch)
     hardware = hardware_of(graph, hardware, name, folded, axes, ties)
@@ -318,103 +318,6 @@ def _problem(
         axes=axes,
         parts=reaches.of_parts(within),
     )
-
-
-def _fixed(
-    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: FixedLayouts
-) -> tuple[dict[Node, Layout], list[Layout | None]]:
-    """The fixed layouts on one axis: of inputs and constraints, and of outputs (None: open)."""
-    pinned = {
-        node: spec_layout(spec, node.shape(), name, axes, folded) or R
-        for node, spec in (
-            *specs.inputs.items(),
-            *((node, pin.spec) for node, pin in specs.constraints.items() if pin.holds(name)),
-        )
-    }
-    pinned.update((node, R) for node in graph.inputs if node not in pinned)
-    pinned.update(
-        (node, R)
-        for node in graph.nodes
-        if name in node.rank_axes and name not in node.own_axes and node not in pinned
-    )
-    outputs = [
-        None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
-        for spec, value in zip(specs.outputs, graph.outputs, strict=True)
-    ]
-    return pinned, outputs
-
-
-class _Reaches(NamedTuple):
-    """Functions that give what one axis may cut: the closure of all fixed layouts and some more,
-    the closure of the layouts of the batch, and that of cuts of its parts.
-    """
-
-    from_specs: Callable[..., Reach]
-    from_batch: Callable[[], Reach]
-    of_parts: Callable[[Sequence[tuple[Value, Layout]]], Reach]
-
-
-def _reaches(
-    graph: Graph,
-    name: str,
-    folded: Sequence[str],
-    axes: Mapping[str, int],
-    specs: FixedLayouts,
-    batch: Sequence[Node],
-) -> _Reaches:
-    pinned, outputs = _fixed(graph, name, folded, axes, specs)
-    n = axes[name]
-    constrained = [
-        (v, pinned[node])
-        for node, pin in specs.constraints.items()
-        if pin.holds(name)
-        for v in (Value(node), node.operands[0])
-    ]
-    # Per-rank code fixes the layouts of its operands and results, as a constraint does.
-    own: dict[Node, list[Cut]] = {
-        node: [Cut(factor(name))] for node in graph.nodes if name in node.own_axes
-    }
-    for node, (cut,) in own.items():
-        there = [
-            (v, layout_of(dims, node.sizes, cut, n))
-            for v, dims in zip(node.operands, node.rule.operands, strict=True)
-        ]
-        there += [
-            (Value(node, i), layout_of(dims, node.sizes, cut, n))
-            for i, dims in enumerate(node.rule.results)
-        ]
-        constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
-
-    def from_specs(more: Sequence[tuple[Value, Layout]] = ()) -> Reach:
-        seeds = [*more]
-        seeds += [(Value(node), layout) for node, layout in pinned.items()]
-        seeds += [
-            (value, layout)
-            for value, layout in zip(graph.outputs, outputs, strict=True)
-            if layout is not None
-        ]
-        found = reach(graph, name, n, seeds + constrained, pinned)
-        found.cuts.update(own)
-        return found
-
-    def from_batch() -> Reach:
-        # A constraint on a data axis fixes activations; the closure does not pass through it.
-        return (
-            reach(
-                graph,
-                name,
-                n,
-                [(Value(node), pinned[node]) for node in batch] + constrained,
-                pinned,
-            )
-            if batch
-            else Reach()
-        )
-
-    def of_parts(within: Sequence[tuple[Value, Layout]]) -> Reach:
-        return reach(graph, name, n, within, pinned) if within else Reach()
-
-    return _Reaches(from_specs, from_batch, of_parts)
 
 
 def _decompose_on_demand(
@@ -436,7 +339,7 @@ def _decompose_on_demand(
             if axes[name] == 1:
                 continue
             batch = program.batch if name in data_axes else ()
-            reaches = _reaches(program.graph, name, order[:at], axes, program.specs, batch)
+            reaches = reaches_of(program.graph, name, order[:at], axes, program.specs, batch)
             found = [reaches.from_batch() if name in data_axes else reaches.from_specs()]
             if name in data_axes:
                 found.append(reaches.of_parts(seeds_of_parts(found[0])))

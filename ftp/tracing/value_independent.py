@@ -28,6 +28,7 @@ from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
+from ftp.tracing.covariance import corrcoef, cov
 from ftp.tracing.guards import guard_at
 from ftp.tracing.index_ranges import index_range
 from ftp.tracing.known_values import KnownValues
@@ -193,56 +194,6 @@ def _gaussian_nll_loss(
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
-
-
-def _cov(
-    input: Tensor,
-    *,
-    correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Tensor | None = None,
-) -> Tensor:
-    """``torch.cov``: rows are variables, weights multiply, and the normalization is NumPy's."""
-    if (
-        input.ndim > 2
-        or input.dtype is torch.bool
-        or any(w is not None and w.ndim > 1 for w in (fweights, aweights))
-    ):
-        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
-    x = input.reshape(1, -1) if input.ndim < 2 else input
-    count = x.shape[1]
-    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    weights = (
-        fweights if aweights is None else aweights if fweights is None else fweights * aweights
-    )
-    if weights is None:
-        centred = x - x.sum(1, True) / count
-        return _squeezed(centred @ centred.mH / max(count - correction, 0))
-    weights = weights.reshape(-1)
-    total = weights.sum()
-    centred = x - (x * weights).sum(1, True) / total
-    if aweights is None or correction == 0:
-        norm = total - correction
-    else:
-        norm = total - correction * (weights * aweights.reshape(-1)).sum() / total
-    return _squeezed((centred * weights) @ centred.mH / norm.clamp(min=0))
-
-
-def _squeezed(c: Tensor) -> Tensor:
-    return c.reshape(()) if c.numel() == 1 else c
-
-
-def _corrcoef(input: Tensor) -> Tensor:
-    c = _cov(input)
-    if c.ndim == 0:
-        return c / c
-    deviation = torch.sqrt(torch.diagonal(c).real if c.is_complex() else torch.diagonal(c))
-    c = c / deviation.unsqueeze(1) / deviation
-    return (
-        torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
-        if c.is_complex()
-        else c.clamp(-1, 1)
-    )
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -423,10 +374,10 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.bincount: _bincount,
     torch.narrow: narrow,
     Tensor.narrow: narrow,
-    torch.cov: _cov,
-    Tensor.cov: _cov,
-    torch.corrcoef: _corrcoef,
-    Tensor.corrcoef: _corrcoef,
+    torch.cov: cov,
+    Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    Tensor.corrcoef: corrcoef,
     torch.combinations: _combinations,
     F.ctc_loss: _with_lengths(F.ctc_loss),
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
