@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from ftp.api import families
 from ftp.api.arguments import Arguments
@@ -22,13 +23,18 @@ from ftp.tensors.placement import placement
 class DynamicPrograms:
     """The families of programs of a step with dynamic sizes.
 
+    Args:
+        limit: the number of families that are kept: those whose programs were used last.
+
     Attributes:
         families: by the key of a call without its dynamic sizes.
     """
 
-    def __init__(self):
+    def __init__(self, limit: int):
         self.families: dict[tuple[object, ...], Family] = {}
-        self._seen = SeenShapes()
+        self._seen, self._limit = SeenShapes(), limit
+        self._used: dict[int, Family] = {}  # by id, the latest at the end
+        self._key_of = WeakKeyDictionary[Planned, tuple[object, ...]]()
 
     def known(self, definition: Definition, call: Arguments) -> Dynamic | None:
         """The dims that change size, as far as is known before a call; None where none do."""
@@ -47,6 +53,18 @@ class DynamicPrograms:
     def counts(self) -> ShapeCounts:
         return families.counts({id(f): f for f in self.families.values()}.values())
 
+    def use(self, planned: Planned) -> None:
+        """Mark the family of a program as used. Drops the least recently used one where there are
+        too many.
+        """
+        family = self.families.get(self._key_of.get(planned, ()))
+        if family is None:
+            return
+        self._used[id(family)] = self._used.pop(id(family), family)
+        if len(self._used) > self._limit:
+            del self._used[next(iter(self._used))]
+            self.families = {key: f for key, f in self.families.items() if id(f) in self._used}
+
     def at_new_size(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Planned | None:
         """The program for these arguments by a plan that was made at another size; None if there is
         none.
@@ -59,7 +77,11 @@ class DynamicPrograms:
             return None
         values = dynamic.values(sized, call.names)
         plan = family.find(values)
-        return None if plan is None else _at_size(plan, call, values, mesh)
+        if plan is None:
+            return None
+        planned = _at_size(plan, call, values, mesh)
+        self._key_of[planned] = _key(call, dynamic)
+        return planned
 
     def _family(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Family | None:
         """The family of this call: programs of calls that differ from it in dynamic sizes alone."""
@@ -81,28 +103,41 @@ class DynamicPrograms:
         """The program for these inputs: one that serves many sizes where possible, else the program
         of these sizes, by ``build``.
         """
-        call = inputs.call
-        values = dynamic.values(inputs.shapes, call.names)
-        family = self._family(call, dynamic, definition.mesh)
+        key = _key(inputs.call, dynamic)
+        family = self._family(inputs.call, dynamic, definition.mesh)
         if family is None:
-            family = self.families[_key(call, dynamic)] = Family(dynamic)
-        if not family.why_not and (apart := families.option_apart(definition.options)):
-            family.give_up(f"{apart} asks for a program of each size.")
-        if not family.why_not:
-            try:
-                if (plan := family.find(values)) is not None:
-                    return _at_size(plan, call, values, definition.mesh)
-                trace = family.trace_for(values)
-                if trace is None:
-                    trace = _traced(family, definition, inputs, values)
-                if trace is None:
-                    return build(inputs)
-                return _planned(trace, definition, inputs, dynamic, values)
-            except Exception as error:
-                made = build(inputs)  # an error of the function is one here too
-                family.give_up(families.reason(error))
-                return made
-        return build(inputs)
+            family = self.families[key] = Family(dynamic)
+        planned = _built(family, definition, inputs, dynamic, build)
+        self._key_of[planned] = key
+        return planned
+
+
+def _built(
+    family: Family,
+    definition: Definition,
+    inputs: Inputs,
+    dynamic: Dynamic,
+    build: Callable[[Inputs], Planned],
+) -> Planned:
+    call = inputs.call
+    values = dynamic.values(inputs.shapes, call.names)
+    if not family.why_not and (apart := families.option_apart(definition.options)):
+        family.give_up(f"{apart} asks for a program of each size.")
+    if not family.why_not:
+        try:
+            if (plan := family.find(values)) is not None:
+                return _at_size(plan, call, values, definition.mesh)
+            trace = family.trace_for(values)
+            if trace is None:
+                trace = _traced(family, definition, inputs, values)
+            if trace is None:
+                return build(inputs)
+            return _planned(trace, definition, inputs, dynamic, values)
+        except Exception as error:
+            made = build(inputs)  # an error of the function is one here too
+            family.give_up(families.reason(error))
+            return made
+    return build(inputs)
 
 
 def _key(call: Arguments, dynamic: Dynamic) -> tuple[object, ...]:

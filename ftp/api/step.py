@@ -60,7 +60,7 @@ class Step:
 
     def __init__(self, definition: Definition):
         self._definition, self._options = definition, definition.options
-        self._dynamic = DynamicPrograms()
+        self._dynamic = DynamicPrograms(definition.options.programs)
         self._cache = ProgramCache(definition.options.programs)
         self._last: tuple[Planned, Expected, Returned] | None = None
 
@@ -224,6 +224,7 @@ class Step:
         return known
 
     def _use(self, planned: Planned, record: Calls) -> None:
+        self._dynamic.use(planned)
         if (dropped := self._cache.use(planned)) is not None:
             record.forget(dropped.program.fingerprint)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.api import build as build_module
-from ftp.api import definition, families
+from ftp.api import definition, dynamic_programs, families
 from ftp.errors import InputError
 from ftp.runtime import lowering, process_groups, sized_program
 
@@ -302,6 +302,25 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
         assert torch.allclose(step(weights(), batch(size)[0])[0], want, rtol=1e-12)
     (reason,) = step.shapes.one_by_one
     assert "range(tokens.shape[1])" in reason
+
+
+def test_plans_are_kept_for_the_values_used_last(monkeypatch):
+    made, trace = [], dynamic_programs.traced_for
+    counted = lambda *args, **kwargs: made.append(args) or trace(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(dynamic_programs, "traced_for", counted)
+
+    def total(x, scale):
+        return x.square().sum() * scale
+
+    dims = (DIMS, None)
+    step = ftp.spmd(total, on({"cp": 2}), (P(None, "cp"), P()), dynamic_shapes=dims, programs=2)
+    traced = []
+    for size, scale in ((4, 1.0), (6, 2.0), (8, 1.0), (4, 3.0), (9, 1.0), (3, 2.0)):
+        x = torch.ones(2, size, dtype=torch.float64)
+        assert float(step(x, scale)) == 2 * size * scale
+        traced.append(len(made))
+    assert traced == [1, 2, 2, 3, 3, 4]  # 3.0 drops 2.0, which is traced again
+    assert step.shapes.traces == 2
 
 
 def test_linear_layers_with_a_bias():
