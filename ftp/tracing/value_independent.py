@@ -244,7 +244,10 @@ def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = F
         return put.to(input.dtype)
     if not (values.requires_grad or is_gradtrackingtensor(values)):
         return torch.index_put(input, indices, values, accumulate)
-    places = torch.nonzero_static(mask, size=values.shape[before - 1]).unbind(1)
+    count = values.shape[before - 1]
+    claim = f"a mask selects {count} elements, as many as values that are written there"
+    assume(lambda: (mask != 0).sum() == count, claim)
+    places = torch.nonzero_static(mask, size=count).unbind(1)
     return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
 
 

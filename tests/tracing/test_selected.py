@@ -704,6 +704,22 @@ def test_a_tensor_of_as_many_rows_as_are_selected():
         step(W, X, IDS.clamp(min=0), due)
 
 
+def test_as_many_values_as_a_mask_selects_are_written():
+    def loss(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+        y, z = x * 1, x.index_put((ids >= 0,), w * 2)
+        y[ids >= 0] = w
+        return (y * x).sum() + z.square().sum()
+
+    w = torch.randn(int((IDS >= 0).sum()), X.shape[-1], dtype=X.dtype)
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"), check_inputs=True)
+    assert len(step.lower(w, X, IDS).assumptions) == 2
+    grad, value = torch.func.grad_and_value(loss)(w, X, IDS)
+    torch.testing.assert_close(step(w, X, IDS), (value, grad), rtol=1e-11, atol=1e-12)
+    for ids in (IDS.clamp(min=0), torch.where(IDS == 0, -1, IDS).clamp(max=0)):
+        with pytest.raises(InputError, match="selects 6 elements"):
+            step(w, X, ids)
+
+
 def test_rows_returned_beside_a_gradient_in_the_function():
     def slopes(w: Tensor, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         def inner(w: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
