@@ -17,14 +17,16 @@ All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks
 ``x`` is not a tensor, a dim is out of range, or the ranks do not divide it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ftp.context import set_within
 from ftp.errors import InputError, MeshError
@@ -34,8 +36,22 @@ from ftp.ops.linear import linear
 from ftp.source import at_line
 
 Axes = str | Sequence[str]
+_Collective = TypeVar("_Collective", bound=Callable[..., Tensor])
 
 
+def _of_parts_too(collective: _Collective) -> _Collective:
+    """A collective that an uneven part, which is no tensor, may carry out or refuse."""
+
+    @wraps(collective)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, Tensor) and has_torch_function_unary(x):
+            return handle_torch_function(call, (x,), x, *args, **kwargs)
+        return collective(x, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_of_parts_too
 def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
     """Reduce ``x`` over the ranks of ``axis``; every rank gets the result.
 
@@ -63,13 +79,14 @@ def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") 
     return x
 
 
+@_of_parts_too
 def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     """Concatenate the ``x`` of the ranks of ``axis`` along ``dim``; every rank gets the result.
 
     Args:
-        x: a tensor of one shape on all ranks.
+        x: a tensor of one shape on all ranks, or an uneven part along ``dim``.
         axis: a mesh axis, or several, from major to minor.
-        dim: multiplied by the number of ranks.
+        dim: multiplied by the number of ranks; that of an uneven part becomes the whole dim.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh(2, "tp")
@@ -83,6 +100,7 @@ def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     return x
 
 
+@_of_parts_too
 def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     """Sum ``x`` over the ranks of ``axis``; each rank gets its shard of the sum along ``dim``.
 
@@ -104,6 +122,7 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     return x
 
 
+@_of_parts_too
 def all_to_all(
     x: Tensor,
     axis: str,
@@ -190,6 +209,7 @@ def _exchange(
     return linear(x, EXCHANGE_ROWS, every, axis, n, size, False)
 
 
+@_of_parts_too
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     """Send ``x`` between ranks of ``axis`` by a permutation.
 
@@ -290,8 +310,12 @@ def _current(what: str) -> Inside:
     return inside
 
 
+def names_of(axis: Axes) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) or not isinstance(axis, Iterable) else tuple(axis)
+
+
 def _named(what: str, axis: Axes) -> list[tuple[str, int]]:
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = names_of(axis)
     axes = _current(what).axes
     for name in names:
         if not isinstance(name, str):

@@ -45,3 +45,8 @@ def filled_up(x: Tensor, axis: str, n: int) -> Tensor:
     """
     rows = -(-x.shape[0] // n) * n
     return x if rows == x.shape[0] else linear(x, FILL_UP, axis, n, rows)
+
+
+def cut_off(x: Tensor, axis: str, n: int, rows: int) -> Tensor:
+    """The first ``rows`` of ``x``: those of which it was filled up."""
+    return linear(x, CUT_OFF, axis, n, rows)

@@ -31,6 +31,7 @@ from ftp.per_rank.local_specs import (
 )
 from ftp.per_rank.program import Port, RankCode, interned
 from ftp.per_rank.trace_locally import check_captured, index_of, meta, run_inside, trace_apart
+from ftp.per_rank.uneven import UnevenCut, check_result, uneven_cut, with_own_rows
 from ftp.per_rank.varying import check_claims, infer
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -62,7 +63,9 @@ def local(
         mesh: default the surrounding step's or ``ftp.use_mesh``'s; within a step it must have the
             same axes.
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. Every sharded dim
-            must divide by the ranks that shard it: local size = global size / ranks.
+            must divide by the ranks that shard it: local size = global size / ranks. One dim of a
+            tensor that an axis alone cuts need not: the parts are those of ``torch.chunk``, and
+            their rows may go where rows go that a mask selects (docs/values.md).
         out_specs: prefix tree of the result; global size = local size × the ranks that shard the
             dim. Along an axis that the spec does not name, all ranks must hold equal values.
         axes: the mesh axes along which ``fn`` is one rank's code; default all. Over other axes it
@@ -139,6 +142,7 @@ class _Local:
 
     Attributes:
         leaves: local tensors on meta, and static values.
+        cuts, uneven_results: the uneven dims of leaves, and of results.
     """
 
     fn: Callable[..., Any]
@@ -148,9 +152,16 @@ class _Local:
     device_type: str
     program: RankCode
     traced: Traced
+    cuts: dict[int, UnevenCut]
+    uneven_results: dict[int, UnevenCut]
     _pair: "Pair | None" = field(default=None, init=False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        tensors = [
+            self.cuts[i].filled_up(x) if i in self.cuts else x
+            for i, x in zip(at, tensors, strict=True)
+        ]
         if _may_be_differentiated(tensors) and self._wrt and self._differentiable:
             self._pair = self._pair or self._differentiate()
             outputs = Apply.apply(self._pair, *tensors, *self._pair.constants)
@@ -160,6 +171,8 @@ class _Local:
             leaf if static else outputs[leaf]
             for leaf, static in zip(self.traced.out_leaves, self.traced.is_static, strict=True)
         ]
+        for i, cut in self.uneven_results.items():
+            leaves[i] = cut.cut_off(leaves[i])
         return self.traced.out_tree.unflatten(leaves)
 
     @cached_property
@@ -235,6 +248,13 @@ def _prepare(
         local_part(leaf, spec, axes) if isinstance(leaf, Tensor) else leaf
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
+    found = [
+        (i, uneven_cut(leaf.shape, spec, axes))
+        for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
+        if isinstance(leaf, Tensor)
+    ]
+    cuts, uneven_results = {i: cut for i, cut in found if cut is not None}, {}
+    fn = with_own_rows(fn, cuts, names, uneven_results) if cuts else fn
     device_type = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
 
     traced = trace_apart(
@@ -246,16 +266,17 @@ def _prepare(
     at = [i for i, leaf in enumerate(parts) if isinstance(leaf, Tensor)]
     operands = [Port(specs[i], tuple(parts[i].shape), parts[i].dtype) for i in at]
     operands += constant_ports(traced)
-    results = _results(traced, out_specs, axes, is_planned)
+    results = _results(traced, out_specs, axes, is_planned, uneven_results)
     placeholders = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
     n = len(at)
     inputs = [*placeholders[:n], *placeholders[n + len(axes) :], *placeholders[n : n + len(axes)]]
     _reorder(traced.gm.graph, inputs)
     traced.gm.graph.eliminate_dead_code()
     called = {node: _origin(names[i], specs[i]) for node, i in zip(inputs, at, strict=False)}
+    masked = {cut.axis: f"{_origin(names[i], specs[i])}, or from " for i, cut in cuts.items()}
     called.update(
         {
-            node: f"ftp.axis.axis_index({axis!r})"
+            node: f"{masked.get(axis, '')}ftp.axis.axis_index({axis!r})"
             for node, axis in zip(inputs[-len(axes) :], axes, strict=True)
         }
     )
@@ -266,14 +287,22 @@ def _prepare(
     if check:
         check_claims(traced, results, types, called)
     program = interned(traced.gm, axes, operands, results, is_planned)
-    return _Local(fn, parts, tree, names, device_type, program, traced)
+    return _Local(fn, parts, tree, names, device_type, program, traced, cuts, uneven_results)
 
 
-def _results(traced: Traced, out_specs: Any, axes: dict[str, int], is_planned: bool) -> list[Port]:
+def _results(
+    traced: Traced,
+    out_specs: Any,
+    axes: dict[str, int],
+    is_planned: bool,
+    uneven_results: dict[int, UnevenCut],
+) -> list[Port]:
     tree = traced.out_tree.unflatten(traced.out_leaves)
     specs, names = broadcast_specs(out_specs, tree, "the result"), leaf_names(tree, "the result")
     if is_planned:
         check_own(specs, names, axes)
+    for i, cut in uneven_results.items():
+        check_result(cut, specs[i], names[i])
     output = next(reversed(traced.gm.graph.nodes))
     vals = [n.meta["val"] for n in output.args[0]]
     leaves = [

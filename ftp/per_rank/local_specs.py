@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ftp.errors import SpecError, join_failures
 from ftp.per_rank.trace_locally import meta
+from ftp.per_rank.uneven import uneven_cut
 from ftp.sharding.spec import PartitionSpec, Units
 from ftp.source import at_line
 
@@ -46,18 +47,18 @@ def check_own(
 def uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) -> list[str]:
     if not isinstance(leaf, Tensor):
         return []
-    failures = []
+    failures, cut = [], uneven_cut(leaf.shape, spec, axes)
     for d, size in enumerate(leaf.shape):
         cuts = spec.cuts(d)
         unit = math.lcm(*(c.size * (c.pack if isinstance(c.pack, int) else 1) for c in cuts))
         n = math.prod(axes[c.axis] for c in cuts)
         failures += packed(spec, d, name)
-        if size % (n * unit):
+        if size % (n * unit) and (cut is None or cut.dim != d):
             units = f" in units of {unit}" if unit > 1 else ""
             failures.append(
                 f"{name} of shape {tuple(leaf.shape)} has spec {spec}, which cuts dim {d} of size"
-                f" {size} in {n}{units}: the parts are not equal. In ftp.local they must be: pad"
-                " the dim, or leave it whole."
+                f" {size} in {n}{units}: the parts are not equal. In ftp.local one dim of a"
+                " tensor may have such parts, over one axis: pad the dim, or leave it whole."
             )
     return failures
 
@@ -79,7 +80,7 @@ def packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
 
 def local_part(leaf: Tensor, spec: PartitionSpec, axes: Mapping[str, int]) -> Tensor:
     return meta(
-        [s // math.prod(axes[c.axis] for c in spec.cuts(d)) for d, s in enumerate(leaf.shape)],
+        [-(-s // math.prod(axes[c.axis] for c in spec.cuts(d))) for d, s in enumerate(leaf.shape)],
         leaf.dtype,
     )
 

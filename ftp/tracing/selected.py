@@ -33,6 +33,8 @@ from ftp.tracing.traced_number import TracedNumber, without_numbers
 # Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
 # **kwargs), and returns None where this call acts on each row alone.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
+# Those of ``OF_ALL_ROWS`` that see to where the rows are.
+OF_ANY_DIM = {"__setitem__"}
 # Those of ``OF_ALL_ROWS`` that take (x, dim, ...), whichever dim holds the rows.
 OF_DIMS: set[str] = set()
 # Functions of elements: other operands may be broadcast over the rows, or have a row for each.
@@ -267,7 +269,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if not is_one_mask and name not in JOINING:
         raise _different(name)
     is_moved = any(x.at for x in given)
-    if name in OF_ALL_ROWS and (not is_moved or name == "__setitem__"):
+    if name in OF_ALL_ROWS and (not is_moved or name in OF_ANY_DIM):
         reduced = OF_ALL_ROWS[name](group, *args, **kwargs)
         if reduced is not None:
             return reduced

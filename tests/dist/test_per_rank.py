@@ -29,19 +29,28 @@ def _local_code(compile):
         (P("tp"), P(), P("tp"), P("tp")),
         P("tp"),
     )
+    # Parts of 3, 3 and 1 of 7 hidden units.
+    mlp = ftp.local(
+        lambda x, up, down: ftp.axis.all_reduce((x @ up).relu() @ down, "tp"),
+        mesh,
+        (P(), P(None, "tp"), P("tp")),
+        P(),
+    )
 
-    def loss_of(attend, experts):
+    def loss_of(attend, experts, mlp):
         def loss(p, x):
             y = (
                 attend((x @ p["q"]).unflatten(-1, (2, 2)).transpose(0, 1))
                 .transpose(0, 1)
                 .flatten(1)
             )
+            y = y + mlp(y, p["wide"], p["narrow"]).tanh()
             return experts(y, p["router"], p["up"], p["down"]).square().sum()
 
         return loss
 
     shapes = {"q": (5, 4), "router": (4, 6), "up": (6, 4, 3), "down": (6, 3, 4)}
+    shapes |= {"wide": (4, 7), "narrow": (7, 4)}
     generator = torch.Generator().manual_seed(0)
     full = {
         name: torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -49,14 +58,21 @@ def _local_code(compile):
     }
     x = torch.randn(12, 5, dtype=torch.float64, generator=generator)
     specs = {"q": P(), "router": P(), "up": P("tp"), "down": P("tp")}
-    step = ftp.shard(loss_of(attend, experts), mesh, specs, batch_specs=P("tp"), compile=compile)
+    specs |= {"wide": P(None, "tp"), "narrow": P("tp")}
+    step = ftp.shard(
+        loss_of(attend, experts, mlp), mesh, specs, batch_specs=P("tp"), compile=compile
+    )
     loss, grads = step(ftp.device_put(full, mesh, specs), ftp.device_put(x, mesh, P("tp")))
     grads = ftp.device_get(grads, mesh, specs)
 
     def plain(q):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
 
-    expected, expected_loss = torch.func.grad_and_value(loss_of(plain, experts_plain))(full, x)
+    def mlp_plain(x, up, down):
+        return (x @ up).relu() @ down
+
+    of_plain = loss_of(plain, experts_plain, mlp_plain)
+    expected, expected_loss = torch.func.grad_and_value(of_plain)(full, x)
     dist.barrier()
     dist.destroy_process_group()
     return max(

@@ -563,13 +563,24 @@ def test_claims_that_cannot_be_shown():
 
 def test_specs_that_do_not_fit():
     text = failing(
-        lambda x, y: x, torch.ones(3, 2), torch.ones(5), in_specs=(P("tp"), P(("dp", "tp")))
+        lambda x, y, z: x,
+        torch.ones(3, 5),
+        torch.ones(5),
+        torch.ones(3, 6),
+        in_specs=(P("tp", "dp"), P(("dp", "tp")), P("dp", ftp.units("tp", 2))),
     )
-    assert (
-        "x of shape (3, 2) has spec P('tp'), which cuts dim 0 of size 3 in 2: the parts are not"
-        " equal." in text
+    advice = (
+        ": the parts are not equal. In ftp.local one dim of a tensor may have such parts, over one"
+        " axis: pad the dim, or leave it whole."
     )
-    assert "y of shape (5,) has spec P(('dp', 'tp')), which cuts dim 0 of size 5 in 4" in text
+    assert [line.strip() for line in text.split("\n")[1:]] == [
+        f"x of shape (3, 5) has spec P('tp', 'dp'), which cuts dim 0 of size 3 in 2{advice}",
+        f"x of shape (3, 5) has spec P('tp', 'dp'), which cuts dim 1 of size 5 in 2{advice}",
+        f"y of shape (5,) has spec P(('dp', 'tp')), which cuts dim 0 of size 5 in 4{advice}",
+        "z of shape (3, 6) has spec P('dp', units('tp', 2)), which cuts dim 1 of size 6 in 2 in"
+        f" units of 2{advice}",
+    ]
+    assert "a zigzag is two" in failing(lambda x: x, torch.ones(5), in_specs=P(ftp.zigzag("tp")))
     assert "the mesh has no axis 'pp'" in failing(lambda x: x, torch.ones(4), in_specs=P("pp"))
     assert "the mesh has no axis 'pp'" in failing(lambda x: x, torch.ones(4), out_specs=P("pp"))
     assert "2 entries" in failing(lambda x: x, torch.ones(4), out_specs=P("tp", None))
@@ -578,6 +589,11 @@ def test_specs_that_do_not_fit():
 def test_collectives_that_do_not_fit():
     assert "names axis 'pp', but the mesh of ftp.local has 'dp' (size 2), 'tp' (size 2)" in failing(
         lambda x: ftp.axis.all_reduce(x, "pp"), torch.ones(4), error=ftp.errors.MeshError
+    )
+    assert "takes the name of a mesh axis, or a tuple of names, not 3" in failing(
+        lambda x: ftp.axis.all_reduce(x, 3),  # type: ignore[arg-type]
+        torch.ones(4),
+        error=ftp.errors.InputError,
     )
     assert "does not divide it" in failing(
         lambda x: ftp.axis.reduce_scatter(x, "tp"), torch.ones(6), error=ftp.errors.InputError
