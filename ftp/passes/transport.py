@@ -1,4 +1,6 @@
-"""Collectives of dtypes that backends lack: sent and padded as bytes, reduced in a wider dtype."""
+"""Collectives that backends lack: of dtypes, sent and padded as bytes or reduced in a wider dtype;
+maxima and minima that keep NaN, by integers.
+"""
 
 from typing import Any
 
@@ -60,6 +62,58 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
         elif not dtype.is_complex:
             _convert(new, node, aten._to_copy.default, WIDER.get(dtype, torch.float32), dtype)
     return new
+
+
+def keeping_nan(graph: fx.Graph) -> fx.Graph:
+    """The graph with maxima and minima of floats as those of integers in the same order, of which
+    NaN is the last: gloo's and NCCL's of floats lose it. The same graph where there are none.
+    """
+    if not any(_may_lose_nan(node) for node in graph.nodes):
+        return graph
+    new, _ = copied(graph)
+    for node in list(new.nodes):
+        if _may_lose_nan(node):
+            dtype = node.meta["collective"].dtype
+            if dtype in (torch.float16, torch.bfloat16):  # backends take no 16-bit integers
+                _convert(new, node, aten._to_copy.default, torch.float32, dtype)
+            _as_integers(new, node, torch.int64 if dtype is torch.float64 else torch.int32)
+    return new
+
+
+def _may_lose_nan(node: fx.Node) -> bool:
+    dtype = _dtype(node)
+    is_extremum = node.target is c10d.all_reduce.default and node.args[1] in ("max", "min")
+    return is_extremum and dtype is not None and dtype.is_floating_point
+
+
+_NAN = {torch.int32: 0x7FC00000, torch.int64: 0x7FF8000000000000}
+
+
+def _as_integers(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+    """Reduce floats as integers, of which the negative ones have their other bits inverted."""
+    most, last = torch.iinfo(dtype).max, _NAN[dtype]
+    last = last if node.args[1] == "max" else last - most - 1  # with the sign bit
+
+    def inverted(x: fx.Node) -> fx.Node:
+        sign = graph.call_function(
+            aten.bitwise_right_shift.Tensor_Scalar, (x, torch.iinfo(dtype).bits - 1)
+        )
+        mask = graph.call_function(aten.bitwise_and.Scalar, (sign, most))
+        return graph.call_function(aten.bitwise_xor.Tensor, (x, mask))
+
+    given: Any = node.args[0]
+    with graph.inserting_before(node):
+        is_number = graph.call_function(aten.eq.Tensor, (given, given))
+        bits = graph.call_function(aten.view.dtype, (given, dtype))
+        bits = graph.call_function(aten.where.ScalarOther, (is_number, bits, last))
+        node.args = (inverted(bits), *node.args[1:])
+    for wait in list(node.users):
+        users = list(wait.users)
+        with graph.inserting_before(wait.next):
+            floats = torch.float64 if dtype is torch.int64 else torch.float32
+            back = graph.call_function(aten.view.dtype, (inverted(wait), floats))
+        for user in users:
+            user.replace_input_with(wait, back)
 
 
 def pads_as_kernels_take(graph: fx.Graph) -> fx.Graph:

@@ -19,7 +19,7 @@ from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
 from ftp.passes.aliasing import families
-from ftp.passes.transport import as_backends_take
+from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
 from ftp.planning.cost import Hardware
@@ -293,7 +293,7 @@ class Program:
             check_recordable(graph, device)
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
-            graph = through_memory(graph, memory_of(mesh, graph))
+            graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
         made = self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
         if not self.options.cuda_graph:
             return made

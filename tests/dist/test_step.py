@@ -55,6 +55,14 @@ DTYPES = (
     "uint16",
 )
 DTYPES = (*DTYPES, "uint32", "uint64", "bool", "complex32", *NARROW)
+FLOATS = DTYPES[:4]
+
+
+def _extrema(x):
+    """Of infinite values and NaN, some of one rank alone."""
+    x = torch.where(x == 6, torch.inf, torch.where(x == 2, -torch.inf, x - 3))
+    x = torch.cat([x, x.where(x != -3, torch.nan)], 1)
+    return {"top": x.amax(0).nan_to_num(9), "least": x.amin(0).nan_to_num(9)}
 
 
 def _every_dtype():
@@ -73,6 +81,8 @@ def _every_dtype():
                 "sum": (xs[name] * 99).sum(0, dtype=xs[name].dtype),
                 "max": (xs[name] * 99).amax(0),
             }
+        for name in FLOATS:
+            moved[name] |= _extrema(xs[name])
         moved["bool"]["any"] = xs["bool"].any(0)
         return moved
 

@@ -156,7 +156,11 @@ def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPa
         donated = lowered._program.donated
         graph = with_values(fx.GraphModule({}, ordered(local.gm.graph)), given).graph
         for_inductor(graph, donated, lambda products: products)
-        for change in (transport.as_backends_take, transport.pads_as_kernels_take):
+        for change in (
+            transport.as_backends_take,
+            transport.keeping_nan,
+            transport.pads_as_kernels_take,
+        ):
             change(local.gm.graph)
         eager(local.gm.graph, given, donated)
     never = sorted(set(listed) - set(called))
