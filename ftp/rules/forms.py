@@ -21,6 +21,7 @@ def einsum(*ops: "OpOverload | str") -> None:
     Raises:
         RuleError: what is given as an op is no op overload, or the text does not parse.
 
+    >>> import torch
     >>> einsum(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
     *targets, text = ops
@@ -59,6 +60,7 @@ def pointwise(
     Raises:
         RuleError: what is given as an op is no op overload.
 
+    >>> import torch
     >>> aten = torch.ops.aten
     >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
     >>> pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
@@ -94,6 +96,7 @@ def reduction(
     Raises:
         RuleError: what is given as an op is no op overload.
 
+    >>> import torch
     >>> reduction(torch.ops.aten.prod.default, op=None)
     """
     register(ops, lambda call: reduced(call, op, linear, local))
@@ -123,6 +126,7 @@ def along_dim(
     Raises:
         RuleError: what is given as an op is no op overload, or the text does not parse.
 
+    >>> import torch
     >>> aten = torch.ops.aten
     >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")
     >>> along_dim(aten.diagonal.default, "... [a] [b] -> ... [y]", dim=("dim1", "dim2"))
@@ -207,6 +211,7 @@ def along_dims(
     """Ops that act along the dims that an argument lists, in which tensors may differ in size; an
     empty list means all dims. The other dims correspond.
 
+    >>> import torch
     >>> along_dims(torch.ops.aten.flip.default, dims="dims", linear=[(0,)])
     """
 
@@ -225,6 +230,7 @@ def batched(
     are a batch that all tensors share; every tensor's core dims are whole and its own. Integers,
     whose means are rounded, take no pending sums.
 
+    >>> import torch
     >>> from ftp.rules.local_forms import unless_empty
     >>> local = unless_empty()
     >>> batched(torch.ops.aten.avg_pool2d.default, core=2, linear=[(0,)], local=local)
@@ -241,6 +247,7 @@ def batched(
 def whole(*ops: OpOverload, linear: LinearGroups = ()) -> None:
     """Ops that keep all dims whole.
 
+    >>> import torch
     >>> whole(torch.ops.aten.bincount.default)
     """
     register(ops, lambda call: all_whole(call, linear))
@@ -252,6 +259,7 @@ def like(
     """Ops that use only the dtype and device of their operand. Its dims are matched with the
     result's by size, so that it need not be gathered.
 
+    >>> import torch
     >>> from ftp.rules.local_forms import with_shape
     >>> like(torch.ops.aten.new_empty.default, local=with_shape(1))
     """

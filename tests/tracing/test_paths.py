@@ -210,7 +210,7 @@ def test_a_number_is_one_beside_tensors_and_in_messages():
 def test_the_error_of_a_list_names_what_may_be_done():
     with pytest.raises(TraceError, match=re.escape("keep numbers as tensors")):
         ftp.spmd(
-            lambda x: x.split(x[0].long().tolist()), ftp.simulated_mesh((2,), ("tp",)), P(), P()
+            lambda x: x.reshape(x[0].long().tolist()), ftp.simulated_mesh((2,), ("tp",)), P(), P()
         )(X)
 
 
