@@ -31,7 +31,7 @@ _MOVED = {
     "reduce_scatter": "gloo:all_reduce",
     "all_to_all": "gloo:all_to_all",
 }
-_BYTES = {"float": 4, "double": 8, "long int": 8, "c10::BFloat16": 2}
+_BYTES = {"float": 4, "double": 8, "int": 4, "long int": 8, "c10::BFloat16": 2}
 _PROGRAMS: dict[str, Any] = {
     "mlp tp": ("mlp", {"tp": "tp"}, P(), None),
     "mlp dp": ("mlp", {}, P("n"), None),
