@@ -32,7 +32,7 @@ class DynamicPrograms:
 
     def __init__(self, limit: int):
         self.families: dict[tuple[object, ...], Family] = {}
-        self._seen, self._limit = SeenShapes(), limit
+        self._seen, self._limit = SeenShapes(limit), limit
         self._used: dict[int, Family] = {}  # by id, the latest at the end
         self._key_of = WeakKeyDictionary[Planned, tuple[object, ...]]()
 

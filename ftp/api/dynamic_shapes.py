@@ -87,9 +87,14 @@ class Dynamic:
 
 
 class SeenShapes:
-    """Finds the dims that change size by the shapes of a step's calls, from the third ones on."""
+    """Finds the dims that change size by the shapes of a step's calls, from the third ones on.
 
-    def __init__(self) -> None:
+    Args:
+        limit: the number of keys of arguments that are kept: those that came last.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._shapes: dict[Any, list[tuple[Shape | None, ...]]] = {}
         self._found: dict[Any, Dynamic] = {}
 
@@ -100,7 +105,11 @@ class SeenShapes:
     def add(self, call: "Arguments", shapes: Sequence[Shape | None]) -> Dynamic | None:
         """The dims that changed up to this call, of these global shapes; None before the third."""
         key, new = call.key_without_sizes(), tuple(shapes)
-        seen = self._shapes.setdefault(key, [])
+        seen = self._shapes[key] = self._shapes.pop(key, [])
+        if len(self._shapes) > self._limit:
+            oldest = next(iter(self._shapes))
+            del self._shapes[oldest]
+            self._found.pop(oldest, None)
         if new not in seen:
             seen.append(new)
             del seen[:-_SEEN]

@@ -203,7 +203,8 @@ def test_memory_of_a_sequence_cut_on_two_axes():
             assert times[1] <= times[0] * 1.01
             moved = {(c.op, c.axes) for c in lowered.collectives}
             assert (moved == {("ring", ("a", "b"))}) == is_ring
-            assert times[0] <= (1.5 if is_ring else 5.1)
+            # Gathered on the rates of an H100: a zigzag beside a plain axis holds more.
+            assert times[0] <= (1.5 if is_ring else 5.1 if "zigzag" in str(entry) else 3.3)
 
 
 @pytest.mark.cases_by_default(1)

@@ -323,6 +323,19 @@ def test_plans_are_kept_for_the_values_used_last(monkeypatch):
     assert step.shapes.traces == 2
 
 
+def test_shapes_are_remembered_for_the_values_seen_last():
+    step = ftp.spmd(lambda x, scale: x.sum() * scale, on({"cp": 2}), P(None), programs=2)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        assert float(step(torch.ones(3), scale)) == 3 * scale
+    assert len(step._dynamic._seen._shapes) == 2
+    for size in (3, 5, 7, 9):
+        assert float(step(torch.ones(size), 4.0)) == 4 * size
+    assert step.shapes.traces == 1
+    for scale in (5.0, 6.0):  # drop what was found for 4.0
+        step(torch.ones(3), scale)
+    assert not step._dynamic._seen._found
+
+
 def test_linear_layers_with_a_bias():
     """torch's own asks for sizes as numbers under a gradient of torch.func."""
 
