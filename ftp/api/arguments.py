@@ -14,7 +14,7 @@ from ftp.errors import DonationError, InputError, raise_all
 from ftp.sharding.arguments import Shape
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.pytree import kind_of, leaf_names
+from ftp.sharding.pytree import key_of_static, kind_of, leaf_names
 from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import Placement, known_of, placement
@@ -123,8 +123,7 @@ def _describe(leaf: Any) -> tuple[Any, ...]:
             leaf.dtype,
             known if known is not None else dispatch_keys(leaf).raw_repr(),
         )
-    # 0.0 equals -0.0, and 1 equals True.
-    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
+    return key_of_static(leaf)
 
 
 def _is_traced(leaf: torch.Tensor) -> bool:

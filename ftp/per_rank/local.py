@@ -35,7 +35,13 @@ from ftp.per_rank.uneven import UnevenCut, check_result, uneven_cut, with_own_ro
 from ftp.per_rank.varying import check_claims, infer
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
+from ftp.sharding.pytree import (
+    broadcast_specs,
+    check_specs,
+    flatten,
+    key_of_static,
+    leaf_names,
+)
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.torch_internals.functorch import peek_interpreter_stack
@@ -126,7 +132,7 @@ def local(
             tree,
             tuple(of_mesh.items()),
             tensors[0].device.type,
-            *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves),
+            *((x.shape, x.dtype) if isinstance(x, Tensor) else key_of_static(x) for x in leaves),
         )
         if key not in known:
             is_planned = len(own) < len(of_mesh)

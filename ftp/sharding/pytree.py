@@ -415,6 +415,11 @@ def cut_value(name: str, value: Any, spec: P) -> str:
     return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. {advice}"
 
 
+def key_of_static(leaf: Any) -> tuple[Any, ...]:
+    """A leaf that is no tensor, as part of a cache's key: 1 equals True, and 0.0 equals -0.0."""
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
+
+
 def kind_of(value: object) -> str:
     """The type of a value, in the words of messages.
 

@@ -144,7 +144,8 @@ def _index_copy(group: Selections, x: Any, dim: int, index: Any, source: Any) ->
 def _masked_scatter(group: Selections, x: Any, mask: Any, source: Any) -> Any:
     """``x.masked_scatter(mask, rows)``: the selected rows go back to the places of their mask."""
     is_back = isinstance(x, Tensor) and isinstance(source, Selected) and is_selection(mask, x)
-    if not is_back or source.rows.ndim != 1 + x.ndim - mask.ndim:
+    # torch broadcasts a mask of fewer dims over the first ones.
+    if not is_back or mask.ndim < x.ndim or source.rows.ndim > 1:
         return None
     return _write(x, group, source) if holds_same(mask, group.mask) else None
 

@@ -86,21 +86,27 @@ def _over_filled(name: str, value: float) -> Callable[..., Any]:
     return of
 
 
-def _norm(
-    group: Selections,
-    x: Any,
-    p: Any = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    ord: Any = None,
-    dtype: Any = None,
-) -> Any:
-    p = p if ord is None else ord
-    p = 2 if p in (None, "fro") and x.rows.ndim < 3 else p
-    if not isinstance(p, int | float) or p < 0 or 0 not in _dims(x, dim):
-        return None
-    return torch.linalg.vector_norm(zeroed(x), p, dim, keepdim, dtype=dtype)
+def _norm(name: str) -> Callable[..., Any]:
+    def of(
+        group: Selections,
+        x: Any,
+        p: Any = None,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        ord: Any = None,
+        out: Any = None,
+        dtype: Any = None,
+    ) -> Any:
+        p = p if ord is None else ord
+        if name == "linalg_norm" and isinstance(p, int | float) and len(_dims(x, dim)) > 1:
+            return None  # it is a matrix norm
+        p = 2 if p in (None, "fro") and x.rows.ndim < 3 else p
+        if not isinstance(p, int | float) or p < 0 or 0 not in _dims(x, dim) or out is not None:
+            return None
+        return torch.linalg.vector_norm(zeroed(x), p, dim, keepdim, dtype=dtype)
+
+    return of
 
 
 def _var(
@@ -339,7 +345,7 @@ OF_ALL_ROWS.update(
         **dict.fromkeys(JOINING, _cat),
         "stack": _stack,
         "squeeze": _squeeze,
-        **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), _norm),
+        **{name: _norm(name) for name in ("norm", "linalg_norm", "linalg_vector_norm")},
         "median": _quantile("nanmedian"),
         "quantile": _quantile("nanquantile"),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},

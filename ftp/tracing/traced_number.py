@@ -47,11 +47,10 @@ class TracedNumber:
         """
         if other is None or self.value.dtype is torch.bool:
             return self.value
-        if other.dtype.is_floating_point or other.dtype.is_complex:
-            return self.value if other.ndim else self.value.to(other.dtype)
-        if self.value.is_floating_point():
+        if self.value.is_floating_point() and _kind(other) < 2:
             return self.value.to(torch.get_default_dtype())
-        return self.value if other.dtype is torch.bool else self.value.to(other.dtype)
+        # A dtype of a tensor with dims is the result's, and may be too small for a place in it.
+        return self.value if other.ndim or not _kind(other) else self.value.to(other.dtype)
 
     @classmethod
     def __torch_function__(

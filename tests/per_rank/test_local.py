@@ -436,6 +436,15 @@ def test_trees_and_static_leaves():
     assert stepped["i"].tolist() == [0, 1]
 
 
+def test_static_leaves_that_are_equal_and_of_other_types():
+    layer = ftp.local(lambda x, n: x * n, ftp.simulated_mesh(2, "tp"), (P("tp"), P()), P("tp"))
+    x = torch.arange(4)
+    found = [layer(x, n) for n in (1, 1.0, True)]
+    assert [y.dtype for y in found] == [torch.int64, torch.float32, torch.int64]
+    divided = ftp.local(lambda x, n: x / torch.tensor(n), ftp.simulated_mesh(2, "tp"), P(), P())
+    assert [divided(torch.tensor(1.0), n) for n in (0.0, -0.0)] == [torch.inf, -torch.inf]
+
+
 def test_packs_and_units():
     mesh = ftp.simulated_mesh(2, "tp")
     packed = P(None, ftp.units("tp", 2, pack=3))

@@ -234,6 +234,20 @@ def test_numbers_count_as_those_of_python():
             torch.testing.assert_close(a, torch.as_tensor(b, dtype=a.dtype), rtol=0, atol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_a_place_may_be_beyond_the_range_of_the_dtype(dtype):
+    def fn(x, at):
+        n = at.item()
+        x = x.clone()
+        x[n - 1] = 7
+        return x[n], x[None][:, n], x.narrow(0, n, 3), x[n - 1 : n + 1].long().sum()
+
+    given = torch.arange(40000).to(dtype), torch.tensor(39000)
+    found = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), P())(*given)
+    expected = fn(*given)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [

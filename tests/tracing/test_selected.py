@@ -246,7 +246,9 @@ def _joined_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     weights = scores.softmax(0)
     spread = y.var(0).sum() + y.std() + scores.std(unbiased=False) + y.var((0, 1), correction=0)
     middle = scores.median() + torch.quantile(y, 0.3) + y.quantile(0.7, dim=0).sum()
-    most = y.logsumexp(0).sum() + y.norm() + y.norm(dim=0).sum() + torch.linalg.norm(scores, 1)
+    most = (
+        y.logsumexp(0).sum() + y.norm() + torch.norm(y, dim=0).sum() + torch.linalg.norm(scores, 1)
+    )
     most = (
         most + scores.prod() + (y > 0).any(0).sum() * (y < 9).all() + scores.log_softmax(0).mean()
     )
@@ -566,6 +568,10 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
     "sin": lambda w, x, ids: torch.sin(_behind_one(w, x)).sum(),
     "flatten": lambda w, x, ids: _behind_one(w, x).flatten().sum(),
     "rmul": lambda w, x, ids: (2 * _behind_one(w, x)).sum(),
+    "linalg_norm": lambda w, x, ids: torch.linalg.norm((x @ w)[ids >= 0], 2),
+    "masked_scatter": lambda w, x, ids: (
+        w.masked_scatter(m := ids.flatten()[:6] >= 0, (w @ w)[m]).square().sum()
+    ),
     "gather": lambda w, x, ids: (x @ w)[ids >= 0].gather(0, ids[ids >= 0][:, None]).sum(),
 }
 
