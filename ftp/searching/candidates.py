@@ -43,6 +43,20 @@ class Candidate:
         return tuple(self.patterns.items()), tuple(self.along.items())
 
 
+@dataclass(frozen=True)
+class Spare:
+    """A candidate that was refused for its buckets and fits without them.
+
+    Attributes:
+        program: the candidate lowered without buckets.
+        gain: its seconds with buckets over those of its estimate.
+    """
+
+    candidate: Candidate
+    program: Lowered
+    gain: float
+
+
 @dataclass
 class Searching:
     """The state of a search: candidates by plan."""
@@ -62,7 +76,7 @@ class Searching:
     is_folded: bool = True
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
-    spare: tuple[Candidate, Lowered] | None = None  # refused for its buckets; fits without them
+    spare: Spare | None = None
 
     @cached_property
     def traced(self) -> Traced:
@@ -154,11 +168,23 @@ class Searching:
         self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
 
     def spared(self) -> list[Candidate]:
-        """The candidate that fits without buckets, if any; then the search goes on without them."""
+        """The candidates that fit without buckets, if one is known to; then the search goes on
+        without them.
+        """
         if self.spare is None or not self.bucket:
             return []
         self.leave_buckets()
-        return [self.tried[self.spare[0].key]]
+        return self.fitting() or [self.tried[self.spare.candidate.key]]
+
+    def promising(self) -> list[Candidate]:
+        """The candidates that fit, fastest first, less those that are expected to be slower with
+        buckets than the one that is spared is without.
+        """
+        found = self.fitting()
+        if self.spare is None or not self.bucket:
+            return found
+        most = float(self.spare.program.cost()) / self.spare.gain
+        return [one for one in found if one.estimate.seconds < most]
 
     def fitting(self) -> list[Candidate]:
         """The candidates that fit, fastest first."""

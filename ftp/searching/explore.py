@@ -40,7 +40,7 @@ def fit(task: Searching) -> None:
     if not task.fits(least) and len(task.free) == 1:
         task.free += [task.candidate(along, least.order, Price(0.0)) for along in alongs(task)]
     for low in sorted(task.free, key=lambda c: c.estimate.seconds):
-        if not task.fits(low):
+        if not task.fits(low) and not _is_outdone(low, task.free):
             _raise_price(task, low)
     best = min(task.tried.values(), key=partial(_rank, task))
     if not task.fits(best) and task.bucket:
@@ -48,6 +48,16 @@ def fit(task: Searching) -> None:
         fit(task)
     elif not task.fits(best) or best.estimate.seconds > min(c.estimate.seconds for c in task.free):
         refined(task, improved(task, best))
+
+
+def _is_outdone(one: Candidate, others: Sequence[Candidate]) -> bool:
+    """Whether another candidate takes less time and holds no more: constraints that save nothing
+    are not worth a search of their own.
+    """
+    return any(
+        c.estimate.seconds < one.estimate.seconds and c.estimate.nbytes <= one.estimate.nbytes
+        for c in others
+    )
 
 
 def name_plans(task: Searching) -> None:

@@ -72,11 +72,12 @@ def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Est
     live = [m.live for m in moments]
     held = sum(nbytes for name, nbytes in lowered.input_bytes.items() if name in inputs)
     kept, made = twins.added(live, False), twins.added(live, True)
+    begins_keeping, begins_making = twins.begin(False), twins.begin(True)
     # At any moment a layer left out adds its inputs; from its forward pass on the tensors that it
     # keeps for the backward pass; from its backward pass on the gradients that it makes.
     nbytes = 0
     for at, n in enumerate(live):
-        is_kept, is_made = at >= twins.begin(False), at >= twins.begin(True)
+        is_kept, is_made = at >= begins_keeping, at >= begins_making
         nbytes = max(nbytes, n + gone * (held + is_kept * kept + is_made * made))
     return Estimate(seconds, round(nbytes), share)
 

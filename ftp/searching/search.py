@@ -19,7 +19,7 @@ from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.report.lowered import Lowered
 from ftp.searching.axis_networks import planned_seconds
-from ftp.searching.candidates import Candidate, Searching
+from ftp.searching.candidates import Candidate, Searching, Spare
 from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
 from ftp.searching.explore import explore, fit, improved
 from ftp.searching.marks import Along, is_mark, is_markable, spec_along, with_marks
@@ -107,7 +107,7 @@ def search(
     )
     explore(task)
     for _ in range(LOWERED):
-        candidates = task.fitting() or task.spared()
+        candidates = task.promising() or task.spared()
         if not candidates and task.refused:
             fit(task)
             candidates = task.fitting()
@@ -163,8 +163,9 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     layers leave out the copies in buckets.
     """
     loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
-    if task.spare is not None and not task.bucket and task.spare[0].key == best.key:
-        program = task.spare[1]
+    spare = task.spare
+    if spare is not None and not task.bucket and spare.candidate.key == best.key:
+        program = spare.program
     else:
         step = shard(
             loss_fn,
@@ -178,10 +179,13 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
     if task.memory is not None and (nbytes := int(program.memory)) > task.memory:
         task.refuse(best, nbytes)
-        if task.bucket and task.spare is None:
+        if task.bucket and spare is None:
             plain = Lowered(program._program.with_options(bucket=False))
-            task.spare = (best, plain) if int(plain.memory) <= task.memory else None
+            if int(plain.memory) <= task.memory:
+                task.spare = Spare(best, plain, float(program.cost()) / best.estimate.seconds)
         return None
+    if task.bucket and spare is not None and spare.program.cost() < program.cost():
+        return _lowered(task, task.spared()[0])
     choice = choice_of(task, best.patterns)
     solved = best.solved or task.solve(best.along, best.order, best.price, choice)
     price = paid(task, best, planned_seconds(solved, task.hardware))

@@ -192,6 +192,34 @@ def test_buckets_that_a_limit_leaves_no_room_for_are_left_out(monkeypatch: pytes
     assert found.memory == int(lowered(found.specs(params), found.bucket).memory) <= limit
 
 
+def deep():
+    """A loss of ten equal layers, its parameters and a batch."""
+    params = {
+        "layers": [
+            {name: torch.empty(64, 64, device="meta") for name in ("up", "down")} for _ in range(10)
+        ]
+    }
+
+    def loss_fn(p, x):
+        for layer in p["layers"]:
+            x = x + (x @ layer["up"]).relu() @ layer["down"]
+        return x.square().mean()
+
+    return loss_fn, params, torch.empty(16, 64, device="meta")
+
+
+def test_what_fits_without_buckets_is_not_given_up_for_a_slower_plan():
+    """The fastest plan that fits does not fit with buckets; one that cuts more does, but it takes
+    longer than the first without them.
+    """
+    loss_fn, params, x = deep()
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    found = ftp.search(loss_fn, params, mesh, P("dp"), x, memory=900_000, hardware="cpu")
+    fitting = [rival for rival in found.rivals.values() if rival.nbytes <= 900_000]
+    assert found.memory <= 900_000 and not found.bucket
+    assert found.cost <= min(rival.seconds for rival in fitting) * (1 + 1e-9)
+
+
 def test_heads_that_neighbours_share():
     """Where memory forces it, keys of fewer heads than ranks are held by head."""
     cfg = LlamaConfig(vocab=64, dim=512, heads=8, kv_heads=4, hidden=64, layers=1)
@@ -262,18 +290,8 @@ def test_what_is_promised_is_what_is_lowered():
 
 
 def test_estimates_count_the_checks_of_the_arguments_of_layers_left_out():
-    params = {
-        "layers": [
-            {name: torch.empty(64, 64, device="meta") for name in ("up", "down")} for _ in range(10)
-        ]
-    }
-    x, mesh = torch.empty(16, 64, device="meta"), ftp.AbstractMesh((2,), ("dp",))
-
-    def loss_fn(p, x):
-        for layer in p["layers"]:
-            x = x + (x @ layer["up"]).relu() @ layer["down"]
-        return x.square().mean()
-
+    loss_fn, params, x = deep()
+    mesh = ftp.AbstractMesh((2,), ("dp",))
     cpu = ftp.Hardware.cpu()
     task = candidates.Searching(
         loss_fn, params, (x,), P("dp"), [P("dp")], resolve(mesh), ("dp",), cpu, None
