@@ -35,7 +35,7 @@ def load(
             and leaves that require a gradient are so again.
         mesh: default that of ``ftp.use_mesh``.
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
-        step: load the newest checkpoint of this step.
+        step: load the newest checkpoint of this step; the one at ``path`` has to be of it.
         verify: compare the hashes of all that is loaded; ranks divide the work.
         timeout: seconds that a rank waits for the others; default that of the process group.
 

@@ -232,12 +232,18 @@ def find(path: str | Path, step: int | None = None) -> Checkpoint:
     itself.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none; the one at ``path`` is of another step.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
         named = _NAME.fullmatch(path.name)
-        return Checkpoint(path, int(named[1]) if named else 0, None)
+        own = read_manifest(path).step if step is not None else None
+        if own != step:
+            raise CheckpointError(
+                f"{path} is the checkpoint of {'no step' if own is None else f'step {own}'}, not of"
+                f" step {step}. Give the folder that ftp.save was given, or no step."
+            )
+        return Checkpoint(path, int(named[1]) if named else 0, own)
     complete = checkpoints(path)
     if not complete:
         what = "does not exist" if not path.exists() else "holds no complete checkpoint"

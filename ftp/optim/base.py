@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.optim.slots import Slots
-from ftp.sharding.patterns import match_patterns
+from ftp.sharding.patterns import dotted, match_patterns
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 
@@ -85,6 +85,22 @@ def check_spec_given(pattern: str, spec: object) -> str | None:
         if isinstance(spec, P)
         else f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
     )
+
+
+def distinct_paths(params: Any) -> list[str]:
+    """The leaves' paths, joined by dots.
+
+    Raises:
+        InputError: two leaves of one path.
+    """
+    first: dict[str, str] = {}
+    failures = []
+    paths = [dotted(path) for path in leaf_paths(params)]
+    for path, name in zip(paths, leaf_names(params, "params"), strict=True):
+        if first.setdefault(path, name) != name:
+            failures.append(f"{first[path]} and {name} have one path, {path!r}. Rename one.")
+    raise_all(InputError, failures)
+    return paths
 
 
 def check_tensors(leaves: Sequence[Any], names: Sequence[str]) -> None:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftp.errors import InputError, join_failures
-from ftp.optim.base import Optimizer, aligned, matched_patterns
+from ftp.optim.base import Optimizer, aligned, distinct_paths, matched_patterns
 from ftp.optim.slots import Slots
-from ftp.sharding.patterns import dotted
-from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
+from ftp.sharding.pytree import flatten, leaf_names
 
 
 def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
@@ -19,7 +18,7 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
 
     Raises:
         InputError: from ``init`` and ``update``: a parameter that no pattern matches; a pattern
-            that matches none; patterns that disagree.
+            that matches none; patterns that disagree; two parameters of one path.
 
     >>> import torch, ftp
     >>> sgd = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)
@@ -46,7 +45,7 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
                     for name in missing
                 )
             )
-        paths = [dotted(path) for path in leaf_paths(params)]
+        paths = distinct_paths(params)
         # An optimizer of several patterns runs once: what it does for all matrices of a shape it
         # does together.
         chosen: dict[int, tuple[Optimizer | None, list[int], list[str]]] = {}

@@ -11,7 +11,7 @@ from ftp.errors import InputError, raise_all
 from ftp.ops.constrain import asked_for
 from ftp.ops.microbatch_means import Means, current_means
 from ftp.optim.base import natural_order
-from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
+from ftp.sharding.pytree import flatten, kind_of, leaf_names, leaf_paths
 
 
 def global_norm(tree: Any) -> Tensor:
@@ -19,15 +19,29 @@ def global_norm(tree: Any) -> Tensor:
     That of leaves in bfloat16 and float16 is computed, and returned, in float32.
 
     Raises:
-        InputError: a tree without tensors.
+        InputError: a tree without tensors, or with other leaves.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    if not flatten(tree)[0]:
-        raise InputError("global_norm is given a tree without tensors.")
+    _tensors(tree, "global_norm")
     # A sum of sums stays pending over sharded leaves, so that only one number is reduced.
     return asked_for(_total(tree, lambda leaf: _wide(leaf).abs().square().sum())).sqrt()
+
+
+def _tensors(tree: Any, what: str) -> list[Tensor]:
+    leaves = flatten(tree)[0]
+    if not leaves:
+        raise InputError(f"{what} is given a tree without tensors.")
+    raise_all(
+        InputError,
+        (
+            f"{name} is {leaf!r}, {kind_of(leaf)}; {what} takes tensors alone."
+            for leaf, name in zip(leaves, leaf_names(tree, "tree"), strict=True)
+            if not isinstance(leaf, Tensor)
+        ),
+    )
+    return leaves
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -101,9 +115,7 @@ def count_nonfinite(tree: Any, *, by_leaf: bool = False) -> Any:
     >>> count_nonfinite(tree, by_leaf=True)
     {'w': tensor(1), 'b': tensor(1)}
     """
-    leaves, treedef = flatten(tree)
-    if not leaves:
-        raise InputError("count_nonfinite is given a tree without tensors.")
+    leaves, treedef = _tensors(tree, "count_nonfinite"), flatten(tree)[1]
     if by_leaf:
         return treedef.unflatten([_nonfinite(leaf) for leaf in leaves])
     return _total(tree, _nonfinite)

@@ -33,7 +33,7 @@ def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
 
 def ema(average: Any, params: Any, decay: float | Tensor) -> Any:
     """Exponential moving average: ``decay * average + (1 - decay) * params``, in ``average``'s
-    dtypes.
+    dtypes (of integers, such as counters in a model's buffers, without the fraction).
 
     Args:
         average, params: trees of one structure and shapes.
@@ -48,5 +48,8 @@ def ema(average: Any, params: Any, decay: float | Tensor) -> Any:
     leaves, treedef = flatten(average)
     new = aligned(treedef, params, "params")
     return treedef.unflatten(
-        [a * decay + p.to(a.dtype) * (1 - decay) for a, p in zip(leaves, new, strict=True)]
+        [
+            (a * decay + p.to(a.dtype) * (1 - decay)).to(a.dtype)
+            for a, p in zip(leaves, new, strict=True)
+        ]
     )

@@ -13,6 +13,13 @@ from torch import Tensor
 Schedule = Callable[[Tensor], Tensor]
 
 
+def _part(step: Tensor, total: int) -> Tensor:
+    """The part of ``total`` steps that is done, at most 1; of no steps, as of a warm-up that is
+    left out, all.
+    """
+    return torch.clamp(step / total, max=1.0) if total else torch.ones_like(step)
+
+
 def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -> Schedule:
     """From ``start * lr`` to ``end * lr`` in ``total`` steps, then constant (``LinearLR``); with
     ``start < end`` a warm-up.
@@ -20,7 +27,7 @@ def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -
     >>> float(linear(1.0, 10, start=0.0)(torch.tensor(5.0)))
     0.5
     """
-    return lambda step: lr * (start + (end - start) * torch.clamp(step / total, max=1.0))
+    return lambda step: lr * (start + (end - start) * _part(step, total))
 
 
 def constant(lr: float, total: int, *, factor: float = 1.0 / 3) -> Schedule:
@@ -64,7 +71,7 @@ def polynomial(lr: float, total: int, power: float = 1.0) -> Schedule:
     >>> float(polynomial(1.0, 4, 2.0)(torch.tensor(2.0)))
     0.25
     """
-    return lambda step: lr * (1 - torch.clamp(step / total, max=1.0)) ** power
+    return lambda step: lr * (1 - _part(step, total)) ** power
 
 
 def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
@@ -74,9 +81,7 @@ def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
     >>> round(float(cosine(1.0, 10, end=0.5)(torch.tensor(5.0))), 6)
     0.75
     """
-    return lambda step: (
-        end + (lr - end) * (1 + torch.cos(math.pi * torch.clamp(step / total, max=1.0))) / 2
-    )
+    return lambda step: end + (lr - end) * (1 + torch.cos(math.pi * _part(step, total))) / 2
 
 
 def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:

@@ -1,6 +1,5 @@
 """torch.optim's classes as pure functions, by torch's own formulas."""
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.errors import InputError
 from ftp.optim.base import (
@@ -16,14 +16,14 @@ from ftp.optim.base import (
     aligned,
     check_gradients,
     check_tensors,
+    distinct_paths,
     matched_patterns,
 )
 from ftp.optim.by_owner import check_matrices
 from ftp.optim.owned_muon import check_owned, owned_step
 from ftp.optim.slots import Slots
 from ftp.optim.traceable_step import CAPTURABLE, traceable_step
-from ftp.sharding.patterns import dotted
-from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
+from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
 from ftp.torch_internals import deferred_compiler
@@ -43,7 +43,8 @@ def from_torch(
 
     Args:
         cls: AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Adadelta, Adamax, ASGD, Rprop, Muon,
-            Adafactor, or your own class if its ``step`` is tensor code.
+            Adafactor, or your own class if its ``step`` is tensor code and all its state is in
+            ``self.state[param]``.
         groups: ``{path pattern: options}``, patterns as in ``ftp.plan``: options of the parameters
             that a pattern matches, such as another rate or no weight decay.
         owned: for Muon: in a sharded program each whole matrix is orthogonalized by one rank (see
@@ -56,7 +57,7 @@ def from_torch(
 
     Raises:
         InputError: LBFGS or SparseAdam; options that ``cls`` refuses; ``owned`` of another class
-            than Muon; from ``init`` and ``update``,
+            than Muon; your own class with state elsewhere; from ``init`` and ``update``,
             a pattern that matches no parameter, or trees that do not fit.
 
     >>> opt = from_torch(torch.optim.AdamW, lr=0.1, groups={"*.bias": {"weight_decay": 0.0}})
@@ -103,6 +104,14 @@ def _check_class(cls: Any) -> None:
             )
 
 
+_IMPURE = (
+    "{name} is not a function of its state of each parameter: its step {step} on a small matrix"
+    " gives other numbers than a step from what it keeps in self.state[param]. Keep all state"
+    " there, not in param_groups or attributes, as tensors and numbers, and begin with values from"
+    " which the first step is like all others."
+)
+
+
 class _TorchOptimizer:
     """Runs a torch.optim class on clones of the parameters, with the state set beforehand."""
 
@@ -134,6 +143,43 @@ class _TorchOptimizer:
                     f"{cls.__name__}({key}=True) has no meaning in a program; leave it out."
                 )
         self.prototypes = [self._make(options, torch.zeros(1, 1)) for options in self.options]
+        # Whether the class counts its steps itself.
+        self.owns_step = not issubclass(cls, torch.optim.SGD | torch.optim.Muon)
+        if not cls.__module__.startswith("torch.optim"):
+            for group in range(len(self.options)):
+                self._try_out(group)
+
+    def _try_out(self, group: int) -> None:
+        """Take three steps of somebody's own class on a small matrix, by itself and as pure
+        functions.
+
+        Raises:
+            InputError: the results differ: the class needs more than its state of each parameter.
+        """
+        start = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], device="cpu")
+        if get_proxy_mode() is not None or type(start) is not Tensor:
+            return
+        rate = self.options[group].get("lr")
+        theirs, ours = start.clone(), start
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            try:
+                self.owns_step = "step" in self._recorded(start, group)
+                opt, slots = self._make(self.options[group], theirs), self._first_slots(ours, group)
+                for step in range(3):
+                    grad = start.roll(step, 1) * (step + 1)
+                    theirs.grad = grad.clone()
+                    if callable(rate):
+                        opt.param_groups[0]["lr"] = float(rate(torch.tensor(float(step))))
+                    torch.manual_seed(step)
+                    opt.step()
+                    torch.manual_seed(step)
+                    ((ours, slots),) = self._updated(group, [grad], [slots], [ours])
+                    if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4, equal_nan=True):
+                        raise InputError(_IMPURE.format(name=self.cls.__name__, step=step + 1))
+            except InputError:
+                raise
+            except Exception:
+                return  # it cannot be tried here, such as a class for GPUs alone
 
     def _make(self, options: Mapping[str, Any], param: Tensor) -> torch.optim.Optimizer:
         rate = options.get("lr")
@@ -234,19 +280,7 @@ class _TorchOptimizer:
                 {k: v.new_zeros(param.shape) if k in of_one.like else v for k, v in of_one.items()},
                 of_one.like,
             )
-        # SGD's first momentum is its first gradient. Zero gives the same update, unless dampened
-        # (see ``update``).
-        mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
-        opt = self._make({k: v for k, v in self.options[group].items() if k != "fused"}, mine)
-        first: dict[str, Any] = {}
-        for values in opt.state.values():
-            first.update(_cloned(values))
-        recording: Any = defaultdict(lambda: _RecordedState(first))
-        opt.state = recording
-        if first:
-            dict.update(opt.state[mine], _cloned(first))
-        mine.grad = torch.zeros_like(mine)
-        traceable_step(opt)
+        first = self._recorded(param, group)
         if "step" not in first and self._counts(group):
             first["step"] = torch.zeros(())
         # A scalar's moments have the shape of a counter: a vector's tell which they are.
@@ -263,6 +297,23 @@ class _TorchOptimizer:
             else:
                 found[name] = value.to(param.device, self._slot_dtype(value, param.device, group))
         return Slots(found, like)
+
+    def _recorded(self, param: Tensor, group: int) -> dict[str, Any]:
+        """The value that each slot of the class has when a step first reads it."""
+        # SGD's first momentum is its first gradient. Zero gives the same update, unless dampened
+        # (see ``_updated``).
+        mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
+        opt = self._make({k: v for k, v in self.options[group].items() if k != "fused"}, mine)
+        first: dict[str, Any] = {}
+        for values in opt.state.values():
+            first.update(_cloned(values))
+        recording: Any = defaultdict(lambda: _RecordedState(first))
+        opt.state = recording
+        if first:
+            dict.update(opt.state[mine], _cloned(first))
+        mine.grad = torch.zeros_like(mine)
+        traceable_step(opt)
+        return first
 
     def _slot_dtype(self, value: Tensor, device: torch.device, group: int) -> torch.dtype:
         """The dtype of a slot of another shape than the parameter's: step counters in float64, so
@@ -284,7 +335,7 @@ class _TorchOptimizer:
                 grad_leaves,
                 slots,
                 leaves,
-                [dotted(path) for path in leaf_paths(params)],
+                distinct_paths(params),
                 None if self.owned is True else self.owned,
             )
             return treedef.unflatten([x for x, _ in new]), treedef.unflatten([s for _, s in new])
@@ -296,22 +347,19 @@ class _TorchOptimizer:
             own_grads, own_slots, own_leaves = (
                 [of[i] for i in mine] for of in (grad_leaves, slots, leaves)
             )
-            new = self._run(group, own_grads, own_slots, own_leaves)
-            if self._is_dampened(group):
-                new = self._without_first_dampening(group, own_grads, own_slots, own_leaves, new)
+            new = self._updated(group, own_grads, own_slots, own_leaves)
             for i, (leaf, kept) in zip(mine, new, strict=True):
                 new_leaves[i], new_slots[i] = leaf, kept
         return treedef.unflatten(new_leaves), treedef.unflatten(new_slots)
 
-    def _without_first_dampening(
-        self,
-        group: int,
-        grads: Sequence[Tensor],
-        slots: Sequence[Slots],
-        params: Sequence[Tensor],
-        dampened: Sequence[tuple[Tensor, Slots]],
+    def _updated(
+        self, group: int, grads: Sequence[Tensor], slots: Sequence[Slots], params: Sequence[Tensor]
     ) -> list[tuple[Tensor, Slots]]:
-        """At step 0 SGD's momentum is the gradient itself, not dampened."""
+        """Per parameter its new value and state."""
+        dampened = self._run(group, grads, slots, params)
+        if not self._is_dampened(group):
+            return dampened
+        # At step 0 SGD's momentum is the gradient itself, not dampened.
         bare = [
             Slots({k: v for k, v in s.items() if k != "momentum_buffer"}, s.like) for s in slots
         ]
@@ -340,7 +388,8 @@ class _TorchOptimizer:
     ) -> torch.optim.Optimizer:
         """An optimizer of the clones, with their state and the rate of this step."""
         prototype = self.prototypes[group]
-        opt = copy.copy(prototype)
+        opt = object.__new__(self.cls)  # a copy by torch's means lacks attributes
+        vars(opt).update(vars(prototype))
         rate = self.options[group].get("lr")
         options = {"lr": rate(_widened(slots[0].get("step")))} if callable(rate) else {}
         # torch.vmap does not see into a kernel.
@@ -364,7 +413,7 @@ class _TorchOptimizer:
             if isinstance(now.get(name), Tensor)
         }
         step = old.get("step")
-        if step is not None and kept["step"] is before["step"] and not self._owns_step():
+        if step is not None and kept["step"] is before["step"] and not self.owns_step:
             kept["step"] = step + 1
         return Slots(
             {name: v.to(old[name].dtype) if name in old else v for name, v in kept.items()},
@@ -374,10 +423,6 @@ class _TorchOptimizer:
     def _groups(self, params: Any) -> list[int]:
         own = matched_patterns({p: i for i, p in enumerate(self.patterns) if i}, params)
         return [match[1] if match else 0 for match in own]
-
-    def _owns_step(self) -> bool:
-        """Whether the class counts its steps itself."""
-        return not issubclass(self.cls, torch.optim.SGD | torch.optim.Muon)
 
     def _counts(self, group: int) -> bool:
         return callable(self.options[group].get("lr")) or self._is_dampened(group)
@@ -402,6 +447,15 @@ class _RecordedState(dict):
         if name not in self.first:
             self.first[name] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
 
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 differ, ranks exchange more to find which.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -104,16 +105,18 @@ def compare_copies(
 
 
 def digest(x: Tensor) -> Tensor:
-    """A 64-bit digest of a tensor's bytes in order, as a 0-d tensor on its device. Tensors that
-    differ in one element never have equal digests.
+    """A 64-bit digest of a tensor's dtype, shape and bytes in order, as a 0-d tensor on its device.
+    Tensors of one shape that differ in one element never have equal digests.
 
     >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
     tensor(False)
     """
+    kind = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode()).digest()[:8]
     x = x.detach()
     x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).contiguous().reshape(-1)
     integers = x.view(_INTEGERS[x.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    of_kind = int.from_bytes(kind, "little", signed=True)
+    total = torch.full((), of_kind, dtype=torch.int64, device=x.device)
     for chunk, start in enumerate(range(0, integers.numel(), _CHUNK)):
         part = integers[start : start + _CHUNK].long()
         total += (part * _weights(str(x.device))[: part.numel()]).sum() * _odd(chunk)

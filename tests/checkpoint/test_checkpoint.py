@@ -187,7 +187,10 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
         float(ftp.load(tmp_path, like, MESH)) == 4
         and float(ftp.load(tmp_path, like, MESH, step=20)) == 2
     )
-    assert float(ftp.load(ftp.checkpoints(tmp_path)[0].folder, like, MESH)) == 1
+    first = ftp.checkpoints(tmp_path)[0].folder
+    assert float(ftp.load(first, like, MESH)) == float(ftp.load(first, like, MESH, step=10)) == 1
+    with pytest.raises(ftp.errors.CheckpointError, match="of step 10, not of step 20"):
+        ftp.load(first, like, MESH, step=20)
     folder = ftp.save(tmp_path, torch.tensor(5.0), MESH, step=20, keep=2).result()
     assert [c.step for c in ftp.checkpoints(tmp_path)] == [None, 20] and float(
         ftp.load(tmp_path, like, MESH, step=20)

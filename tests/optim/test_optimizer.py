@@ -200,6 +200,65 @@ def test_a_class_of_ones_own():
     same(params, expected)
 
 
+class OwnMomentum(torch.optim.Optimizer):
+    """No counter; ``how`` its momentum comes to be, or what beside it changes."""
+
+    def __init__(self, params: Any, lr: float = 0.1, how: str = "update"):
+        super().__init__(params, {"lr": lr, "how": how})
+        self.steps, self.decay = 0, 0.9
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            how, scale = group["how"], 1.0
+            if how == "attribute":
+                self.steps += 1
+                scale = self.steps
+            elif how == "group":
+                group["steps"] = scale = group.get("steps", 0) + 1
+            for p in group["params"]:
+                state = self.state[p]
+                if how == "setdefault":
+                    state.setdefault("momentum", torch.zeros_like(p))
+                elif how == "first" and not state:
+                    state["momentum"] = 10 * p.grad
+                elif how == "flag" and not state.get("is_ready"):
+                    state["momentum"], state["is_ready"] = torch.zeros_like(p), True
+                elif not state:
+                    state.update(momentum=torch.zeros_like(p))
+                state["momentum"].mul_(self.decay).add_(p.grad)
+                p.sub_(group["lr"] / scale * state["momentum"])
+
+
+@pytest.mark.parametrize("how", ["update", "setdefault"])
+def test_a_schedule_of_a_class_that_counts_no_steps(how: str):
+    params, leaves = parameters(), leaves_of(parameters())
+    theirs = OwnMomentum(list(leaves.values()), how=how)
+    expected = of_torch(theirs, leaves, lr_scheduler.ExponentialLR(theirs, 0.9))
+    opt = ftp.optim.from_torch(OwnMomentum, lr=schedules.exponential(0.1, 0.9), how=how)
+    state = opt.init(params)
+    for grads in gradients(params):
+        params, state = opt.update(grads, state, params)
+    same(params, expected)
+
+
+@pytest.mark.parametrize("how", ["attribute", "group", "first", "flag"])
+def test_state_outside_of_the_parameters_is_refused(how: str):
+    with pytest.raises(ftp.FtpError, match="OwnMomentum is not a function of its state"):
+        ftp.optim.from_torch(OwnMomentum, how=how)
+
+
+def test_two_leaves_of_one_path_are_refused():
+    params = {"a": {"b": torch.ones(1, 1)}, "a.b": torch.full((1, 1), 5.0)}
+    muon = ftp.optim.from_torch(torch.optim.Muon, lr=0.5, owned=True)
+    opt = ftp.optim.by_path({"**": ftp.optim.from_torch(torch.optim.SGD, lr=0.5)})
+    told = r"params\['a'\]\['b'\] and params\['a.b'\] have one path, 'a.b'"
+    with pytest.raises(ftp.FtpError, match=told):
+        opt.init(params)
+    with pytest.raises(ftp.FtpError, match=told):
+        muon.update(params, muon.init(params), params)
+
+
 def test_parameters_of_one_shape_start_apart():
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=0.1)
     params = {name: torch.randn(3, 2) for name in "abc"}
@@ -397,6 +456,8 @@ def test_ema():
         theirs(list(expected.values()), list(grads.values()), 0)
         average = ftp.optim.ema(average, grads, 0.9)
     same(average, expected)
+    counters = ftp.optim.ema({"n": torch.tensor(3)}, {"n": torch.tensor(5)}, 0.5)
+    assert torch.equal(counters["n"], torch.tensor(4))
 
 
 SCHEDULES: dict[str, tuple[Any, Any]] = {
@@ -449,6 +510,19 @@ def test_schedules(name: str):
         ), i
         opt.step()
         scheduler.step()
+
+
+def test_schedules_of_no_steps_are_at_their_end():
+    start = torch.tensor(0.0)
+    assert float(schedules.linear(0.1, 0, start=0.0)(start)) == pytest.approx(0.1)
+    assert float(schedules.cosine(0.1, 0, end=0.02)(start)) == pytest.approx(0.02)
+    assert float(schedules.polynomial(0.1, 0)(start)) == 0.0
+
+
+def test_norms_take_tensors_alone():
+    for norm in (ftp.optim.global_norm, ftp.optim.count_nonfinite):
+        with pytest.raises(ftp.FtpError, match=r"tree\['n'\] is 3.0, a float; .* tensors alone"):
+            norm({"n": 3.0, "w": torch.ones(2)})
 
 
 @pytest.mark.cases_by_default(4)

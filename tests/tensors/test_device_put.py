@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.tensors.placement import placement_of
-from ftp.tensors.replicas import compare_copies
+from ftp.tensors.replicas import compare_copies, digest
 
 MESH = ftp.simulated_mesh((2, 2), ("dp", "tp"))
 
@@ -151,6 +151,11 @@ def test_local_slice_checks_its_spec():
     assert ftp.local_slice(MESH, P("dp"), (6, 3)) == (slice(0, 6), slice(0, 3))
     with pytest.raises(ftp.FtpError, match="of 3 entries, but its shape"):
         ftp.local_slice(MESH, P(None, None, "dp"), (6, 3))
+
+
+def test_digests_tell_shapes_and_dtypes_apart():
+    alike = [torch.zeros(2), torch.zeros(3), torch.zeros(1, 2), torch.zeros(2, dtype=torch.int32)]
+    assert len({int(digest(x)) for x in alike}) == len(alike)
 
 
 def test_digests_of_host_tensors_are_compared_on_the_device_of_the_mesh(monkeypatch):
