@@ -273,11 +273,25 @@ class Sizes:
             return self.quotient(-x, -y) if y else x.value // y
         whole = {atoms: c // y for atoms, c in x.terms.items() if c % y == 0}
         rest = self._made({atoms: c for atoms, c in x.terms.items() if c % y})
-        if is_dynamic(rest):
-            rest = self._opaque("//", rest, y)
-        else:
-            rest = rest // y
+        rest = self._floor_of(rest, y) if is_dynamic(rest) else rest // y
         return self._made(whole) + rest
+
+    def _floor_of(self, x: "DynamicInt", y: int) -> Any:
+        """``x // y`` in one way of writing: ``(2*S + 1) // 4`` is ``S // 2``, and ``(S // 2) // 3``
+        is ``S // 6``. Equal sizes that are written in two ways count as different.
+        """
+        constant = x.terms.get((), 0)
+        terms = {atoms: c for atoms, c in x.terms.items() if atoms}
+        common = math.gcd(y, *terms.values())
+        if common > 1:
+            reduced = {atoms: c // common for atoms, c in terms.items()}
+            return self.quotient(self._made({**reduced, (): constant // common}), y // common)
+        ((atoms, c), *more) = terms.items()
+        if not more and c == 1 and len(atoms) == 1:
+            kind, of = self.made_of(atoms[0])
+            if kind == "//" and not is_dynamic(of[1]):
+                return self.quotient(of[0] + constant * of[1], of[1] * y)
+        return self._opaque("//", x, y)
 
     def _divided(self, terms: Terms, y: "DynamicInt") -> Any:
         """``terms / y`` where ``y`` is one product and divides each of them, else None."""

@@ -100,7 +100,8 @@ def bind(
             elif unknown:
                 left.append((dim, size))
                 continue
-            if math.prod(sizes[f] for f in dim) != size and not rule.resized.issuperset(dim):
+            is_resized = dim and rule.resized.issuperset(dim)
+            if math.prod(sizes[f] for f in dim) != size and not is_resized:
                 raise RuleError(
                     f"The rule {str(notation)!r} of {name} does not fit shapes {operands} ->"
                     f" {results}: dim {dim} is of size {size}."

@@ -256,6 +256,24 @@ def test_sizes_as_people_use_them(fn, name):
     assert step.shapes.plans <= (4 if fn is next_tokens else 3)  # S and S - 1 divide or do not
 
 
+def test_microbatches_of_a_batch_whose_two_dims_change():
+    """Of 2·B rows the quarter ``2·B // 4`` is ``B // 2``: one size, written in two ways, was taken
+    for a dim that is expanded, so that a rank read another one's rows.
+    """
+
+    def fn(table, tokens):
+        part = tokens.unflatten(0, (4, -1))[1]
+        return F.cross_entropy(table[part].flatten(0, 1), part.flatten())
+
+    dims = (None, {0: torch.export.Dim("B"), 1: torch.export.Dim("S")})
+    step = ftp.spmd(fn, on({"cp": 2}), (P(), P(None, "cp")), P(), dynamic_shapes=dims)
+    table = torch.randn(12, 12, dtype=torch.float64)
+    for shape in ((8, 5), (8, 12), (12, 8)):
+        tokens = torch.randint(0, 12, shape)
+        assert torch.allclose(step(table, tokens), fn(table, tokens), rtol=1e-12)
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
 @pytest.mark.parametrize("name", slow_after(1, ["context", "tp", "both"]))
 def test_dims_that_change_are_found_at_the_third_shapes(name):
     mesh, specs, spec = LAYOUTS[name]

@@ -5,7 +5,9 @@ from hypothesis import given
 from strategies import notations
 
 from ftp.errors import RuleError
+from ftp.rules.bind import bind
 from ftp.rules.notation import Notation, parse
+from ftp.rules.rule import Rule
 
 
 @given(notations())
@@ -46,3 +48,10 @@ def test_errors_point_at_what_does_not_fit(text: str, why: str, at: int):
     with pytest.raises(RuleError) as error:
         parse(text)
     assert str(error.value) == f"The rule does not parse: {why}.\n  {text}\n  {' ' * at}^"
+
+
+def test_a_dim_without_factors_has_size_one():
+    rule = Rule(parse("1, a -> a"))
+    assert bind(rule, [(1,), (4,)], [(4,)]).sizes == {"a": 4}
+    with pytest.raises(RuleError, match="does not fit shapes"):
+        bind(rule, [(3,), (4,)], [(4,)])

@@ -1,0 +1,46 @@
+"""Formulas of dynamic sizes: their values, and one way of writing for equal ones."""
+
+import operator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftp.dynamic_int import Sizes, Symbol, is_dynamic
+
+_BY = st.integers(1, 12)
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "mul", "floordiv", "mod"]), _BY, st.booleans()), max_size=6
+)
+
+
+@given(multiple=st.sampled_from([1, 2, 6]), steps=_STEPS, counts=st.tuples(_BY, _BY))
+def test_a_formula_has_the_value_that_python_computes(multiple, steps, counts):
+    """Of sums, products, quotients and remainders, each by a number or the other size."""
+    values = [multiple * c for c in counts]
+    sizes = Sizes([Symbol(name, multiple, 1, 100, multiple) for name in "ST"])
+
+    def computed(s, t):
+        x = s
+        for name, n, by_size in steps:
+            x = getattr(operator, name)(x, t if by_size and name in ("add", "mul") else n)
+        return x
+
+    x = computed(*sizes.symbols)
+    assert sizes.function([x])(values) == (computed(*values),)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda s: (2 * s) // 4, lambda s: s // 2),
+        (lambda s: (2 * s + 1) // 4, lambda s: s // 2),
+        (lambda s: (s // 2) // 3, lambda s: s // 6),
+        (lambda s: (s // 2 + 5) // 3, lambda s: (s + 10) // 6),
+        (lambda s: -(-2 * s // 4), lambda s: -(-s // 2)),
+        (lambda s: (6 * s + 9) // 3, lambda s: 2 * s + 3),
+    ],
+)
+def test_equal_quotients_are_written_alike(one, other):
+    (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
+    assert is_dynamic(one(s)) and one(s) == other(s)
