@@ -1,6 +1,6 @@
 """Make programs that serve many sizes: find the family of a call, trace and plan for all of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,7 @@ from ftp.dynamic_int import Sizes
 from ftp.paused_gc import collection_paused
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement
 
 
@@ -197,10 +198,24 @@ def _planned(
     def program(sizes: Sizes) -> Program:
         return planning.program(traced, planning.plan(traced.gm, sizes=sizes, number=number))
 
-    made = FamilyPlan.of(dynamic, values, program)
+    made = FamilyPlan.of(dynamic, values, traced, program)
     sized = made.program(values)
+    if definition.options.explicit:
+        _check_explicit(sized, out_specs)
     check_programs([sized], definition.options)
     sized.make_graph()
     made.planned = planned_of(definition, inputs, traced, sized)
     trace.plans.append(made)
     return made.planned
+
+
+def _check_explicit(program: Program, out_specs: Sequence[PartitionSpec | None]) -> None:
+    """Leave collectives that no line asks for to the program of one size, whose error names them.
+
+    Raises:
+        NotDynamic: the plan has some.
+    """
+    from ftp.explicit.asked import unasked
+
+    if unasked(program.plan, out_specs):
+        raise families.NotDynamic("explicit=True finds collectives that no line asks for.")

@@ -44,10 +44,14 @@ class FamilyPlan:
 
     @classmethod
     def of(
-        cls, dynamic: Dynamic, values: Sequence[int], make: Callable[[Sizes], Program]
+        cls,
+        dynamic: Dynamic,
+        values: Sequence[int],
+        traced: Traced,
+        make: Callable[[Sizes], Program],
     ) -> "FamilyPlan":
-        """The plan for sizes such as ``values``. A size that a mesh axis must divide is written as
-        a multiple of the axis' size, so that shards have formulas too.
+        """The plan of a trace for sizes such as ``values``. A size that a mesh axis must divide is
+        written as a multiple of the axis' size, so that shards have formulas too.
         """
         multiple = 1
         while True:
@@ -59,7 +63,8 @@ class FamilyPlan:
                 multiple = math.lcm(multiple, asked.n)
                 continue
             sizes.prefers_multiples = False
-            return cls(dynamic, RankPrograms(program))
+            assert traced.symbolic is not None
+            return cls(dynamic, RankPrograms(program, traced.symbolic))
 
     def program(self, values: tuple[int, ...]) -> SizedProgram:
         return SizedProgram.of(self.ranks, values)
@@ -165,8 +170,6 @@ def option_apart(options: Options) -> str:
     """An option under which a program serves one size only; "" if none is set."""
     given = {
         "certify=True": options.certify,
-        "explicit=True": options.explicit,
-        "check_inputs=True": options.check_inputs,
         "cuda_graph=True": options.cuda_graph,
         "async_tp=True": options.async_tp,
     }

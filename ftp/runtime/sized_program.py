@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -26,7 +26,11 @@ from ftp.runtime.process_groups import faster_by_onednn
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.torch_internals.fake_tensors import FakeTensorMode
+
+if TYPE_CHECKING:
+    from ftp.tracing.symbolic import Symbolic
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,16 @@ class RankPrograms:
 
     Args:
         program: its plan's sizes are formulas.
+        symbolic: the sizes of its trace.
 
     Attributes:
         why_not: why graphs are compiled for every size by itself; "" where they are not.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, symbolic: "Symbolic"):
         assert program.plan.sizes is not None
         self.program, self.sizes = program, program.plan.sizes
+        self.symbolic = symbolic
         self._known: dict[tuple[int, ...], list[RankProgram]] = {}
         program.decide()  # its conditions on sizes hold for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
@@ -170,6 +176,10 @@ class SizedProgram(Program):
     def alike(self) -> list[list[list[int]]]:
         """Each rank has a graph of its own."""
         return [[[i] for i in range(n)] for n in self.mesh.axes.values()]
+
+    @cached_property
+    def index_bounds(self) -> dict[int, list[IndexBound]]:
+        return index_bounds(self.ranks.symbolic.at(self.traced.graph, self.values))
 
     def make_graph(self) -> None:
         """Make this rank's graph, so that errors are known before the ranks agree."""

@@ -23,8 +23,10 @@ from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from ftp.dynamic_float import DynamicFloat, is_formula
-from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
+from ftp.rules.local_op import copied
 from ftp.torch_internals.modes import enable_python_dispatcher
+from ftp.torch_internals.pytree import tree_map
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
@@ -160,6 +162,26 @@ class Symbolic:
             return self.dynamic(x)
 
         return map_aggregate(tree, number)
+
+    def at(self, graph: fx.Graph, values: Sequence[int]) -> fx.Graph:
+        """A traced graph at one set of sizes, with tensors on meta in its metadata."""
+
+        def number(x: Any) -> Any:
+            return value_of(self.dynamic(x))
+
+        def tensor(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            shape, strides = (tuple(map(number, of)) for of in (x.shape, x.stride()))
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+
+        new = copied(graph)
+        with self.sizes.noting(values):
+            for node in new.nodes:
+                given = map_aggregate((node.args, dict(node.kwargs)), value_of)
+                node._update_args_kwargs(*given)
+                node.meta["val"] = tree_map(tensor, node.meta.get("val"))
+        return new
 
     def described(self) -> str:
         """The conditions that the function's code asks for, with their lines."""

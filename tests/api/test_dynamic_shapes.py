@@ -13,7 +13,7 @@ import ftp
 from ftp import P
 from ftp.api import build as build_module
 from ftp.api import definition, dynamic_programs, families
-from ftp.errors import InputError
+from ftp.errors import ExplicitError, InputError
 from ftp.runtime import lowering, process_groups, sized_program
 
 MOST = 512
@@ -306,6 +306,41 @@ def test_no_dims_are_found_where_none_are_to_change(options):
     for size in (4, 5, 6, 7):
         step(weights(), batch(size)[0])
     assert step.shapes == families.ShapeCounts(0, 0)
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["both", "context"]))
+def test_inputs_are_checked_at_all_sizes(name):
+    mesh, specs, spec = LAYOUTS[name]
+    options = {"batch_specs": spec, "dynamic_shapes": DIMS, "check_inputs": True}
+    step = ftp.shard(loss_fn, mesh, specs, **options)
+    for size in (6, 7, 9):
+        check(step, size)
+        tokens, targets = batch(size)
+        targets[1, size - 1] = 12
+        with pytest.raises(InputError, match=r"holds 12, which is not in \[0, 12\)"):
+            step(weights(), (tokens, targets))
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
+def test_explicit_mode_plans_once():
+    def asked(params, x):
+        x = x @ params["up"]
+        x = ftp.constrain(x.relu() @ params["down"], P())
+        return x.square().mean()
+
+    def unasked(params, x):
+        return (x @ params["up"]).relu().sum(-1).square().mean()
+
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+    params = {"up": torch.randn(4, 8), "down": torch.randn(8, 4)}
+    options = {"explicit": True, "dynamic_shapes": DIMS}
+    step = ftp.shard(asked, on({"tp": 2}), specs, **options)
+    for size in (6, 7, 9):
+        step(params, torch.randn(2, size, 4))
+    assert step.shapes == families.ShapeCounts(1, 1)
+    step = ftp.shard(unasked, on({"tp": 2}), specs, **options)
+    with pytest.raises(ExplicitError, match=r"ftp\.constrain"):
+        step(params, torch.randn(2, 6, 4))
 
 
 def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning():
