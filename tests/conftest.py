@@ -42,6 +42,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 def pytest_collection_finish(session: Any) -> None:
     gc.collect()
+    gc.freeze()  # what was imported stays: no later collection looks at it
     gc.set_threshold(50_000, 20, 100)
 
 

@@ -23,7 +23,7 @@ from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler
-from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.torch_internals.fake_tensors import mode_for
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat)
@@ -147,7 +147,7 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
     values = subgraph.values()
     env = next((v.node.shape_env for v in values if isinstance(v, SYMBOLIC)), None)
-    with torch.no_grad(), FakeTensorMode(shape_env=env) as mode, python_forms(mode):
+    with torch.no_grad(), mode_for(env) as mode, python_forms(mode):
         fake = [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
             if isinstance(v, torch.Tensor)

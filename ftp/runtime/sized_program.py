@@ -27,7 +27,7 @@ from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.tensors.check_indices import IndexBound, index_bounds
-from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.torch_internals.fake_tensors import mode_for
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -248,7 +248,7 @@ class SizedProgram(Program):
         if for_inductor:
             symbolic.keeps_ones = True
             shapes = [[s if s > 1 else int(s) for s in shape] for shape in shapes]
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic.env)
+        mode = mode_for(symbolic.env)
         with mode:
             fakes = [
                 torch.empty([symbolic.symint(s) for s in shape], dtype=x.dtype, device=x.device)

@@ -25,7 +25,7 @@ from ftp.torch_internals.autograd_state import (
     current_graph_task_id,
     get_sequence_nr,
 )
-from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.fake_tensors import FakeTensor, mode_for
 from ftp.torch_internals.functorch import unwrap_if_dead
 from ftp.torch_internals.modes import (
     DisableTorchFunction,
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         self._told, self._within, self._describe = told, within, describe
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        self.mode = mode_for(env)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
         self.device_types = {device_type, "meta"}

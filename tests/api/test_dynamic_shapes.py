@@ -238,7 +238,7 @@ def one_size_apart(params, tokens):
     return x.square().mean() * (2 if tokens.shape[1] == 7 else 3)
 
 
-@pytest.mark.cases_by_default(2)
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "fn", [next_tokens, padded_blocks, chunks, statistics, one_size_apart], ids=lambda f: f.__name__
 )
@@ -300,7 +300,9 @@ def test_dims_of_one_size_so_far_may_differ_later():
     assert step.shapes.traces == 2  # of one size, and of two
 
 
-@pytest.mark.parametrize("options", [{"dynamic_shapes": {}}, {"certify": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_after(1, [{"dynamic_shapes": {}}, {"certify": True}]), ids=str
+)
 def test_no_dims_are_found_where_none_are_to_change(options):
     step = ftp.shard(statistics, on({"cp": 2}), batch_specs=P(None, "cp"), **options)
     for size in (4, 5, 6, 7):
@@ -434,6 +436,7 @@ def with_compilations(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_compiled_once(monkeypatch):
     """Sizes of one are constants of the code, which makes a second program of them."""
     made = with_compilations(monkeypatch)
@@ -447,9 +450,8 @@ def test_compiled_once(monkeypatch):
     assert len(made) == 2 and not step.shapes.one_by_one
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "fn", [next_tokens, padded_blocks, chunks, statistics], ids=lambda f: f.__name__
+    "fn", slow_after(1, [statistics, next_tokens, padded_blocks, chunks]), ids=lambda f: f.__name__
 )
 def test_compiled_as_people_use_sizes(fn, monkeypatch):
     made = with_compilations(monkeypatch)

@@ -84,6 +84,7 @@ def test_fewer_heads_of_keys_than_ranks():
     assert is_the_cheapest(found)
 
 
+@pytest.mark.slow
 def test_zero_is_found_where_memory_forces_it():
     loss_fn, params, batch = program()
     mesh = ftp.AbstractMesh((8,), ("dp",))
