@@ -17,7 +17,7 @@ from ftp.ops.map_slices import MAP_SLICES, interned
 from ftp.ops.stack import Stack, Unstack
 from ftp.optim.base import aligned, natural_order
 from ftp.sharding.mesh import Mesh, resolve
-from ftp.sharding.pytree import flatten, kind_of, leaf_names, leaf_paths
+from ftp.sharding.pytree import flatten, key_of_static, kind_of, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.sharding.traced_arguments import spec_of_argument
 from ftp.torch_internals.functorch import (
@@ -149,7 +149,7 @@ class _Item:
             *(
                 (tuple(leaf.shape), leaf.dtype, leaf.device)
                 if isinstance(leaf, Tensor)
-                else ("static", leaf)
+                else key_of_static(leaf)
                 for leaf in self.leaves
             ),
         )

@@ -12,6 +12,8 @@ import linecache
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
+from ftp.source import is_users
+
 SourcePosition = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns
 
 
@@ -29,8 +31,25 @@ class Guard:
 
 
 def guard_at(frame: FrameType) -> Guard | None:
-    """The guard whose condition ``frame`` evaluates now; None where the value may decide more."""
-    return _guard(frame.f_code, frame.f_lasti)
+    """The guard whose condition ``frame`` evaluates now; None where the value may decide more, also
+    by an except clause of a caller that goes on after the guard's error.
+    """
+    found, caller = _guard(frame.f_code, frame.f_lasti), frame
+    while found is not None and found.claim and caller is not None:
+        if caller.f_globals.get("__name__") == "ftp.tracing.trace":
+            break
+        is_read = caller is frame or is_users(caller.f_code)
+        if is_read and _is_caught(caller.f_code, caller.f_lasti):
+            return None
+        caller = caller.f_back
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_caught(code: CodeType, instruction: int) -> bool:
+    position = _position(code, instruction)
+    caught = [] if position is None or None in position else _caught(code.co_filename)
+    return any(_spans(statement, position) for statement in caught)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,21 +87,33 @@ def _position(code: CodeType, instruction: int) -> SourcePosition | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _statements(file: str) -> list[ast.If | ast.Assert]:
-    """The conditional statements of a file, inner ones first."""
+def _nodes(file: str) -> list[ast.AST]:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
     except (SyntaxError, ValueError):
         return []
-    caught = {
-        id(inner)
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Try | ast.TryStar) and n.handlers
+
+
+@functools.lru_cache(maxsize=256)
+def _statements(file: str) -> list[ast.If | ast.Assert]:
+    """The conditional statements of a file, inner ones first."""
+    return [n for n in _nodes(file)[::-1] if isinstance(n, ast.If | ast.Assert)]
+
+
+@functools.lru_cache(maxsize=256)
+def _caught(file: str) -> list[ast.stmt]:
+    """The statements of a file after whose errors it goes on."""
+    return [
+        statement
+        for n in _nodes(file)
+        if (
+            any(not isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)
+            if isinstance(n, ast.Try | ast.TryStar)
+            else isinstance(n, ast.With)
+            and any(_is_call(i.context_expr, _SUPPRESS) for i in n.items)
+        )
         for statement in n.body
-        for inner in ast.walk(statement)
-    }  # an except clause may turn an error into a decision
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert)]
-    return [n for n in found[::-1] if id(n) not in caught]
+    ]
 
 
 def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:
@@ -109,15 +140,23 @@ def _is_plain(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr)
 
 
+_WARN = ("warn", "warning", "warning_once", "warn_once")
+_SUPPRESS = ("suppress",)
+
+
 def _warns(statement: ast.stmt) -> bool:
-    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+    return isinstance(statement, ast.Expr) and _is_call(statement.value, _WARN)
+
+
+def _is_call(node: ast.expr, names: tuple[str, ...]) -> bool:
+    if not isinstance(node, ast.Call):
         return False
-    called = statement.value.func
+    called = node.func
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-    return name in ("warn", "warning", "warning_once", "warn_once")
+    return name in names
 
 
-def _spans(node: ast.expr, position: SourcePosition) -> bool:
+def _spans(node: ast.expr | ast.stmt, position: SourcePosition) -> bool:
     line, end_line, column, end_column = position
     return (node.lineno, node.col_offset) <= (line, column) and (end_line, end_column) <= (
         node.end_lineno,

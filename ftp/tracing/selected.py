@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ftp.axis import is_inside
 from ftp.errors import TraceError
 from ftp.ops.assume import assume
 from ftp.ops.microbatch_means import means_of_trace
@@ -214,7 +215,8 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 def group_of(mask: Tensor, span: tuple[Any, Any] | None = None) -> Selections:
     mask = mask.clone()  # the function may change its own later
     valid = mask.reshape(-1)
-    first = valid.to(torch.int64).argmax(0), valid.any()
+    place = valid.to(torch.int64).argmax(0) if valid.shape[0] else valid.sum()
+    first = place, valid.any()
     return Selections(mask, valid, first, user_line(), span)
 
 
@@ -225,6 +227,8 @@ def select(x: Tensor, group: Selections) -> Selected:
 
 def selected(flat: Tensor, group: Selections) -> Selected:
     """The valid rows; a copy of the first one in the place of each other row."""
+    if not flat.shape[0]:
+        return Selected(flat.clone(), group)
     safe = unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group.first[1])
     return Selected(torch.where(beside(group.valid, flat), flat, safe), group)
 
@@ -420,6 +424,8 @@ def _row_by_row(rows: Tensor, group: Selections, other: Tensor) -> Tensor:
 def row_of_each(plain: Tensor, group: Selections) -> Tensor:
     """A plain tensor of a row for each selected one, at the places of the selected rows."""
     size = plain.shape[0]
+    if is_inside():  # where no claim is noted
+        raise refused(f"a tensor of shape {tuple(plain.shape)} beside a rank's own rows", True)
     claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(plain.shape)} has"
     assume(group.valid.sum() == size, claim)
     warnings.warn(

@@ -146,6 +146,16 @@ def trace(
         shapes=shapes,
         symbolic=symbolic,
     )
+    try:
+        return _by_either_way(made)
+    except Exception as error:
+        if not (deferred_compiler.is_deferred() and _lacks_module(error)):
+            raise
+    deferred_compiler.load()
+    return _by_either_way(made)
+
+
+def _by_either_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
     refused: GradientRefused | None = None
     for by in WAYS:
         with taking(by) as gradient:
@@ -155,13 +165,6 @@ def trace(
                 refused = refused or error
                 if not gradient.is_taken:
                     break
-            except Exception as error:
-                if not (deferred_compiler.is_deferred() and _lacks_module(error)):
-                    raise
-                deferred_compiler.load()
-                return trace(
-                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
-                )
     assert refused is not None
     raise refused
 

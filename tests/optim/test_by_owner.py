@@ -341,6 +341,20 @@ def test_any_function_of_a_matrix_at_length(program: tuple[Any, ...]):
     check(program)
 
 
+def test_static_values_that_are_equal_and_of_other_types():
+    def fn(x: Tensor, factor: float) -> Tensor:
+        return x * factor if isinstance(factor, bool) else -x / torch.tensor(factor)
+
+    tree = {key: torch.ones(2, 3) for key in "abcd"}
+    factors = dict(zip(tree, (True, 1.0, 0.0, -0.0), strict=True))
+
+    def run(tree: dict[str, Tensor]) -> Any:
+        return ftp.optim.by_owner(fn, tree, factors)
+
+    found = ftp.spmd(run, ftp.simulated_mesh((2,), ("dp",)))(tree)
+    assert [float(x[0, 0]) for x in found.values()] == [1.0, -1.0, -math.inf, math.inf]
+
+
 def test_state_that_only_owners_need_stays_with_them():
     """Stacked layers: of the moments, cut over all ranks along the stack, nothing moves."""
 

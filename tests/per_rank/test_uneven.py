@@ -176,5 +176,7 @@ def test_what_uneven_parts_may_not_do():
         ftp.local(lambda x: x.sum(0), mesh, P("tp"), P())(x)
     with pytest.raises(TraceError, match=r"x is changed in place. Inputs and captured tensors are"):
         ftp.local(lambda x: x.mul_(2), mesh, P("tp"), P("tp"))(x)
+    with pytest.raises(TraceError, match=r"a tensor of shape \(2, 3\) beside a rank's own rows"):
+        ftp.local(lambda x, y: x + y, mesh, (P("tp"), P()), P("tp"))(x, drawn(2, 3))
     with pytest.raises(TraceError, match="cumsum, which is asked of rows that a mask selects"):
         ftp.local(lambda x: x.cumsum(0), mesh, P("tp"), P("tp"))(x)

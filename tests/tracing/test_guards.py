@@ -1,5 +1,6 @@
 """Conditions on values that guard and decide nothing are assumptions."""
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -130,7 +131,25 @@ def _number(x):
     return n * x
 
 
-@pytest.mark.parametrize("decide", [_branch, _raise_or_more, _sure_of_neither, _inside_of_body])
+def _tried(x):
+    try:
+        _if(x - 0.9)
+    except ValueError:
+        return 2 * x
+    return x
+
+
+def _retried(x):
+    for shift in (0.9, 0.8, 0.0):
+        with contextlib.suppress(AssertionError):
+            torch._assert(x.min() >= shift, "negative")
+            return x - shift
+    return x
+
+
+@pytest.mark.parametrize(
+    "decide", [_branch, _raise_or_more, _sure_of_neither, _inside_of_body, _tried, _retried]
+)
 def test_a_decision_is_followed(decide: Callable[[torch.Tensor], Any]):
     def loss(w, x):
         return (decide(x) @ w).sum()

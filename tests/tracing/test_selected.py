@@ -470,6 +470,16 @@ def test_a_mask_that_selects_nothing(program: Callable[..., Tensor]):
     torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("program", [_sum_of_logs, _written_back, _embedded, _losses])
+def test_a_mask_without_elements(program: Callable[..., Tensor]):
+    own, x, ids = W.clone().requires_grad_(), X[:0], IDS[:0]
+    expected = program(own, x, ids)
+    (gradient,) = torch.autograd.grad(expected, own)
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    found = ftp.shard(program, mesh, P(), batch_specs=P("dp"))(W, x, ids)
+    torch.testing.assert_close(found, (expected.detach(), gradient), equal_nan=True)
+
+
 def _mask_changed_between(w, x, ids):
     ids = ids.clone()
     kept = (x @ w)[ids >= 0]

@@ -25,6 +25,7 @@ from ftp.rules.call import Meta
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
 from ftp.source import raised_line
+from ftp.torch_internals import deferred_compiler
 from ftp.tracing.decompose import decompose
 from ftp.tracing.gradient import grad_and_value
 from ftp.tracing.trace import trace
@@ -622,6 +623,19 @@ def test_mixed_dtypes_that_torch_refuses(fn):
             or "and bfloat16" in str(error.value)
         )
         assert "test_trace.py:" in str(error.value)
+
+
+def test_a_trace_that_needs_torchs_compiler_is_made_again_as_it_was_asked_for(monkeypatch):
+    is_loaded = []
+
+    def fn(x):
+        return 2 * x if is_loaded else torch.of_the_compiler
+
+    monkeypatch.setattr(deferred_compiler, "is_deferred", lambda: not is_loaded)
+    monkeypatch.setattr(deferred_compiler, "load", lambda: is_loaded.append(True))
+    leaves, tree = flatten((torch.ones(2, 3),))
+    traced = trace(fn, leaves, tree, "cpu", names=["x"], shapes=[(5, 3)])
+    assert traced.out_shapes == [(5, 3)]
 
 
 def test_what_an_earlier_trace_left_behind():
