@@ -27,7 +27,7 @@ def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
 
 
 def gather_of(group: Any, device: torch.device) -> OpOverload:
-    """The functional all-gather for tensors of a device."""
+    """The functional all-gather to call for tensors on ``device``."""
     if device.type == "cuda":
         backend = resolve_process_group(group)._get_backend(device).name()
         if backend == "gloo":
@@ -57,7 +57,7 @@ class Collective:
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         axes: the mesh axes it runs over.
-        shape: shape of this rank's buffer on the larger side, whose are ``dtype`` and ``nbytes``.
+        shape, dtype, nbytes: of this rank's buffer on the larger side.
         global_shape: global shape of the value that is resharded.
         wire_nbytes: bytes that this rank sends, in a ring.
         source: the line of the user's code that the value comes from.

@@ -189,8 +189,8 @@ def _in_view(
     size: int,
     to: Sequence[int],
 ) -> fx.Node:
-    """``x`` of shape ``here``, viewed as ``seen`` with dim ``at`` brought to ``size`` by
-    ``resize``, in shape ``to``.
+    """View ``x`` of shape ``here`` as ``seen``, bring dim ``at`` to ``size`` with ``resize``, and
+    return the result in shape ``to``.
     """
     if seen[at] == size:
         return site.reshape(x, here, to)
@@ -265,7 +265,7 @@ def _bounds(site: ReshardSite, cut: CutDim, end: str) -> list[Offset]:
 
 
 def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
-    """From one cut of a dim to another cut of it: gather, then slice."""
+    """Reshard from one cut of a dim to another cut of it: gather, then slice."""
     src, dst = (
         site.dim(layout, *(site.sizes[f"{side}{name}"] for name in "ofig"))
         for side, layout in (("x", site.reshard.src), ("y", site.reshard.dst))
@@ -276,7 +276,7 @@ def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> 
 
 
 def _exchange_parts(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
-    """From a cut of a dim to a cut within each of its parts, or back: an all-to-all of pieces."""
+    """Reshard from a cut of a dim to a cut within each of its parts, or back, by an all-to-all."""
     reshard, d = site.reshard, site.reshard.src.dim
     assert reshard.parts is not None
     (outer, parts, rest), n = reshard.parts, reshard.n

@@ -26,7 +26,7 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class InlineSite:
-    """Where a program is inlined: the rank's graph, and what the program may know of the rank.
+    """Where a program is inlined: the rank's graph, the rank's position and its process groups.
 
     Attributes:
         start: gives the int input that holds the rank's position on an axis.

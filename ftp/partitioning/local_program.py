@@ -38,7 +38,7 @@ class ShardOffset:
                 return size_at(self.size, coordinate) - start - length
 
     def table(self, axes: Mapping[str, int]) -> Table:
-        """Its value on every rank."""
+        """The offset on every rank."""
         return chunk_table(axes, self, ShardOffset.at)
 
 

@@ -16,7 +16,7 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema d
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with an operand, as far as its schema tells."""
+    """Whether a node's result may share memory with an operand, according to its schema."""
     return node.op == "call_function" and gives_view(node.target)
 
 

@@ -1,5 +1,5 @@
-"""Compute only the rows that arrived: a rank has room for the most rows that routing may send it,
-and mostly gets fewer.
+"""Compute only the rows that arrived: a rank's buffer holds the most rows that routing may send it,
+and most of the time fewer arrive.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,16 +28,16 @@ RowCounts = tuple[fx.Node, tuple[int, ...]]  # the node before any reshape, and 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A value whose dim ``dim`` has the rows that arrive, as many as the counts ``of`` say."""
+    """A value whose dim ``dim`` holds the arrived rows; ``of`` are the counts of these rows."""
 
     of: RowCounts
     dim: int
 
 
 def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
-    """The graph with exchanges of rows that return as many rows as arrive. This is done only where
-    all readers of the rows act on each row alone, are grouped matmuls, or send the rows back; any
-    other exchange keeps room for the largest number of rows.
+    """The graph with exchanges of rows that return as many rows as arrive, where all readers of the
+    rows act on each row alone, are grouped matmuls, or send the rows back. Any other exchange
+    returns a buffer for the largest number of rows.
 
     The graph must come from `with_values`; the sizes in its ``val`` are then the largest possible.
     ``meta["arrived"]`` of a value that holds such rows is their dim, and their share of its size
@@ -103,7 +103,7 @@ def _read(
 
 
 def _share(exchange: fx.Node) -> Fraction:
-    """The share of the room that is filled under equal loads, when as many rows arrive as a rank
+    """The share of the buffer that is filled under equal loads, when as many rows arrive as a rank
     sends.
     """
     x, _, bound, *_ = exchange.args

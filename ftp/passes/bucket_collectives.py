@@ -27,7 +27,7 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 PACK_BYTES = (
     2 << 20
 )  # largest tensor to pack: copying it costs less than the latency of a collective of its own
-FREE_BYTES = 64 << 10  # may join what is needed at once: sending them takes less than a latency
+FREE_BYTES = 64 << 10  # may join any pack: sending them takes less than a collective's latency
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
 # The least number of packs of a kind, unless packs would be smaller than PACK_BYTES: the first are
 # sent while the last are computed.
@@ -41,8 +41,8 @@ class Packs:
 
     Attributes:
         groups: names of the plan's reshards, pack by pack.
-        seeds: by name, value and dtype of numbers made "like" another number, as a gradient starts
-            with ``ones_like(loss)``.
+        seeds: by name, value and dtype of constants made "like" another number, such as the
+            ``ones_like(loss)`` with which a backward pass starts.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -68,9 +68,9 @@ def packs(
     ``PACK_BYTES``, and ``FREE_BYTES``. A pack of gathers ends before a layer that does not fit in
     it as a whole.
 
-    Sizes are those of whole values for all-reduces, and of what a rank holds for the others. A
-    number made "like" another does not depend on it. Reshards named in ``without`` are left alone;
-    those in ``apart`` are packed with one another only.
+    Sizes are those of whole values for all-reduces, and of a rank's shards for the others. A
+    constant made "like" another number does not depend on it. Reshards named in ``without`` are
+    left alone; those in ``apart`` are packed with one another only.
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
@@ -182,8 +182,8 @@ def in_order_of(graph: Graph, found: Packs) -> Packs:
 
 
 class _Members:
-    """The members of packs that each node depends on, itself included: a bit a member, as there
-    are many of both.
+    """The pack members that each node depends on, itself included, as bit sets: there are many
+    nodes and many members.
     """
 
     def __init__(self) -> None:
@@ -191,14 +191,14 @@ class _Members:
         self._needs: dict[Node, int] = {}
 
     def follow(self, node: Node, operands: Iterable[Value]) -> None:
-        """A node needs what its operands need."""
+        """Record that a node depends on all members that its operands depend on."""
         found = 0
         for value in operands:
             found |= self._needs[value.node]
         self._needs[node] = found
 
     def add(self, node: Node) -> None:
-        """A node is a member."""
+        """Record a node as a member."""
         self._bit[node] = 1 << len(self._bit)
         self._needs[node] |= self._bit[node]
 

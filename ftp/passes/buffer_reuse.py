@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same module, with the nodes' results for such inputs, fake, in ``meta["val"]``."""
+    """The same module, with each node's fake result for these inputs in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
     fake = FakeOf(mode)
@@ -82,7 +82,7 @@ class _FakeValues(FakeTensorProp):
         return self.known[key]
 
     def _foreseen(self, n: fx.Node) -> Any:
-        """The result of a plain op; a reshape is the views or the copy that it consists of."""
+        """The fake result of a plain op or a reshape, computed from metadata; None for others."""
         if not is_plain(n.target) and n.target is not aten.reshape.default:  # type: ignore[arg-type]
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)

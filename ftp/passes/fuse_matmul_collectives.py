@@ -29,7 +29,7 @@ class Joint:
             reduce-scatter sums.
         part, whole: shapes of a rank's shard and of the gathered value.
         columns: number of columns of the matmuls' first operands, over which they sum.
-        before: product of the sizes of all dims before the cut.
+        before: product of the sizes of all dims before the cut dim.
         n: number of ranks.
     """
 
@@ -56,8 +56,8 @@ class Joint:
 def joints(graph: Graph) -> dict[str, Joint]:
     """Per reshard the matmuls that are fused with it; decided from the plan, so that ranks agree.
 
-    A reshard is fused if it is of an activation that is evenly cut in a dim over which the matmuls
-    do not sum. A gather is fused with matmuls by weights only.
+    A reshard is fused if it reshards an activation that is evenly cut in a dim over which the
+    matmuls do not sum. A gather is fused with matmuls by weights only.
     """
     users = graph.users()
     found: dict[str, Joint] = {}

@@ -24,8 +24,8 @@ _DENSE = (
 
 
 def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """The graph with the `ftp.fused` ops between two collectives as one call. This pass comes last,
-    as the calls write to their operands.
+    """Merge the `ftp.fused` ops between two collectives into one call. This pass comes last, as the
+    merged calls write to their operands.
 
     Updates are collected until a collective starts or is waited for, a result of one of them is
     used, or a tensor that they read is written. The call writes to a copy of an operand that is not

@@ -22,10 +22,10 @@ def merge_axes(
     """The graph in which two consecutive reshards of one kind are merged, where nothing else reads
     the value between them.
 
-    Merged are all-reduces; gathers that give a whole dim and reduce-scatters that cut a whole dim,
-    these two if sizes divide and the parts are in the order of the ranks. Over links of one speed a
-    ring over the product sends as many bytes as two rings and saves one ring's latency. Over a fast
-    and a slow link reshards are merged if that is estimated to be faster.
+    Candidates are all-reduces, and gathers that give a whole dim or reduce-scatters that cut one,
+    if sizes divide and the parts are in the order of the ranks. Over links of one speed a ring over
+    the product sends as many bytes as two rings and saves one ring's latency. Over a fast and a
+    slow link reshards are merged if that is estimated to be faster.
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.

@@ -1,5 +1,5 @@
-"""Reductions of gradients with their terms on the wire in a narrower dtype: an all-to-all of the
-terms, and a float32 sum at the receiver.
+"""Reduce gradients in a narrower dtype on the wire: an all-to-all of the terms, and a float32 sum
+at the receiver.
 """
 
 import math

@@ -13,8 +13,8 @@ from ftp.passes.copy_elimination import copied
 def number_inputs(
     graph: fx.Graph, beside: Sequence[DynamicInt] = ()
 ) -> tuple[fx.Graph, tuple[DynamicInt | DynamicFloat, ...]]:
-    """The graph with each formula in its nodes' arguments, and each of ``beside``, as a number
-    input, after its other inputs; and the formulas, in the order of these inputs.
+    """Replace each formula in the nodes' arguments, and each of ``beside``, by a number input after
+    the graph's other inputs. Returns the new graph, and the formulas in the order of these inputs.
     """
     new, _ = copied(graph)
     last, made = None, dict[DynamicInt | DynamicFloat, fx.Node]()

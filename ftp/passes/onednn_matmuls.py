@@ -31,8 +31,8 @@ Choose = Callable[[Collection[Matmul]], Collection[Matmul]]
 
 
 def matmuls(graph: fx.Graph) -> list[Matmul]:
-    """The distinct large float32 matmuls of a graph of `with_values`, as shapes and strides of both
-    operands; a symbolic number as its value, in brackets.
+    """The distinct large float32 matmuls of a graph of `with_values`, each as text: shapes and
+    strides of both operands, with a symbolic number as its value in brackets.
     """
     return sorted({p for node in graph.nodes if (p := _matmul(node))})
 
@@ -101,7 +101,7 @@ def _matmul(node: fx.Node) -> Matmul | None:
 
 
 def _hint(x: int | torch.SymInt) -> int:
-    """The value at the size at hand, without a guard: any size is right with either kernel."""
+    """The number at the current size, without a guard: both kernels are right at any size."""
     if not isinstance(x, torch.SymInt):
         return x
     from torch.fx.experimental.symbolic_shapes import optimization_hint  # loads sympy

@@ -31,9 +31,9 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
     """The same nodes, with gathers of parameters as early as ``limit`` allows; the gathers of a
     pack of ``groups`` stand together, at the first of them.
 
-    In the plan each gather stands right before its first use. Here, where a gather is used, the
-    next gathers have been issued, up to ``limit`` bytes together. So the program holds at most
-    ``limit`` bytes more than without prefetching.
+    In the plan each gather stands right before its first use. After this pass, when a gathered
+    parameter is used, the next gathers have been issued, up to ``limit`` bytes together. So the
+    program holds at most ``limit`` bytes more than without prefetching.
 
     Args:
         limit: bytes that a rank gathers ahead; default the size of the largest parameter that is

@@ -1,5 +1,5 @@
-"""Sums over two axes of which one has a slower link, as between hosts: reduce-scatter inside,
-all-reduce across, gather inside, so that the slow link carries one rank's part.
+"""All-reduce over a fast and a slow axis (inside and between hosts) in three steps: reduce-scatter
+inside, all-reduce across, gather inside. The slow link then carries one rank's part.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Collectives that backends lack: of dtypes, sent and padded as bytes or reduced in a wider dtype;
-maxima and minima that keep NaN, by integers.
+"""Replace collectives that backends lack: those of missing dtypes are sent and padded as bytes or
+reduced in a wider dtype; maxima and minima that keep NaN are reduced as integers.
 """
 
 from typing import Any
@@ -38,8 +38,8 @@ REARRANGING = frozenset(
 
 
 def as_backends_take(graph: fx.Graph) -> fx.Graph:
-    """The graph with its collectives in dtypes that every backend has; the same graph where all
-    are.
+    """The graph with its collectives in dtypes that every backend has; the same graph if no
+    collective changes.
     """
     if all(_dtype(node) in (*TAKEN, None) for node in graph.nodes):
         return graph
@@ -65,8 +65,8 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
 
 
 def keeping_nan(graph: fx.Graph) -> fx.Graph:
-    """The graph with maxima and minima of floats as those of integers in the same order, of which
-    NaN is the last: gloo's and NCCL's of floats lose it. The same graph where there are none.
+    """Reduce maxima and minima of floats as integers in the same order, NaN last: gloo's and NCCL's
+    reductions of floats lose NaN. The same graph where there are none.
     """
     if not any(_may_lose_nan(node) for node in graph.nodes):
         return graph
@@ -118,7 +118,7 @@ def _as_integers(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
 
 def pads_as_kernels_take(graph: fx.Graph) -> fx.Graph:
     """The graph with operands of collectives padded in a dtype that has a padding kernel; the same
-    graph where all are.
+    graph if no padding changes.
     """
     if all(_dtype(node) not in WITHOUT_ZERO for node in graph.nodes):
         return graph

@@ -13,7 +13,7 @@ from ftp.planning.graph import FactorCut, Node
 from ftp.planning.reachable_cuts import Cut
 from ftp.sharding.layout import estimated, pieces
 
-TILES = 256  # tiles of queries, for each of which the keys are counted
+TILES = 256  # tiles of queries; the keys that a tile sees are counted once per tile
 MOST_TILE = 1024  # most queries of a tile
 
 # One axis' cut of queries: ``[outer, size, inner]``, number of ranks, whether in zigzag.
@@ -21,8 +21,8 @@ _CutKey = tuple[int, int, int, int, bool]
 
 
 def computed_share(node: Node, cut: Cut | None, n: int, axes: Mapping[str, int]) -> float:
-    """The pairs of a query and a key that the busiest rank of an axis computes, as a share of all
-    pairs, masked or not, on the axis' ranks.
+    """The busiest rank's share of the (query, key) pairs of an axis: pairs that it computes, over
+    all pairs, masked ones included.
 
     Args:
         cut: the factor that the axis of ``n`` ranks cuts; None: none.
@@ -50,9 +50,9 @@ def ring_seconds(
     computed: float,
     of_key: float,
 ) -> float:
-    """Seconds of an op that computes while keys and values travel around the ranks of an axis, and
-    in a backward pass their gradients travel back. If they travel over axes planned before too, as
-    one ring over all these, the seconds that this axis adds.
+    """Seconds of ring attention: an op computes while keys and values travel around the ranks of an
+    axis, and in a backward pass their gradients travel back. If the ring also runs over axes
+    planned before, only the seconds that this axis adds.
 
     Args:
         cuts: how the axis of ``n`` ranks cuts queries and keys.
@@ -77,8 +77,8 @@ def ring_seconds(
 
 
 def ring_costs(node: Node, axes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """Of an op that all axes have cut, for each axis of its ring: the axis, the number of keys that
-    the busiest rank sends or receives over it, and the steps that it adds to the axes before.
+    """Yield, for each axis of the ring of an op that all axes have cut: (axis, number of keys that
+    the busiest rank sends or receives over it, steps that it adds to the axes before).
     """
     ((rows, keys),) = node.rule.ring
     queries, length = (estimated(node.rule.sizes[factor]) for factor in (rows, keys))
@@ -159,8 +159,8 @@ def _traffic(
     keys: int,
     returns: bool,
 ) -> tuple[int, int]:
-    """The number of keys that the busiest rank sends or receives over the last axis, and the number
-    of steps that a ring over it too has more than one over the axes before.
+    """(number of keys that the busiest rank sends or receives over the last axis, steps that the
+    last axis adds to the ring over the axes before).
 
     Args:
         is_ringed: per cut of queries, whether its axis is one of the ring.

@@ -1,6 +1,6 @@
-"""How keys and values reach attention whose queries several axes cut: by a gather or a ring over
-each. Axes are planned one after another, and what a gather over one costs depends on what the
-others do, so each combination is planned, and the plans are compared as wholes, by time and memory.
+"""Choose gather or ring, per axis, for the keys and values of attention whose queries several axes
+cut. Axes are planned one after another, but the cost of a gather over one axis depends on the other
+axes, so every combination is planned and whole plans are compared by time and memory.
 """
 
 import itertools
@@ -14,20 +14,20 @@ from ftp.planning.narrowest_point import nbytes
 from ftp.planning.plan import Plan
 from ftp.sharding.layout import estimated
 
-# A plan that holds less is preferred where it takes at most so much longer, as a share of
-# attention's own work.
+# Of plans at most this much slower than the fastest, as a share of attention's own seconds, take
+# the one that holds the fewest bytes.
 NEAR = 1 / 16
-MOST_AXES = 3  # more are planned one after another only
+MOST_AXES = 3  # with more axes, combinations are not compared
 
-Ways = Mapping[str, bool]  # by axis, whether attention that can be a ring over it is one
+Ways = Mapping[str, bool]  # per axis, whether attention runs as a ring over it where it can
 
 
 class PlanCost(NamedTuple):
     """What a whole plan costs a rank.
 
     Attributes:
-        seconds: of all ops and reshards, each after the other.
-        attention: seconds that attention computes.
+        seconds: sum over all ops and reshards, without overlap.
+        attention: the part of ``seconds`` that attention computes.
         held: bytes of the keys and values that attention reads.
     """
 
@@ -37,7 +37,7 @@ class PlanCost(NamedTuple):
 
 
 def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways, Plan]:
-    """The best ways, and the plan with them; none where one axis at most cuts queries."""
+    """The best ways, and the plan with them; ``{}`` where at most one axis cuts queries."""
     first = make({})
     axes = _axes(first.graph)
     if not 1 < len(axes) <= MOST_AXES:
@@ -56,7 +56,7 @@ def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways,
 
 
 def _axes(graph: Graph) -> list[str]:
-    """The axes that cut the queries of an op together with others."""
+    """The axes that share a cut of some op's queries with another axis."""
     found: dict[str, None] = {}
     for node, _ in _rings(graph):
         axes = axes_of_queries(node)
@@ -78,7 +78,7 @@ def _rings(graph: Graph) -> Iterator[tuple[Node, str]]:
 
 
 def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
-    """Of a plan over all axes, by the sizes that a rank holds."""
+    """The cost of a plan over all axes, at the sizes that a rank holds."""
     seconds = attention = 0.0
     for node in plan.graph.nodes:
         if node.kind == "reshard":

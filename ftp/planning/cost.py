@@ -45,7 +45,7 @@ class Link:
     Attributes:
         latency: seconds that a collective costs however small it is.
         bandwidth: bytes a second that a rank sends.
-        factors: time of a backend's collective over that of a ring, where it is not one:
+        factors: a backend's time for a collective relative to a ring's, where it uses no ring:
             ``{"reduce_scatter": 2.0}``.
         measured: measured times by kind of collective: pairs of (seconds that the ranks computed
             since their last collective, curve of seconds over bytes of the whole tensor). Ranks
@@ -72,22 +72,22 @@ class Hardware:
     (datasheet, bf16 dense and HBM3).
 
     Attributes:
-        flops: floating-point operations a second, where ``rates`` does not say.
+        flops: floating-point operations a second of dtypes that ``rates`` does not list.
         memory: bytes a second to and from device memory.
-        link: of an axis that ``links`` does not name.
+        link: the link of an axis that ``links`` does not name.
         links: per mesh axis; a step refuses one that its mesh does not have.
         rates: floating-point operations a second of matmuls, per dtype.
         cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 if unknown.
         overhead: seconds that issuing an op costs, however small it is.
         attention: share of the matmuls' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that
-            only the larger of both counts.
+            an op costs the larger of ``overhead`` and its work instead of their sum.
         name: for reports.
-        fresh: bytes a second at which a result's new memory is provided, beside writing it, over
-            the result's bytes: a CPU fetches it from main memory, or page by page from the system.
-            Empty: no cost.
-        cold: seconds, beside ``overhead``, to issue an op after a matmul, over the bytes of the
-            matmul's tensors, which fill the caches.
+        fresh: curve of bytes a second over a result's bytes: the rate at which a CPU provides new
+            memory for it (from main memory, or page by page from the system), in addition to
+            writing it. Empty: no cost.
+        cold: curve of seconds over the bytes of a matmul's tensors, which fill the caches: the
+            cost to issue the next op, in addition to ``overhead``.
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any op on tensors that are not dense (``strided``).
         convolution: share of the matmuls' rate that convolutions reach.

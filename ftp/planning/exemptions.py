@@ -71,8 +71,8 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
 
 
 def _cut_keys(problem: Problem, node: Node) -> list[Value]:
-    """The operands of attention that the axis cuts along the keys. Every query sees all keys: they
-    move, whatever they are computed from.
+    """The operands of attention that the axis cuts along the keys. Every query sees all keys, so
+    keys may be resharded whatever they are computed from.
     """
     reached = problem.batch_reach if problem.is_data_axis else problem.reach
     return [

@@ -1,5 +1,5 @@
-"""What specs, constraints and per-rank code fix on one mesh axis, and the cuts that values may have
-then.
+"""The layouts that specs, constraints and per-rank code fix on one mesh axis, and the cuts that
+other values may then have.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +38,8 @@ def fixed(
 
 
 class Reaches(NamedTuple):
-    """Functions that give what one axis may cut: the closure of all fixed layouts and some more,
-    the closure of the layouts of the batch, and that of cuts of its parts.
+    """Functions that compute what one axis may cut, as closures through the rules: of all fixed
+    layouts and any given in addition; of the batch's layouts; of cuts within the batch's parts.
     """
 
     from_specs: Callable[..., Reach]

@@ -122,8 +122,8 @@ def prune(graph: Graph) -> Rewrite:
 
 
 _WRAP = (
-    "\n  or say how the ranks share the work: ftp.local(fn, mesh, in_specs, out_specs) around"
-    " what calls it."
+    "\n  or say how the ranks share the work: wrap the function that calls it in"
+    " ftp.local(fn, mesh, in_specs, out_specs)."
 )
 
 
@@ -351,8 +351,8 @@ def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.G
 
 
 def sum_of_scatter(graph: Graph) -> Rewrite:
-    """The graph in which a sum over a dim of values scattered along it onto zeros is a sum of the
-    values themselves, so that a cut of that dim leaves no pending sum.
+    """Replace the sum over a dim of values that were scattered along it onto zeros by the sum of
+    the values themselves, so that a cut of the dim leaves no pending sum.
     """
     now: dict[Node, Node] = {}
     for old in graph.nodes:

@@ -35,8 +35,8 @@ class FactorCut:
 
 @dataclass(frozen=True)
 class Reshard:
-    """A reshard: a value from one layout to another on one axis. ``shape`` is the value's, local to
-    the axes folded before.
+    """A reshard of a value from layout ``src`` to ``dst`` on one axis. ``shape`` is the value's,
+    local to the axes folded before.
 
     Attributes:
         product: the axes it runs over, in mesh order, if there are several; ``axis`` then joins
@@ -56,8 +56,8 @@ class Reshard:
 
     @property
     def parts(self) -> tuple[int, int, int] | None:
-        """Of two cuts of one dim, viewed as ``[outer, n, parts, n, rest]``, one over the first n
-        and one over the second: the sizes ``outer``, ``parts`` and ``rest``. None for other cuts.
+        """(outer, parts, rest) if the reshard is between two cuts of one dim, viewed as ``[outer,
+        n, parts, n, rest]``: one of the first ``n``, one of the second. None for other reshards.
         """
         (_, dim, a, *_), (_, there, b, *_) = self.src, self.dst
         is_plain = all(

@@ -44,7 +44,7 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
     if not isinstance(given, Hardware):
         raise InputError(
             f"hardware is {given!r}; give one of {', '.join(map(repr, PRESETS))}, an ftp.Hardware,"
-            " what ftp.calibrate(mesh) returned, or None for the preset of the mesh's device type."
+            " the result of ftp.calibrate(mesh), or None for the preset of the mesh's device type."
         )
     unknown = [axis for axis in given.links if axis not in mesh.axes]
     if unknown:
@@ -57,7 +57,7 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
 
 
 def describe_hardware(hardware: Hardware) -> str:
-    """Its name and a digest of all its figures: equal on ranks that plan with equal prices."""
+    """The hardware's name and a digest of its figures: equal on ranks that plan at equal prices."""
     figures = {f.name: _ordered(getattr(hardware, f.name)) for f in fields(hardware)}
     return f"{hardware.name} {hashlib.sha256(repr(figures).encode()).hexdigest()[:12]}"
 

@@ -19,8 +19,8 @@ def nbytes(value: Value) -> int:
 
 def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     """Ops that widen values: the result has more bytes than the narrowest values that it is
-    computed from, and no more elements. Such are casts to a wider dtype, scales, tables of codes,
-    and the ops between them; an embedding is not, as its rows have more elements than the ids.
+    computed from, and no more elements. Examples: casts to a wider dtype, scales, tables of codes
+    and the ops between them; not an embedding, whose rows have more elements than the ids.
 
     Args:
         can_be_cut: the values that the axis may cut; others are whole on every rank and need no

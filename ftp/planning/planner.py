@@ -244,7 +244,7 @@ def _plan_axes(
     *,
     watch: Watch | None = None,
 ) -> tuple[Plan, _Progress]:
-    """Plan one axis after another; returns the plan, and the program that it is of.
+    """Plan one axis after another; returns the plan and its program.
 
     Args:
         ways: by axis, whether attention that can be a ring over it is one.
@@ -327,8 +327,8 @@ def _decompose_on_demand(
     data_axes: Sequence[str],
     decompose: Decompose,
 ) -> _Progress:
-    """Replace ops by primitives where an axis may cut a factor that they keep whole, and repeat
-    elements by an op where it may cut them in more parts than there are.
+    """Replace ops by primitives where an axis may cut a factor that they keep whole, and views that
+    repeat elements by ops where it may cut them in more parts than there are elements.
 
     On a data axis only the batch's cuts count: activations keep them.
     """

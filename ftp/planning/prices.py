@@ -24,8 +24,8 @@ from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
 RESHARD_OF_VIEW = 1e-10  # seconds; a tie-breaker, to reshard a value rather than a view of it
 REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
-# Padding a shard to a pending sum costs so many latencies more than a gather, so that it replaces
-# no gather.
+# Padding a shard to a pending sum is priced this many latencies above a gather, so that it never
+# replaces one.
 PAD_LATENCIES = 3
 # A sum that is reduced before it is widened costs its price in the wider dtype times this factor.
 TOO_NARROW = 2.0

@@ -1,5 +1,5 @@
-"""Repeated elements, such as keys of fewer heads than ranks, by ops of their own where an axis cuts
-them in more parts than there are elements (see `ftp.rules.decompositions.heads`).
+"""Replace views that repeat elements, such as key heads shared by several query heads, by ops that
+an axis may cut in more parts than there are elements (see `ftp.rules.decompositions.heads`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 
 
 def repeat_each(graph: Graph, across: Collection[Node]) -> Rewrite:
-    """The graph in which views among ``across`` that repeat elements, and sums of what such views
-    take apart, are ops of their own; the same graph if there are none.
+    """Replace views among ``across`` that repeat elements, and sums over the repeats, by
+    ops of `ftp.rules.decompositions.heads`; the same graph if there are none.
     """
     if not any(_change(node, across) for node in graph.nodes):
         return unchanged(graph)
@@ -90,7 +90,7 @@ def _change(node: Node, across: Collection[Node]) -> Callable[[_Replacements, No
 
 
 def _repeated(view: Node) -> tuple[Value, int] | None:
-    """What a view repeats, with a dim of size one after the repeated dim, and that dim."""
+    """(value that a view repeats, index of the repeated dim, which a dim of size one follows)."""
     many = view.operands[0]
     if many.node.target is aten.clone.default:
         many = many.node.operands[0]

@@ -114,15 +114,15 @@ class _Stamp:
         return found
 
     def _counterpart(self, node: Node, step: int) -> Node:
-        """The node of the n-th layer left out that corresponds to ``node`` of layer t."""
+        """The node of left-out layer number ``step`` that corresponds to ``node``."""
         layer = self.layers.of.get(node)
         origin = self.folded.origin[node]
         whole = self.folded.layers
         return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
 
     def layer(self, step: int) -> dict[Node, Node]:
-        """The copy of each node of layer t in the layer left out ``step``; operands are still those
-        of layer t.
+        """The copy of each node of layer ``stands_for`` in left-out layer number ``step``. Operands
+        of a copy are still the original's.
         """
         copies: dict[Node, Node] = {}
         names: dict[str, str] = {}
