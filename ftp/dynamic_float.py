@@ -10,12 +10,13 @@ from typing import Any
 
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved
 
-_OPERATORS = ("/", "*", "+", "**")
+FUNCTIONS = ("sqrt", "log", "log2", "exp")  # of Python's math
 
 
 @dataclass(frozen=True, repr=False)
 class DynamicFloat:
-    """An operator between two numbers, of which one at least is a formula.
+    """An operator between two numbers, of which one at least is a formula; or one of ``FUNCTIONS``
+    of ``left``.
 
     >>> from ftp.dynamic_int import Symbol
     >>> sizes = Sizes([Symbol("S", 7, 1, 512)])
@@ -27,7 +28,7 @@ class DynamicFloat:
 
     operator: str
     left: Any
-    right: Any
+    right: Any = None
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -40,11 +41,16 @@ class DynamicFloat:
     def written(self) -> str:
         """As `DynamicInt.written`."""
         left, right = (x.written() if is_formula(x) else repr(x) for x in (self.left, self.right))
+        return self._joined(left, right)
+
+    def _joined(self, left: str, right: str) -> str:
+        if self.operator in FUNCTIONS:
+            return f"math.{self.operator}({left})"
         return f"({left} {self.operator} {right})"
 
     def __repr__(self) -> str:
         left, right = (f"({x!r})" if is_dynamic(x) else repr(x) for x in (self.left, self.right))
-        return f"({left} {self.operator} {right})"
+        return self._joined(left, right)
 
     def _asked(self, *_: object) -> Any:
         raise TypeError(f"the value of {self!r} is asked for, which is another at every size")

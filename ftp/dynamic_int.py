@@ -256,7 +256,7 @@ class Sizes:
                     else f"    a{a} = ({x}) {kind} ({y})"
                 )
         lines.append(f"    return {result}")
-        scope: dict[str, Any] = {}
+        scope: dict[str, Any] = {"math": math}
         exec("\n".join(lines), scope)
         return lambda values: scope["f"](*self._counts(values))
 

@@ -6,6 +6,7 @@ a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 """
 
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +18,19 @@ import torch
 from torch import SymFloat, SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispatch
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
 from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from ftp.dynamic_float import DynamicFloat, is_formula
+from ftp.dynamic_float import FUNCTIONS, DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
+from ftp.tracing.replaced import replaced
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
@@ -111,6 +115,8 @@ class Symbolic:
     def symint(self, x: Any) -> Any:
         """A size, or a float computed from sizes, for torch's shape functions."""
         if type(x) is DynamicFloat:
+            if x.operator in FUNCTIONS:
+                return _function(x.operator, self.symint(x.left))
             left, right = (torch.sym_float(self.symint(part)) for part in (x.left, x.right))
             return _ARITHMETIC[x.operator](left, right)
         if not is_dynamic(x):
@@ -249,8 +255,13 @@ class Symbolic:
         if e.is_integer and not isinstance(e, sizes_functions.ToFloat):
             return self.of_formula(e)
         args = [self._of_float(a) for a in e.args]
+        name = type(e).__name__.removeprefix("OpaqueUnaryFn_")
+        if name in FUNCTIONS:
+            if name.startswith("log"):  # of zero it is an error of the function
+                for x in args[0].ints() if is_formula(args[0]) else ():
+                    self.sizes.note("zero", x, False)
+            return DynamicFloat(name, args[0])
         symbols = {"FloatTrueDiv": "/", "IntTrueDiv": "/", "FloatPow": "**", "Add": "+", "Mul": "*"}
-        name = type(e).__name__
         if name == "ToFloat":
             return DynamicFloat("*", 1.0, args[0])
         if name not in symbols:
@@ -325,8 +336,45 @@ class Symbolic:
         self.env.line = line  # type: ignore[method-assign]
         # Some ops take symbolic ints in their Python form only.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with oblivious, enable_python_dispatcher():
+        of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}
+        with oblivious, enable_python_dispatcher(), replaced(math, of_sizes):
             yield
+
+
+def _of_sizes(name: str) -> Callable[..., Any]:
+    """A function of Python's math that takes symbolic numbers too."""
+    plain = getattr(math, name)
+
+    def of(x: Any, *more: Any) -> Any:
+        if not isinstance(x, SymInt | SymFloat):
+            return plain(x, *more)
+        if more:  # log(x, base)
+            return of(x) / plain(*more)
+        return (
+            handle_sym_dispatch(_SYMBOLIC[name], (x,), {})
+            if get_proxy_mode()
+            else _function(name, x)
+        )
+
+    return of
+
+
+def _function(name: str, x: Any) -> Any:
+    """One of `FUNCTIONS` of a symbolic number."""
+    node: Any = torch.sym_float(x).node  # type: ignore[attr-defined]
+    expr = getattr(sizes_functions, f"OpaqueUnaryFn_{name}")(node.expr)
+    return SymFloat(SymNode(expr, node.shape_env, float, getattr(math, name)(node.hint)))
+
+
+def _named(name: str) -> Callable[[Any], Any]:
+    def of(x: Any) -> Any:
+        return _function(name, x)
+
+    of.__name__ = of.__qualname__ = name  # fx names nodes by it
+    return of
+
+
+_SYMBOLIC = {name: _named(name) for name in FUNCTIONS}
 
 
 def _is_number(condition: Any) -> bool:

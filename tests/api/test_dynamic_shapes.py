@@ -1,5 +1,7 @@
 """One plan for many shapes: every size is what one device computes, by one trace and few plans."""
 
+import math
+
 import pytest
 import torch
 from few_or_many import slow_after, slow_unless
@@ -233,6 +235,13 @@ def statistics(params, tokens):
     return (x**3).sum() / tokens.shape[1] ** 0.5
 
 
+def functions_of_the_size(params, tokens):
+    """As of attention whose scale depends on how many keys there are."""
+    size = tokens.shape[1]
+    x = params["emb"][tokens] @ params["up"] * (math.log(size + 1, 2) / math.sqrt(size))
+    return x.square().mean() * math.log2(size + 3) + math.exp(-size)
+
+
 def one_size_apart(params, tokens):
     x = params["emb"][tokens] @ params["up"]
     return x.square().mean() * (2 if tokens.shape[1] == 7 else 3)
@@ -240,7 +249,9 @@ def one_size_apart(params, tokens):
 
 @pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
-    "fn", [next_tokens, padded_blocks, chunks, statistics, one_size_apart], ids=lambda f: f.__name__
+    "fn",
+    [next_tokens, padded_blocks, chunks, statistics, functions_of_the_size, one_size_apart],
+    ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("name", slow_after(1, ["context", "tp"]))
 def test_sizes_as_people_use_them(fn, name):
