@@ -168,8 +168,11 @@ class ModeOfBlocks(TorchFunctionMode):
 
 
 def _modes_of_blocks() -> Again:
-    """A context that enters the present modes of blocks where torch has left them."""
+    """A context that enters the present modes of blocks, and ``torch.autocast`` as it is now, where
+    torch has left them.
+    """
     modes = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
+    casts = _autocast()
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -178,9 +181,23 @@ def _modes_of_blocks() -> Again:
             for mode in modes:
                 if id(mode) not in entered:
                     stack.enter_context(mode)
+            for device, now in _autocast().items():
+                if now != casts[device]:
+                    enabled, dtype = casts[device]
+                    stack.enter_context(
+                        torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
+                    )
             yield
 
     return again
+
+
+def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
+    """By device, whether ``torch.autocast`` is on, and its dtype."""
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    }
 
 
 def run_again() -> Again:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ftp.ops.choose import number_of
 from ftp.ops.define import define, register_fake
 
 MAP_SLICES = define("map_slices(Tensor[] stacks, Tensor[] shared, str program) -> Tensor[]")
@@ -50,6 +51,11 @@ def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
     Args:
         inputs: tensors like those that ``gm`` takes.
     """
+    for node in gm.graph.nodes:
+        if number_of(node.target, node.args) >= 0:
+            # Each slice decides for itself, and slices share the number: compute both branches.
+            node.args = (*node.args[:3], -1)
+    gm.recompile()
     output: Any = next(reversed(gm.graph.nodes))
     made, given = ([_described(x) for x in xs] for xs in (_vals(output.args[0]), inputs))
     return remembered(gm, tuple(given), tuple(made))

@@ -159,7 +159,7 @@ class _TorchOptimizer:
         start = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], device="cpu")
         if get_proxy_mode() is not None or type(start) is not Tensor:
             return
-        rate = self.options[group].get("lr")
+        rate: Any = self.options[group].get("lr")
         theirs, ours = start.clone(), start
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             try:

@@ -24,6 +24,12 @@ from ftp.ops.choose import current_branch
 from ftp.random.distributions import check_key, fold_in
 from ftp.random.torch_functions import DRAWN
 from ftp.source import user_line
+from ftp.torch_internals.functorch import (
+    add_batch_dim,
+    is_mapped_by,
+    maps_around,
+    temporarily_clear_interpreter_stack,
+)
 
 
 class Draws(TorchFunctionMode):
@@ -96,7 +102,7 @@ class Draws(TorchFunctionMode):
             self._keys[path] = fold_in(self.key, path_number(path))
         count = self.counts.get(path, 0)
         self.counts[path] = count + 1
-        return fold_in(self._keys[path], count)
+        return _of_each_lane(fold_in(self._keys[path], count), what)
 
     @contextmanager
     def at(self, path: str) -> Iterator[None]:
@@ -106,6 +112,29 @@ class Draws(TorchFunctionMode):
             yield
         finally:
             self.path.pop()
+
+
+def _of_each_lane(key: Tensor, what: str) -> Tensor:
+    """The key folded with the index along each ``torch.vmap`` around the draw that asks for
+    different numbers and does not map the key itself.
+
+    Raises:
+        TraceError: such a vmap says nothing of random numbers; torch refuses the draw too.
+    """
+    for mapped in maps_around():
+        if mapped.randomness() == "same" or is_mapped_by(key, mapped.level()):
+            continue
+        if mapped.randomness() == "error":
+            line = user_line()
+            raise TraceError(
+                f"{what} draws random numbers{f' at {line}' if line else ''}, under a torch.vmap"
+                " that does not say whether all its slices draw the same. Give it"
+                " randomness='different' or 'same', or map over a key for each slice."
+            )
+        with temporarily_clear_interpreter_stack():  # the index belongs to no inner transform
+            lanes = torch.arange(mapped.batch_size(), device=key.device)
+        key = fold_in(key, add_batch_dim(lanes, 0, mapped.level()))
+    return key
 
 
 _current: ContextVar[Draws | None] = ContextVar("draws", default=None)

@@ -250,10 +250,10 @@ def _normal(
 ) -> Tensor:
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in given)) if size is None else tuple(size)
-    drawn = random.normal(
-        _key(draws, func, generator), shape, dtype or (given[0].dtype if given else None)
-    )
-    return _made(drawn, {"device": given[0].device, **kwargs} if given else kwargs) * std + mean
+    dtype = dtype or (given[0].dtype if given else None)
+    drawn = random.normal(_key(draws, func, generator), shape, dtype)
+    drawn = _made(drawn, {"device": given[0].device}) if given else drawn
+    return _made(drawn * std + mean, kwargs)
 
 
 @_draws(torch.bernoulli, Tensor.bernoulli)
@@ -391,7 +391,7 @@ def _size(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     given = kwargs.pop("size", None)
     if given is not None:
         return tuple(given)
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    return tuple(size[0]) if len(size) == 1 and isinstance(size[0], list | tuple) else size
 
 
 def _made(drawn: Tensor, kwargs: dict[str, Any]) -> Tensor:

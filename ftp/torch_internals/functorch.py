@@ -19,6 +19,8 @@ from torch._functorch.autograd_function import (
     custom_function_call,
 )
 from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_all_functorch_interpreters,
     retrieve_current_functorch_interpreter,
     temporarily_clear_interpreter_stack,
 )
@@ -29,6 +31,22 @@ def unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def maps_around() -> list[VmapInterpreter]:
+    """The calls of ``torch.vmap`` that are running, the outermost first."""
+    return [
+        one for one in retrieve_all_functorch_interpreters() if isinstance(one, VmapInterpreter)
+    ]
+
+
+def is_mapped_by(x: Tensor, level: int) -> bool:
+    """Whether the ``vmap`` of a level maps over a tensor."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x) and maybe_get_level(x) == level:
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def is_batched(x: Tensor) -> bool:

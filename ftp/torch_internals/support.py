@@ -37,7 +37,9 @@ NEEDED = {
     " lazy_dynamo_disallow",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
-    "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"
+    "torch._functorch.pyfunctorch": "VmapInterpreter VmapInterpreter.batch_size"
+    " VmapInterpreter.randomness retrieve_all_functorch_interpreters"
+    " retrieve_current_functorch_interpreter"
     " temporarily_clear_interpreter_stack",
     "torch._functorch.utils": "unwrap_dead_wrappers",
     "torch._guards": "GuardSource Source TracingContext tracing",

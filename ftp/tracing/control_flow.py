@@ -86,7 +86,8 @@ def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence
     refuses is called slice by slice.
     """
     try:
-        return torch.vmap(lambda *slices: f(*slices, *pos_args))(*xs)
+        mapped = torch.vmap(lambda *slices: f(*slices, *pos_args), randomness="different")
+        return mapped(*xs)
     except (RuntimeError, ValueError, NotImplementedError):
         return _scan(None, f, [], xs, pos_args)
 

@@ -479,3 +479,24 @@ def test_wrong_patterns_of_modules():
         match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes",
     ):
         fn(params, inputs()[1].float())
+
+
+def test_autocast_holds_when_a_block_is_computed_again():
+    """The gradient is taken after its context has ended."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    x = torch.randn(4, 8)
+
+    def gradients(remat: Any) -> Any:
+        fn, params = ftp.functionalize(model, remat=remat)
+
+        def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = fn(params, x)
+            return y.float().square().mean()
+
+        mesh = ftp.simulated_mesh((2,), ("tp",))
+        return ftp.shard(loss, mesh, P())(params, x), torch.func.grad(loss)(params, x)
+
+    again, once = gradients({"1": "nothing"}), gradients(None)
+    torch.testing.assert_close(again[0], once[0], rtol=0, atol=0)
+    torch.testing.assert_close(again[1], once[1], rtol=1e-2, atol=1e-4)

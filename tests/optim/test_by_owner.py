@@ -398,3 +398,17 @@ def test_errors():
     for call, message in cases:
         with pytest.raises(InputError, match=message):
             call()
+
+
+def test_each_matrix_takes_its_own_branch_of_a_cond():
+    """Six on two ranks, of opposite signs in turn, by two functions."""
+
+    def scaled(by: float) -> Any:
+        return lambda m: torch.cond(m.sum() > 0, lambda m: m * by, lambda m: m - by, (m,))
+
+    def both(tree: Any) -> Any:
+        return ftp.optim.by_owner(scaled(2.0), tree), ftp.optim.by_owner(scaled(3.0), tree)
+
+    tree = {name: torch.ones(2, 2) * (-1) ** i for i, name in enumerate("abcdef")}
+    found = ftp.spmd(both, ftp.simulated_mesh((2,), ("tp",)), (P("tp"),))(tree)
+    torch.testing.assert_close(found, both(tree), rtol=0, atol=0)

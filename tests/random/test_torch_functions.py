@@ -422,3 +422,56 @@ def test_every_random_function_of_torch_is_known():
         "random",
     }
     assert public - names - beneath == set()
+
+
+def test_slices_of_vmap_draw_what_randomness_says():
+    """Of one key. Without a word torch refuses the draw, as ftp does."""
+    fn, params = ftp.functionalize(nn.Sequential(nn.Linear(6, 8), nn.Dropout()).double().train())
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def of_each(randomness: str) -> Any:
+        def gradients(params: Any, x: torch.Tensor, key: torch.Tensor) -> Any:
+            def loss(params: Any, row: torch.Tensor) -> torch.Tensor:
+                return fn(params, row, rng=key).square().sum()
+
+            return torch.vmap(torch.func.grad(loss), (None, 0), randomness=randomness)(params, x)
+
+        return gradients
+
+    expected = of_each("different")(params, x, KEY)
+    mesh, specs = ftp.simulated_mesh((2, 2), ("dp", "tp")), P("tp")
+    found = ftp.spmd(of_each("different"), mesh, (specs, P("dp"), P()))(params, x, KEY)
+    torch.testing.assert_close(found, expected)
+    kept = expected["0.bias"] != 0
+    assert not torch.equal(kept[0], kept[1]) and kept.double().mean().item() == pytest.approx(
+        0.5, abs=0.25
+    )
+    same = of_each("same")(params, x, KEY)["0.bias"] != 0
+    assert torch.equal(same[0], same[1])
+    with pytest.raises(TraceError, match="Give it randomness='different' or 'same', or map over a"):
+        of_each("error")(params, x, KEY)
+    keys = random.split(KEY, 4)  # a key of its own for each needs no word
+    mapped = torch.vmap(lambda row, key: fn(params, row, rng=key))(x, keys)
+    alone = [fn(params, row, rng=key) for row, key in zip(x, keys, strict=True)]
+    torch.testing.assert_close(mapped, torch.stack(alone))
+
+
+def test_slices_of_map_draw_their_own():
+    def each(x: torch.Tensor) -> torch.Tensor:
+        return torch._higher_order_ops.map(lambda row: F.dropout(row), x)
+
+    def keyed(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        with Draws(key, "each"):
+            return each(x)
+
+    found = ftp.spmd(keyed, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()))(
+        torch.ones(4, 9), KEY
+    )
+    assert len({tuple(row.tolist()) for row in found}) == 4
+
+
+def test_normal_into_a_tensor():
+    x = torch.empty(64)
+    with Draws(KEY, "out"):
+        torch.normal(100.0, 1.0, (64,), out=x)
+    assert 98 < x.mean().item() < 102
