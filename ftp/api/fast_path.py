@@ -14,6 +14,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from ftp.tensors.placement import Fact, Returned, known_of
+from ftp.torch_internals.storages import is_shared
 
 
 class Expected:
@@ -51,7 +52,7 @@ class Expected:
             and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
             and len(leaves) > 0
         )
-        self._treedef, self._donates = treedef, bool(donated)
+        self._treedef, self._donated = treedef, sorted(donated)
         self._returned = _getter(returned)
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
@@ -82,7 +83,21 @@ class Expected:
             return None
         if [known_of(leaves[i]) for i in self._others] != self._facts:
             return None
-        return None if self._donates and len(set(map(id, leaves))) < len(leaves) else leaves
+        if self._donated and (
+            len(set(map(id, leaves))) < len(leaves) or self._may_share_donated(leaves)
+        ):
+            return None
+        return leaves
+
+    def _may_share_donated(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor that is no result of the last call has the memory of a donated one,
+        which is. Results share none with each other.
+        """
+        others = [leaves[i].untyped_storage() for i in self._others]
+        shared = {x.data_ptr() for x in others if is_shared(x)}
+        return bool(shared) and not shared.isdisjoint(
+            leaves[i].untyped_storage().data_ptr() for i in self._donated
+        )
 
 
 def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:

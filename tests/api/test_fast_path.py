@@ -118,6 +118,19 @@ def test_one_tensor_as_state_and_batch():
         run(p, p)
 
 
+@pytest.mark.parametrize("view", [lambda w: w.detach(), lambda w: w[1:]])
+def test_a_view_of_what_is_donated_is_not_taken(view: Any):
+    """On one rank, whose program writes to the donated memory before it reads the view."""
+    run = ftp.spmd(lambda p, x: (p * 2, x * 3), ftp.simulated_mesh(1, "tp"), P(), P(), donate=(0,))
+    p = torch.arange(4.0)
+    for _ in range(3):
+        given = view(p).clone()
+        p, tripled = run(p, given)
+        same(tripled, given * 3)
+    with pytest.raises(ftp.errors.DonationError, match="share memory"):
+        run(p, view(p))
+
+
 def test_what_changes_is_seen(keys):
     run, *mine = made()
     for i in range(3):
