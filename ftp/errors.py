@@ -145,7 +145,7 @@ class DiscoveryWarning(UserWarning):
 
 
 class PlanWarning(UserWarning):
-    """A plan that is read from a model leaves much of it whole on every rank."""
+    """A plan that leaves much of a model whole on every rank, or ranks of a pipeline idle."""
 
 
 class StaleCaptureWarning(UserWarning):

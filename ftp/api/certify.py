@@ -29,6 +29,7 @@ from ftp.rules.call import replaced
 from ftp.runtime.executed import executed
 from ftp.runtime.program import Program, axes_of_groups
 from ftp.sharding.layout import Size
+from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.pytree import tree_leaves
 
@@ -55,6 +56,12 @@ def certify(lowered: Lowered) -> Certificate:
     >>> [o.name for o in certify(lowered).operations]
     ['x', 'w', 'mm']
     """
+    if not isinstance(lowered, Lowered):
+        raise InputError(
+            f"certify takes the program of one graph, not {kind_of(lowered)}. A step over stages"
+            " has one for each action, as lowered.stages[0]['F']; certify=True of the step proves"
+            " all of them."
+        )
     return certified(lowered._program)
 
 

@@ -112,8 +112,13 @@ def traced_for(
     calls: TorchCalls | None = None,
     formulas: Sequence[Shape | None] | None = None,
     sizes: Sizes | None = None,
+    mesh: Mesh | None = None,
 ) -> Traced:
-    """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims."""
+    """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims.
+
+    Args:
+        mesh: that the function finds around it; default the definition's.
+    """
     call = inputs.call
     if calls is None and definition.options.explicit:
         calls = TorchCalls()
@@ -124,7 +129,7 @@ def traced_for(
         with arguments_with(flatten(args)[0], inputs.specs):
             return definition.fn(*args)
 
-    with _tracing, use_mesh(definition.mesh):
+    with _tracing, use_mesh(mesh or definition.mesh):
         try:
             return trace(
                 fn,

@@ -1,6 +1,7 @@
 """A step whose model is in stages of a pipeline: planned as subgraphs, and run by a schedule."""
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from ftp.api.graph_checks import check_prepared, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
 from ftp.api.step import Step
-from ftp.errors import InputError, SpecError, raise_all
+from ftp.errors import InputError, PlanWarning, SpecError, raise_all
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.buffers import check_buffers, most_on_their_way
 from ftp.pipeline.check import check_stages
@@ -23,6 +24,7 @@ from ftp.pipeline.check_stacks import check_parts_of_stacks
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
+from ftp.pipeline.subgraphs import Stages
 from ftp.pipeline.value_stages import with_computed_outputs, with_constant_seeds
 from ftp.planning.planner import Watch
 from ftp.random.distributions import is_key
@@ -33,7 +35,7 @@ from ftp.runtime.stage_programs import plan_stages, within_stage
 from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
+from ftp.sharding.spec import P, PartitionSpec, local_shape, staged, without_stage
 from ftp.tracing.trace import Traced
 
 
@@ -86,7 +88,8 @@ class PipelinedStep(StepOfMicrobatches):
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = traced_for(definition, replace(inputs, shapes=micro))
+        within = within_stage(self.mesh, pipeline.axis)
+        traced = traced_for(definition, replace(inputs, shapes=micro), mesh=within)
         out_specs, _ = specs_of_results(definition, inputs, traced)
         program = plan_pipeline(
             definition,
@@ -167,6 +170,7 @@ def plan_pipeline(
         {(action.kind, action.stage) for own in actions for action in own},
     )
     check_stages(traced.graph, n, batch, leaves, stages, actions)
+    _warn_of_idle_stages(stages, stage_of, names)
     most = most_on_their_way(actions, ranks * pipeline.chunks)
     check_buffers(actions, ranks * pipeline.chunks, most)
     within = within_stage(mesh, pipeline.axis)
@@ -209,6 +213,27 @@ def plan_pipeline(
     )
 
 
+def _warn_of_idle_stages(
+    stages: Stages, stage_of: Sequence[int | None], names: Sequence[str]
+) -> None:
+    """Warn of a stage whose parameters are read by later stages alone: what the loss computes first
+    reads a parameter of one of these.
+    """
+    for k in range(len(stages.forward)):
+        read = [i for i, at in enumerate(stages.borrowed) if at and stage_of[i] == k]
+        if ("F", k) in stages.subgraphs or not read:
+            continue
+        later = min(stages.borrowed[read[0]])
+        first = next(i for i in stages.subgraphs["F", later].params if stage_of[i] == later)
+        warnings.warn(
+            f"Stage {k} of the pipeline computes nothing: {names[read[0]]}, of stage {k}, is read"
+            f" at stage {later}, after {names[first]}, of stage {later}. Give that one an earlier"
+            " stage: by stages= of ftp.Pipeline, or first in the tree.",
+            PlanWarning,
+            stacklevel=2,
+        )
+
+
 def _copied(pipeline: Pipeline, batch: Sequence[StoredValue], within: Mesh) -> list[bool]:
     """Per batch tensor, whether a microbatch is a copy because its rows are not adjacent."""
     count = pipeline.microbatches
@@ -227,9 +252,14 @@ def check_batch(
     failures = []
     for spec, shape, name in batch:
         if pipeline.axis in spec.axes:
+            frozen = (
+                " Parameters without a gradient are arguments of ftp.spmd("
+                "torch.func.grad_and_value(loss_fn), ..., pipeline=)."
+            )
             raise SpecError(
                 f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
                 f" take the whole batch. Leave {pipeline.axis!r} out."
+                f"{frozen if staged(spec) is not None else ''}"
             )
         count = pipeline.microbatches
         if not shape:

@@ -25,9 +25,10 @@ from ftp.pipeline.train_step import (
 )
 from ftp.planning.planner import Watch
 from ftp.report.pipelined_training import LoweredTraining
+from ftp.runtime.stage_programs import within_stage
 from ftp.runtime.training_program import TrainingProgram
 from ftp.sharding.pytree import flatten
-from ftp.sharding.spec import P, PartitionSpec
+from ftp.sharding.spec import P, PartitionSpec, staged
 from ftp.tracing.trace import Traced
 
 
@@ -50,7 +51,12 @@ class PipelinedTrainStep(StepOfMicrobatches):
         names, specs, shapes = inputs.tensor_names, inputs.specs, inputs.shapes
         whole, noted = self._noted(inputs)
         traced, (out_specs, returned) = whole, specs_of_results(definition, inputs, whole)
-        state = definition.state.union(returned)
+        in_stages = {
+            position
+            for position, spec in zip(inputs.call.positions, specs, strict=True)
+            if staged(spec) is not None
+        }
+        state = definition.state.union(returned, in_stages)
         is_state = [position in state for position in inputs.tensor_positions]
         batch = batch_of(traced.gm, noted, is_state)
         at = {inputs.tensors[k] for k in batch}
@@ -77,7 +83,8 @@ class PipelinedTrainStep(StepOfMicrobatches):
     def _noted(self, inputs: Inputs) -> tuple[Traced, Noted]:
         """A trace of the function, with its means over microbatches."""
         with noting_means(self._pipeline.microbatches) as means:
-            traced = traced_for(self._definition, inputs)
+            within = within_stage(self.mesh, self._pipeline.axis)
+            traced = traced_for(self._definition, inputs, mesh=within)
         _check_means(means)
         if means.batch and self._takes_key:
             raise InputError(
@@ -162,7 +169,8 @@ def _check_means(means: Means) -> None:
     raise InputError(
         f"pipeline= in spmd, and the function takes {found}. Microbatches are those of one"
         " gradient: call torch.func.grad_and_value(loss_fn)(params, ...) once, or"
-        " ftp.optim.accumulate of it. A loss alone is ftp.shard(loss_fn, ..., pipeline=)."
+        " ftp.optim.accumulate of it. A loss alone is ftp.shard(loss_fn, ..., pipeline=). A"
+        " function without a gradient, an evaluation, takes placed parameters without pipeline=."
     )
 
 

@@ -49,7 +49,9 @@ class StagedStep(Step):
         self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
     ) -> Planned:
         definition = self._definition
-        traced = traced or traced_for(definition, inputs)
+        axes = {entry.axis for spec in inputs.specs if (entry := staged(spec)) is not None}
+        within = within_stage(self.mesh, axes.pop()) if len(axes) == 1 else None
+        traced = traced or traced_for(definition, inputs, mesh=within)
         out_specs, _ = specs_of_results(definition, inputs, traced)
         program = plan_rounds(
             definition,

@@ -18,7 +18,7 @@ from ftp.ops.stack import Stack, Unstack
 from ftp.optim.base import aligned, natural_order
 from ftp.sharding.mesh import Mesh, resolve
 from ftp.sharding.pytree import flatten, key_of_static, kind_of, leaf_names, leaf_paths
-from ftp.sharding.spec import P
+from ftp.sharding.spec import P, without_stage
 from ftp.sharding.traced_arguments import spec_of_argument
 from ftp.torch_internals.functorch import (
     is_functorch_wrapped_tensor,
@@ -96,7 +96,8 @@ def apply_by_owner(
         known = specs or [_spec_of(item) for item in items]
         results: list[Any] = [None] * len(items)
         for key, members in _groups(items, known, leaf_paths(tree)).items():
-            made = _owned(fn, [[items[i] for i in kind] for kind in members], key[-1], owners)
+            spec = None if key[-1] is None else without_stage(key[-1])
+            made = _owned(fn, [[items[i] for i in kind] for kind in members], spec, owners)
             for i, result in zip([i for kind in members for i in kind], made, strict=True):
                 results[i] = result
     if results and all(type(r) is tuple and len(r) == len(results[0]) for r in results):
@@ -183,9 +184,10 @@ def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:
     ):
         return None
     try:
-        return resolve(None)
+        mesh = resolve(None)
     except MeshError:
         return None
+    return mesh if mesh.axes else None  # the ranks of a pipeline's axis alone
 
 
 def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:

@@ -8,7 +8,7 @@
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,20 +115,39 @@ class StepGraph:
                 continue
             if min(users) > own.first:
                 target[node] = min(users)
-        for node in self.nodes:
-            if node not in target:
-                continue
-            to, stays = target[node], False
-            for x in node.all_input_nodes:
-                of = self.of[x]
-                if of.kind == ACTIVATION and of.first < to:
-                    stays |= not any(
-                        u in self.is_forward and self.of[u].first >= to for u in x.users
-                    )
-            if stays:
-                del target[node]
-            else:
-                self.of[node] = StagedValue(ACTIVATION, to, to)
+
+        def gets(x: fx.Node, to: int, moved: Mapping[fx.Node, int]) -> bool:
+            return self.of[x].kind != ACTIVATION or any(
+                u in self.is_forward and moved.get(u, self.of[u].first) >= to for u in (x, *x.users)
+            )
+
+        for node, to in self._settled(target, min, gets).items():
+            self.of[node] = StagedValue(ACTIVATION, to, to)
+
+    def _settled(
+        self,
+        target: Mapping[fx.Node, int],
+        nearest: Callable[[Iterable[int]], int],
+        gets: Callable[[fx.Node, int, Mapping[fx.Node, int]], bool],
+    ) -> Mapping[fx.Node, int]:
+        """Of moves of nodes to the stages of their users those that can be made together: a node
+        whose operands do not get there stays, so that what it reads stays too.
+
+        Args:
+            nearest: of the stages of a node's users, the one that reads it first.
+            gets: whether an operand gets to a stage, after some moves.
+        """
+        while True:
+            moved: dict[fx.Node, int] = {}
+            for node in (n for n in self.nodes if n in target):
+                users = [u for u in node.users if u in self.of]
+                to = nearest(target.get(u, self.of[u].first) for u in users)
+                moves = to != self.of[node].first
+                if moves and all(gets(x, to, moved) for x in node.all_input_nodes):
+                    moved[node] = to
+            if moved == target:
+                return moved
+            target = moved
 
     def _extend(self, node: fx.Node) -> None:
         """Note how far a value of the forward pass is passed on, and where one of parameters is
@@ -221,20 +240,14 @@ class StepGraph:
             )
             if to < own.first and is_free:
                 target[node] = to
-        for node in backward:
-            if node not in target:
-                continue
-            to = target[node]
-            reaches = (
-                self.of[x].kind != GRADIENT
-                or self.of[x].first <= to
-                or any(u in self.of and self.of[u].first <= to for u in x.users)
-                for x in node.all_input_nodes
+
+        def gets(x: fx.Node, to: int, moved: Mapping[fx.Node, int]) -> bool:
+            return self.of[x].kind != GRADIENT or any(
+                u in self.of and moved.get(u, self.of[u].first) <= to for u in (x, *x.users)
             )
-            if all(reaches):
-                self.of[node] = StagedValue(GRADIENT, to, to)
-            else:
-                del target[node]
+
+        for node, to in self._settled(target, max, gets).items():
+            self.of[node] = StagedValue(GRADIENT, to, to)
 
 
 def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:

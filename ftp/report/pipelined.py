@@ -109,6 +109,7 @@ class LoweredPipeline(Startable):
 
     def __init__(self, program: PipelineProgram):
         self._program = self._returning = program
+        self.mesh = program.mesh
         self.actions, self.on_their_way = program.actions, program.on_their_way
         lowered = lowered_once(program.made.programs)
         self.stages: list[dict[Kind, Lowered]] = [

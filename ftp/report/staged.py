@@ -32,6 +32,7 @@ class LoweredRounds(Startable):
 
     def __init__(self, program: StagedProgram):
         self.program = self._returning = program
+        self.mesh = program.mesh
         lowered = lowered_once(program.programs)
         self.rounds: Sequence[Mapping[int, Lowered]] = [
             {rank: one for (r, rank), one in lowered.items() if r == at}

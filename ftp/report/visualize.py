@@ -9,7 +9,9 @@ from ftp.errors import InputError
 from ftp.report.html.page import page
 from ftp.report.html.tree import ShownLeaf
 from ftp.report.lowered import Lowered
+from ftp.report.pipelined import LoweredPipeline
 from ftp.report.shard_grid import as_text
+from ftp.report.staged import LoweredRounds
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
@@ -43,8 +45,8 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
     """Show which rank holds which shard, of a program, a placed tensor, or a tree with specs.
 
     Args:
-        what: a ``Lowered``; a tensor or tree that ``device_put`` placed; or, with ``specs``, any
-            tree of tensors or of shapes (tuples).
+        what: a program, as ``step.lower`` returns it; a tensor or tree that ``device_put`` placed;
+            or, with ``specs``, any tree of tensors or of shapes (tuples).
         mesh: for a tree; default that of the surrounding ``ftp.use_mesh``.
         specs: prefix tree of specs of the tree.
 
@@ -62,6 +64,9 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
     """
     if isinstance(what, Lowered):
         return Picture(str(what), program_page(what))
+    if isinstance(what, LoweredPipeline | LoweredRounds):
+        axes = what.mesh.axes
+        return Picture(str(what), page("ftp report", axes, (), what.collectives, program=str(what)))
     leaves = flatten(what)[0]
     names = leaf_names(what, "tensor")
     if specs is None:

@@ -8,6 +8,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from few_or_many import slow_after
 
 import ftp
 import ftp.runtime.stage_messages
@@ -243,11 +244,11 @@ def test_training_equals_one_device():
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-def dying(rank_to_die):
+def dying(rank_to_die, shape=(2, 2)):
     """A rank's error after another one has died, and the seconds until it came."""
     ftp.init_process_group()
-    model, pipe = Model(2), ftp.Pipeline("pp", 4)
-    mesh, params = ftp.make_mesh((2, 2), ("pp", "dp"), device_type="cpu"), model.params()
+    model, pipe = Model(shape[0]), ftp.Pipeline("pp", 4)
+    mesh, params = ftp.make_mesh(shape, ("pp", "dp"), device_type="cpu"), model.params()
     specs = pipe.place(params, P(), mesh)
     step = ftp.shard(model.loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe)
     placed = ftp.device_put(params, mesh, specs)
@@ -264,9 +265,12 @@ def dying(rank_to_die):
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize("dead", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_dead_rank_of_a_stage_is_named_by_all(dead):
-    ranks = launch(dying, 4, dead, timeout=90)
+@pytest.mark.parametrize(
+    ("dead", "shape"),
+    slow_after(1, [(1, (2, 2)), (2, (2, 2)), *((dead, (4, 1)) for dead in range(4))]),
+)
+def test_a_dead_rank_of_a_stage_is_named_by_all(dead, shape):
+    ranks = launch(dying, 4, dead, shape, timeout=90)
     for number, rank in enumerate(ranks):
         if number != dead:
             assert rank.error is None, rank.error

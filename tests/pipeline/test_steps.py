@@ -199,6 +199,17 @@ def test_compiled_actions_equal_one_device(monkeypatch):
     assert len(made) >= 6
 
 
+def test_batches_of_other_sizes_are_planned_anew():
+    """Sizes are not made symbolic in stages, whose messages have fixed shapes."""
+    model, pipe, mesh = Model(2), ftp.Pipeline("pp", 2), ftp.simulated_mesh((2,), ("pp",))
+    params = model.params()
+    step = ftp.shard(model.loss, mesh, pipe.place(params, P(), mesh), pipeline=pipe)
+    for rows in (4, 2, 6, 8):
+        due = model.on_one_device(2, rows)
+        found = step(params, *model.batch(rows))
+        torch.testing.assert_close(found, due, rtol=1e-12, atol=1e-12)
+
+
 def test_aux_is_averaged_and_replicated():
     model, pipe = Model(2), ftp.Pipeline("pp", 2)
     mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))

@@ -174,7 +174,7 @@ def test_arguments_that_are_no_batch():
         grads, (value, aux) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
         for g in grads["layers"]:
             g.clamp_(bounds[0], bounds[1])
-        return optree.tree_map(lambda p, g: p - lr * g, params, grads), frozen, value, aux
+        return optree.tree_map(lambda p, g: p - lr * g, params, grads), value, aux
 
     def one_device(params, frozen, x, lr, bounds):
         halves = [x[0::2], x[1::2]]
@@ -197,7 +197,7 @@ def test_arguments_that_are_no_batch():
             p - lr * g.clamp(bounds[0], bounds[1])
             for p, g in zip(params["layers"], grads, strict=True)
         ]
-        return {"layers": new}, frozen, value, {"peak": peak}
+        return {"layers": new}, value, {"peak": peak}
 
     mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
     double: dict[str, Any] = {"dtype": torch.float64}
@@ -216,6 +216,30 @@ def test_arguments_that_are_no_batch():
     torch.testing.assert_close(run(*args), one_device(*args), rtol=1e-12, atol=1e-12)
     clipped = (run(*args)[0]["layers"][0] - params["layers"][0]).abs() / 0.7
     assert (clipped > 1.99e-3).any() and clipped.max() < 2.01e-3
+
+
+def test_muon_by_owners_inside_stages():
+    """Matrices of a stage are orthogonalized by its ranks; none leaves the stage."""
+    opt = ftp.optim.from_torch(torch.optim.Muon, lr=1e-2, owned=True)
+    params = {"layers": [{k: torch.randn(8, 8) / 3 for k in ("up", "down")} for _ in range(2)]}
+
+    def loss(params, x):
+        for layer in params["layers"]:
+            x = x + torch.tanh(x @ layer["up"]) @ layer["down"]
+        return x.square().mean()
+
+    def step(params, state, x):
+        grads, value = ftp.optim.accumulate(torch.func.grad_and_value(loss), 2)(params, x)
+        return *opt.update(grads, state, params), value
+
+    mesh, args = ftp.simulated_mesh((2, 2), ("pp", "dp")), (params, opt.init(params))
+    specs = PIPE.place(params, P("dp"), mesh)
+    run: Any = ftp.spmd(step, mesh, (specs, opt.specs(params, specs), P("dp")), pipeline=PIPE)
+    x = torch.randn(8, 8)
+    # Muon rounds matrices to bfloat16.
+    torch.testing.assert_close(run(*args, x), step(*args, x), rtol=2e-2, atol=2e-3)
+    sent = run.lower(*args, x).update.collectives_of(0)
+    assert [(c.op, c.axes) for c in sent] == [("all_to_all", ("dp",))] * 2
 
 
 def test_what_accumulate_is_not_given_is_of_the_whole_batch():
