@@ -52,8 +52,10 @@ def sees_of(rows: int, columns: int, known: str) -> Sees:
     return sees
 
 
-def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str) -> Needs:
-    return Needs.of(Ring.of(keys), rows, sees_of(block[0], block[1], known))
+def needs_of(
+    keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str, returns: bool
+) -> Needs:
+    return Needs.of(Ring.of(keys, returns), rows, sees_of(block[0], block[1], known))
 
 
 def _check_known(call: Given) -> None:
@@ -75,9 +77,9 @@ def _check_known(call: Given) -> None:
             )
 
 
-def _steps(call: Given, rank: int) -> Steps:
+def _steps(call: Given, rank: int, returns: bool) -> Steps:
     _check_known(call)
-    return steps_of(needs_of, rank, call.columns, call.rows, call.block, call.known)
+    return steps_of(needs_of, rank, call.columns, call.rows, call.block, call.known, returns)
 
 
 def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
@@ -86,7 +88,7 @@ def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     logsumexp = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     top = torch.full_like(logsumexp, -torch.inf)
-    steps = _steps(call, rank)
+    steps = _steps(call, rank, False)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
@@ -112,7 +114,7 @@ def one_rank_backward(
     call = Given(q, k, v, *given)
     like = (q, *attention_flex.wanted(call, wants))
     sums = [torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in like]
-    steps = _steps(call, rank)
+    steps = _steps(call, rank, True)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near

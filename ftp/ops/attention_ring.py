@@ -52,8 +52,8 @@ def sees_of(is_causal: bool) -> Sees:
     return lambda first, stop: [(0, stop) if is_causal else EVERY]
 
 
-def needs_of(keys: Sequence[int], rows: Sequence[int], is_causal: bool) -> Needs:
-    return Needs.of(Ring.of(keys), rows, sees_of(is_causal))
+def needs_of(keys: Sequence[int], rows: Sequence[int], is_causal: bool, returns: bool) -> Needs:
+    return Needs.of(Ring.of(keys, returns), rows, sees_of(is_causal))
 
 
 def one_rank(
@@ -68,7 +68,7 @@ def one_rank(
     scale: float | None,
 ) -> OneRank:
     """One rank's result and log-sum-exps."""
-    steps = steps_of(needs_of, rank, keys, rows, is_causal)
+    steps = steps_of(needs_of, rank, keys, rows, is_causal, False)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=sum_dtype(q.dtype))
     total = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
@@ -103,7 +103,7 @@ def one_rank_backward(
     scale: float | None,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    steps = steps_of(needs_of, rank, keys, rows, is_causal)
+    steps = steps_of(needs_of, rank, keys, rows, is_causal, True)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     row_blocks = blocks(rows, q.shape[2], attention.TILE)
     grad_q = PartSums(q)

@@ -43,15 +43,15 @@ def sees_of(left: int, right: int, is_self: bool) -> Sees:
 
 
 def needs_of(
-    keys: Sequence[int], rows: Sequence[int], left: int, right: int, is_self: bool
+    keys: Sequence[int], rows: Sequence[int], left: int, right: int, is_self: bool, returns: bool
 ) -> Needs:
-    return Needs.of(Ring.of(keys), rows, sees_of(left, right, is_self))
+    return Needs.of(Ring.of(keys, returns), rows, sees_of(left, right, is_self))
 
 
-def _steps(documents: Documents, rank: int) -> Steps:
+def _steps(documents: Documents, rank: int, returns: bool) -> Steps:
     """``columns`` are those of the whole ring."""
     window = documents.left, documents.right, documents.is_self
-    return steps_of(needs_of, rank, documents.columns, documents.rows, *window)
+    return steps_of(needs_of, rank, documents.columns, documents.rows, *window, returns)
 
 
 def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> OneRank:
@@ -59,7 +59,7 @@ def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> OneRank
     documents, wide = Documents(*given), sum_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    steps = _steps(documents, rank)
+    steps = _steps(documents, rank, False)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
@@ -84,7 +84,7 @@ def one_rank_backward(
     documents = Documents(*given)
     wide, layout = sum_dtype(q.dtype), torch.contiguous_format
     of_q = [torch.zeros_like(q, dtype=wide, memory_format=layout)]  # alone, to be freed
-    steps = _steps(documents, rank)
+    steps = _steps(documents, rank, True)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near

@@ -1,7 +1,7 @@
 """Pass keys and values around the ranks of one or several axes, and their gradients back.
 
-A rank sends its keys and values in ``PIECES`` pieces, each directly from its owner: in step h every
-rank sends to the rank h places after it. The gradients of a piece are sent back to its owner, which
+A rank sends its keys and values in pieces, each directly from its owner: in step h every rank sends
+to the rank h places after it. The gradients of a piece are sent back to its owner, which
 sums them. Keys that no query of a rank sees, as far as the mask is known before, are not sent to
 it. So a rank holds two received pieces at a time, not all ranks' keys and values.
 
@@ -32,8 +32,10 @@ from ftp.ops.sends import OneRank, Send, Sends
 from ftp.sharding.layout import pieces
 from ftp.sharding.spec import Interval
 
-PIECES = 24  # pieces in which a rank's keys and values are sent
-SHORTEST = 1024  # least number of keys of a piece, if a rank has more
+# Pieces in which a rank's keys and values are sent, in a step of its own from each rank. Less is
+# held beside a piece where no gradients are summed and sent back, so it may be larger.
+PIECES, PIECES_OF_FORWARD = 14, 6
+SHORTEST = 1024  # least number of keys of a piece in the mean, if a rank has more
 
 
 Sees = Callable[[int, int], Sequence[tuple[int, int]]]
@@ -65,16 +67,20 @@ class RingAxis(NamedTuple):
 class Ring:
     """The cuts of ``size`` keys over the axes of a ring, each within the part that the one before
     leaves; as ints ``(size, *axis, *axis)``.
+
+    Attributes:
+        returns: whether gradients of keys and values are sent back.
     """
 
     size: int
     axes: tuple[RingAxis, ...]
+    returns: bool
 
     @classmethod
-    def of(cls, keys: Sequence[int]) -> "Ring":
+    def of(cls, keys: Sequence[int], returns: bool) -> "Ring":
         count = len(RingAxis._fields)
         starts = range(1, len(keys), count)
-        return cls(keys[0], tuple(RingAxis(*keys[at : at + count]) for at in starts))
+        return cls(keys[0], tuple(RingAxis(*keys[at : at + count]) for at in starts), returns)
 
     @property
     def n(self) -> int:
@@ -110,17 +116,26 @@ class Ring:
     @functools.cached_property
     def count(self) -> int:
         """The number of pieces of a rank's keys."""
-        return max(1, min(PIECES, self.longest // SHORTEST))
+        most = PIECES if self.returns else PIECES_OF_FORWARD
+        return max(1, min(most, self.longest // SHORTEST))
 
     @functools.cached_property
     def width(self) -> int:
         """The most keys of a piece."""
-        return -(-self.longest // self.count)
+        edges = map(self._edge, range(self.count + 1))
+        return max(stop - start for start, stop in itertools.pairwise(edges))
+
+    def _edge(self, at: int) -> int:
+        """Where piece ``at`` begins. Each piece is smaller than the one before, the last a third of
+        the first: the finished gradients of those before take its room.
+        """
+        n = self.count
+        return -(-self.longest * at * (3 * n - at) // (2 * n * n))
 
     def piece(self, rank: int, at: int) -> slice:
         """Piece ``at`` of a rank's keys, as a slice of its tensor."""
         length = self.length_of(rank)
-        return slice(min(at * self.width, length), min((at + 1) * self.width, length))
+        return slice(min(self._edge(at), length), min(self._edge(at + 1), length))
 
     def blocks(self, rank: int, at: int, most: int) -> list[Block]:
         """A piece in blocks of at most ``most`` keys, placed in a tensor of only this piece."""
@@ -203,11 +218,11 @@ class Needs:
     def length(self, rank: int, owner: int, at: int) -> int:
         return sum(block.length for block in self.held(rank, owner, at))
 
-    def traffic(self, returns: bool, among: int = 0) -> tuple[int, int]:
-        """The most keys (with their values) that a rank sends, and the most that a rank receives.
+    def traffic(self, among: int = 0) -> tuple[int, int]:
+        """The most keys (with their values) that a rank sends, and the most that a rank receives;
+        with those whose gradients it sends and receives.
 
         Args:
-            returns: whether their gradients are sent back.
             among: if not 0, only what so many consecutive ranks send one another.
         """
         moved = self.overlap.copy()
@@ -216,7 +231,7 @@ class Needs:
             of = np.arange(self.ring.n) // among
             moved[of[:, None] != of] = 0
         sent, received = moved.sum(0), moved.sum(1)
-        if returns:
+        if self.ring.returns:
             sent = received = sent + received
         return int(sent.max()), int(received.max())
 

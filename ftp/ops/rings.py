@@ -19,7 +19,7 @@ class RingOp:
     Attributes:
         one_rank: the program of one rank, from the rank and the other arguments.
         at: position of the queries among the arguments; keys and values follow.
-        needs_of: gives each rank's needs from the arguments named in ``known``.
+        needs_of: gives each rank's needs from the arguments named in ``known`` and ``returns``.
     """
 
     target: Any
@@ -40,7 +40,7 @@ class RingOp:
 
     def needs(self, args: Sequence[Any]) -> Needs:
         """The keys that each rank needs, from a call's arguments."""
-        return self.needs_of(*(self.argument(args, name) for name in self.known))
+        return self.needs_of(*(self.argument(args, name) for name in self.known), self.returns)
 
     def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The results, from the arguments on each rank of a group."""

@@ -172,10 +172,10 @@ def _traffic(
         axes = [axis._replace(stride=axis.stride * n) for axis in axes]
         group, of = place if is_last else -1, of_queries[place][4]
         axes.append(RingAxis(n, outer, inner, int(is_zigzag), group, int(of)))
-    ring, fewer = Ring(keys, tuple(axes)), Ring(keys, tuple(axes[:-1]))
+    ring, fewer = (Ring(keys, tuple(x), returns) for x in (axes, axes[:-1]))
     most, steps = 0, 0
     for rows in _ranks(of_queries, is_ringed):
         needs = [Needs.of(x, rows, sees or (lambda *_: [EVERY])) for x in (ring, fewer) if x.axes]
-        most = max(most, *needs[0].traffic(returns, axes[-1].n))
+        most = max(most, *needs[0].traffic(axes[-1].n))
         steps = max(steps, needs[0].steps - sum(x.steps for x in needs[1:]))
     return most, steps

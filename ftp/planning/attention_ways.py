@@ -1,6 +1,6 @@
-"""Choose gather or ring, per axis, for the keys and values of attention whose queries several axes
-cut. Axes are planned one after another, but the cost of a gather over one axis depends on the other
-axes, so every combination is planned and whole plans are compared by time and memory.
+"""Choose gather or ring, per axis, for the keys and values of attention whose queries are cut. Axes
+are planned one after another, but the cost of a gather over one axis depends on the other axes, so
+every combination is planned and whole plans are compared by time and memory.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from ftp.sharding.layout import estimated
 
 # Of plans at most this much slower than the fastest, as a share of attention's own seconds, take
 # the one that holds the fewest bytes.
-NEAR = 1 / 16
+NEAR = 1 / 12
 MOST_AXES = 3  # with more axes, combinations are not compared
 
 Ways = Mapping[str, bool]  # per axis, whether attention runs as a ring over it where it can
@@ -28,23 +28,27 @@ class PlanCost(NamedTuple):
     Attributes:
         seconds: sum over all ops and reshards, without overlap.
         attention: the part of ``seconds`` that attention computes.
+        moves: the part of ``seconds`` of reshards.
         held: bytes of the keys and values that attention reads.
     """
 
     seconds: float
     attention: float
+    moves: float
     held: int
 
 
 def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways, Plan]:
-    """The best ways, and the plan with them; ``{}`` where at most one axis cuts queries."""
+    """The best ways, and the plan with them; ``{}`` where no axis cuts queries."""
     first = make({})
     axes = _axes(first.graph)
-    if not 1 < len(axes) <= MOST_AXES:
+    if not 0 < len(axes) <= MOST_AXES:
         return {}, first
     found: list[tuple[Ways, Plan, PlanCost]] = [({}, first, cost_of(first, hardware))]
     for is_ring in itertools.product((True, False), repeat=len(axes)):
         ways = dict(zip(axes, is_ring, strict=True))
+        if len(axes) == 1 and not (all(is_ring) and _may_hold_less(*found[0][1:], hardware)):
+            continue  # the first plan has the fastest way
         plan = make(ways)
         if plan.kept_rules == first.kept_rules:
             found.append((ways, plan, cost_of(plan, hardware)))
@@ -56,12 +60,26 @@ def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways,
 
 
 def _axes(graph: Graph) -> list[str]:
-    """The axes that share a cut of some op's queries with another axis."""
-    found: dict[str, None] = {}
-    for node, _ in _rings(graph):
-        axes = axes_of_queries(node)
-        found |= dict.fromkeys(axes if len(axes) > 1 else ())
-    return list(found)
+    """The axes that share a cut of some op's queries with another axis; if there are none, an axis
+    that cuts queries alone.
+    """
+    cut = [axes_of_queries(node) for node, _ in _rings(graph)]
+    together = {axis: None for axes in cut if len(axes) > 1 for axis in axes}
+    return list(together or dict.fromkeys(axes[0] for axes in cut if axes))
+
+
+def _may_hold_less(plan: Plan, cost: PlanCost, hardware: Hardware) -> bool:
+    """Whether a plan whose attention gathers keys over one axis might be near with rings in place
+    of gathers: at least a step to each other rank takes their time.
+    """
+    steps = [
+        plan.axes[axis] - 1
+        for node, keys in _rings(plan.graph)
+        for axis in axes_of_queries(node)
+        if all(cut.factor != keys for cut in node.cuts)
+    ]
+    least = hardware.ring_step * sum(steps)
+    return bool(steps) and least <= NEAR * cost.attention + cost.moves
 
 
 def axes_of_queries(node: Node) -> list[str]:
@@ -79,10 +97,10 @@ def _rings(graph: Graph) -> Iterator[tuple[Node, str]]:
 
 def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
     """The cost of a plan over all axes, at the sizes that a rank holds."""
-    seconds = attention = 0.0
+    seconds = attention = moves = 0.0
     for node in plan.graph.nodes:
         if node.kind == "reshard":
-            seconds += _of_reshard(node, hardware)
+            moves += _of_reshard(node, hardware)
         elif node.kind == "op":
             sizes = {f: estimated(s) for f, s in node.sizes.items()}
             sizes |= {f: estimated(node.rule.sizes[f]) for _, f in node.rule.ring}
@@ -98,7 +116,7 @@ def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
         for value, dims in zip(node.operands, node.rule.operands, strict=True)
         if any(keys in dim for dim in dims)
     }
-    return PlanCost(seconds, attention, sum(read.values()))
+    return PlanCost(seconds + moves, attention, moves, sum(read.values()))
 
 
 def _of_reshard(node: Node, hardware: Hardware) -> float:

@@ -186,12 +186,17 @@ def plan_few(
     """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
-        program = _Progress.of(graph, fitting, list(batch_inputs), folded)
+
+        def made(ways: Ways) -> Plan:
+            start = _Progress.of(graph, fitting, list(batch_inputs), folded)
+            args = order, axes, data_axes, True, hardware, decompose
+            plan, program = _plan_axes(start, *args, ways)
+            return _as_given(plan, specs, program)
+
         try:
-            plan, program = _plan_axes(program, order, axes, data_axes, True, hardware, decompose)
+            return chosen_ways(made, hardware)[1]
         except NotAlike:
             return None
-        return _as_given(plan, specs, program)
 
 
 def _plan_folded(

@@ -235,7 +235,7 @@ def layouts_on(
     problem: Problem, value: Value, chosen_cost: float, whole: float, measure: Measure
 ) -> Iterator[Alternative]:
     """Every layout of a value on one axis, each with the least cost of a plan that has it. Where
-    several axes cut attention's queries, costs are those of all axes together.
+    attention's ways were weighed as whole plans, so are these.
 
     Args:
         chosen_cost, whole: of the plan that was chosen, on this axis and as a whole.
@@ -245,7 +245,9 @@ def layouts_on(
     if at is None:
         return
     cuts = [cut for cut in value.node.cuts if cut.axis == problem.axis]
-    is_joint = bool(at.rule.ring) and len(axes_of_queries(value.node)) > 1
+    is_joint = bool(at.rule.ring) and (
+        len(axes_of_queries(value.node)) > 1 or problem.by_ring is not None
+    )
     if is_joint:
         problem, chosen_cost = replace(problem, by_ring=None), whole
     for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.ops import attention, attention_flex
-from ftp.ops.attention import blocks, sum_dtype
+from ftp.ops.attention import blocks, pieces_of, sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.key_ring import Steps
@@ -45,30 +46,27 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
     cast = wide if wide != size else 0
     placed = given[at + 3 + (0 if is_forward else 2) :]
-    travels, held = 0, k.shape[2]  # keys that are computed with at a time
-    if ring is None:
-        longest = longest_block(tuple(placed[7]), held)
-    else:
+    part = tuple(placed[6]), q.shape[2]
+    # Keys that are computed with at a time, with their parts and the bytes that travel meanwhile.
+    near = [(k.shape[2], tuple(placed[7]), 0)]
+    if ring is not None:
         needs = ring.needs(given)
-        steps = Steps(needs, rank_of(needs, ring.argument(given, "rows"), q.shape[2], held))
-        held = needs.ring.width
+        steps = Steps(needs, rank_of(needs, ring.argument(given, "rows"), q.shape[2], k.shape[2]))
         pair = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
         sizes = pair * size, pair * wide
-        travels = max(travelling(steps, sizes, ring.returns, is_copied(k, held)), default=0)
-        longest = _longest_in_ring(steps)
-    batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
-    repeated = wide if heads != of_keys else 0
+        is_part = is_copied(k, needs.ring.width)
+        near = list(_in_turn(steps, travelling(steps, sizes, ring.returns, is_part)))
     of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
     if of_mask:  # of the blocks of a tile's queries
         block_rows = shapes.values[tables[1]][0].shape[2]
         most_rows = min(attention.TILE, q.shape[2])
         of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[8][0] + 2))
-    base = travels + _LISTED * of_mask + _INDEX * (q.shape[2] + held)
-
     copied = wide if drop_keys else 0  # what dropout leaves
     draws = max(_DRAWN, 1 + copied) if drop_keys else 0
 
-    def of_tile(queries: int, keys: int) -> int:
+    def of_tile(held: int, queries: int, keys: int) -> int:
+        batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
+        repeated = wide if heads != of_keys else 0
         sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
         pairs = math.prod(sizes.values())
         rows, columns = batch * heads * queries, batch * heads * keys
@@ -89,12 +87,15 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
             most = max(scores + of_score, kept + hidden, kept + most)
         return most
 
-    whole = ring.needs(given).ring.size if ring else held
-    part = tuple(placed[6]), q.shape[2]
-    found = {(longest_block(*part), longest)}
-    if known := rest[12]:
-        found = _tiles(*part, whole, held, tuple(rest[8]), known)
-    most = base + max(of_tile(*x) for x in found)
+    known, most = rest[12], 0
+    for held, columns, travels in near:
+        tiles = [(longest_block(*part), longest_block(columns, held))]
+        if known:
+            tiles = _tiles(*part, columns, held, tuple(rest[8]), known)
+        largest = max((of_tile(held, *x) for x in tiles), default=0) if held else 0
+        most = max(most, travels + _INDEX * held + largest)
+    most += _LISTED * of_mask + _INDEX * q.shape[2]
+    batch, heads, _ = _group(q.shape, (*k.shape[:2], max(x[0] for x in near), k.shape[3]))
     rows = batch * heads * longest_block(*part)
     if is_forward:
         most += rows * v.shape[3] * (0 if ring else cast)
@@ -106,33 +107,37 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     return max(summed * cast, summed * max(cast - size, 0) + most)
 
 
-def _longest_in_ring(steps: Steps) -> int:
-    """The length of the longest block of keys that a rank computes with."""
-    rank, n = steps.rank, steps.ring.n
-    near = [((rank - step) % n, piece) for piece, step in steps.all]
-    received = [(steps.needs.length(rank, *of), steps.columns(*of)) for of in near]
-    return max(longest_block(tuple(columns), length) for length, columns in received if length)
+def _in_turn(steps: Steps, travels: Iterator[int]) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Per step of a ring: the keys that a rank computes with, their part, what travels."""
+    for (piece, step), held in zip(steps.all, travels, strict=True):
+        of = (steps.rank - step) % steps.ring.n, piece
+        yield steps.needs.length(steps.rank, *of), tuple(steps.columns(*of)), held
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(1024)
 def _tiles(
-    part: tuple[int, ...], queries: int, size: int, held: int, block: tuple[int, int], known: str
+    part: tuple[int, ...],
+    queries: int,
+    columns: tuple[int, ...],
+    keys: int,
+    block: tuple[int, int],
+    known: str,
 ) -> set[tuple[int, int]]:
     """The numbers of queries and keys of the tiles that a trace knows to be listed.
 
     Args:
-        part: of the queries, as in `ftp.ops.attention`.
-        size, held: keys of the sequence, and of those that are computed with at a time.
+        part, columns: of queries and keys, as in `ftp.ops.attention`.
         known: which blocks are listed.
     """
-    most = min(attention.TILE, held)
-    found, seen = {(1, 1)}, known_blocks(known)
-    for row in blocks(part, queries, attention.TILE):
+    most, found, seen = attention.TILE, set(), known_blocks(known)
+    for row in blocks(part, queries, most):
         rows = row.first, row.first + row.length
         near = seen[rows[0] // block[0] : -(-rows[1] // block[0])]
-        for (first, stop), (begin, end), _ in listed_tiles(near, near, block, rows, (0, size)):
-            for low in range(begin // most * most, end, most):
-                found.add((stop - first, min(end, low + most) - max(begin, low)))
+        for at, length in pieces_of(columns, keys):
+            run = at, at + length
+            for (first, stop), (begin, end), _ in listed_tiles(near, near, block, rows, run):
+                for low in range(begin - (begin - at) % most, end, most):
+                    found.add((stop - first, min(end, low + most) - max(begin, low)))
     return found
 
 

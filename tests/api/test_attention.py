@@ -158,8 +158,10 @@ NO_RING = ftp.Hardware(ring_step=1.0)
 @pytest.mark.parametrize("cut", [P(None, None, "cp"), ZIGZAG])
 def test_memory_of_a_ring(cut: P, dtype: torch.dtype):
     """At most 1.5 times that of q, k, v, the result and their gradients, as long as it may be; also
-    where q, k and v are values beside the inputs.
+    where q, k and v are values beside the inputs. On an H100 a gather of values in half precision
+    would take a few percent less time, and hold more than three times as much.
     """
+    h100 = ftp.Hardware.h100()
 
     def scaled(batch, w):
         out, vjp = torch.func.vjp(attend, *(w * x for x in batch))
@@ -172,7 +174,8 @@ def test_memory_of_a_ring(cut: P, dtype: torch.dtype):
         unit = 8 * q.numel() * q.element_size() / 8
         lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
         of_inputs.append(int(lowered.memory) / unit)
-        lowered = ftp.spmd(scaled, mesh, ((cut,) * 3, P()), (cut,) * 3).lower((q,) * 3, w)
+        step = ftp.spmd(scaled, mesh, ((cut,) * 3, P()), (cut,) * 3, hardware=h100)
+        lowered = step.lower((q,) * 3, w)
         assert {c.op for c in lowered.collectives} == {"ring"}
         of_values.append(int(lowered.memory) / unit)
     for times in (of_inputs, of_values):
@@ -180,31 +183,24 @@ def test_memory_of_a_ring(cut: P, dtype: torch.dtype):
 
 
 def test_memory_of_a_sequence_cut_on_two_axes():
-    """As on one axis of as many ranks where one ring goes over both; keys that are gathered over
-    one axis or both are held whole, in linear memory too."""
-    mesh = ftp.AbstractMesh((2, 4), ("a", "b"))
-    quick, h100 = ftp.Hardware(ring_step=2e-5), ftp.Hardware.h100()
-    for entry in (("a", "b"), ("b", "a"), (ftp.zigzag("a"), "b")):
-        cut = P(None, None, entry)
-        for hardware, capacity in ((quick, 8e10), (h100, 8e10), (h100, 5e8)):
-            is_ring = hardware is quick or capacity == 5e8
-            times = []
-            for length in (1 << 17, 1 << 18):
-                q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
-                lowered = ftp.lower(
-                    with_gradients,
-                    mesh,
-                    cut,
-                    *(q,) * 4,
-                    out_specs=(cut,) * 4,
-                    hardware=replace(hardware, capacity=capacity * length / (1 << 18)),
-                )
-                times.append(int(lowered.memory) / (8 * q.numel() * 2 / 8))
-            assert times[1] <= times[0] * 1.01
-            moved = {(c.op, c.axes) for c in lowered.collectives}
-            assert (moved == {("ring", ("a", "b"))}) == is_ring
-            # Gathered on the rates of an H100: a zigzag beside a plain axis holds more.
-            assert times[0] <= (1.5 if is_ring else 5.1 if "zigzag" in str(entry) else 3.3)
+    """As on one axis of as many ranks, in any order of the axes: one ring goes over both, on the
+    rates of an H100 too."""
+    mesh, zigzags = ftp.AbstractMesh((2, 4), ("a", "b")), (ftp.zigzag("a"), ftp.zigzag("b"))
+    for entry in (("a", "b"), ("b", "a"), (ftp.zigzag("a"), "b"), zigzags):
+        cut, times = P(None, None, entry), []
+        for length in (1 << 18, 1 << 19):
+            q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+            lowered = ftp.lower(
+                with_gradients,
+                mesh,
+                cut,
+                *(q,) * 4,
+                out_specs=(cut,) * 4,
+                hardware=ftp.Hardware.h100(),
+            )
+            times.append(int(lowered.memory) / (8 * q.numel() * 2 / 8))
+            assert {(c.op, c.axes) for c in lowered.collectives} == {("ring", ("a", "b"))}
+        assert times[1] <= times[0] <= 1.5
 
 
 @pytest.mark.cases_by_default(1)

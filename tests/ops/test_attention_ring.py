@@ -84,14 +84,15 @@ def test_as_a_dense_softmax(data: Any):
 
 def test_what_no_query_sees_is_not_sent():
     rows, keys = [1, 32, 1, 1, 0, 8], [32, 4, 1, 1, 0, 0, 0, 1]
-    needs, every = needs_of(keys, rows, True), needs_of(keys, rows, False)
-    assert needs.traffic(False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
-    assert every.traffic(False) == (3 * 8, 3 * 8)
+    needs, every = (needs_of(keys, rows, is_causal, False) for is_causal in (True, False))
+    assert needs.traffic() == (3 * 8, 3 * 8)  # the first rank's, the last rank's
+    assert every.traffic() == (3 * 8, 3 * 8)
     assert [[bool(needs.held(rank, owner, 0)) for owner in range(4)] for rank in range(4)] == [
         [owner <= rank for owner in range(4)] for rank in range(4)
     ]
-    assert needs.traffic(True) == (3 * 8, 3 * 8)
-    assert every.traffic(True) == (6 * 8, 6 * 8)
+    needs, every = (needs_of(keys, rows, is_causal, True) for is_causal in (True, False))
+    assert needs.traffic() == (3 * 8, 3 * 8)
+    assert every.traffic() == (6 * 8, 6 * 8)
 
 
 def test_sums_and_gradients_are_not_held_at_once():

@@ -13,6 +13,7 @@ import ftp
 from ftp import P
 from ftp.errors import SpecError
 from ftp.sharding import balance as balancing
+from ftp.sharding.layout import pieces
 
 
 def sees(ends: Tensor) -> Tensor:
@@ -94,6 +95,20 @@ def test_whole_documents_are_even(seed: int, n: int):
     seen = torch.cat([torch.arange(length) + 1 for length in lengths[order].tolist()])
     found = [int(part.sum()) for part in seen.chunk(n)]
     assert max(found) <= 1.05 * sum(found) / n
+
+
+@pytest.mark.parametrize(("least", "most"), [(100, 4096), (1, 32768)])
+def test_long_documents_are_even_in_a_repeating_zigzag(least: int, most: int):
+    """Tokens as (periods, 2 * n * block), the second dim in zigzag."""
+    n, block, size = 8, 32, 1 << 16
+    draw, period = torch.Generator().manual_seed(0), 2 * n * block
+    held = [pieces(period, n, rank, True) for rank in range(n)]
+    for _ in range(20):
+        lengths = torch.randint(least, most + 1, (9 * size // most,), generator=draw).tolist()
+        seen = torch.cat([torch.arange(1, 1 + length) for length in lengths])[:size]
+        of_period = seen.view(-1, period).sum(0)
+        found = [sum(int(of_period[a : a + b].sum()) for a, b in parts) for parts in held]
+        assert max(found) <= 1.05 * sum(found) / n
 
 
 @settings(max_examples=15)
