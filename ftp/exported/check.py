@@ -116,7 +116,7 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
     if is_random(node):
         if not draws:
             return [
-                f"{node.target} draws random numbers{at}, and other ones on each rank. Give"
+                f"{node.target} draws random numbers{at}, and different ones on each rank. Give"
                 " rng=True for a key as one more input, which"
                 " they are drawn from; if it is dropout that should be off, export model.eval()."
             ]

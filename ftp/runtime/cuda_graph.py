@@ -109,10 +109,8 @@ class _Alias:
 
 @dataclass(frozen=True)
 class _Recording:
-    """
-    Attributes:
-        buffers: positions of inputs, and the memory that each is copied to.
-        outputs: in memory that the next replay overwrites, or in that of an input.
+    """A recorded run. ``buffers``: positions of inputs, and the memory that each is copied to.
+    ``outputs``: tensors that the next replay overwrites, or aliases of inputs.
     """
 
     replay: Callable[[], None]
@@ -227,7 +225,7 @@ class RecordedRun:
             raise InputError(
                 f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}:"
                 f" {str(first).splitlines()[0]}\n"
-                "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave"
+                "  Recorded ops may not wait for the GPU, nor copy from or to the host. Leave"
                 " out cuda_graph=True, or the op."
             ) from first
         if len(self._made) > 1:  # keep the newest two, and free the memory of the others

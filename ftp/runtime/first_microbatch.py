@@ -19,8 +19,8 @@ ADD = torch.ops.aten.add.Tensor
 def without_sums(
     program: Program, subgraph: StageGraph, summed: StageGraph, given_up: tuple[int, ...]
 ) -> Program | None:
-    """The program of ``subgraph`` with the plan of ``program``, which is that of ``summed``; None
-    if that plan does anything to a sum but add to it.
+    """The program of ``subgraph``, by the plan of ``program``, the program of ``summed``; None if
+    that plan does anything with a sum but add to it.
     """
     params, batch, sums = len(subgraph.params), len(subgraph.batch), len(summed.sums)
     begin = params + batch + len(subgraph.values)

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class _Pending:
-    """A kernel before all of them are compiled."""
+    """A kernel that is not compiled yet."""
 
     argtypes: tuple[str, ...]
     source: str
@@ -118,7 +118,7 @@ def _joined(kernels: list[_Pending], template: str) -> str:
     )
     before, table, after = ending.partition(_TABLE)
     if not table:
-        raise ValueError("inductor's template for bindings is another")
+        raise ValueError("inductor's template for bindings has changed")
     includes: dict[str, None] = {}
     sources, bindings, rows = [], [], []
     for i, kernel in enumerate(kernels):

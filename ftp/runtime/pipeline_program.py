@@ -41,8 +41,8 @@ class PipelineProgram(ProgramOfSubgraphs):
         leaves: the parameters, with their layout within a stage.
         stage_of: per parameter its stage; None for a parameter on every rank.
         batch: the batch tensors.
-        marks: of each action of this process in its last call its rank, and the moments when the
-            call, and the action, began, and when it ended.
+        marks: per action of this process in its last call: (action, rank, start of the call, start
+            of the action, end of the action).
     """
 
     pipeline: Pipeline

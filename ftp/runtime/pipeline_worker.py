@@ -82,7 +82,7 @@ class Worker:
         self._reduce()
 
     def _now(self) -> Instant:
-        """This moment: on a GPU that of its stream, which the host does not wait for."""
+        """The current time; on a GPU an event on its stream, so that the host need not wait."""
         if mesh_device(self.program.mesh).type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -342,5 +342,5 @@ def _alone(value: torch.Tensor, is_shared: bool) -> torch.Tensor:
 
 
 def _add(sums: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
-    """Not in place: the first value may share memory with the batch or a parameter."""
+    """Add to a sum, not in place: its first value may share memory with a batch or parameter."""
     sums[key] = sums[key] + value if key in sums else value

@@ -127,7 +127,7 @@ class Program:
         return self.plan.out_specs
 
     def check_assumptions(self, outputs: Sequence[torch.Tensor], when: str) -> None:
-        """Raises an InputError that lists the assumptions which do not hold after a run; all ranks
+        """Raise an InputError that lists the assumptions which do not hold after a run; all ranks
         have the same answers.
         """
         answers = outputs[len(outputs) - len(self.assumptions) :]

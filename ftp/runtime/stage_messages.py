@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline: in one process, or between processes.
 
-From one rank to another all messages have one order, that of sending. A receiver asks for them in
-this order whatever it reads first: NCCL pairs sends with receives by their order alone.
+A rank requests the messages of another in the order of sending, whichever it reads first: NCCL
+pairs sends with receives by their order alone.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -71,7 +71,7 @@ class Messages:
         self.ranks = dist.get_process_group_ranks(self.axis_group)
         self.rank = self.axis_group.rank()
         self.empty, self.queues, self.groups = empty, queues, groups
-        # What is not sent or asked for yet, the next one last; apart where it goes through a queue.
+        # Messages not yet sent or requested, the next one last; those of queues are kept apart.
         self.left: dict[tuple[RankPair, bool], list[Key]] = {}
         for pair, keys in order.items():
             for key in reversed(keys) if self.rank in pair else ():

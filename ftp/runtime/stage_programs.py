@@ -129,7 +129,7 @@ class ProgramOfSubgraphs:
         return "a subgraph, or a message between stages"
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
-        """None: no input's memory is written to."""
+        """Empty: no input's memory is written to."""
         return ()
 
     @cached_property

@@ -39,9 +39,9 @@ class Address:
 
     def _refuse(self, *_: Any) -> Never:
         raise TraceError(
-            f"{at_line()}The function needs a tensor's address as a number. A trace has no memory:"
-            " x.data_ptr() may be compared with another's, be a key, or be asked for its alignment."
-            " Code that reads memory is an op of its own (torch.library.custom_op)."
+            f"{at_line()}The function needs a tensor's address as a number. A traced tensor has no"
+            " memory: x.data_ptr() may be compared, used as a key, or checked for alignment."
+            " Wrap code that reads memory in torch.library.custom_op."
         )
 
     __index__ = __int__ = __float__ = __format__ = _refuse  # type: ignore[assignment]

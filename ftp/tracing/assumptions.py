@@ -18,7 +18,7 @@ class Assumptions:
     """What a function takes as true while it is traced.
 
     Attributes:
-        found: per claim, with the user's line, and which of its equals it is: a bool of the graph,
+        found: per (claim with the user's line, number among equal claims) a bool of the graph;
             None where claims are not checked.
     """
 

@@ -128,7 +128,7 @@ def _alike(found: Sequence[tuple[list[Any], Any]]) -> Sequence[tuple[list[Any], 
     if tree != other:
         raise TraceError(
             f"{at_line()}torch.cond's branches give results of two structures:"
-            f" {_structure(a, tree)} if true, {_structure(b, other)} if false. Give the same ones."
+            f" {_structure(a, tree)} if true, {_structure(b, other)} if false. Return one."
         )
     failures = [
         f"{at_line()}torch.cond's branches give {_described(x)} if true and {_described(y)} if"

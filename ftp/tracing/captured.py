@@ -64,16 +64,15 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Capture
 
 
 def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
-    """Warns of each place that holds another object now, once, and forgets it."""
+    """Warn of each place that now holds another object, once, and forget it."""
     for place in [place for place in captured if place.now() is not place.tensor]:
         captured.remove(place)
         now = place.now()
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
         warnings.warn(
-            f"{place.name}, is another object now, {what}. The step goes on with the tensor that"
-            " it captured when it was traced, of"
-            f" shape {tuple(place.tensor.shape)}. Pass a tensor that changes as an argument of the"
-            " step, or make the step anew.",
+            f"{place.name}, is another object now, {what}. The step still uses the tensor of shape"
+            f" {tuple(place.tensor.shape)} that it captured when it was traced. Pass a tensor that"
+            " changes as an argument of the step, or make the step anew.",
             StaleCaptureWarning,
             stacklevel=stacklevel + 1,
         )

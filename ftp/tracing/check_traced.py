@@ -28,7 +28,7 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(
                 f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones, and"
-                " sparse matrices in COO or CSR with one number an entry. Pass its indices and"
+                " sparse matrices in COO or CSR with one number per entry. Pass its indices and"
                 " values, and add rows up: y.index_add(0, rows, values[:, None] * x[columns])."
             )
     raise_all(InputError, failures)

@@ -122,8 +122,8 @@ def _while_loop(
         values, trips = found, trips + 1
     raise TraceError(
         f"{at_line()}while_loop has a condition, {_described(condition)}, that depends on tensors'"
-        " values: how often it runs is not known when it is traced. Count its iterations from a"
-        " number (torch.tensor(0), or 0) up to a number, or give the most that it may run:"
+        " values: how often it runs is not known when it is traced. Count its iterations from"
+        " and up to known numbers (torch.tensor(0), or 0), or state their maximum:"
         " ftp.static.while_loop(cond_fn, body_fn, carried, max_steps=n)."
     )
 

@@ -33,9 +33,8 @@ _FIXED_SHAPES = (
 
 _REWRITES = {
     aten.linalg_lstsq.default: (
-        "\n  Its residuals are given for matrices of full rank alone. driver='gelsy' (on CPU)"
-        " gives none; torch.linalg.pinv(a) @ b or the"
-        " normal equations give the solution alone."
+        "\n  Its residuals exist only for matrices of full rank. driver='gelsy' (on CPU) gives"
+        " none; torch.linalg.pinv(a) @ b or the normal equations give just the solution."
     ),
     aten.repeat_interleave.Tensor: (
         "\n  A program has fixed shapes: pass the sum of the repeats as output_size=, a Python"
@@ -59,9 +58,9 @@ LEAKED = (
 
 
 SURROUNDING = (
-    "a tensor of the surrounding function that it is not given: it would be whole on every rank,"
-    " and without a gradient. Give it as an"
-    " argument, with its spec in in_specs; what has no gradient, detached."
+    "a tensor of the surrounding function that is no argument: it would be whole on every rank and"
+    " have no gradient. Pass it as an argument, with its spec in in_specs; detach it if it needs"
+    " no gradient."
 )
 
 
@@ -75,7 +74,7 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
     Meaning.MAPS_ROWS: (
         TraceError,
         "torch.vmap over rows that a mask selects{at}, whose number depends on values, is not"
-        " taken. Write the function for all rows at once (rows @ w), or map over"
+        " supported. Write the function for all rows at once (rows @ w), or map over"
         " torch.where(mask, x, 0).",
     ),
     Meaning.OF_OTHER_TRACE: (TraceError, f"The function uses{{at}} {LEAKED}"),
@@ -99,8 +98,8 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
     ),
     Meaning.REENTRANT_CHECKPOINT: (
         GradientRefused,
-        "The function uses torch.utils.checkpoint with use_reentrant=True{at}, which gives"
-        " gradients of all leaves together alone. Pass use_reentrant=False.",
+        "The function uses torch.utils.checkpoint with use_reentrant=True{at}, which can only"
+        " compute the gradients of all leaves at once. Pass use_reentrant=False.",
     ),
     Meaning.SAVED_TENSOR_HOOKS: (
         GradientRefused,
@@ -110,7 +109,7 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
     Meaning.META_IN_FORWARD_MODE: (
         TraceError,
         "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
-        " torch.vmap, as of torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
+        " torch.vmap, such as torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
         " torch.func.jacrev(torch.func.jacrev(f)).",
     ),
 }
@@ -145,15 +144,15 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
         return value_refused(line)
     if meaning is Meaning.NUMBER and not asked_of:
         return TraceError(
-            f"A number that the function reads from a tensor is asked for its value{at}: it is for"
-            " arithmetic, comparisons and beside tensors. In the place of torch.tensor(n) keep"
-            " the tensor itself; tensors of the size of selected rows are zeros_like(rows),"
-            " ones_like or full_like."
+            f"A number that the function reads from a tensor is asked for its value{at}: it can"
+            " only be used in arithmetic, in comparisons and with tensors. Instead of"
+            " torch.tensor(n) keep the tensor itself; for a tensor as long as selected rows use"
+            " zeros_like(rows), ones_like or full_like."
         )
     if meaning is Meaning.SIZE_OF_ROWS or asked_of:
         return TraceError(
-            f"The function asks for a tensor of the shape of rows that a mask selects{at}, whose"
-            " number depends on values. Make it of the rows: torch.zeros_like(rows),"
+            f"The function makes a tensor with the shape of rows that a mask selects{at}, whose"
+            " number depends on values. Make it from the rows: torch.zeros_like(rows),"
             " ones_like or full_like."
         )
     if isinstance(error, DynamicOutputShapeException) and meaning is not Meaning.MAPS_ROWS:
@@ -168,7 +167,7 @@ def _of_call(error: Exception, meaning: Meaning | None, at: str) -> TraceError |
     """The error of a call of an op or function that cannot be traced; the message names it."""
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(
-            f"{error.func} has no kernel for shapes alone{at}. Give it one with"
+            f"{error.func} has no fake kernel, which computes shapes only{at}. Register one with"
             " torch.library.register_fake."
         )
     if meaning is Meaning.TAKES_FUNCTIONS:
@@ -182,8 +181,8 @@ def _of_call(error: Exception, meaning: Meaning | None, at: str) -> TraceError |
         function = _function_behind(error)
         what = f"{function} is" if function else "The function uses"
         return GradientRefused(
-            f"{what} an autograd.Function whose forward takes ctx{at}; a gradient that is"
-            " traced needs the form in two parts:"
+            f"{what} an autograd.Function whose forward takes ctx{at}; to trace its gradient, write"
+            " it in two parts:"
             "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
             " what backward needs."
         )

@@ -161,16 +161,16 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
 
 
 def _windows(line: str, x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """``x.unfold(dim, size, step)`` of windows that do not overlap, by other views: a write to
-    torch's own zeroes what lies between its windows when it is made functional.
+    """``x.unfold(dim, size, step)`` of windows that do not overlap, by other views: torch's
+    functional form of a write to its own zeroes the elements between windows.
     """
     dim %= x.ndim
     count = (x.shape[dim] - size) // step + 1
     if count * step > x.shape[dim]:
         raise TraceError(
             f"unfold{located(line)} is written to: its windows of size {size} have gaps, and the"
-            f" last one ends the dim of {x.shape[dim]}, of which there is no form that returns a"
-            " new tensor. Write through x.narrow."
+            f" last one ends the dim of size {x.shape[dim]}; no form of this write returns a new"
+            " tensor. Write through x.narrow."
         )
     parts = x.narrow(dim, 0, count * step).unflatten(dim, (count, step))
     return parts.narrow(dim + 1, 0, size).movedim(dim + 1, -1)

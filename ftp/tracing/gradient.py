@@ -32,7 +32,7 @@ class GradientWay:
     by backward().
 
     Attributes:
-        is_taken: whether the traced function has asked for one.
+        is_taken: whether the traced function has asked for a gradient.
     """
 
     by: str = "func"

@@ -119,7 +119,7 @@ def _is_computable(node: fx.Node) -> bool:
 
 
 def are_written(reads: Iterable[tuple[fx.Node, Sequence[fx.Node]]], graph: fx.Graph) -> bool:
-    """Whether any op so far writes to the memory of a node that is read, behind its first read.
+    """Whether any op so far writes to the memory of a node after its first read.
 
     Args:
         reads: nodes, with the ops that read them; none: any write counts.

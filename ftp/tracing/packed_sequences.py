@@ -47,9 +47,9 @@ class BatchSizes:
             assume(is_whole, claim := f"the longest sequence has all {self.steps} steps")
             if KnownValues().of(is_whole) is None:
                 warnings.warn(
-                    f"{at_line()}The length of the longest packed sequence is a value: it is"
-                    f" assumed that {claim}. Give pad_packed_sequence total_length={self.steps},"
-                    " or else check_inputs=True checks it.",
+                    f"{at_line()}The length of the longest packed sequence is a value: ftp"
+                    f" assumes that {claim}. Give pad_packed_sequence total_length={self.steps},"
+                    " or let check_inputs=True check it.",
                     stacklevel=2,
                 )
         return self.steps

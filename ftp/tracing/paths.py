@@ -1,8 +1,8 @@
-"""Paths: a function that decides by values, as ``if error < 1e-6: break`` does, is run once for
+"""Paths: a function that branches on values, as ``if error < 1e-6: break`` does, is run once for
 each way that it can go.
 
 Every run records all of its ops. Then equal ops of several runs are merged, results are chosen as
-those of ``torch.cond`` are, and what one way alone reads becomes part of its branch. So gradients
+those of ``torch.cond`` are, and ops that only one way reads become part of its branch. So gradients
 are those of the way that is taken.
 """
 
@@ -40,11 +40,11 @@ class Static:
 
 @dataclass
 class Ran:
-    """What one run of a function gives.
+    """The result of one run of a function.
 
     Attributes:
         tree, statics: the result's structure, and its leaves with None for each tensor.
-        tensors: the result's tensors, then what else the program returns.
+        tensors: the result's tensors, then the program's other outputs.
         claims: a bool of each assumption; the bools are None where they are not checked.
     """
 
@@ -59,7 +59,7 @@ class Paths:
     """The ways that the function of one trace goes.
 
     Attributes:
-        asked: per sequence of outcomes the condition that is read next, as each run computes it.
+        asked: per sequence of outcomes, the next condition that is read: a tensor of each run.
     """
 
     can_fork: bool
@@ -110,7 +110,7 @@ class Paths:
         return self._number(self._outcomes, self._conds)
 
     def same_region(self, region: Region) -> Region:
-        """Of the recomputations that several runs begin after the same outcomes, the first one."""
+        """The first of the equal recomputations that runs begin after the same outcomes."""
         if region not in self._begun:
             key = self._outcomes, len(self._begun)
             self._begun[region] = self._regions.setdefault(key, region)

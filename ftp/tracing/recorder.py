@@ -154,10 +154,9 @@ class Recorder(TorchDispatchMode):
         self.line = line = self._line()
         if facts.is_random and not is_deterministic(func, args, kwargs):
             raise TraceError(
-                f"{func} draws random numbers{located(line)} and other ones on each rank. Draw"
-                " them from a key: functionalized models take"
-                " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval()"
-                " before ftp.functionalize."
+                f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"
+                " them from a key: functionalized models take fn(params, ..., rng=key). To turn off"
+                " dropout, call model.eval() before ftp.functionalize."
             )
         if facts.of_one_dtype:
             check_dtypes(func, args, line)
@@ -265,9 +264,9 @@ class Recorder(TorchDispatchMode):
                 )
             if is_traceable_wrapper_subclass(tensor):
                 raise TraceError(
-                    f"The function captures a {type(tensor).__name__}{located(self.line)} plain"
-                    " tensors only. Of a DTensor give the shard,"
-                    " ftp.from_dtensor(x), as an argument."
+                    f"The function captures a {type(tensor).__name__}{located(self.line)} but ftp"
+                    " takes plain tensors only. Pass a DTensor's shard, ftp.from_dtensor(x), as an"
+                    " argument."
                 )
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})

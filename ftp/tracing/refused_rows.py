@@ -27,8 +27,8 @@ NO_VALUES = (
 def numpy_refused(kind: str) -> TraceError:
     line = user_line()
     return TraceError(
-        f"A number that the function reads from a tensor is beside numpy's {kind}"
-        f"{f' at {line}' if line else ''}. Give a number of Python's, or a tensor."
+        f"A number that the function reads from a tensor is used beside numpy's {kind}"
+        f"{f' at {line}' if line else ''}. Use a Python number or a tensor."
     )
 
 
@@ -36,7 +36,7 @@ def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> Tr
     line = user_line()
     instead = instead or (
         "Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"
-        " x[mask] = rows or index_add. Else use torch.where(mask, x, 0) or weights, or"
+        " x[mask] = rows or index_add. Otherwise use torch.where(mask, x, 0) or weights, or"
         " ftp.static.masked_select and nonzero, which take a size."
     )
     does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
@@ -45,14 +45,14 @@ def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> Tr
 
 
 def number_refused(is_of_rows: bool, what: str = "the number of selected rows") -> TraceError:
-    """The error for a number of selected rows, or another value, that is to decide a size."""
+    """The error where a number of selected rows, or another value, is used as a size."""
     line = user_line()
     _ASKED_AT.set((line, is_of_rows))
     if not is_of_rows:
         return value_refused(line)
     instead = (
-        "x[mask].shape[0] and mask.sum() are their number, in arithmetic:"
-        " mask.sum().clamp(min=1). Sums of none are zero, and writes write nothing."
+        "Use x[mask].shape[0] and mask.sum(), the number of rows, in arithmetic:"
+        " mask.sum().clamp(min=1). Where no row is selected, sums are zero and writes do nothing."
     )
     return refused(what, instead=instead)
 

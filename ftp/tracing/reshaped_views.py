@@ -38,8 +38,8 @@ def check_reshaped_views(graph: fx.Graph) -> None:
         return
     failures = [
         f"{node.target}{located(node.meta['source'])} changes a shape in place, and"
-        f" {user.target}{located(user.meta['source'])} uses memory that they share: the gradient"
-        " would be that of another view. Make a new tensor, as x = x.t() for x.t_()."
+        f" {user.target}{located(user.meta['source'])} uses the same memory: its gradient"
+        " would be wrong. Make a new tensor: x = x.t() instead of x.t_()."
         for at, node in changed
         if (user := _used_later(nodes, at)) is not None
     ]

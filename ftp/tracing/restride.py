@@ -1,5 +1,5 @@
-"""``as_strided`` without the strides that its tensor has on one device, as a shard or a gathered
-value has others: as permutations and a reshape, which have sharding rules, or of a flat tensor.
+"""Replace ``as_strided``, whose strides hold on one device only (shards and gathered values have
+others), by permutations and a reshape, which have sharding rules, or apply it to a flat tensor.
 """
 
 import math
@@ -59,8 +59,8 @@ def _of_flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
         of = of.args[0]
     if order is None:
         raise TraceError(
-            f"as_strided{located(node.meta.get('source', ''))} reads memory that is no part of its"
-            " tensor. Use slices, transpose, unfold or view of the whole tensor instead."
+            f"as_strided{located(node.meta.get('source', ''))} reads memory outside of its tensor."
+            " Use slices, transpose, unfold or view of the whole tensor instead."
         )
     x = of.meta["val"]
     flat = _laid_out(graph, of, order, [x.numel()], [0], node)

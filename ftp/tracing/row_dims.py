@@ -1,6 +1,6 @@
-"""Where the rows of a selection are after a function, by the sharding rules of the ops that it
-runs: a dim that a rule lets a mesh axis cut, with no collective, is one along which the op acts on
-each part alone.
+"""Find the dim of a function's result that holds selected rows, by the sharding rules of the ops
+that it runs: along a dim that a rule lets a mesh axis cut without a collective, the op acts on each
+part alone.
 """
 
 import math
@@ -51,7 +51,7 @@ class RowDim:
 
 @dataclass
 class RowTrial:
-    """What a function makes of rows.
+    """The outcome of running a function on the shapes of rows.
 
     Attributes:
         result: the function's result, with a `RowDim` in the place of each tensor; None if it does

@@ -21,8 +21,7 @@ _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default, aten.
 def holds_same(a: Tensor, b: Tensor) -> bool:
     """Whether ``a``, when it was made, and ``b`` are seen to hold the same values.
 
-    Ops that read a tensor for ``a`` and for ``b`` read the same where no write is behind the first
-    of them.
+    Two ops read the same values from a tensor if no write to it follows the first of them.
     """
     x, y = node_of(a), node_of(b)
     if x is None or y is None or is_batched(a) or is_batched(b):

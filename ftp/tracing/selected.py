@@ -34,7 +34,7 @@ from ftp.tracing.traced_number import TracedNumber, without_numbers
 # Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
 # **kwargs), and returns None where this call acts on each row alone.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
-# Those of ``OF_ALL_ROWS`` that see to where the rows are.
+# Those of ``OF_ALL_ROWS`` that find the dim of the rows themselves.
 OF_ANY_DIM = {"__setitem__"}
 # Those of ``OF_ALL_ROWS`` that take (x, dim, ...), whichever dim holds the rows.
 OF_DIMS: set[str] = set()
@@ -52,7 +52,7 @@ _NAMES_OF_POINTWISE = """
 """
 _POINTWISE = frozenset(_NAMES_OF_POINTWISE.split())
 JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
-# Products: what they do before they sum over the rows keeps zeros.
+# Products: rows of zeros stay zero until the sum over rows.
 _PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "tensordot")
 _LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 _SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
@@ -234,8 +234,8 @@ def selected(flat: Tensor, group: Selections) -> Selected:
 
 
 def counted(result: Any) -> Any:
-    """A function's result in which selected rows are those of all rows that come first, and their
-    number. A pipeline, whose microbatches have numbers of their own, refuses them.
+    """A function's result with each selection as all rows, the selected ones first, and their
+    number. A pipeline keeps the selection, and refuses it: each microbatch has its own number.
     """
     result = optree.tree_map(
         lambda x: x.value if isinstance(x, TracedNumber) else x, result, namespace=NAMESPACE
@@ -429,8 +429,8 @@ def row_of_each(plain: Tensor, group: Selections) -> Tensor:
     claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(plain.shape)} has"
     assume(group.valid.sum() == size, claim)
     warnings.warn(
-        f"{at_line()}A tensor of shape {tuple(plain.shape)} is beside rows that a mask selects,"
-        f" whose number is a value: it is assumed that the mask selects {size} rows."
+        f"{at_line()}A tensor of shape {tuple(plain.shape)} is combined with rows that a mask"
+        f" selects, whose number is a value: ftp assumes that the mask selects {size} rows."
         " check_inputs=True checks it.",
         stacklevel=2,
     )

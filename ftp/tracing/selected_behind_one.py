@@ -14,7 +14,7 @@ from ftp.tracing.selected_reductions import taken
 
 
 class BehindOne:
-    """``rows[None]``: it has to lose its first dim before anything else."""
+    """``rows[None]``: no function takes it but those that drop its first dim."""
 
     def __init__(self, rows: Selected):
         self._rows = rows

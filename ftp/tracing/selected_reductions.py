@@ -61,7 +61,7 @@ def _count_nonzero(group: Selections, x: Selected, dim: Any = None) -> Any:
 
 
 def _dims(x: Selected, dim: Any) -> tuple[int, ...]:
-    """The dims that a reduction joins, all without ``dim``."""
+    """The dims that a reduction joins: ``dim``, or all dims if it is None or empty."""
     ndim = x.rows.ndim
     if dim is None or dim == () or dim == []:
         return tuple(range(ndim))
@@ -149,8 +149,8 @@ def _softmax(name: str) -> Callable[..., Any]:
 
 
 def _quantile(name: str) -> Callable[..., Any]:
-    """Of all elements, or over the rows: rows that are not selected are nan, which is left out. A
-    selected nan makes the result nan.
+    """A quantile of all elements or over the rows: rows that are not selected are set to nan, which
+    is left out. A selected nan makes the result nan.
     """
 
     def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,7 @@ class Traced:
 
     @cached_property
     def out_shapes(self) -> list[tuple[int, ...]]:
-        """Of each output its global shape."""
+        """The global shape of each output."""
         returned: Any = self.gm.graph.output_node().args[0]
         shapes = [tuple(node.meta["val"].shape) for node in returned]
         if self.symbolic is None:
@@ -211,7 +211,7 @@ def _traced(
     shapes: Sequence[tuple[int, ...] | None] | None,
     symbolic: "Symbolic | None",
 ) -> Traced:
-    """One attempt; its recorder is the last of ``recorders``, also where it fails."""
+    """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
     check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     described = calls.line if calls else describe_line
@@ -271,8 +271,8 @@ def _traced(
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
         raise TraceError(
-            f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a"
-            " container that optree does not know."
+            f"The trace has {len(inputs)} inputs for {len(at)} tensors: an argument is in a"
+            " container that optree does not know. Register its class, or use a dict or list."
         )
     check_writes(gm.graph)
     check_copied_views(gm.graph)

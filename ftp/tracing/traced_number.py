@@ -13,7 +13,7 @@ from ftp.tracing.same_values import holds_same
 
 
 class Text(str):
-    """What a number is in a message that is printed while tracing; it decides nothing."""
+    """A traced number as text, for messages printed while tracing; no code may branch on it."""
 
     def _asked(self, *_: Any) -> Any:
         raise number_refused(is_of_rows=False)

@@ -74,13 +74,13 @@ class unchecked(ModeOfBlocks):
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
 
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
-        """What a comparison of tensors gives; None where that is torch's to say."""
+        """The result of a comparison of tensors; None where torch computes it."""
         if len(args) < 2 or args[0].shape != args[1].shape:
             return None
         return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
 
     def _read(self, func: Any, x: Tensor) -> Any:
-        """What a method that reads ``x`` gives; None where that is torch's to say."""
+        """The result of a method that reads ``x``; None where torch computes it."""
         if not is_fake(unwrapped(x)):
             return None
         if (known := self._known.read(x, func)) is not None:
@@ -149,7 +149,7 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """``minlength`` is the number of counts where no value is above it, as is seen or assumed."""
+    """``torch.bincount`` with ``minlength`` counts: all values are known or assumed to be below."""
     if input.ndim != 1 or type(minlength) is not int or not minlength or input.is_floating_point():
         return torch.bincount(input, weights, minlength)
     found = index_range(input)
@@ -207,7 +207,7 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """By a mask of the positions that the index names, once or several times."""
+    """``index_fill`` by a mask of the positions that the index names, once or several times."""
     if not isinstance(value, Tensor) or value.ndim or index.ndim > 1:
         return torch.index_fill(input, dim, index, value)
     shape = [1] * max(input.ndim, 1)
@@ -311,8 +311,8 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """With a bias torch takes three dims for two, and under a gradient of torch.func asks for their
-    sizes as numbers (2.13).
+    """``F.linear`` of two dims: with a bias torch flattens three dims itself, and under a gradient
+    of torch.func then asks for their sizes as numbers (2.13).
     """
     if bias is None or input.ndim != 3 or all(type(size) is int for size in input.shape):
         return F.linear(input, weight, bias)
@@ -339,15 +339,15 @@ def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
-    """By its entries, where a trace computes them."""
+    """``sparse_coo_tensor`` by its entries, where a trace computes them."""
     is_traced = any(isinstance(x, Tensor) and is_fake(x) for x in (*args, *kwargs.values()))
     found = of_values(*args, **kwargs) if is_traced else None
     return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
 
 
 def step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    """A recurrent network in products and pointwise functions, also where cuDNN would take it
-    whole.
+    """A recurrent network as matmuls and pointwise functions, even where cuDNN has a fused kernel
+    for it.
     """
 
     def fn(*args: Any, **kwargs: Any) -> Any:

@@ -228,8 +228,8 @@ def test_a_dtensor_is_refused_with_the_way_to_its_shard():
         )
         assert captured.startswith("The function captures a DTensor at ")
         assert captured.endswith(
-            ", plain tensors only. Of a DTensor give the shard,"
-            " ftp.from_dtensor(x), as an argument."
+            ", but ftp takes plain tensors only. Pass a DTensor's shard, ftp.from_dtensor(x),"
+            " as an argument."
         )
 
 

@@ -746,7 +746,7 @@ class Refused(nn.Module):
         (
             "rand",
             r"aten.rand_like.default draws random numbers at .*return torch.rand_like\(x\), and"
-            r" other ones on each rank",
+            r" different ones on each rank",
         ),
     ],
 )

@@ -272,8 +272,7 @@ def test_an_op_that_waits_for_the_gpu_is_named(stands_in: Any, tape: type[Tape])
     )
     assert first.endswith(f": {REFUSED}")
     assert (
-        second
-        == "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out"
+        second == "  Recorded ops may not wait for the GPU, nor copy from or to the host. Leave out"
         " cuda_graph=True, or the op."
     )
 

@@ -58,8 +58,8 @@ def test_another_tensor_in_a_variable():
     assert str(warning.message) == (
         f"'mask', which loss (tests/tracing/test_captured.py:{line}) reads, is another object now,"
         " a tensor of"
-        " shape (3,). The step goes on with"
-        " the tensor that it captured when it was traced, of shape (3,). Pass a tensor that"
+        " shape (3,). The step still uses"
+        " the tensor of shape (3,) that it captured when it was traced. Pass a tensor that"
         " changes as an argument of the step, or make the step anew."
     )
     with warnings.catch_warnings():

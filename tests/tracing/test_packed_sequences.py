@@ -164,7 +164,7 @@ def test_the_number_of_steps_is_assumed():
         return packed.data.sum() / packed.batch_sizes.size(0)
 
     x = torch.ones(3, 5, 4, dtype=torch.float64)
-    with pytest.warns(UserWarning, match="it is assumed that the longest sequence has all 5 steps"):
+    with pytest.warns(UserWarning, match="assumes that the longest sequence has all 5 steps"):
         lengths_of(loss, x[0, 0], x, torch.tensor([5, 2, 1]))
 
 

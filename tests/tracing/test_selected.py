@@ -709,7 +709,7 @@ def test_a_tensor_of_as_many_rows_as_are_selected():
     due = X.flatten(0, 1)[: int((IDS >= 0).sum())]
     mesh = ftp.simulated_mesh((2,), ("tp",))
     step = ftp.shard(loss, mesh, P(None, "tp"), check_inputs=True)
-    with pytest.warns(UserWarning, match="assumed that the mask selects 6 rows"):
+    with pytest.warns(UserWarning, match="assumes that the mask selects 6 rows"):
         value, grad = step(W, X, IDS, due)
     w = W.clone().requires_grad_()
     expected = loss(w, X, IDS, due)
