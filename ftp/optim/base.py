@@ -122,7 +122,7 @@ def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence
             )
         elif grad.shape != param.shape:
             failures.append(
-                f"{name} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+                f"{name} has shape {tuple(grad.shape)}, not its parameter's, {tuple(param.shape)}."
             )
     raise_all(InputError, failures)
 

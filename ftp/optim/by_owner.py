@@ -106,8 +106,8 @@ def apply_by_owner(
 
 
 _NO_TENSOR = (
-    "A function given to by_owner returns trees of tensors alone: results for all matrices are"
-    " stacked. Make a number a tensor (torch.tensor(x)), or leave it out."
+    "A function given to by_owner must return trees of tensors only: results for all matrices"
+    " are stacked. Make a number a tensor (torch.tensor(x)), or leave it out."
 )
 
 

@@ -41,7 +41,7 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
         if missing:
             raise InputError(
                 join_failures(
-                    f"{name} has no optimizer: no pattern names it. Give None to leave it as it is."
+                    f"{name} has no optimizer: no pattern names it. Add one; None freezes it."
                     for name in missing
                 )
             )

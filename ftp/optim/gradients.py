@@ -45,8 +45,8 @@ def _tensors(tree: Any, what: str) -> list[Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, if ``x`` is in a half precision: in it squares overflow, and a sum of many terms
-    stays where it is.
+    """``x`` in float32 if it is in half precision, in which squares overflow and long sums stop
+    growing.
     """
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 

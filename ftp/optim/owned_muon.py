@@ -24,9 +24,9 @@ RunMatrices = Callable[
 def check_owned(cls: type, owned: Any) -> None:
     if cls is not torch.optim.Muon:
         raise InputError(
-            f"{cls.__name__} has owned={owned!r}; from_torch knows the part of torch.optim.Muon"
-            " that takes whole matrices, of no other class. Write the step of your own optimizer"
-            " with ftp.optim.by_owner."
+            f"{cls.__name__} has owned={owned!r}, which is for torch.optim.Muon only: from_torch"
+            " does not know which part of another class takes whole matrices. Write the step of"
+            " your own optimizer with ftp.optim.by_owner."
         )
 
 

@@ -58,12 +58,14 @@ class _LayerRule:
 
 
 class _StackNumbering:
-    """Attributes:
-    rows: per value that consists of layers along dim 0, the layers' numbers.
-    stacks: the values that the traced graph computes layer by layer from its inputs.
-    slices: per slice the value that it is cut from, the dim, and where it begins.
-    terms: per sum how often each term is added.
-    rules: per op of the traced graph, by name, its rule.
+    """Numbers of values, with a number for each layer of a stack.
+
+    Attributes:
+        rows: per value that consists of layers along dim 0, the layers' numbers.
+        stacks: the values that the traced graph computes layer by layer from its inputs.
+        slices: per slice the value that it is cut from, the dim, and where it begins.
+        terms: per sum how often each term is added.
+        rules: per op of the traced graph, by name, its rule.
     """
 
     def __init__(self):

@@ -106,7 +106,7 @@ class Pipeline:
         return mesh.axes[self.axis] * self.chunks
 
     def check_stacks(self, ranks: int) -> None:
-        """Raises where the axis cannot cut stacks of layers.
+        """Raise if the axis cannot cut stacks of layers.
 
         Raises:
             SpecError: a rank with several stages, whose layers do not follow each other.

@@ -51,7 +51,7 @@ def split_in_rounds(
     outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     home = {n: (ANY if at == ALL else at) for n, at in zip(inputs, holders, strict=True)}
     level = dict.fromkeys(inputs, 0)
-    shared: dict[fx.Node, int] = {}  # what is handed to all ranks, after which round
+    shared: dict[fx.Node, int] = {}  # values sent to all ranks, and after which round
     for node in nodes:
         reads = node.all_input_nodes
         at = {home[x] for x in reads} - {ANY}
@@ -128,8 +128,8 @@ def _subgraphs_of(
         wanted.update(n for n in needed if n not in here and n not in number and n in mine)
         if not here:
             continue
-        # What is the rank's own, or read by it later, comes first, in the order in which later
-        # rounds read it, or what it is computed from: ranks with equal layers have equal subgraphs.
+        # Values that this rank returns or reads later come first, in the order in which later
+        # rounds read them or their operands: ranks with equal layers have equal subgraphs.
         first_read = {
             n: min(asked.get(x, len(asked)) for x in _in_order([n], here))
             for n in (roots if asked else ())

@@ -153,7 +153,7 @@ SCHEDULES: Mapping[str, Callable[[int, int, int], list[list[Action]]]] = {
 
 
 def check_work(actions: Actions, stages: int, microbatches: int) -> None:
-    """Raises unless every stage runs each microbatch forward and backward once, on its rank.
+    """Raise unless every stage runs each microbatch forward and backward once, on its rank.
 
     Raises:
         ScheduleError: every action that is missing, repeated, unknown or on another rank.

@@ -96,8 +96,8 @@ class Stacks:
         return found
 
     def places(self, of: Sequence[tuple[int, ...] | None]) -> list[tuple[int, int | None]]:
-        """Per tensor of the graph with parts which input, or output, it is of, and of which rank;
-        None of one that is no stack.
+        """Per tensor of the graph with parts: the index of its input or output, and its rank; None
+        if it is no stack.
 
         >>> Stacks((None, (2, 1)), ()).places((None, (2, 1)))
         [(0, None), (1, 0), (1, 1)]
@@ -106,7 +106,7 @@ class Stacks:
         return [(i, rank) for i, own in enumerate(ranks) for rank in own]
 
     def shape(self, shape: Sequence[int], i: int, rank: int | None) -> tuple[int, ...]:
-        """Of input ``i``, or of its part."""
+        """The shape of input ``i``, or of its part on ``rank``, from its global shape."""
         sizes = self.inputs[i]
         return tuple(shape) if sizes is None or rank is None else (sizes[rank], *shape[1:])
 
@@ -168,12 +168,14 @@ def with_parts(
 
 
 class _Expansion:
-    """Attributes:
-    whole: per old node the new node.
-    parts: per old node that is a stack, its part on each rank.
-    gathered: per stack that an op reads as a whole, that op.
-    cut: per old node that is no stack, its parts beside the parts of a stack.
-    layers: per old node that unstacks a stack, the layers.
+    """Builds the graph with one tensor per rank for each stack.
+
+    Attributes:
+        whole: per old node the new node.
+        parts: per old node that is a stack, its part on each rank.
+        gathered: per stack that an op reads as a whole, that op.
+        cut: per old node that is no stack, its parts beside the parts of a stack.
+        layers: per old node that unstacks a stack, the layers.
     """
 
     def __init__(self, stacks: Stacks):

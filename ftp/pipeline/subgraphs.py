@@ -11,7 +11,7 @@ from ftp.pipeline.schedule import Kind
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What a stage computes in one action; of kind "R", what a rank reduces when all are done.
+    """The graph that a stage runs in one action; of kind "R", a rank's reductions after all.
 
     Attributes:
         gm: its inputs are ``params``, ``batch``, ``values`` and ``constants``, in this order.

@@ -65,7 +65,7 @@ def with_sums(
 
 
 def _input(graph: fx.Graph, name: str) -> fx.Node:
-    """A placeholder; where another one has the name, it gets one of its own."""
+    """A placeholder of this name, made unique if another one has it."""
     made = graph.placeholder(name)
     made.target = made.name
     return made

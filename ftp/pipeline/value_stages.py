@@ -101,8 +101,8 @@ class StepGraph:
         return StagedValue(ACTIVATION, first, first)
 
     def _sink(self) -> None:
-        """Move ops, whose results later stages alone read, to the first of those stages, where it
-        gets their operands anyway: a norm's, of the residual stream.
+        """Move ops whose results only later stages read to the first of these stages, if it gets
+        their operands anyway: a norm of the residual stream.
         """
         target: dict[fx.Node, int] = {}  # of those that later stages alone read
         for node in reversed(self.nodes):
@@ -150,8 +150,8 @@ class StepGraph:
             target = moved
 
     def _extend(self, node: fx.Node) -> None:
-        """Note how far a value of the forward pass is passed on, and where one of parameters is
-        read.
+        """Record the last stage that a value of the forward pass is passed on to, and the stages
+        that read a value of parameters alone.
         """
         own = self.of[node]
         at = {own.first} if own.kind == ACTIVATION else own.uses
@@ -223,8 +223,8 @@ class StepGraph:
         return self.of[self.leaves[leaf]].uses | {self.holders[leaf]}
 
     def _sink_gradients(self, backward: Sequence[fx.Node]) -> None:
-        """Move ops on gradients, whose results earlier stages alone read, to the last of those
-        stages, where it gets their operands anyway: a view of the residual stream's gradient.
+        """Move ops on gradients whose results only earlier stages read to the last of these
+        stages, if it gets their operands anyway: a view of the residual stream's gradient.
         """
         target: dict[fx.Node, int] = {}
         wanted = set(self.gradients.values())

@@ -38,7 +38,7 @@ def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
 
 
 def rank_of(needs: Needs, rows: Sequence[int], queries: int, keys: int) -> int:
-    """The rank of a ring that holds these queries and so many keys."""
+    """The rank of a ring that holds these queries and a number of ``keys``."""
     ring = needs.ring
     ranks = [r for r in range(ring.n) if ring.length_of(r) == keys]
     mine = pieces_of(rows, queries)
@@ -46,7 +46,7 @@ def rank_of(needs: Needs, rows: Sequence[int], queries: int, keys: int) -> int:
 
 
 def is_copied(x: LocalTensor, length: int) -> bool:
-    """Whether so many of a sequence's elements, dim 2, are copied to be contiguous."""
+    """Whether ``length`` elements of a sequence (dim 2) are copied to be contiguous."""
     stride = 1
     for size, held in reversed(list(zip(x.shape, x.stride, strict=True))):
         if size != 1 and held != stride:
@@ -92,7 +92,7 @@ class _CallSizes:
         return self.wide if self.wide != self.size else 0
 
     def pair(self, keys: int, size: int) -> int:
-        """Bytes of so many keys with their values."""
+        """Bytes of ``keys`` keys and their values, of ``size`` bytes an element."""
         return self.of_keys * keys * (self.k.shape[3] + self.v.shape[3]) * size
 
     def after_sums(self, most: int) -> int:

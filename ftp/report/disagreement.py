@@ -71,7 +71,7 @@ def _is_odd(resharded: Node, user: Node) -> bool:
 
 
 def _is_of_another(origin: Node, node: Node, other: Value, axis: str, found: Origins) -> bool:
-    """Whether the other operand is cut by another argument; of a matmul, by one of the batch."""
+    """Whether another argument cuts the other operand; for a matmul, one of the batch."""
     resharded = reshard_of(other)
     at = found.get((resharded.operands[0] if resharded is not None else other, axis))
     if at is None or at is origin or at.kind != "input":
@@ -133,7 +133,7 @@ def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
 
 
 def entry_cuts(entry: Any) -> tuple[Any, ...]:
-    """What cuts a dim, from its entry in a spec."""
+    """The axes, units and zigzags that cut a dim, from its entry in a spec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 

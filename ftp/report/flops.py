@@ -74,7 +74,7 @@ def flops_of_call(
 
 @functools.cache
 def _flops_of_slice(key: str) -> float:
-    """Of a function of one slice (``map_slices``)."""
+    """FLOPs of a function of one slice (``map_slices``)."""
 
     def shape(x: fx.Node) -> Any:
         val = x.meta["val"]

@@ -25,10 +25,10 @@ class Load:
         source: the user's line; empty where it is a library's.
         parameter: the input that the grouped matmul of these rows reads as its matrices, such as
             ``params['layers.0.experts.up']``; empty where none does.
-        rows: per rank, in mesh order, those that arrive there.
-        experts: per rank those of each group of the grouped matmul that reads them, which are its
-            experts; empty where none does.
-        room: the rows that a rank has room for.
+        rows: per rank, in mesh order, the number of rows that arrive.
+        experts: per rank, the rows of each of its experts, which are the groups of the grouped
+            matmul that reads the rows; empty where none does.
+        room: the number of rows that a rank has room for.
 
     >>> load = Load("moe.py:8", "p['up']", ({"ep": 0}, {"ep": 1}), (6, 2), ((1, 5), (2, 0)), 8)
     >>> load.most
@@ -44,12 +44,12 @@ class Load:
 
     @property
     def equal(self) -> float:
-        """The rows of each rank if all had as many."""
+        """Rows per rank under an equal load."""
         return sum(self.rows) / len(self.rows)
 
     @property
     def most(self) -> float:
-        """The rows of the rank that has most over those of an equal load: the least capacity."""
+        """Rows of the busiest rank over those of an equal load: the least capacity factor."""
         return max(self.rows) / self.equal if any(self.rows) else 1.0
 
     def __str__(self) -> str:
@@ -70,11 +70,11 @@ class Loads(tuple[Load, ...]):
     """The loads of a program, in order; printed one after another.
 
     >>> print(Loads())
-    no rows are sent whose number is a value
+    no exchange of rows whose number depends on values
     """
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "no rows are sent whose number is a value"
+        return "\n".join(map(str, self)) or "no exchange of rows whose number depends on values"
 
 
 def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:

@@ -117,10 +117,10 @@ class LoweredPipeline(Startable):
             for stage in range(len(program.made.stages.forward))
         ]
 
-    # What is sent.
+    # Messages and collectives.
 
     def messages(self, stage: int, kind: str) -> Collectives:
-        """What a stage sends to its neighbour for one microbatch: after "F" to the next one, after
+        """The messages that a stage sends for one microbatch: after "F" to the next stage, after
         "B" or "I" to the one before.
         """
         stages, axis = self._program.made.stages, self._program.axis
@@ -151,7 +151,7 @@ class LoweredPipeline(Startable):
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Bytes of what crosses subgraphs, by name."""
+        """Bytes of each value that crosses subgraphs, by name."""
         return {name: self._nbytes(held) for name, held in self._program.made.values.items()}
 
     def collectives_of(self, rank: int) -> Collectives:
@@ -188,7 +188,7 @@ class LoweredPipeline(Startable):
 
     @cached_property
     def _reductions(self) -> dict[int, Lowered]:
-        """Per rank what reduces its sums over the microbatches, once a step."""
+        """Per rank, the program that reduces its sums over microbatches, once a step."""
         return lowered_once({rank: r.program for rank, r in self._program.made.reductions.items()})
 
     @property
@@ -293,7 +293,7 @@ class LoweredPipeline(Startable):
         return max(peak, end + received)
 
     def _given(self, action: Action) -> Sequence[str]:
-        """What an action gets from the stage before, or of a gradient from the one after."""
+        """The names of the values that an action receives from the stage before ("F") or after."""
         kind, stage, _ = action
         stages = self._program.made.stages
         if kind == "F" and stage:
@@ -303,7 +303,7 @@ class LoweredPipeline(Startable):
         return ()
 
     def _sent(self, action: Action) -> Sequence[str]:
-        """What an action sends to another rank."""
+        """The names of the values that an action sends to another rank."""
         kind, stage, _ = action
         if kind == "W" or self._is_on_one_rank(stage, stage + 1 if kind == "F" else stage - 1):
             return ()
@@ -326,7 +326,7 @@ class LoweredPipeline(Startable):
 
     @staticmethod
     def _taken(lowered: Lowered) -> int:
-        """Bytes of what an action is given."""
+        """Bytes of a program's inputs."""
         return sum(lowered.input_bytes.values())
 
     # Time.
@@ -360,7 +360,7 @@ class LoweredPipeline(Startable):
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time that they wait, by estimated times."""
+        """The share of all ranks' time that they spend waiting, by estimated times."""
         return bubble(self.timed(), self._program.ranks)
 
     @property

@@ -12,11 +12,11 @@ from ftp.sharding.spec import local_shape, staged, without_stage
 
 
 class LoweredTraining(LoweredPipeline):
-    """A whole train step over a pipeline before it runs: what `LoweredPipeline` says of its
-    microbatches, and the update after them.
+    """A whole train step over a pipeline before it runs: its microbatches, reported as by
+    `LoweredPipeline`, and the update after them.
 
     Attributes:
-        update: what follows the microbatches, as `LoweredRounds`.
+        update: the update, once a step.
     """
 
     def __init__(self, program: TrainingProgram):

@@ -59,7 +59,7 @@ def _broken(program: Program) -> list[Finding]:
 
 
 def check_strictly(program: Program) -> None:
-    """What ``strict=True`` refuses of a planned program.
+    """Refuse a planned program whose lint has warnings, for ``strict=True``.
 
     Raises:
         PlanningError: with every warning of its lint.

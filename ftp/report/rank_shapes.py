@@ -1,6 +1,6 @@
-"""The shapes of a rank's program that reports assume: those of the busiest rank, as under a causal
-mask plain chunks give the last rank the most attention work; and those of equal loads, where ranks
-exchange rows whose number is a value.
+"""Shapes that reports assume for a rank's program: the busiest rank's (under a causal mask plain
+chunks give the last rank the most attention work), and those of equal loads (where ranks exchange
+rows whose number depends on values).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ def on_busiest(
     """The shapes with the numbers of the rank that computes most.
 
     Args:
-        offsets: of each rank, what the graph takes after its tensors.
+        offsets: per rank, the ints that the graph takes after its tensors.
     """
     numbers = shapes.numbers
     ops = [

@@ -11,7 +11,7 @@ from ftp.sharding.spec import PartitionSpec
 
 
 class CallableProgram(Protocol):
-    """A program with what its calls look like."""
+    """A program with the shapes and structure of its arguments, which can be compiled or saved."""
 
     def compile(self) -> Callable[..., Any]: ...
 
@@ -19,7 +19,7 @@ class CallableProgram(Protocol):
 
 
 class ReturningProgram(Protocol):
-    """A program with what it returns, as ``Program`` describes it."""
+    """A program with the specs and structure of its result, as ``Program`` describes them."""
 
     out_tree: optree.PyTreeSpec
     assumptions: tuple[str, ...]
@@ -62,8 +62,8 @@ class Startable:
         """The program alone, ready to run: ``compiled(params, *batch)`` takes the arguments of one
         call of the step, of these shapes and dtypes, and neither traces nor plans.
 
-        What runs it is made now: with ``compile=True`` inductor's code is. On processes all ranks
-        call it together.
+        The function that runs it is made now, with ``compile=True`` inductor's code too. On
+        processes all ranks call it together.
 
         Raises:
             MeshError: an abstract mesh, which runs nothing; ``save`` the program instead.

@@ -90,7 +90,7 @@ def _placed(leaves: list[Any], names: list[str]) -> Picture:
         where = placement_of(leaf)
         if where is None:
             raise InputError(
-                f"{name} was not placed by ftp.device_put, so its spec is not known. Give"
+                f"{name} was not placed by ftp.device_put, so its spec is not known. Call"
                 " visualize(tree, mesh, specs)."
             )
         axes = where.mesh.axes

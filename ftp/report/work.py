@@ -69,7 +69,7 @@ class Work(Reported, float):
         return (self.matmuls,)
 
     def report(self, most: int = 8) -> str:
-        """The ratio in all and by layer, and the ops that most is repeated of."""
+        """The ratio in all and by layer, and the ops with the most repeated work."""
         lines = [
             f"work: {self:.4g} x one device's, {self.flops:.4g} of {self.one_device:.4g} matmul"
             " FLOP"

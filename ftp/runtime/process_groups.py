@@ -53,7 +53,7 @@ def check_recordable(graph: fx.Graph, device: torch.device) -> None:
             f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on"
             " the host and cannot be recorded."
             " Initialise the process group with NCCL, as ftp.make_mesh does where every process"
-            " has its own GPU, or leave cuda_graph out."
+            " has a GPU of its own, or leave cuda_graph out."
         )
 
 

@@ -383,7 +383,7 @@ def test_errors():
         (lambda: opt.init({"b": ones[0, 0]}), r"params\['b'\] is of shape \(2,\), no matrix"),
         (lambda: opt.update({"b": ones[0, 0]}, {"b": {}}, {"b": ones[0, 0]}), "no matrix"),
         (lambda: by_owner(3), "by_owner takes a function of a matrix, not 3"),
-        (lambda: by_owner(lambda x: 3), "returns trees of tensors alone"),
+        (lambda: by_owner(lambda x: 3), "must return trees of tensors only"),
         (lambda: by_owner(lambda x, y: x, {"a": ones[0]}), r"does not begin with \(3,\)"),
         (lambda: by_owner(lambda x, y: x, {"b": ones}), r"rest\[0\] is not a tree as tree is"),
         (
@@ -392,7 +392,7 @@ def test_errors():
         ),
         (
             lambda: ftp.spmd(lambda x: by_owner(lambda y: 3), mesh, P())(ones),
-            "returns trees of tensors alone",
+            "must return trees of tensors only",
         ),
     )
     for call, message in cases:

@@ -332,7 +332,7 @@ def test_errors_name_the_leaf():
         opt.init(params)
     opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1)
     with pytest.raises(
-        ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), its parameter \(7, 4\)"
+        ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), not its parameter's, \(7, 4\)"
     ):
         opt.update({**params, "up": torch.ones(3)}, opt.init(params), params)
     with pytest.raises(ftp.FtpError, match="grads is not a tree as params is"):
