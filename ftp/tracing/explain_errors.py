@@ -151,7 +151,7 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
         )
     if meaning is Meaning.SIZE_OF_ROWS or asked_of:
         return TraceError(
-            f"The function makes a tensor with the shape of rows that a mask selects{at}, whose"
+            f"The function makes a tensor of the shape of rows that a mask selects{at}, whose"
             " number depends on values. Make it from the rows: torch.zeros_like(rows),"
             " ones_like or full_like."
         )

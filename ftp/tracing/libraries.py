@@ -188,9 +188,9 @@ def _without_gradient(run: Callable[..., Any], args: Sequence[Any]) -> Any:
         results = run(*args)
     if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(results)):
         raise TraceError(
-            f"{at_line()}torch.utils.checkpoint(use_reentrant=True) computes gradients only if a"
-            " tensor among its arguments requires one, and none does: tensors that the block"
-            " captures, or takes in a dict or list, would get zeros. Pass use_reentrant=False."
+            f"{at_line()}torch.utils.checkpoint(use_reentrant=True) gives a gradient only if a"
+            " tensor among its arguments has one, and none has: tensors that the block captures, or"
+            " takes in a dict or list, would get a gradient of zero. Pass use_reentrant=False."
         )
     return results
 
