@@ -26,16 +26,18 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
 
 
-def user_line() -> str:
-    """``"file.py:12  code text"`` of the innermost user's frame on the stack; "" if there is
-    none.
-    """
+def users_frame() -> FrameType | None:
+    """The innermost user's frame on the stack."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_users_frame(frame):
-            return describe_line(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None and not _is_users_frame(frame):
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def user_line() -> str:
+    """``"file.py:12  code text"`` of the innermost user's frame; "" if there is none."""
+    frame = users_frame()
+    return "" if frame is None else describe_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def user_lines(count: int, root: str) -> list[str]:

@@ -23,7 +23,7 @@ from ftp.functional.module_program import (
     run,
     snapshot,
 )
-from ftp.functional.purity import impure
+from ftp.functional.purity import ChangesFrozen, impure
 from ftp.functional.remat import Again, Policy, surrounded
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
@@ -70,7 +70,7 @@ def functionalize(
 
         With ``buffers=True``: ``(fn, params, buffers)``, where ``buffers`` is ``{path: tensor}`` of
         buffers and frozen parameters. ``fn(params, buffers, *args)`` returns ``(out, buffers)``,
-        the buffers as the model updated them.
+        as the model updated them: running statistics, a target network that averages weights.
 
     Raises:
         SpecError: a pattern that matches no module; two patterns that disagree for one module,
@@ -266,7 +266,26 @@ def _call_with_buffers(
     _check_paths(program, "params", values, params)
     _check_paths(program, "buffers", buffers, state)
     values = program.hooks.registered(program.name, values, (args, kwargs))
-    # The module may write to its buffers, so it gets clones; frozen weights are not copied.
+    run = partial(_updating, program, draws, values, buffers, state, args, kwargs)
+    drawn = dict(draws.counts), list(draws.path)
+    try:
+        return run(frozen)  # which are not copied
+    except ChangesFrozen:
+        draws.counts, draws.path = drawn
+        return run(frozenset())
+
+
+def _updating(
+    program: ModuleProgram,
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    state: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frozen: frozenset[str],
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run the model with clones of its buffers that are not ``frozen``, as it may write to them."""
     clones = {path: buffers[path].clone() for path in state if path not in frozen}
     new = {path: clones.get(path, buffers[path]) for path in state}
     constants = parameter_names(values) | {

@@ -210,8 +210,11 @@ def _call_hooked(
         if id(tensor) not in mutable
     }
     versions = {key: version(tensor) for key, (tensor, _) in held.items()}
+    names = {key: name for key, (_, name) in held.items()}
+    # A block of remat takes parameters from ``values``, which no swap reaches.
+    swap = None if program.blocks else partial(_swap, program)
     try:
-        with WriteGuard(program.name, {key: name for key, (_, name) in held.items()}):
+        with WriteGuard(program.name, names, swap):
             out = call(*args, **kwargs)
     except TypeError as error:
         if unknown := _unknown_keywords(call, kwargs):
@@ -336,6 +339,14 @@ def _held_tensors(program: ModuleProgram, names: dict[int, str]) -> Iterator[tup
             ):
                 if isinstance(tensor, Tensor):
                     yield tensor, names.get(id(tensor), f"attribute {join(m.path, str(key))!r}")
+
+
+def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:
+    """Put ``new`` in the place of ``old`` in all modules."""
+    for m in program.modules:
+        for name, value in m.module.__dict__.items():
+            if any(item is old for item in _items(value)):
+                m.module.__dict__[name] = _replace(value, lambda v: new if v is old else v)
 
 
 def remat_modules(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -27,32 +28,90 @@ def impure(model: str, name: str, does: str) -> str:
             f"{model} {does} {name} while it runs; fn is pure. Make it a buffer and use"
             " functionalize(model, buffers=True)."
         )
+    if name.startswith("frozen"):
+        return (
+            f"{model} {does} {name} in place while it runs, but frozen parameters are constants of"
+            " fn. With fn, params, buffers = functionalize(model, buffers=True) it comes back"
+            " updated."
+        )
     return (
         f"{model} {does} {name} in place while it runs; fn is pure and leaves its inputs"
         " as they are. Compute with a new tensor, weight = self.weight * mask, or change the"
-        " parameters between steps."
+        " parameters between steps. If no gradient trains it, as an average of other weights,"
+        " freeze it: after requires_grad_(False), fn, params, buffers = functionalize(model,"
+        " buffers=True) gives it back updated."
     )
 
 
-class WriteGuard(TorchFunctionMode):
-    """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs.
+class ChangesFrozen(TraceError):
+    """A model writes to a frozen parameter."""
 
-    Comparing versions afterwards is not enough: batch_norm does not bump the version of its running
-    statistics, and torch.func's own error for a write to a captured tensor does not name it.
+
+class WriteGuard(TorchFunctionMode):
+    """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs, and freeze
+    parameters for a while: ``p.requires_grad = False`` puts ``p.detach()`` in its place, by
+    ``swap(p, p.detach())``, until it is True again.
+
+    Comparing versions afterwards is not enough: batch_norm and ``.data`` do not bump the version,
+    and torch.func's own error for a write to a captured tensor does not name it.
     """
 
-    def __init__(self, model: str, names: dict[int, str]):
+    def __init__(
+        self, model: str, names: dict[int, str], swap: Callable[[Tensor, Tensor], None] | None
+    ):
         super().__init__()
         self.model = model
         self.names = names
+        self.swap = swap
+        self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
+        self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # now: by the parameter's id
+        self.own: dict[int, Tensor] = {}  # of what stood for a frozen one
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in _SETS_GRAD and self.swap is not None and self._is_trained(args[0]):
+            own = self.own.get(id(args[0]), args[0])
+            self._train(own, (*args[1:], *kwargs.values(), True)[0])
+            return args[0]
+        if self.frozen:  # also where the function holds the parameter under a name of its own
+            args = tuple(map(self._as_now, args))
+            kwargs = {name: self._as_now(x) for name, x in kwargs.items()}
         for tensor in _written(func, args, kwargs):
             base = tensor if id(tensor) in self.names or not tensor._is_view() else tensor._base
-            if id(base) in self.names:
-                raise TraceError(impure(self.model, self.names[id(base)], "modifies"))
-        return func(*args, **kwargs)
+            if (name := self.names.get(id(base))) is not None:
+                error = ChangesFrozen if name.startswith("frozen") else TraceError
+                raise error(impure(self.model, name, "modifies"))
+        out = func(*args, **kwargs)
+        if func in _ALIASES and id(args[0]) in self.names:
+            self.names[id(out)] = self.names[id(args[0])]
+            self.aliases.append(out)
+        return out
+
+    def _is_trained(self, x: Tensor) -> bool:
+        return self.names.get(id(x), "").startswith("parameter")
+
+    def _train(self, x: Tensor, is_trained: bool) -> None:
+        assert self.swap is not None
+        if is_trained and id(x) in self.frozen:
+            own, frozen = self.frozen.pop(id(x))
+            self.swap(frozen, own)
+        elif not is_trained and id(x) not in self.frozen:
+            frozen = x.detach()
+            self.names[id(frozen)] = self.names[id(x)]
+            self.aliases.append(frozen)
+            self.own[id(frozen)] = x
+            self.frozen[id(x)] = x, frozen
+            self.swap(x, frozen)
+
+    def _as_now(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.frozen[id(x)][1] if id(x) in self.frozen else x
+        return type(x)(map(self._as_now, x)) if type(x) in (list, tuple) else x
+
+
+_OF: Any = Tensor  # its attributes are descriptors
+_SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
+_ALIASES = (_OF.data.__get__, Tensor.detach, torch.detach)
 
 
 _INPLACE_DUNDERS = re.compile(

@@ -31,7 +31,9 @@ def nodes_so_far() -> frozenset[fx.Node]:
 
 
 def node_of(x: Tensor) -> fx.Node | None:
-    """The node of a tensor, inside all wrappers of torch.func."""
+    """The node of a tensor, inside all wrappers of torch.func; None where nothing is recorded."""
+    if get_proxy_mode() is None:
+        return None
     with DisableTorchFunction():
         held = _tracer().tensor_tracker.get(unwrapped(x))
     return None if held is None else held.proxy.node

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.errors import InputError, TraceError, join_failures, raise_all
+from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.written import writes
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals.fake_tensors import FakeTensor
@@ -98,7 +98,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
     if not writers:
         return
     placeholders = {s: n for n in gm.graph.nodes if n.op == "placeholder" for s in storages(n)}
-    failures = []
+    changed: dict[str, tuple[list[str], Any]] = {}  # by line: names, and the first op that writes
     for node in writers:
         for storage in sorted({s for v in writes(node) for s in storages(v)} & placeholders.keys()):
             placeholder = placeholders[storage]
@@ -106,8 +106,14 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
             if name is None:
                 shape = tuple(placeholder.meta["val"].shape)
                 name = f"a captured tensor of shape {shape}"
-            failures.append(
-                f"{name} is changed in place{located(node.meta['source'])} by {node.target}. {COPY}"
-            )
-    if failures:
-        raise TraceError(join_failures(dict.fromkeys(failures)))
+            of_line, _ = changed.setdefault(located(node.meta["source"]), ([], node.target))
+            if name not in of_line:
+                of_line.append(name)
+    raise_all(
+        TraceError,
+        [
+            f"{', '.join([*of_line][:4])}{f' and {len(of_line) - 4} more' if of_line[4:] else ''}"
+            f" {'are' if of_line[1:] else 'is'} changed in place{line} by {op}. {COPY}"
+            for line, (of_line, op) in changed.items()
+        ],
+    )

@@ -20,7 +20,7 @@ from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals import pytree
 from ftp.tracing.explain_errors import defined_at
 from ftp.tracing.replaced import replaced
-from ftp.tracing.selected import counted
+from ftp.tracing.selected_results import counted
 
 aten = torch.ops.aten
 WAYS = ("func", "grad", "backward")  # each differentiates functions that those before it refuse

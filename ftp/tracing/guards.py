@@ -72,6 +72,57 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
     return None
 
 
+def asks_whether_any(frame: FrameType) -> bool:
+    """Whether the ``len(x)`` that ``frame`` calls now only tells whether there are any, as in
+    ``if len(x) > 0`` and ``if not len(x)``, and no guard is made of it.
+    """
+    return _is_of_none(frame.f_code, frame.f_lasti) and guard_at(frame) is None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_none(code: CodeType, instruction: int) -> bool:
+    position = _position(code, instruction)
+    return position is not None and position in _asking_for_any(code.co_filename)
+
+
+@functools.lru_cache(maxsize=256)
+def _asking_for_any(file: str) -> set[SourcePosition]:
+    """The places of calls ``len(...)`` of which a file's code asks only whether they are zero."""
+    nodes = _nodes(file)
+    asked: list[ast.expr] = [n.test for n in nodes if isinstance(n, ast.If | ast.While | ast.IfExp)]
+    asked += [n.operand for n in nodes if isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)]
+    asked += [
+        n.left
+        for n in nodes
+        if isinstance(n, ast.Compare)
+        and len(n.ops) == 1
+        and (type(n.ops[0]), ast.unparse(n.comparators[0])) in _COMPARED_TO_NONE
+    ]
+    return {_span(n) for n in asked if isinstance(n, ast.Call) and ast.unparse(n.func) == "len"}
+
+
+_COMPARED_TO_NONE = {
+    (ast.Gt, "0"), (ast.Eq, "0"), (ast.NotEq, "0"), (ast.GtE, "1"), (ast.Lt, "1"),
+}  # fmt: skip
+
+
+def line_of_identity(code: CodeType) -> int | None:
+    """The first line of a function that asks whether something ``is True`` or ``is False``."""
+    lines = {line for *_, line in code.co_lines() if line is not None}
+    return min(lines & _asking_for_identity(code.co_filename), default=None)
+
+
+@functools.lru_cache(maxsize=256)
+def _asking_for_identity(file: str) -> set[int]:
+    return {
+        n.lineno
+        for n in _nodes(file)
+        if isinstance(n, ast.Compare)
+        and any(isinstance(op, ast.Is | ast.IsNot) for op in n.ops)
+        and any(isinstance(c, ast.Constant) and type(c.value) is bool for c in n.comparators)
+    }
+
+
 def _position(code: CodeType, instruction: int) -> SourcePosition | None:
     """The position of the expression whose value is asked for. A conditional jump asks for the
     value of the instruction before it; its own position is that of the statement.

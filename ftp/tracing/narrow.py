@@ -16,15 +16,22 @@ from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.selected_spans import span_in
 
 
-def narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor:
+def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Any:
     """As ``torch.narrow``."""
-    is_index = isinstance(start, Tensor) and not start.ndim and not start.is_floating_point()
-    if not is_index or not input.ndim or not is_listening() or is_inside():
+    if not any(map(_is_index, (start, length))) or not input.ndim:
+        return torch.narrow(input, dim, start, length)
+    if not is_listening() or is_inside():
         return torch.narrow(input, dim, start, length)
     size = input.shape[dim]
+    start = torch.as_tensor(start, device=input.device)
     start = torch.where(start < 0, start + size, start)
+    if _is_index(length):
+        fits = (start >= 0) & (length >= 0) & (start + length <= size)
+        assume(fits, f"narrow() takes elements from its start on, of the dim's {size}")
+        return span_in(input, (*(slice(None),) * (dim % input.ndim), slice(start, start + length)))
     fits = (start >= 0) & (start + length <= size)
     assume(fits, f"narrow() takes {length} elements from its start on, of the dim's {size}")
     copy = input.index_select(dim, start + torch.arange(length, device=input.device))
@@ -33,11 +40,30 @@ def narrow(input: Tensor, dim: int, start: Any, length: int) -> Tensor:
     return copy
 
 
+def _is_index(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.ndim and not x.is_floating_point()
+
+
 def check_copied_views(graph: fx.Graph) -> None:
-    """Refuse writes to a copy that is a view in torch, and to what it views."""
+    """Refuse writes to a copy that is a view in torch, and to what it views; and reads of rows
+    between values (``Selected.viewed``) as they were before what they view was written to.
+    """
     watched: dict[int, fx.Node] = {}
+    spans: list[tuple[fx.Node, frozenset[int]]] = []
+    outdated: dict[int, fx.Node] = {}
     failures = []
     for node in graph.nodes:
+        failures += [
+            f"A slice between values{located(outdated[storage].meta['source'])} is read"
+            f"{located(node.meta['source'])} after a write to its tensor, as it was before. Slice"
+            " again after the write, or take a copy before it: x[start:stop].clone()."
+            for operand in node.all_input_nodes
+            for storage in storages(operand) & outdated.keys()
+        ]
+        if (viewed := node.meta.get("span_of")) is not None:
+            spans.append((node, frozenset(storages(viewed))))
+        if spans and (into := {s for value in writes(node) for s in storages(value)}):
+            outdated |= {s: rows for rows, of in spans if of & into for s in storages(rows)}
         if node.meta.get("copied_view"):
             for storage in storages(node) | storages(node.args[0]):
                 watched.setdefault(storage, node)

@@ -130,12 +130,20 @@ class Paths:
             with torch.no_grad():
                 return CHOOSE(predicate, one if a is None else a, one if b is None else b, number)
 
+        def named(claim: tuple[str, int]) -> tuple[str, int]:
+            if claim in if_true.claims and claim in if_false.claims:
+                return claim
+            outcome = "true" if claim in if_true.claims else "false"
+            return f"{claim[0]}, where the condition at {line} is {outcome}", claim[1]
+
         pairs = zip(if_true.tensors, if_false.tensors, strict=True)
-        names = dict.fromkeys([*if_true.claims, *if_false.claims])
+        claims = dict.fromkeys([*if_true.claims, *if_false.claims])
         return replace(
             if_true,
             tensors=[choose(a, b) for a, b in pairs],
-            claims={n: choose(if_true.claims.get(n), if_false.claims.get(n)) for n in names},
+            claims={
+                named(c): choose(if_true.claims.get(c), if_false.claims.get(c)) for c in claims
+            },
         )
 
 

@@ -9,6 +9,7 @@ rows as they were (``selected_places.py``). Every other function is refused.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,24 @@ from torch import Tensor
 from ftp.axis import is_inside
 from ftp.errors import TraceError
 from ftp.ops.assume import assume
-from ftp.ops.microbatch_means import means_of_trace
-from ftp.sharding.counted_rows import CountedRows
-from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line, user_line
+from ftp.tracing.captured_tensors import node_of
+from ftp.tracing.guards import asks_whether_any
 from ftp.tracing.no_rows import finite, is_singular_call, unless_none
 from ftp.tracing.refused_rows import number_refused, refused
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
+from ftp.tracing.row_functions import (
+    FILLING,
+    JOINING,
+    LOOKUPS,
+    MAKING,
+    OF_DTYPE,
+    POINTWISE,
+    PRODUCTS,
+    SAME_VALUES,
+    SIZED,
+    VIEWING,
+)
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.traced_number import TracedNumber, without_numbers
 
@@ -38,26 +50,6 @@ OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
 OF_ANY_DIM = {"__setitem__"}
 # Those of ``OF_ALL_ROWS`` that take (x, dim, ...), whichever dim holds the rows.
 OF_DIMS: set[str] = set()
-# Functions of elements: other operands may be broadcast over the rows, or have a row for each.
-_NAMES_OF_POINTWISE = """
-    abs add sub subtract rsub mul multiply div divide true_divide pow neg negative exp exp2 expm1
-    log log2 log10 log1p sqrt rsqrt square reciprocal relu relu6 gelu silu mish elu celu selu
-    leaky_relu softplus softsign sigmoid logsigmoid hardsigmoid hardswish tanh hardtanh sin cos tan
-    asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc erfinv lgamma digamma sign sgn clamp
-    clip clamp_min clamp_max maximum minimum fmax fmin where eq ne lt le gt ge logical_and
-    logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not isnan isfinite
-    isinf isclose nan_to_num float double half bfloat16 long int bool to type type_as detach clone
-    contiguous floor ceil round trunc frac fmod remainder floor_divide hypot logit logaddexp lerp
-    addcmul addcdiv xlogy masked_fill zeros_like ones_like full_like dropout
-"""
-_POINTWISE = frozenset(_NAMES_OF_POINTWISE.split())
-JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
-# Products: rows of zeros stay zero until the sum over rows.
-_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "tensordot")
-_LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
-_SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
-_SIZED = ("view", "reshape", "expand")
-_OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +80,30 @@ class Selected:
     Attributes:
         below: for indices: known to be in [0, below).
         at: the dim that the function sees them in.
+        viewed: of ``x[start:stop]``, which is a view: ``x`` at all places, to which writes go.
+        is_alias: whether it is a copy, where torch has a view of ``viewed``.
     """
 
+    viewed: Tensor | None = None
+    is_alias = False
+
     def __init__(self, rows: Tensor, group: Selections, below: int | None = None, at: int = 0):
-        self.rows, self.group, self.below, self.at = rows, group, below, at
+        self._rows, self.group, self.below, self.at = rows, group, below, at
+
+    @classmethod
+    def of_view(cls, viewed: Tensor, group: Selections, at: int) -> "Selected":
+        made = cls(viewed, group, at=at)
+        made.viewed = viewed
+        return made
+
+    @property
+    def rows(self) -> Tensor:
+        if self.viewed is None:
+            return self._rows
+        rows = select(self.viewed.movedim(self.at, 0), self.group).rows  # as they are by now
+        if (node := node_of(rows)) is not None:
+            node.meta["span_of"] = node_of(self.viewed)
+        return rows
 
     def refused_as(self, name: str) -> str:
         """The message that the function cannot return a selection."""
@@ -132,7 +144,8 @@ class Selected:
         return shape if dim is None else shape[dim]
 
     def numel(self) -> TracedNumber:
-        return TracedNumber(self.group.valid.sum() * math.prod(self.rows.shape[1:]))
+        count, of_each = self.group.count(), math.prod(self.rows.shape[1:])
+        return count if of_each == 1 else count * of_each
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
@@ -143,6 +156,8 @@ class Selected:
     def __len__(self) -> int:
         if self.at:
             return self.size(0)
+        if asks_whether_any(sys._getframe(1)):
+            return int(bool(self.group.count() > 0))
         raise number_refused(True, "len()")
 
     def __iter__(self) -> Any:
@@ -191,27 +206,6 @@ class _ShapeOfSelection:
     __hash__ = object.__hash__
 
 
-def _binary(name: str, swapped: bool = False) -> Any:
-    function = getattr(torch, name)
-    if swapped:
-        return lambda self, other: apply(function, (other, self), {})
-    return lambda self, *others: apply(function, (self, *others), {})
-
-
-for _sign, _name in {
-    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "matmul": "matmul",
-    "floordiv": "floor_divide", "mod": "remainder",
-}.items():  # fmt: skip
-    setattr(Selected, f"__{_sign}__", _binary(_name))
-    setattr(Selected, f"__r{_sign}__", _binary(_name, swapped=True))
-for _sign, _name in {
-    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg",
-    "abs": "abs", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
-}.items():  # fmt: skip
-    setattr(Selected, f"__{_sign}__", _binary(_name))
-Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
 def group_of(mask: Tensor, span: tuple[Any, Any] | None = None) -> Selections:
     mask = mask.clone()  # the function may change its own later
     valid = mask.reshape(-1)
@@ -233,27 +227,6 @@ def selected(flat: Tensor, group: Selections) -> Selected:
     return Selected(torch.where(beside(group.valid, flat), flat, safe), group)
 
 
-def counted(result: Any) -> Any:
-    """A function's result with each selection as all rows, the selected ones first, and their
-    number. A pipeline keeps the selection, and refuses it: each microbatch has its own number.
-    """
-    result = optree.tree_map(
-        lambda x: x.value if isinstance(x, TracedNumber) else x, result, namespace=NAMESPACE
-    )
-    leaves, _ = flatten(result)
-    if means_of_trace() is not None or not any(isinstance(x, Selected) for x in leaves):
-        return result
-    return optree.tree_map(
-        lambda x: _counted(x) if isinstance(x, Selected) else x, result, namespace=NAMESPACE
-    )
-
-
-def _counted(x: Selected) -> CountedRows:
-    if x.at:
-        raise TraceError(x.refused_as("a result whose first dim is not that of the rows"))
-    return CountedRows(x.rows.index_select(0, order_of(x.group)), x.group.valid.sum())
-
-
 def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """A function of torch on selections.
 
@@ -262,10 +235,12 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     """
     name = getattr(func, "__name__", str(func))
     given = [a for a in flat((args, kwargs)) if isinstance(a, Selected)]
-    if name in _OF_DTYPE:
+    if name in OF_DTYPE:
         return func(given[0].rows)
     group = given[0].group
-    if name in _SIZED:
+    if name in MAKING:
+        return OF_ALL_ROWS[name](group, *args, **kwargs)
+    if name in SIZED:
         args = _own_count(args, group)
     args, kwargs = without_numbers(args, kwargs)
     others = (x.group.mask for x in given if x.group is not group)
@@ -285,20 +260,20 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise _different(name)
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
-    is_pointwise = name in _POINTWISE and not is_moved
+    is_pointwise = name in POINTWISE and not is_moved
     if is_pointwise and len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
     trial = (
         RowTrial(RowDim(0), [(name, args)]) if is_pointwise else try_rows(func, args, kwargs, _seen)
     )
-    if trial.is_sum and name in _PRODUCTS:
+    if trial.is_sum and name in PRODUCTS:
         own = _replaced((list(args), dict(kwargs)), lambda x: x, lambda x: _at_own(zeroed(x), x.at))
         return func(*own[0], **own[1])
     if trial.result is None:
         raise refused(name)
     is_singular = any(is_singular_call(*op) for op in trial.ops)
     is_any = group.first[1]
-    is_lookup = name in _LOOKUPS and any(isinstance(a, Tensor) for a in args)
+    is_lookup = name in LOOKUPS and any(isinstance(a, Tensor) for a in args)
 
     def of_plain(x: Tensor) -> Tensor:
         if is_pointwise:
@@ -315,9 +290,9 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         out = optree.tree_map(lambda x: unless_none(x, is_any), out)
     if isinstance(out, tuple | list):
         pairs = zip(out, trial.result, strict=True)
-        return type(out)([_with_rows(o, at, group, name) for o, at in pairs])
-    made = _with_rows(out, trial.result, group, name)
-    made.below = given[0].below if name in _SAME_VALUES else None
+        return type(out)([_with_rows(o, at, given, name) for o, at in pairs])
+    made = _with_rows(out, trial.result, given, name)
+    made.below = given[0].below if name in SAME_VALUES else None
     return made
 
 
@@ -366,28 +341,39 @@ def _seen(x: Any) -> tuple[Tensor, int] | None:
     return (x.rows, x.at) if isinstance(x, Selected) else None
 
 
-def _with_rows(out: Any, at: Any, group: Selections, name: str) -> Selected:
+def _with_rows(out: Any, at: Any, given: Sequence[Selected], name: str) -> Selected:
     if not isinstance(at, RowDim) or (at.dim and at.of_one > 1):
         raise refused(name)
+    group = given[0].group
     if at.of_one > 1:  # several rows of each one
         group = group_of(group.valid[:, None].expand(-1, at.of_one))
-    return Selected(out.movedim(at.dim, 0) if at.dim else out, group, at=at.dim)
+    made = Selected(out.movedim(at.dim, 0) if at.dim else out, group, at=at.dim)
+    made.is_alias = name in VIEWING and any(x.viewed is not None or x.is_alias for x in given)
+    return made
 
 
 def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
     """A function that writes to selected rows, which are a copy."""
-    x, method = args[0], getattr(Tensor, name, None)
-    if not isinstance(x, Selected) or x.at or method is None or x.below is not None:
+    x, method = args[0], FILLING.get(name) or getattr(Tensor, name, None)
+    is_other = not isinstance(x, Selected) or (x.at and x.viewed is None)
+    if is_other or method is None or x.below is not None:
         raise refused(f"{name}_")  # of places too, which are known to be in range
     # The gradient may read the operand as it was.
-    return written(x, apply(method, (Selected(x.rows.clone(), x.group), *args[1:]), kwargs))
+    own = Selected(x.rows.clone(), x.group, at=x.at)
+    return written(x, apply(method, (own, *args[1:]), kwargs))
 
 
 def written(x: Selected, new: Selected) -> Selected:
-    """``x``, which is a copy of what was selected, with other elements."""
-    if new.at or new.rows.shape != x.rows.shape:
+    """``x`` with other elements. It is a copy of what was selected, or a view."""
+    if new.at != x.at or new.rows.shape != x.rows.shape:
         raise refused("a write of another shape")
-    x.rows.copy_(new.rows)
+    if x.is_alias:
+        raise refused("a write to a view of a slice between values", as_it_is=True)
+    if x.viewed is None:
+        x.rows.copy_(new.rows)
+    else:
+        places = x.viewed.movedim(x.at, 0)
+        places.copy_(torch.where(beside(x.group.valid, places), new.rows, places))
     return x
 
 

@@ -20,12 +20,15 @@ from ftp.tracing.selected import (
     written,
     zeroed,
 )
+from ftp.tracing.selected_spans import write_to_span
 from ftp.tracing.selecting import is_selection, mask_in, masked_first
 
 
 def _setitem(group: Selections, x: Any, key: Any, value: Any) -> Any:
     if isinstance(x, Selected):
         return written(x, apply(_with_item, (x, key, value), {}))
+    if write_to_span(x, key, value):
+        return x
     new = _put(group, x, key, value)
     if new is None:
         new = _written_to_mask(x, group, key, value)

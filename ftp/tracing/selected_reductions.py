@@ -14,9 +14,9 @@ from ftp.ops.assume import assume
 from ftp.tracing.no_rows import unless_none
 from ftp.tracing.packed_sequences import BatchSizes, padded, recurrent
 from ftp.tracing.refused_rows import refused
+from ftp.tracing.row_functions import JOINING
 from ftp.tracing.same_values import holds_same, is_same_along_last
 from ftp.tracing.selected import (
-    JOINING,
     OF_ALL_ROWS,
     OF_DIMS,
     Selected,

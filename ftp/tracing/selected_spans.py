@@ -1,4 +1,6 @@
-"""Rows between places that are values: ``x[start:stop]`` and ``x.split(counts.tolist())``."""
+"""Rows between places that are values: ``x[start:stop]``, ``x.narrow(dim, start, length)`` and
+``x.split(counts.tolist())``. As in torch they are views: writes to them go to ``x``.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,24 +10,82 @@ import torch
 from torch import Tensor
 
 from ftp.ops.assume import assume
-from ftp.tracing.selected import Selected, beside, group_of, select, selected
+from ftp.tracing.refused_rows import refused
+from ftp.tracing.same_values import holds_same
+from ftp.tracing.selected import Selected, beside, group_of, selected
 from ftp.tracing.traced_number import TracedNumber
 
 
 def is_span(key: Any) -> bool:
     """Whether a key of an index is a slice whose start or end is a value."""
-    return isinstance(key, slice) and any(
-        type(x) is TracedNumber for x in (key.start, key.stop, key.step)
-    )
+    return isinstance(key, slice) and any(map(_is_value, (key.start, key.stop, key.step)))
 
 
-def span_of(key: slice, x: Tensor) -> Tensor | None:
-    """The mask of the rows of ``x[key]``; None where they do not follow each other."""
-    if type(key.step) is TracedNumber or key.step not in (None, 1):
+def _is_value(end: Any) -> bool:
+    """A number of the program, or an integer in a tensor, but a literal's, whose value is known."""
+    if type(end) is TracedNumber:
+        return True
+    is_index = isinstance(end, Tensor) and end.numel() == 1 and not end.is_floating_point()
+    return is_index and getattr(end, "constant", None) is None
+
+
+def span_in(x: Tensor, key: Any) -> Selected | None:
+    """``x[key]`` where one slice in the key is between values; None where none is, or several, or
+    where torch gives no view.
+    """
+    found = _spans_in(x, key)
+    if found is None or len(found[1]) != 1:
         return None
+    viewed, ((dim, valid),) = found[0], found[1].items()
+    return Selected.of_view(viewed, group_of(valid), dim)
+
+
+def _spans_in(x: Tensor, key: Any) -> tuple[Tensor, dict[int, Tensor]] | None:
+    """``x[key]`` with full slices in the place of those between values, and which places of these
+    dims the key takes.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    spans = {i: k for i, k in enumerate(keys) if is_span(k)}
+    others = [k for k in keys if k is not None and k is not Ellipsis]
+    if not spans or not all(type(k) in (int, slice) for k in others):
+        return None
+    if any(_is_value(k.step) or k.step not in (None, 1) for k in spans.values()):
+        return None
+    widths = [x.ndim - len(others) if k is Ellipsis else type(k) is not int for k in keys]
+    viewed = Tensor.__getitem__(x, tuple(slice(None) if is_span(k) else k for k in keys))
+    dims = {int(sum(widths[:i])): k for i, k in spans.items()}
+    return viewed, {dim: _taken_by(k, viewed.movedim(dim, 0)) for dim, k in dims.items()}
+
+
+def _taken_by(key: slice, x: Tensor) -> Tensor:
     size = x.shape[0]
     start = _as_place(0 if key.start is None else key.start, size)
     return _between(start, _as_place(size if key.stop is None else key.stop, size), x)
+
+
+def write_to_span(x: Tensor, key: Any, value: Any) -> bool:
+    """``x[key] = value`` where slices in the key are between values; whether any is."""
+    if (found := _spans_in(x, key)) is None:
+        return False
+    viewed, spans = found
+    if isinstance(value, Selected):
+        ((dim, valid), *rest) = spans.items()
+        is_own = not rest and holds_same(value.group.mask, valid)
+        if not is_own or value.rows.ndim - value.at != viewed.ndim - dim:
+            raise refused("a write but to the places of the same rows", as_it_is=True)
+        value = value.rows.movedim(0, value.at)
+    elif isinstance(value, Tensor):
+        behind = [viewed.ndim - dim for dim in spans]
+        if any(value.ndim >= n and value.shape[-n] != 1 for n in behind):
+            shape = tuple(value.shape)
+            raise refused(f"a write of a tensor of shape {shape} to a slice between values", True)
+    value = torch.as_tensor(
+        getattr(value, "value", value), dtype=viewed.dtype, device=viewed.device
+    )
+    for dim, valid in spans.items():
+        value = torch.where(valid.reshape(-1, *(1,) * (viewed.ndim - 1 - dim)), value, viewed)
+    viewed.copy_(value)
+    return True
 
 
 def _between(start: Any, stop: Any, x: Tensor) -> Tensor:
@@ -35,9 +95,10 @@ def _between(start: Any, stop: Any, x: Tensor) -> Tensor:
 
 def _as_place(end: Any, size: int) -> Any:
     """A slice's end as Python counts it: a negative one from the end of the rows."""
-    if type(end) is not TracedNumber:
+    if not _is_value(end):
         return end + size if end < 0 else end
-    return torch.where(end.value < 0, end.value + size, end.value)
+    place = getattr(end, "value", end).detach().reshape(()).long()
+    return torch.where(place < 0, place + size, place)
 
 
 def split(x: Tensor, sizes: Any, dim: int = 0) -> list[Selected] | None:
@@ -50,7 +111,7 @@ def split(x: Tensor, sizes: Any, dim: int = 0) -> list[Selected] | None:
     assume((counts >= 0).all() & (counts.sum() == x.shape[at]), claim)
     ends = [0, *counts.cumsum(0)[:-1].unbind(), x.shape[at]]
     return [
-        Selected(select(moved, group).rows, group, at=at)
+        Selected.of_view(x, group, at)
         for start, stop in pairwise(ends)
         for group in (group_of(_between(start, stop, moved), (start, stop)),)
     ]

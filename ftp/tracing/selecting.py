@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftp.tracing.packed_sequences import packed_steps
 from ftp.tracing.selected import Selected, Selections, group_of, select
-from ftp.tracing.selected_spans import is_span, span_of, split
+from ftp.tracing.selected_spans import span_in, split
 
 _PACK: Any = torch._VF._pack_padded_sequence
 _UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
@@ -98,13 +98,13 @@ def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
 
 
 def _read(x: Tensor, key: Any) -> Selected | None:
-    """``x[key]`` with a mask, or a slice between values, behind full slices; None without one."""
+    """``x[key]`` with a slice between values, or a mask behind full slices; None without one."""
+    if (span := span_in(x, key)) is not None:
+        return span
     if (found := mask_in(x, key)) is None:
         return None
     at, mask, rest = found
     if not all(k is None or k is Ellipsis or type(k) in (int, slice) for k in rest):
-        return None
-    if any(is_span(k) for k in rest):
         return None
     x = x[(*(slice(None),) * (at + mask.ndim), *rest)] if rest else x
     group = group_of(mask)
@@ -119,10 +119,9 @@ def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
     at = next((i for i, k in enumerate(keys) if not _is_full(k)), len(keys))
     if not at < len(keys) <= x.ndim + sum(k is None or k is Ellipsis for k in keys):
         return None
-    mask = span_of(keys[at], x.movedim(at, 0)) if is_span(keys[at]) else keys[at]
-    if not (isinstance(mask, Tensor) and is_selection(mask, x, at)):
+    if not is_selection(keys[at], x, at):
         return None
-    return at, mask, tuple(keys[at + 1 :])
+    return at, keys[at], tuple(keys[at + 1 :])
 
 
 def _is_full(key: Any) -> bool:

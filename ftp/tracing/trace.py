@@ -43,7 +43,7 @@ from ftp.tracing.nested_traces import nested_traces
 from ftp.tracing.paths import Paths, Ran, Static, merge_runs
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.reshaped_views import check_reshaped_views
-from ftp.tracing.selected import counted
+from ftp.tracing.selected_results import counted
 from ftp.tracing.value_independent import unchecked
 
 if TYPE_CHECKING:

@@ -96,7 +96,9 @@ def _operator(name: str, swapped: bool) -> Callable[[TracedNumber, Any], Any]:
 
     def of(self: TracedNumber, other: Any) -> Any:
         if type(other).__module__ == "numpy" and not isinstance(other, int | float):
-            raise numpy_refused(type(other).__name__)
+            if type(other).__name__ != "int64":  # others are rounded and wrap around otherwise
+                raise numpy_refused(type(other).__name__)
+            other = int(other)
         if not isinstance(other, TracedNumber | int | float):
             if not hasattr(other, "ndim"):
                 return NotImplemented

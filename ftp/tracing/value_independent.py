@@ -17,27 +17,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ftp.tracing.selected_behind_one
+import ftp.tracing.selected_operators
 import ftp.tracing.selected_places  # noqa: F401  (they fill the tables of selected rows)
 from ftp import static
 from ftp.axis import is_inside
+from ftp.errors import TraceError
 from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
-from ftp.source import at_line
+from ftp.source import at_line, describe_line, users_frame
 from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.covariance import corrcoef, cov
-from ftp.tracing.guards import guard_at
+from ftp.tracing.guards import guard_at, line_of_identity
 from ftp.tracing.index_ranges import index_range
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
 from ftp.tracing.paths import decided
 from ftp.tracing.selected import Selected, apply
+from ftp.tracing.selected_spans import write_to_span
 from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
+from ftp.tracing.tensors_of_rows import of_a_row_each
 from ftp.tracing.traced_number import TracedNumber, beside_narrow, without_numbers
 
 aten = torch.ops.aten
@@ -54,6 +58,8 @@ class unchecked(ModeOfBlocks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if TracedNumber in types:
+            if (found := of_a_row_each(func, args, kwargs or {})) is not None:
+                return found
             if (found := beside_narrow(func, args, kwargs or {})) is not None:
                 return found
             args, kwargs = without_numbers(args, kwargs or {})
@@ -114,6 +120,12 @@ def _numbers(func: Any, x: Tensor) -> Any:
     value = x.detach().reshape(())
     if value.dtype is not torch.bool:
         value = value.double() if value.is_floating_point() else value.long()
+    elif (frame := users_frame()) and (line := line_of_identity(frame.f_code)):
+        warnings.warn(
+            f"{describe_line(frame.f_code.co_filename, line)}\n  A bool that the function reads by"
+            " .item() is never the object True or False here: write if b, or b == True.",
+            stacklevel=2,
+        )
     return TracedNumber(value)
 
 
@@ -294,6 +306,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
+    if write_to_span(input, key, value):
+        return
     if (at := _place_by_tensor(input, key)) is not None:
         dim, place, key = at
         part = input.index_select(dim, place)
@@ -308,6 +322,17 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
         input.copy_(_index_put(input, (key,), value.to(input.dtype)))
     else:
         Tensor.__setitem__(input, key, value)
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """``x.data = value``: torch.func refuses it, and a trace would go on with the old value."""
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise TraceError(
+            f"{at_line()}x.data = y puts a tensor of shape {tuple(value.shape)} and {value.dtype}"
+            f" in the place of one of shape {tuple(x.shape)} and {x.dtype}. Give the new tensor a"
+            " name of its own."
+        )
+    x.data.copy_(value.detach())
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -392,6 +417,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.index_put_: _in_place(_index_put),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
+    Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
     torch.istft: istft,
     Tensor.istft: istft,
     torch.stft: stft,

@@ -476,6 +476,93 @@ def test_a_changed_parameter_or_attribute_is_an_error():
         fn(params, torch.ones(2))
 
 
+class Following(nn.Module):
+    """A target that follows the online layer, as in BYOL and DQN."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how = how
+
+    def follow(self, p, q):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                q.lerp_(p, 0.25)
+        elif self.how == "data":
+            q.data.mul_(0.75).add_(p.data, alpha=0.25)
+        elif self.how == "assigned data":
+            q.data = 0.75 * q.data + 0.25 * p.data
+        elif self.how == "detach":
+            q.detach().copy_(0.75 * q + 0.25 * p)
+
+    def forward(self, x):
+        for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            self.follow(p, q)
+        return self.online(x) - self.target(x).detach()
+
+
+@pytest.mark.parametrize("how", ["no_grad", "data", "assigned data", "detach"])
+def test_a_frozen_target_that_follows_comes_back_updated(how):
+    model, x = Following(how).double(), torch.randn(3, 4, dtype=torch.float64)
+    fn, params = functionalize(model)
+    before = state_of(model)
+    with pytest.raises(TraceError, match=r"parameter 'target.weight' in place .*If no gradient"):
+        fn(params, x)
+    model.target.requires_grad_(False)
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError, match=r"frozen parameter 'target.weight' .* buffers=True\)"):
+        fn(params, x)
+    assert state_of(model) == before
+    fn, params, buffers = functionalize(model, buffers=True)
+
+    def loss(params, buffers, x):
+        out, buffers = fn(params, buffers, x)
+        return out.square().sum(), buffers
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), has_aux=True)
+    (value, new), grads = step(params, buffers, x)
+    plain, updated = loss(params, buffers, x)
+    assert state_of(model) == before
+    out = model(x)
+    torch.testing.assert_close(plain, out.square().sum())
+    torch.testing.assert_close(value, plain)
+    torch.testing.assert_close(new, dict(model.target.named_parameters(prefix="target")))
+    torch.testing.assert_close(updated, new)
+    expected = torch.autograd.grad(out.square().sum(), list(model.online.parameters()))
+    torch.testing.assert_close(list(grads.values()), list(expected))
+
+
+def test_parameters_may_be_frozen_for_a_part_of_a_call():
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+        def forward(self, x):
+            loss = (self.critic(x)[0] - x).square().sum()
+            weight = self.critic.weight_ih_l0
+            for p in self.critic.parameters():
+                p.requires_grad = False
+            loss = loss - self.critic(self.actor(x))[0].sum()
+            loss = loss + F.linear(self.actor(x), weight).exp().sum() + weight.square().sum()
+            self.critic.requires_grad_(True)
+            return loss + self.critic(x)[0].square().sum()
+
+    model, x = Critic().double(), torch.randn(3, 4, dtype=torch.float64)
+    fn, params = functionalize(model)
+    before = state_of(model)
+    step = ftp.shard(lambda p, x: fn(p, x), ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    value, grads = step(params, x)
+    assert state_of(model) == before
+    loss = model(x)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(value, loss.detach())
+    torch.testing.assert_close(list(grads.values()), list(expected))
+    fn, params = functionalize(model, remat={"critic": "products"})
+    with pytest.raises(TraceError, match="modifies parameter 'critic"):
+        fn(params, x)
+
+
 @pytest.fixture
 def pins(monkeypatch):
     """What was pinned to which spec, in order; pinning doubles the value, so that a result shows

@@ -214,6 +214,35 @@ def test_the_error_of_a_list_names_what_may_be_done():
         )(X)
 
 
+def test_an_assumption_of_one_way_says_so():
+    def fn(x):
+        assert x.sum() < 100
+        if x[0, 0] > 0:
+            assert x[0, 1] < 3
+            return x * 2
+        return -x
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P(), check_inputs=True)
+    always, sometimes = step.lower(X).assumptions
+    assert always.endswith("x.sum() < 100 is True")
+    assert re.search(r"x\[0, 1\] < 3 is True, where the condition at .* is true$", sometimes)
+    x = X.clone()
+    x[0, :2] = torch.tensor([-1.0, 9.0])
+    torch.testing.assert_close(step(x), -x)
+    x[0, 0] = 1
+    with pytest.raises(ftp.errors.InputError, match="where the condition at"):
+        step(x)
+
+
+def test_an_identity_of_a_bool_that_is_read_is_warned_of():
+    def fn(x):
+        is_large = (x.sum() > 0).item()
+        return x if is_large is True else -x
+
+    with pytest.warns(UserWarning, match=r"is_large is True(.|\n)*write if b"):
+        ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X)
+
+
 def _of_every_kind(x, at):
     n, m, b = at.item(), (x > at).sum().item(), (at > 0).item()
     return {
