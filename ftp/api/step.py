@@ -155,6 +155,16 @@ class Step:
     def lower(self, *args: Any) -> "Lowered":
         """The program for these arguments (real, fake or meta), without running it or talking to
         other ranks.
+
+        Raises:
+            InputError, SpecError, PlacementError: arguments that a call would refuse.
+            TraceError: a function that cannot be one graph. PlanningError: a finding of
+            ``strict=True``.
+
+        >>> import ftp, torch
+        >>> step = ftp.spmd(torch.sum, ftp.AbstractMesh((2,), ("dp",)), ftp.P("dp"), ftp.P())
+        >>> [c.op for c in step.lower(torch.empty(4, device="meta")).collectives]
+        ['all_reduce']
         """
         return self.lower_traced(None, *args)
 

@@ -130,6 +130,7 @@ class Hardware:
         )
 
     def flops_of(self, dtype: torch.dtype) -> float:
+        """Floating-point operations a second of matmuls in ``dtype``."""
         return self.rates.get(dtype, self.flops)
 
     @classmethod

@@ -111,7 +111,10 @@ def check_key(key: Tensor, name: str) -> None:
 
 
 def bits(key: Tensor, shape: ShapeLike = ()) -> Tensor:
-    """32 random bits per element, as int32.
+    """32 random bits per element, as int32 of ``shape`` (an int or ints; default 0-d).
+
+    Raises:
+        InputError: no key of shape (2,), or a shape of other than ints from 0 on.
 
     >>> bits(key(0), 2)
     tensor([1713891541, -513161843], dtype=torch.int32)
@@ -129,6 +132,13 @@ def uniform(
 ) -> Tensor:
     """Uniform in [low, high), from as many random bits as the dtype's precision: 53, 24, 11 or 8.
 
+    Args:
+        shape: of the result, an int or ints; default 0-d.
+        dtype: a floating-point dtype; default torch's.
+
+    Raises:
+        InputError: no key, shape or floating-point dtype.
+
     >>> uniform(key(0), (3,))
     tensor([0.3990, 0.8805, 0.7357])
     """
@@ -144,7 +154,11 @@ def uniform(
 
 
 def normal(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None) -> Tensor:
-    """Standard normal.
+    """Standard normal numbers of ``shape`` (default 0-d) and a floating-point ``dtype`` (default
+    torch's).
+
+    Raises:
+        InputError: no key, shape or floating-point dtype.
 
     >>> normal(key(0), (3,)).dtype
     torch.float32
@@ -169,7 +183,10 @@ def normal(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None)
 def truncated_normal(
     key: Tensor, lower: float, upper: float, shape: ShapeLike = (), dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Standard normal given that it lies in [lower, upper].
+    """Standard normal numbers given that they lie in [lower, upper], as of ``normal``.
+
+    Raises:
+        InputError: ``lower`` not below ``upper``; no key, shape or floating-point dtype.
 
     >>> float(truncated_normal(key(0), -1.0, 1.0, (1000,)).abs().max()) <= 1.0
     True
@@ -186,7 +203,10 @@ def truncated_normal(
 
 
 def exponential(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None) -> Tensor:
-    """Exponential of rate one.
+    """Exponential numbers of rate one, of ``shape`` and ``dtype`` as of ``normal``.
+
+    Raises:
+        InputError: no key, shape or floating-point dtype.
 
     >>> bool((exponential(key(0), (100,)) > 0).all())
     True
@@ -218,6 +238,9 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: ShapeLike | None = No
 def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     """``x`` with each element zero with probability ``p``, the others divided by ``1 - p``.
 
+    Raises:
+        InputError: no key, or a ``p`` outside [0, 1].
+
     >>> dropout(key(0), torch.ones(4), 0.5)
     tensor([2., 0., 0., 0.])
     """
@@ -232,7 +255,10 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
 def randint(
     key: Tensor, low: int, high: int, shape: ShapeLike = (), dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Integers from ``low`` to ``high - 1``, uniform up to ``(high - low) / 2**63``.
+    """Integers of ``shape`` from ``low`` to ``high - 1``, uniform up to ``(high - low) / 2**63``.
+
+    Raises:
+        InputError: ``low`` not below ``high``; no key or shape.
 
     >>> randint(key(0), 0, 10, (4,))
     tensor([1, 0, 8, 1])
@@ -243,7 +269,10 @@ def randint(
 
 
 def permutation(key: Tensor, n: int | Tensor) -> Tensor:
-    """The numbers below ``n`` in random order, or a tensor's rows.
+    """The numbers below ``n`` in random order, int64 of shape (n,), or a tensor's rows.
+
+    Raises:
+        InputError: no key.
 
     >>> sorted(permutation(key(0), 4).tolist())
     [0, 1, 2, 3]

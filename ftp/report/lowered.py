@@ -197,7 +197,17 @@ class Lowered(Startable):
 
         Args:
             hardware: as of ``ftp.shard``, such as ``"h100"``, or ``ftp.calibrate()`` for this
-                machine's; default what the program was planned for.
+                machine's; default the hardware that the program was planned for.
+
+        Raises:
+            InputError: no such hardware. MeshError: links of axes that the mesh does not have.
+
+        >>> import ftp
+        >>> mesh, x = ftp.AbstractMesh((4,), ("tp",)), torch.empty(64, 64)
+        >>> lowered = ftp.lower(lambda x: x @ x.T, mesh, ftp.P("tp"), x, out_specs=ftp.P())
+        >>> cost = lowered.cost("h100")
+        >>> cost.flops, 0 < cost < 1e-3
+        (131072.0, True)
         """
         program = self._program
         rates = program.hardware if hardware is None else hardware_on(program.mesh, hardware)
@@ -333,7 +343,14 @@ class Lowered(Startable):
         return Why(value.node.name, layout, tuple(chain), tuple(found))
 
     def diff(self, other: "Lowered") -> Difference:
-        """How another program differs, such as the same function under other specs."""
+        """How another program differs, such as the same function under other specs.
+
+        >>> import ftp
+        >>> mesh, x = ftp.AbstractMesh((2,), ("dp",)), torch.empty(4, 4)
+        >>> here, there = (ftp.lower(torch.sum, mesh, spec, x) for spec in (ftp.P("dp"), ftp.P()))
+        >>> here.diff(there).specs
+        {'args[0]': ("P('dp')", 'P()')}
+        """
         mine, theirs = counts(self.collectives), counts(other.collectives)
         specs = {
             node.name: spec
