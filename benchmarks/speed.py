@@ -7,7 +7,8 @@ thread each, float32, AdamW included.
 Every peer runs in processes of its own that stay while the peers take turns, a few steps each;
 medians and quartiles are over all steps, ratios over the turns, each against the anchor's in the
 same round. With ``--at-once`` fewer peers share the machine's memory, the anchor in each set. A
-peer's first losses are compared with those of one device in float64. A peer that cannot run, or
+peer's first losses are compared with those of one device in float64. "of floor" is a peer's time
+over that of the floor (``peers/floor.py``), which takes turns with them. A peer that cannot run, or
 whose first steps take longer than ``--limit`` seconds, is listed with the reason. On a quiet
 machine of two cores the whole takes about twenty minutes.
 """
@@ -164,12 +165,14 @@ def measure(
                     if peer in teams:
                         teams.pop(peer).close()
                     continue
-                off = max(
-                    abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True)
-                )
                 rows[peer] |= {
                     key: answer[key] for key in ("first", "collectives", "kinds", "bytes")
                 }
+                if peer == worker.FLOOR:
+                    continue
+                off = max(
+                    abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True)
+                )
                 rows[peer] |= {"losses agree": off < TOLERANCE[workload], "loss off by": off}
             for at in range(rounds):
                 turn = (
@@ -193,12 +196,12 @@ def measure(
             "least": 1e3 * min(every),
         }
         rows[peer] |= {"cpu ms": 1e3 * statistics.median(cpu[peer])}
+        medians = {name: [statistics.median(turn) for turn in seconds[name]] for name in teams}
+        for name, column in ((anchor, "ratio"), (worker.FLOOR, "of floor")):
+            if name in teams:
+                shares = [a / b for a, b in zip(medians[peer], medians[name], strict=True)]
+                rows[peer][column] = statistics.median(shares)
         if anchor in teams:
-            medians = [
-                (statistics.median(a), statistics.median(b))
-                for a, b in zip(seconds[peer], seconds[anchor], strict=True)
-            ]
-            rows[peer]["ratio"] = statistics.median(mine / theirs for mine, theirs in medians)
             rows[peer]["least ratio"] = rows[peer]["least"] / (
                 1e3 * min(s for turn in seconds[anchor] for s in turn)
             )
@@ -208,6 +211,7 @@ def measure(
 COLUMNS = (
     "peer",
     "ratio",
+    "of floor",
     "ms",
     "quartiles",
     "least",
@@ -252,7 +256,7 @@ def main() -> None:
         "--at-once",
         type=int,
         default=6,
-        help="peers whose processes live at a time, beside the anchor",
+        help="peers whose processes live at a time, beside the anchor and the floor",
     )
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds that a peer may take for one answer"
@@ -273,15 +277,21 @@ def main() -> None:
     tables = {}
     for name in args.workloads:
         per_turn = max(2, int(args.seconds / {"W1": 0.001, "W2": 0.12, "W3": 0.6}[name]))
-        others = [peer for peer in args.peers if peer != args.anchor]
+        always = [peer for peer in {args.anchor: 0, worker.FLOOR: 0} if peer in args.peers]
+        others = [peer for peer in args.peers if peer not in always]
         sets = [others[i : i + args.at_once] for i in range(0, len(others), args.at_once)] or [[]]
         rows: list[dict[str, Any]] = []
         for chosen in sets:
-            with_anchor = [args.anchor, *chosen] if args.anchor in args.peers else chosen
             found = measure(
-                name, with_anchor, args.rounds, per_turn, args.anchor, args.limit, args.jax_python
+                name,
+                [*always, *chosen],
+                args.rounds,
+                per_turn,
+                args.anchor,
+                args.limit,
+                args.jax_python,
             )
-            rows += [row for row in found if row["peer"] != args.anchor or not rows]
+            rows += [row for row in found if row["peer"] not in always or not rows]
         tables[name] = rows
         print(
             f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}"

@@ -22,7 +22,7 @@ def script(name: str) -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     try:
         spec = importlib.util.spec_from_file_location(
-            f"benchmarks_{name}", BENCHMARKS / f"{name}.py"
+            f"benchmarks_{name.replace('/', '_')}", BENCHMARKS / f"{name}.py"
         )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -54,6 +54,12 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu():
 def _on_ranks(loss: float) -> bool:
     found = script("gpu").on_ranks({**CASE, "peer": "ftp", "ranks": 2, "backend": "gloo"})
     return found["loss"] == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "sent"), [("W1", 400), ("W2", 9_443_328), ("W3", 40_900_608)])
+def test_the_floor_sends_what_the_program_by_hand_sends(name: str, sent: int):
+    """As torch's profiler counted it in P4 (docs/speed.md)."""
+    assert script("peers/workloads").WORKLOADS[name].nbytes == sent
 
 
 def test_torch_compiles_its_loss_too(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+FLOOR = "floor"  # no train step: the least that a step must take
 PEERS = {  # name -> file, options
+    FLOOR: ("floor", {}),
     "plain": ("plain", {"compiled": False}),
     "plain compiled": ("plain", {"compiled": True}),
     "DTensor": ("dtensor", {"compiled": False}),

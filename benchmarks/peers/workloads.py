@@ -5,6 +5,7 @@ Every peer starts from the weights of `module` and sees the batches of `batch`, 
 be compared.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,15 @@ class Workload:
     cfg: models.LlamaConfig | None
     rows: tuple[int, ...]
     collectives: int
+
+    @property
+    def nbytes(self) -> int:
+        """What the program by hand sends: activations of every block twice, forward and backward,
+        those of the embedding and of the head, and three numbers a token for the loss.
+        """
+        if self.cfg is None:
+            return 4 * self.rows[0] * 5
+        return 4 * math.prod(self.rows) * ((2 + 4 * self.cfg.layers) * self.cfg.dim + 3)
 
 
 WORKLOADS = {
