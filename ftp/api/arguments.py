@@ -241,6 +241,24 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
             )
 
 
+def check_captured_kept(
+    call: Arguments, donated: Sequence[int], captured: Sequence[torch.Tensor]
+) -> None:
+    """Raises for a donated leaf that shares memory with a tensor which the function has captured: a
+    program reads that at each call.
+    """
+    n = len(call.leaves)
+    tensors = {i: call.leaves[i] for i in donated} | {n + k: x for k, x in enumerate(captured)}
+    failures = [
+        f"{call.names[i]} shares memory with a tensor of shape {tuple(tensors[j].shape)} that the"
+        " function captures. It is donated, and the program reads the other at each call. Clone one"
+        " of them."
+        for i, j in _sharing(tensors)
+        if i < n <= j and tensors[i].is_contiguous()
+    ]
+    raise_all(DonationError, failures)
+
+
 def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
     """Pairs of tensors between whose first and last element lie elements of the other."""
     real = {

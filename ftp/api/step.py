@@ -10,6 +10,7 @@ import torch
 
 from ftp.api.arguments import (
     Arguments,
+    check_captured_kept,
     check_donated_once,
     check_static,
     check_values,
@@ -84,6 +85,7 @@ class Step:
             planned = self._look_up(call, unexpected)
             if planned is not None:
                 warn_of_others(planned.captured, stacklevel=2)
+                _check_captured_kept(call, planned)
         except Exception as e:
             # The other ranks may wait for this one: tell them.
             record.agree(record.next(), e)
@@ -271,6 +273,7 @@ class Step:
         try:
             try:
                 planned = self._built(Inputs(call, specs, shapes, handed_out))
+                _check_captured_kept(call, planned)
             finally:
                 if handed_out is not None:
                     handed_out.give(b"")  # in case this rank has given no plan
@@ -309,6 +312,12 @@ class Step:
     ) -> Planned:
         """See `build`; subclasses build their kind of program here."""
         return build(self._definition, inputs, watch, traced)
+
+
+def _check_captured_kept(call: Arguments, planned: Planned) -> None:
+    if planned.donated and isinstance(planned.program, Program):
+        donated = [i for i, _ in planned.donated]
+        check_captured_kept(call, donated, planned.program.constants)
 
 
 def _check_inputs(call: Arguments, program: Program, mesh: Mesh, record: Calls) -> None:

@@ -645,6 +645,22 @@ def test_a_donated_tensor_shares_memory():
         step(params, torch.ones(3).expand(2, 3))
 
 
+def test_a_donated_tensor_is_captured_too():
+    """On one rank, whose program wrote to the tensor that the function captures."""
+    w, x = torch.arange(4.0), torch.ones(4)
+    mesh = ftp.simulated_mesh(1, "tp")
+    step = ftp.spmd(lambda p, x: ({"w": p["w"] * 2}, x + w[1:].sum()), mesh, donate=(0,))
+    expected = (
+        "DonationError: p['w'] shares memory with a tensor of shape (4,) that the function"
+        " captures. It is donated, and the program reads the other at each call. Clone one of them."
+    )
+    assert message(step, {"w": w}, x) == expected
+    params, found = step({"w": w.clone()}, x)
+    assert torch.equal(step(params, x)[1], found)
+    assert message(step, {"w": w}, x) == expected
+    assert torch.equal(w, torch.arange(4.0))
+
+
 def test_a_donated_tensor_that_passes_through_may_be_donated_again():
     same = ftp.spmd(lambda p: p, MESH, SPECS, SPECS, donate=(0,))
     params = fresh()
