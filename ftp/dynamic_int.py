@@ -224,7 +224,7 @@ class Sizes:
         )
 
     def function(self, formulas: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """From sizes to the values of formulas."""
+        """A function from sizes to the values of formulas."""
         texts = [x.written() if hasattr(type(x), "ints") else repr(x) for x in formulas]
         needed = [part for x in formulas if hasattr(type(x), "ints") for part in x.ints()]
         return self.compiled(needed, f"({''.join(f'{text}, ' for text in texts)})")
@@ -235,7 +235,7 @@ class Sizes:
     def compiled(
         self, needed: Iterable["DynamicInt"], result: str
     ) -> Callable[[Sequence[int]], Any]:
-        """From sizes to a Python expression of formulas."""
+        """A function from sizes to the value of ``result``, a Python expression of formulas."""
         numbers: set[int] = set()
         stack = list(needed)
         while stack:

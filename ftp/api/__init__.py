@@ -1,1 +1,1 @@
-"""What users call: shard, spmd, lower, certify, reshard, init_params. Orders the passes."""
+"""The public functions: shard, spmd, lower, certify, reshard, init_params. Orders the passes."""

@@ -178,7 +178,7 @@ def dynamic_dims(
 def dynamic_arguments(
     given: Any, roots: Sequence[str], first: int, *, rng: bool
 ) -> Callable[[tuple[Any, ...]], Dynamic] | None:
-    """From a step's arguments to their dynamic dims; None where none are given."""
+    """A function from a step's arguments to their dynamic dims; None where none are given."""
     if given is None:
         return None
     check_dims(given)

@@ -106,7 +106,7 @@ class Unreduced:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a proof about recorded rank programs needs beside the programs.
+    """The data that a proof about recorded rank programs needs in addition to the programs.
 
     Attributes:
         names: of the outputs.

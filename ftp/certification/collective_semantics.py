@@ -45,7 +45,7 @@ class IssuedCollective:
         return math.prod(along.n for along in self.axes)
 
     def operand(self, cell: Cell, part: int | None) -> ElementMap:
-        """What the ranks of a cell send, or one part of packed values."""
+        """The element map that the ranks of a cell send, or that of one part of packed values."""
         held, mine = self.sent(cell), self.sent(self.cell)
         if part is None:
             if isinstance(held, PackedValues):

@@ -83,7 +83,7 @@ class DimPart:
     size: int
 
     def positions(self) -> Index:
-        """Of one rank, in order."""
+        """The positions of one rank's elements, in order."""
         return np.broadcast_to(self.index.dense().reshape(-1), self.size).copy()
 
 

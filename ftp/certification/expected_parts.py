@@ -68,7 +68,7 @@ class ExpectedParts:
         return self._cuts[key]
 
     def _cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart | None:
-        """None if ranks of the cell hold parts of different sizes after one of several cuts."""
+        """The part of a dim that ranks of the cell hold after several cuts; None if sizes vary."""
         held = self.whole(size)
         for axis, unit, packs in cuts:
             ranks = cell.at[self.axes[axis].dim]
@@ -229,8 +229,8 @@ class ExpectedParts:
     def starts(
         self, of_ranks: Sequence[Sequence[tuple[int, int]]], axis: str
     ) -> list[tuple[Index, int]]:
-        """Of start and length of each piece of each rank along an axis: the starts of a piece, an
-        array with a dim for each mesh axis, and its common length.
+        """Per piece, its starts (an array with a dim for each mesh axis) and common length, given
+        (start, length) of each piece of each rank along an axis.
         """
         dim = self.axes[axis].dim
         shape = [len(of_ranks) if d == dim else 1 for d in range(len(self.axes))]

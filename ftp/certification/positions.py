@@ -19,7 +19,7 @@ _LEAST = HOLE // 2  # a number below it is a hole plus some position
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What a position gains along ``dims``, ascending; a range has one dim."""
+    """The amounts that are added to a position along ``dims``, ascending; a range has one dim."""
 
     dims: tuple[int, ...]
     values: range | Index
@@ -46,7 +46,7 @@ class Positions:
         return any(dim in t.dims for t in self.terms)
 
     def dense(self) -> Index:
-        """As an array with ``ndim`` dims, of size 1 where nothing varies; a hole is -1."""
+        """The positions as an array of ``ndim`` dims, of size 1 where constant; a hole is -1."""
         found = np.full((1,) * self.ndim, self.base) + _joined(self.terms, range(self.ndim))
         return np.where(found < _LEAST, -1, found)
 
@@ -189,7 +189,7 @@ def holes(ndim: int) -> Positions:
 
 
 def from_array(values: Index) -> Positions:
-    """From positions without holes, with a dim of the array for each dim."""
+    """Positions from an array without holes, which has a dim for each dim."""
     return sum_of(values.ndim, 0, [Term(tuple(range(values.ndim)), values)])
 
 
@@ -349,8 +349,8 @@ def _groups(terms: Sequence[Term]) -> list[list[Term]]:
 
 
 def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
-    """By how much the sum of ``a`` is more than that of ``b``, everywhere; None if it varies, or
-    if their holes differ.
+    """The sum of ``a`` minus that of ``b``, if it is the same everywhere; None if it varies, or if
+    their holes differ.
     """
     if all(isinstance(t.values, range) for t in (*a, *b)):
         # Each a range, as the line above says.

@@ -30,7 +30,7 @@ class Ranks:
     def of(
         graphs: Sequence[fx.Graph], at: Mapping[MeshIndex, tuple[int, Sequence[int]]]
     ) -> "Ranks":
-        """From each rank's graph and numbers."""
+        """Make it from each rank's graph and numbers."""
         shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
         number = np.zeros(shape, dtype=np.int64)
         counts = {graph: len(given) for graph, given in at.values()}

@@ -130,7 +130,7 @@ def _exit() -> None:
 
 
 def _forget() -> None:
-    """In a forked process: neither the thread nor its saves are there."""
+    """Forget the thread and its saves in a forked process, which has neither."""
     _unasked.clear()
     _thread.cache_clear()
 

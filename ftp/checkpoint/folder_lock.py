@@ -261,7 +261,7 @@ class _Heart:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked process, which owns nothing."""
+        """Forget all locks in a forked process, which owns none."""
         global _taking, _token
         cls._thread, _taking, _token = None, threading.RLock(), uuid.uuid4().hex
         _held.clear()

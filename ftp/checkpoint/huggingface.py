@@ -163,7 +163,7 @@ def save_safetensors(
 
 
 def read_folder(path: Path) -> Source:
-    """What a safetensors file, or a folder of them, holds."""
+    """The tensors of a safetensors file, or of a folder of them."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     folder = path.parent if path.is_file() else path

@@ -84,7 +84,7 @@ def _source(folder: Path) -> Source:
 
 
 def _newest_whole(damaged: Path, mesh: Mesh, timeout: float | None) -> str:
-    """What to load instead of a damaged checkpoint: the newest one whose hashes all match. All
+    """Advice to load the newest checkpoint whose hashes all match, in place of a damaged one. All
     ranks call it, and divide the work.
     """
     root = damaged.parent

@@ -154,8 +154,8 @@ class Checkpoint:
 
     @cached_property
     def damage(self) -> str | None:
-        """What is wrong with the manifest, or the names, sizes and headers of the files; None if
-        nothing. Values are not read.
+        """The fault of the manifest, or of the files' names, sizes and headers, as text; None if
+        there is none. Values are not read.
         """
         try:
             manifest = read_manifest(self.folder)

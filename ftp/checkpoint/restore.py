@@ -87,11 +87,11 @@ def restore(
 
 @dataclass(frozen=True)
 class _Fetched:
-    """What this rank has read.
+    """The values that this rank has read.
 
     Attributes:
         wanted: the tree to make, with the shapes in the source.
-        paths: what each leaf is called in the source.
+        paths: per leaf, its path in the source.
         reading: the tree with the specs under which ``values`` were read.
     """
 
@@ -128,7 +128,7 @@ def _fetch(
 def _paths_in(
     source: Source, wanted: ShardedTree, like: Any, rename: Callable[[str], str]
 ) -> list[str]:
-    """What each leaf is called in the source; a tied weight is there under one of its paths."""
+    """The path of each leaf in the source; a tied weight is there under one of its paths."""
     known = source.tensors.keys() | source.values.keys()
     paths = []
     for leaf, path in zip(wanted.leaves, leaf_paths(like), strict=True):

@@ -1,4 +1,4 @@
-"""What a load reads from: tensors in the files of a folder, and whether the files are whole."""
+"""The source of a load: tensors in the files of a folder, and whether the files are whole."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

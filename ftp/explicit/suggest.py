@@ -78,7 +78,7 @@ class Probed:
 
     @cached_property
     def of_inputs(self) -> dict[str, list[int]]:
-        """By argument, the probes of its value."""
+        """Per argument, the probes of its value."""
         inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         named = dict(zip(inputs, self.names, strict=False))
         found: dict[str, list[int]] = {}
@@ -89,7 +89,7 @@ class Probed:
 
     @cached_property
     def metas(self) -> dict[int, Any]:
-        """By probe, the shape and dtype of its value."""
+        """Per probe, a fake tensor of its value's shape and dtype."""
         return {
             number: node.meta["val"]
             for node in self.gm.graph.nodes

@@ -99,7 +99,7 @@ def _style_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """By path, all paths of the same tensor, its own first."""
+    """Per path, all paths of the same tensor, its own first."""
     by_memory: dict[Any, list[str]] = {}
     for path, value in state.items():
         by_memory.setdefault(memory_of(value), []).append(path)

@@ -193,7 +193,7 @@ def _modes_of_blocks() -> Again:
 
 
 def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
-    """By device, whether ``torch.autocast`` is on, and its dtype."""
+    """Per device type, whether ``torch.autocast`` is on, and its dtype."""
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")

@@ -230,7 +230,7 @@ class Given:
         return (some if seen is None else some & seen) | full
 
     def dropped(self, x: Tensor, part: ScoreTile) -> Tensor:
-        """What dropout leaves of a tile."""
+        """The tile ``x`` after dropout."""
         if not self.drop_keys:
             return x
         strides = [math.prod(self.drawn[i:]) for i in range(4)]

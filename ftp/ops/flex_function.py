@@ -49,7 +49,7 @@ class Kept:
     def dense(
         self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By the full score matrix, for derivatives of higher order."""
+        """Attention by the full score matrix, for derivatives of higher order."""
         tables, of_score, of_mask, keys = self.split(tensors)
         scores = scores_of(q, k, self.scale)
         at = [torch.arange(n, device=q.device) for n in scores.shape]

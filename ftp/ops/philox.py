@@ -94,7 +94,7 @@ def drawn_below(bits: Tensor, p: float) -> Tensor:
 
 
 def kept_scale(p: float) -> float:
-    """By how much dropout multiplies what it keeps."""
+    """The factor by which dropout with probability ``p`` scales the elements that it keeps."""
     return 1 / (1 - p) if p < 1 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a call writes to, as the schema of its op says."""
+"""The tensors that a call writes to, from the schema of its op."""
 
 import functools
 from collections.abc import Mapping, Sequence

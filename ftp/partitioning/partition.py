@@ -1,4 +1,4 @@
-"""From a plan to one rank's program: an ``fx.GraphModule`` on local tensors, with its collectives.
+"""Turn a plan into one rank's program: an ``fx.GraphModule`` on local tensors, with collectives.
 Ranks of equal local shapes differ only in the offsets of their shards. Offsets are inputs of the
 graph, after the tensors, so that such ranks share one graph and one compilation.
 """

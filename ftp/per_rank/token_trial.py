@@ -33,7 +33,7 @@ _known: dict[Any, float | None] = {}
 
 @dataclass(frozen=True)
 class TokenTrial:
-    """What is known of a layer that is tried.
+    """The facts about a layer that is tried.
 
     Attributes:
         count: the tokens of its trace, as for ``mixing_op``.

@@ -45,7 +45,7 @@ class UnevenCut:
 
     @property
     def rows(self) -> int:
-        """Of the first rank, which has the most."""
+        """The number of rows of the first rank, which has the most."""
         return -(-self.size // self.n)
 
     def filled_up(self, x: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class Noted:
     batch: int
 
     def rows(self, gm: fx.GraphModule) -> dict[int, int]:
-        """Of each batch tensor that ``accumulate`` cuts, its input of the graph and the output that
-        is one microbatch of it.
+        """Per input of the graph that is a batch tensor cut by ``accumulate``, the output that is one
+        microbatch of it.
         """
         number = {n: i for i, n in enumerate(_inputs(gm))}
         outputs = _outputs(gm)

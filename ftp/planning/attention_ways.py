@@ -23,7 +23,7 @@ Ways = Mapping[str, bool]  # per axis, whether attention runs as a ring over it 
 
 
 class PlanCost(NamedTuple):
-    """What a whole plan costs a rank.
+    """The cost of a whole plan to a rank.
 
     Attributes:
         seconds: sum over all ops and reshards, without overlap.

@@ -30,7 +30,7 @@ def placed(graph: Graph) -> Rewrite:
 
 
 def waits_for(graph: Graph) -> dict[Node, list[Value]]:
-    """What each node waits for: its operands, and the predicates of the branches that it is in."""
+    """The values that each node waits for: its operands, and the predicates of its branches."""
     predicates = {number_of(node.target, node.args): node.operands[:1] for node in graph.nodes}
     return {
         node: [

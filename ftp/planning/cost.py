@@ -40,7 +40,7 @@ HOPPER_RATES = {  # dense, in FLOP/s
 
 @dataclass(frozen=True)
 class Link:
-    """What connects the ranks of a mesh axis.
+    """The connection between the ranks of a mesh axis.
 
     Attributes:
         latency: seconds that a collective costs however small it is.

@@ -1,4 +1,4 @@
-"""From a traced fx graph to a ``Graph`` with a rule on every op; from ops to primitives."""
+"""Turn a traced fx graph into a ``Graph`` with a rule on every op; replace ops by primitives."""
 
 import operator
 import warnings

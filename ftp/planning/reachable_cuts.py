@@ -28,7 +28,7 @@ class Cut(NamedTuple):
 
 @dataclass
 class Reach:
-    """What an axis may cut.
+    """The cuts that one axis may make.
 
     Attributes:
         layouts: per value the cuts it may have.

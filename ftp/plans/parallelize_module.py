@@ -152,7 +152,7 @@ def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]
 
 
 def _unmergeable(prefix: object, given: Any, known: Sequence[str]) -> str | None:
-    """What is wrong with an entry of ``merge``; None if nothing is."""
+    """The fault of an entry of ``merge``, as text; None if there is none."""
     if not isinstance(prefix, str):
         return f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
     if not _is_plan(given):

@@ -1,4 +1,4 @@
-"""What draws in place of each of torch's random functions, from a key."""
+"""Replacements of torch's random functions, which draw from a key."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ def _dropout(draws: Keys, func: Any, input: Tensor, p: float, train: bool) -> An
     torch.feature_alpha_dropout_,
 )
 def _alpha_dropout(draws: Keys, func: Any, input: Tensor, p: float, train: bool) -> Any:
-    """What is dropped takes SELU's least value, then mean and variance are restored."""
+    """Set dropped elements to SELU's least value, then restore mean and variance."""
     if not train or p == 0:
         return NotImplemented
     if p == 1:
@@ -63,7 +63,7 @@ def _alpha_dropout(draws: Keys, func: Any, input: Tensor, p: float, train: bool)
 
 
 def _mask_shape(func: Any, input: Tensor) -> tuple[int, ...]:
-    """Of functions of features: one draw for each."""
+    """The shape of a dropout mask: one draw per feature for functions of features."""
     is_of_features = "feature" in func.__name__
     return (*input.shape[:2], *(1,) * (input.ndim - 2)) if is_of_features else tuple(input.shape)
 
@@ -395,7 +395,7 @@ def _size(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _made(drawn: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """What a factory's other arguments ask for."""
+    """The drawn tensor with a factory's ``device``, ``out`` and ``requires_grad``."""
     device, out = kwargs.get("device"), kwargs.get("out")
     if device is not None and torch.device(device).type != drawn.device.type:
         drawn = drawn.to(device)

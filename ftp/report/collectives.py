@@ -196,7 +196,7 @@ def part_of(record: Collective, members: Sequence[Member]) -> Collective:
 
 
 def members_of(node: fx.Node) -> tuple[Member, ...]:
-    """What an issued collective sends, by the names of the plan's reshards."""
+    """The members of an issued collective, by the names of the plan's reshards."""
     record = node.meta["collective"]
     own = Member(node.meta.get("origin", ""), record.nbytes, record.cause)
     return record.members or (own,)

@@ -214,7 +214,7 @@ def _is_asked(value: Value, axis: str, graph: Graph, users: Users) -> bool:
 
 
 def _parts(value: Value, dim: int, users: Users) -> int:
-    """In how many equal parts the users of ``value`` split its ``dim``; 1 if they do not."""
+    """The number of equal parts into which users of ``value`` split its ``dim``; 1 if none do."""
     for user, slot in users.get(value, ()):
         parts = [result.shape for result in user.results]
         if user.kind != "op":

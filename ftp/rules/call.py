@@ -19,7 +19,7 @@ class Meta:
 
     @classmethod
     def of(cls, x: Any) -> "Meta":
-        """Of a tensor; a number is a 0-d integer."""
+        """The meta of a tensor; a number is a 0-d integer."""
         is_tensor = isinstance(x, torch.Tensor)
         return cls(tuple(x.shape), x.dtype) if is_tensor else cls((), torch.int64)
 

@@ -16,7 +16,7 @@ from ftp.tracing.trace import Traced
 
 MARK = "@"  # starts the name of a mark's axis, which no mesh has; the module's pattern follows
 Along = Mapping[str, int]
-"""By axis, the dim that it cuts of the marked modules' outputs."""
+"""Per axis, the dim of the marked modules' outputs that it cuts."""
 
 
 def is_mark(pin: Pin) -> bool:

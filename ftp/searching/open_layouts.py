@@ -132,8 +132,8 @@ def reaches(
     is_data: bool,
     forced: Mapping[str, Layout | None],
 ) -> tuple[Reach, Reach, dict[Node, Layout], dict[Node, Sequence[Layout]]]:
-    """What an axis may cut, what the batch alone reaches, the layouts that are fixed, and those
-    that parameters may have.
+    """(cuts that an axis may make, cuts that the batch alone reaches, fixed layouts, layouts that
+    parameters may have).
     """
     n = axes[axis]
     pinned = {

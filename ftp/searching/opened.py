@@ -68,7 +68,7 @@ class Opened:
         )
 
     def marks(self) -> dict[str, tuple[int, ...]]:
-        """By pattern of marked modules, the shape of their output."""
+        """Per pattern of marked modules, the shape of their output."""
         nodes = [node for node in self.graph.nodes if node.kind == "constrain"]
         return {
             pattern: n.results[0].shape

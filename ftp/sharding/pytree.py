@@ -79,7 +79,7 @@ def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
 
 
 class Specs(dict):
-    """What ``plan`` returns: a dict of specs that prints as a table of paths, specs, and the
+    """The result of ``plan``: a dict of specs that prints as a table of paths, specs, and the
     patterns that gave them.
     """
 

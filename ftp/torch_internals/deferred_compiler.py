@@ -95,7 +95,7 @@ class _ConstantOfTrace(Source):
 
 
 class _RandomValue(Source):
-    """What the compiler alone makes: no tensor of a trace is one."""
+    """A source that only the compiler makes: no tensor of a trace has it."""
 
 
 _SOURCE = "torch._dynamo.source"

@@ -15,7 +15,7 @@ from ftp.tracing.known_values import KnownValues
 
 
 class Assumptions:
-    """What a function takes as true while it is traced.
+    """The claims that are taken as true while a function is traced.
 
     Attributes:
         found: per (claim with the user's line, number among equal claims) a bool of the graph;

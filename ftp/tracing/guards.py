@@ -220,8 +220,8 @@ def _span(node: ast.expr | ast.stmt) -> SourcePosition:
 
 
 def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool) -> str | None:
-    """What the expression at ``position`` must be for the statement's test to be ``value``: "true",
-    "false", or the "number" that a comparison reads; None where this is not determined.
+    """The value of the expression at ``position`` that makes the statement's test ``value``: "true",
+    "false", or the "number" that a comparison reads; None where it is not determined.
     """
     if _span(statement) != position:
         return _asked_in(statement.test, position, value)

@@ -20,7 +20,7 @@ from ftp.tracing.explain_errors import located
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What the recorder checks of an op, whatever its arguments."""
+    """The facts that the recorder checks of an op, which hold for all arguments."""
 
     is_random: bool
     of_one_dtype: bool

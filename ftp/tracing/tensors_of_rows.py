@@ -19,7 +19,7 @@ _MAKING |= {getattr(Tensor, name) for name in MAKING}
 def of_a_row_each(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Selected | None:
-    """What a call with a number of selected rows as its size gives; None for another call."""
+    """The result of a call whose size is a number of selected rows; None for another call."""
     if func is torch.arange and len(args) == 1 and _is_count(args[0]):
         group = group_of(args[0].mask)
         places = group.valid.cumsum(0) - 1

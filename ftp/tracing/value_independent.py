@@ -272,8 +272,8 @@ def _getitem(input: Tensor, key: Any) -> Tensor:
 
 
 def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
-    """Of the first integer in a tensor in ``key``: the dim, the place along it, and the key for the
-    place alone. None where there is no such integer.
+    """(dim, place along it, key for the place alone) of the first integer in a tensor in ``key``;
+    None where there is no such integer.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     numbers = [

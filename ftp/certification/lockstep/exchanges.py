@@ -1,4 +1,4 @@
-"""What each kind of exchange delivers: a function of what all ranks of its group send."""
+"""The result of each kind of exchange, as a function of the tensors that its group sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

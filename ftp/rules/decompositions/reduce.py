@@ -120,7 +120,7 @@ def dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
 
 @decomposition(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    """As a maximum of bytes, which every backend reduces."""
+    """``any`` as a maximum of bytes, which every backend reduces."""
     return _of_bytes(torch.amax, x, dim, keepdim, of_none=False)
 
 

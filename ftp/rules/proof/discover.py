@@ -245,8 +245,8 @@ class _Trial:
     def of(
         cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int
     ) -> "_Trial | None":
-        """None if the op refuses the call, its result differs between two runs, or cannot tell
-        placements apart.
+        """A trial of a call; None if the op refuses it, or its result differs between two runs or
+        cannot tell placements apart.
         """
         distinct = dict.fromkeys(
             s for m in (*call.operands, *call.results) for s in m.shape if s > 1
