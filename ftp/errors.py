@@ -27,7 +27,7 @@ class FtpError(Exception):
 
 
 class SpecError(FtpError):
-    """A PartitionSpec, spec tree or path pattern that does not fit what it is given for."""
+    """A PartitionSpec, spec tree or path pattern that does not fit its tensor, tree or mesh."""
 
 
 class MeshError(FtpError):
@@ -111,7 +111,7 @@ class MismatchError(FtpError):
 
 
 class CheckpointError(FtpError):
-    """A checkpoint that cannot be written, or does not hold what is asked of it."""
+    """A checkpoint that cannot be written, or lacks the requested tensors."""
 
 
 class DamagedError(CheckpointError):

@@ -229,7 +229,7 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
     pairs = [(j, i) for i, leaf in tensors.items() if (j := first.setdefault(id(leaf), i)) != i]
     for j, i in pairs or _sharing(tensors):
         a, b = call.leaves[j], call.leaves[i]
-        # What is not dense is copied before it is written to.
+        # Inputs that are not dense are copied before they are written to.
         if any(
             call.positions[at] in donate and (a is b or x.is_contiguous())
             for at, x in ((j, a), (i, b))

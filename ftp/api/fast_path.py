@@ -57,7 +57,7 @@ class Expected:
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
         self._facts = [facts[i] for i in self._others]
-        # What is known of the outputs once they were passed to the next call.
+        # The facts about the outputs once they were passed to the next call.
         used = {came_from[i]: fact for i, fact in donated.items()}
         self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
         if self.is_likely:

@@ -1,4 +1,4 @@
-"""Planned: a program with what a step has to do around each of its calls."""
+"""Planned: a program, and a step's work before and after each of its calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from ftp.api.planned import Planned
 from ftp.sharding.mesh import Mesh
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
-MANY = 10  # programs of one step, at which it warns of what changes from call to call
+MANY = 10  # programs of one step, at which it warns of the arguments that change
 _PAD = "Pad tensors to one shape, or to a few (buckets)."
 _AS_TENSOR = "Give numbers that change as tensors: torch.tensor(x)."
 _MOST_FAKE = 10_000  # ops on shapes that torch remembers, a kilobyte each

@@ -108,7 +108,7 @@ def _of_operations(certificate: Certificate) -> dict[Ref, AxisSet]:
 
 
 def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> list[AxisSet]:
-    """The axes along which each result varies, as far as can be seen from what it is made of."""
+    """The axes along which each result varies, as far as its operands show."""
     assert op.ports is not None
     every = frozenset(certificate.axes)
     lists = [nodes.get(op.name, []) for nodes in graphs.local_ops]
@@ -171,7 +171,7 @@ class _VaryingNumbers:
         self.number, self.offsets = certificate.ranks.number, certificate.ranks.offsets
 
     def varying(self, of_graphs: Sequence[Any]) -> AxisSet:
-        """The axes along which what the graphs hold changes."""
+        """The axes along which the graphs' values differ."""
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(of_graphs))}
         return self._along(np.array([kinds[kind] for kind in of_graphs])[self.number])
 

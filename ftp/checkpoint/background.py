@@ -122,7 +122,7 @@ def _exit() -> None:
         _end()
     except CheckpointError as e:
         print(f"ftp: the program ends with status 1. {type(e).__name__}: {e}", file=sys.stderr)
-        # What is registered for the end can change the status in no other way.
+        # An exit handler has no other way to change the status.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,7 +19,7 @@ OFFSETS = "DCP_SHARDING_INFO"
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 4 * 2**20  # bytes hashed at a time
 
-# What safetensors calls the dtypes that it stores and can slice.
+# safetensors' names of the dtypes that it stores and can slice.
 STORED = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -32,7 +32,7 @@ Boxes = dict[
 
 
 def leads(mesh: Mesh) -> bool:
-    """Whether this is the first rank of the mesh, which does what is done once."""
+    """Whether this is the first rank of the mesh, which does the work that is done once."""
     return mesh.kind != "process" or (
         require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0]
     )

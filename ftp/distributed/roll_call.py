@@ -80,7 +80,7 @@ class RollCall:
         return self.store.check(self.key("verdict"))
 
     def settle(self, why: str, *, is_missing: bool) -> tuple[str, bool]:
-        """Publish what is wrong, and whether a rank is missing; returns the first verdict."""
+        """Publish the fault, and whether a rank is missing; returns the first verdict."""
         self.store.propose(self.key("verdict"), json.dumps([why, is_missing]))
         return self.learn()
 

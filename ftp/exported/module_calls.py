@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class CallValues:
-    """Arguments and results of a call; None for what is not a tensor of the graph."""
+    """Arguments and results of a call; None for each that is not a tensor of the graph."""
 
     args: tuple[fx.Node | None, ...]
     kwargs: dict[str, fx.Node | None]

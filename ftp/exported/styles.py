@@ -131,7 +131,7 @@ class StyleReader:
         return nn.Linear(1, 1, bias=bias in self.state, device="meta")
 
     def _pin_all(self, module: str, constraint: Constraint, label: str) -> None:
-        """Pins what the constraint says, at every call of the module."""
+        """Pin the module's inputs and outputs as the constraint says, at every call."""
         for call in self.calls.get(module, []):
             signature = call.signature
             args = signature.args if signature else None

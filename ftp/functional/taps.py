@@ -44,7 +44,7 @@ def taps_of(model: nn.Module, taps: Mapping[str, Callable[..., Any]]) -> tuple[T
 
 
 def tapped(tap: Tap, ran: set[str], module: nn.Module, args: tuple, out: Any) -> Any:
-    """Forward hook: the output, or what the function returns in its place."""
+    """Forward hook: the output, or the tap function's replacement for it."""
     ran.add(tap.path)
     new = tap.fn(tap.path, out) if tap.with_path else tap.fn(out)
     if new is None:

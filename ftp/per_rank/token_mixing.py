@@ -150,7 +150,7 @@ class _Op:
         """
         dims = self._token_dims(self.made[0])
         is_numbers = self._is_numbers()
-        if not self.what:  # what is moved is of no token
+        if not self.what:  # the moved values belong to no token
             several = next((t for t in self.where if not t.dims), None)
             if several is not None or dims:
                 return several or _Tokens(dims, is_numbers)

@@ -61,7 +61,7 @@ def mixed_by(
         traced: traces the layer on tokens of another shape.
     """
     inputs = [n.meta["val"] for n in first.gm.graph.nodes if n.op == "placeholder"]
-    if any(map(_has_values, first.constants)):  # of which the program's text says nothing
+    if any(map(_has_values, first.constants)):  # the program's text does not hold their values
         return _tried(first, trial, traced)
     shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
     key = first.gm.code, tuple(trial.shape), trial.inputs, trial.below, shapes

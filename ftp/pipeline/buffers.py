@@ -159,7 +159,7 @@ def check_buffers(actions: Actions, stages: int, room: Mapping[RankPair, int]) -
     full: Counter[RankPair] = Counter()
     posted: set[Message] = set()
     at = [0] * len(actions)
-    sends: list[Message | None] = [None] * len(actions)  # what a rank is about to send
+    sends: list[Message | None] = [None] * len(actions)  # the message that a rank is about to send
     moved = True
     while moved:
         moved = False

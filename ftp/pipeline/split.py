@@ -105,7 +105,7 @@ class _Split(StepGraph):
         last = self.stages - 1
         results = [(self.of[n].first, n) for n in self.results]
         backward: list[_Needed] = []
-        wanted: list[list[fx.Node]] = []  # per stage, what it sends to the one before
+        wanted: list[list[fx.Node]] = []  # per stage, the values that it sends to the one before
         asked: list[fx.Node] = []
         for k in range(self.stages):
             own = [found[k] for found in contributions if k in found]
@@ -179,7 +179,7 @@ class _Split(StepGraph):
         backward: Sequence["_Needed"],
         wanted: Sequence[Sequence[fx.Node]],
     ) -> tuple[list["_Needed"], list[list[fx.Node]], list[list[fx.Node]]]:
-        """Per stage the nodes of its forward pass, what it sends on, what it keeps."""
+        """Per stage the nodes of its forward pass, the values it sends on, the values it keeps."""
         activations = [
             n for n in self.nodes if n in self.is_forward and self.of[n].kind == ACTIVATION
         ]

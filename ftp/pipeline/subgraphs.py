@@ -1,4 +1,4 @@
-"""A pipeline's step as subgraphs: what a stage computes in one action, and what crosses stages."""
+"""A pipeline's step as subgraphs: one per stage and action, and the values that cross stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

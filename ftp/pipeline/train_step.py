@@ -57,7 +57,7 @@ class Noted:
     batch: int
 
     def rows(self, gm: fx.GraphModule) -> dict[int, int]:
-        """Per input of the graph that is a batch tensor cut by ``accumulate``, the output that is one
+        """Per input of the graph whose batch tensor ``accumulate`` cuts, the output that is one
         microbatch of it.
         """
         number = {n: i for i, n in enumerate(_inputs(gm))}

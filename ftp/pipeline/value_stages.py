@@ -104,7 +104,7 @@ class StepGraph:
         """Move ops whose results only later stages read to the first of these stages, if it gets
         their operands anyway: a norm of the residual stream.
         """
-        target: dict[fx.Node, int] = {}  # of those that later stages alone read
+        target: dict[fx.Node, int] = {}  # of nodes that only later stages read
         for node in reversed(self.nodes):
             own = self.of.get(node)
             if node not in self.is_forward or node in self.results or own is None:

@@ -28,7 +28,7 @@ PACKED_COLUMN, PACKED_ROW = (
 )
 VOCABULARY, FEATURES = {"embedding_rowwise", "vocab_parallel_rowwise"}, {"embedding_colwise"}
 EXPERTS = {"grouped_gemm"}
-# Replicated. What these styles do to activations and gradients follows from the global program.
+# Replicated. The effect of these styles on activations and gradients follows from the program.
 WHOLE = {
     "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts",
     "moe_identity_expert", "local_params", "ep_dispatch_experts", "ep_router", "gather", "local",

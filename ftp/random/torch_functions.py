@@ -20,7 +20,7 @@ class Keys(Protocol):
 
 
 Drawn = Callable[..., Any]
-# What draws in place of each of torch's functions: takes the mode, the function and its arguments;
+# Replacement of each of torch's functions: takes the mode, the function and its arguments;
 # NotImplemented where nothing is random.
 DRAWN: dict[Any, Drawn] = {}
 

@@ -23,7 +23,7 @@ from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
 _INDEX = 8  # bytes of an index
-_DRAWN = 6  # bytes per pair of random bits and what is compared of them
+_DRAWN = 6  # bytes per pair of random bits and of their comparison
 _LISTED = 18  # bytes per block while listed blocks are searched: an index, two numbers, two bools
 
 
@@ -61,7 +61,7 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
         block_rows = shapes.values[tables[1]][0].shape[2]
         most_rows = min(attention.TILE, q.shape[2])
         of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[8][0] + 2))
-    copied = wide if drop_keys else 0  # what dropout leaves
+    copied = wide if drop_keys else 0  # the tile after dropout
     draws = max(_DRAWN, 1 + copied) if drop_keys else 0
 
     def of_tile(held: int, queries: int, keys: int) -> int:

@@ -205,7 +205,7 @@ def _gathered(
 
 
 def _is_asked(value: Value, axis: str, graph: Graph, users: Users) -> bool:
-    """Whether a gathered value, or a view of it, is returned, or is what a constraint asks for."""
+    """Whether a gathered value, or a view of it, is returned, or is asked for by a constraint."""
     return value in graph.outputs or any(
         (user.kind == "constrain" and pin_from_str(user.target).holds(axis))
         or (user.target in VIEWS and _is_asked(Value(user), axis, graph, users))

@@ -225,15 +225,15 @@ class LoweredPipeline(Startable):
         ]
         base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
         totals: dict[tuple[int, str], int] = {}  # of gradients, by stage
-        coming: dict[tuple[int, str], int] = {}  # with those of the action
+        coming: dict[tuple[int, str], int] = {}  # gradients so far and those of the action
         summed: dict[tuple[int, int], int] = {}  # by parameter and stage; some have equal gradients
         held: dict[tuple[int, int], set[str]] = {}
         sent: dict[Action, Sequence[str]] = {}  # and not read for certain
         peak = base
         own_actions = program.actions[rank]
         for at, (kind, stage, i) in enumerate(own_actions):
-            # What an action reads, and what the next one does, are received before it runs, and
-            # what was sent before them.
+            # The messages that an action and the next one read are received before the action
+            # runs, and so are those sent before these.
             for following in own_actions[at : at + 2]:
                 for reader in program.arrivals.get(following, ()):
                     held.setdefault(reader[1:], set()).update(self._given(reader))

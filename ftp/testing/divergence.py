@@ -128,7 +128,7 @@ def compare(
 
 
 RankValues = dict[MeshIndex, list[tuple[ElementMap, torch.Tensor]]]  # each rank's part of a value
-_Watched = tuple[fx.Node, ElementMap, RankValues]  # a node, what it should hold, where to note it
+_Watched = tuple[fx.Node, ElementMap, RankValues]  # a node, expected elements, recorded values
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _run_ranks(
     shards: Sequence[Sequence[torch.Tensor]],
     groups: Mapping[str, Any],
 ) -> None:
-    """Run all ranks and note what the watched nodes hold."""
+    """Run all ranks and record the values of the watched nodes."""
     programs, given = [], []
     for coordinate, of_rank in zip(certificate.ranks.at, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
@@ -202,7 +202,7 @@ def _run_ranks(
 
 
 def _judged(judge: "_Judge", seen: _Seen, inputs: Sequence[torch.Tensor]) -> Divergence | None:
-    """Run the single-device program, op by op, and compare what the ranks hold."""
+    """Run the single-device program, op by op, and compare it with the ranks' values."""
     certificate, checker = judge.certificate, judge.checker
     feed = iter(inputs)
     env: dict[str, Any] = {}

@@ -259,7 +259,7 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             continue
         target = node.target
         if target is operator.getitem and type(node.meta.get("val", node)) in (int, type(None)):
-            _replace_by_number(node)  # what an op says of sizes, as flash attention does
+            _replace_by_number(node)  # sizes among an op's results, as of flash attention
             continue
         if target in _ALIASES and not (
             target is aten._conj.default and node.meta["val"].is_complex()

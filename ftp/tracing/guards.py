@@ -220,7 +220,7 @@ def _span(node: ast.expr | ast.stmt) -> SourcePosition:
 
 
 def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool) -> str | None:
-    """The value of the expression at ``position`` that makes the statement's test ``value``: "true",
+    """The value of the expression at ``position`` that makes a statement's test ``value``: "true",
     "false", or the "number" that a comparison reads; None where it is not determined.
     """
     if _span(statement) != position:

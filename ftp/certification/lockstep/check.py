@@ -264,7 +264,7 @@ def is_equal(domain: Residues, a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and bool(same(domain.field, a, b).all())
 
 
-# What the programs need of a field.
+# Properties that a proof needs of its field and its draws.
 
 
 def sampled(certificate: Certificate) -> list[str]:

@@ -36,7 +36,7 @@ class Issued:
 
 
 def delivered(domain: Any, issued: Sequence[Issued]) -> list[list[Any]]:
-    """For each rank of the group what it receives.
+    """Per rank of the group, the values that it receives.
 
     Raises:
         Mismatch: they are different collectives, or of sizes that do not fit.

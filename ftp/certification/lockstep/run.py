@@ -249,7 +249,7 @@ def _arrive(
 
 
 def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
-    """Refuse to read what an exchange is still to write, and to write what it still reads."""
+    """Refuse reads of memory that an exchange is yet to write, and writes to memory it reads."""
     if not rank.busy:
         return
     for operand in node.all_input_nodes:

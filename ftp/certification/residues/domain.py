@@ -212,7 +212,7 @@ class Residues:
     def empty_strided(self, like: Tensor, stride: Sequence[int]) -> Tensor:
         return torch.empty_strided(like.shape, tuple(stride), dtype=like.dtype)
 
-    # What collectives and specs are made of.
+    # Building blocks of collectives and specs.
 
     def draw(self, shape: Sequence[int], key: int, dtype: torch.dtype) -> Planes:
         return drawn(self.field, shape, hash((self.field.seed, key)) & ((1 << 62) - 1), dtype)

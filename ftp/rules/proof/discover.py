@@ -30,7 +30,7 @@ from ftp.torch_internals.op_types import OpOverload
 
 CPU_SECONDS = 10  # per form of a call
 SECONDS = 45.0
-TIMEOUTS = 2  # after so many in one process no more ops are tried
+TIMEOUTS = 2  # after this number in one process no more ops are tried
 LARGEST_RANK = 6
 OPERANDS = 6
 TORCH = (
