@@ -16,19 +16,19 @@ from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages
-from ftp.tracing.selected_spans import span_in
+from ftp.tracing.selected_spans import is_value, span_in
 
 
 def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Any:
     """As ``torch.narrow``."""
-    if not any(map(_is_index, (start, length))) or not input.ndim:
+    if not (_is_index(start) or is_value(length)) or not input.ndim:
         return torch.narrow(input, dim, start, length)
     if not is_listening() or is_inside():
         return torch.narrow(input, dim, start, length)
     size = input.shape[dim]
     start = torch.as_tensor(start, device=input.device)
     start = torch.where(start < 0, start + size, start)
-    if _is_index(length):
+    if is_value(length):
         fits = (start >= 0) & (length >= 0) & (start + length <= size)
         assume(fits, f"narrow() takes elements from its start on, of the dim's {size}")
         return span_in(input, (*(slice(None),) * (dim % input.ndim), slice(start, start + length)))

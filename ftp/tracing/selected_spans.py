@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ftp.ops.assume import assume
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import unwrapped
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected import Selected, beside, group_of, selected
@@ -18,15 +20,19 @@ from ftp.tracing.traced_number import TracedNumber
 
 def is_span(key: Any) -> bool:
     """Whether a key of an index is a slice whose start or end is a value."""
-    return isinstance(key, slice) and any(map(_is_value, (key.start, key.stop, key.step)))
+    return isinstance(key, slice) and any(map(is_value, (key.start, key.stop, key.step)))
 
 
-def _is_value(end: Any) -> bool:
-    """A number of the program, or an integer in a tensor, but a literal's, whose value is known."""
+def is_value(end: Any) -> bool:
+    """A number of the program, or an integer in a tensor, but one whose value is known: that of a
+    literal or of a captured tensor.
+    """
     if type(end) is TracedNumber:
         return True
-    is_index = isinstance(end, Tensor) and end.numel() == 1 and not end.is_floating_point()
-    return is_index and getattr(end, "constant", None) is None
+    if not isinstance(end, Tensor) or end.numel() != 1 or end.is_floating_point():
+        return False
+    end = unwrapped(end)
+    return is_fake(end) and getattr(end, "constant", None) is None
 
 
 def span_in(x: Tensor, key: Any) -> Selected | None:
@@ -49,7 +55,7 @@ def _spans_in(x: Tensor, key: Any) -> tuple[Tensor, dict[int, Tensor]] | None:
     others = [k for k in keys if k is not None and k is not Ellipsis]
     if not spans or not all(type(k) in (int, slice) for k in others):
         return None
-    if any(_is_value(k.step) or k.step not in (None, 1) for k in spans.values()):
+    if any(is_value(k.step) or k.step not in (None, 1) for k in spans.values()):
         return None
     widths = [x.ndim - len(others) if k is Ellipsis else type(k) is not int for k in keys]
     viewed = Tensor.__getitem__(x, tuple(slice(None) if is_span(k) else k for k in keys))
@@ -95,7 +101,7 @@ def _between(start: Any, stop: Any, x: Tensor) -> Tensor:
 
 def _as_place(end: Any, size: int) -> Any:
     """A slice's end as Python counts it: a negative one from the end of the rows."""
-    if not _is_value(end):
+    if not is_value(end):
         return end + size if end < 0 else end
     place = getattr(end, "value", end).detach().reshape(()).long()
     return torch.where(place < 0, place + size, place)

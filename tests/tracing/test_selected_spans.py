@@ -18,6 +18,7 @@ from ftp.errors import TraceError
 
 X = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 LENGTHS = torch.tensor([4, 3, 6, 2])
+MESH = ftp.simulated_mesh((2,), ("tp",))
 
 
 def mask_of_lengths(x: Tensor, lengths: Tensor) -> Tensor:
@@ -102,6 +103,14 @@ def test_slices_between_values_are_views(fn: Callable[..., Any], spec: P, n: int
         torch.testing.assert_close(step(X, lengths), fn(X, lengths))
 
 
+def test_a_captured_tensor_is_a_number_that_is_known():
+    end = torch.tensor(3)
+    step = ftp.spmd(
+        lambda x: x[: torch.tensor(2), :end] @ x.narrow(0, 0, end)[:, :1], MESH, P("tp"), P()
+    )
+    torch.testing.assert_close(step(X), X[:2, :3] @ X[:3, :1])
+
+
 REFUSED: dict[Callable[..., Any], str] = {
     lambda x, n: x.clone()[n:][:, 0].fill_(2): "a write to a view of a slice between values",
     lambda x, n: _stale(x, n): "is read .*after a write to its tensor, as it was before",
@@ -125,7 +134,7 @@ def _set(x: Tensor, n: Any, value: Any) -> Tensor:
 
 @pytest.mark.parametrize("fn", REFUSED)
 def test_what_no_copy_can_be_is_refused(fn: Callable[..., Any]):
-    step = ftp.spmd(lambda x, n: fn(x, n.item()), ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    step = ftp.spmd(lambda x, n: fn(x, n.item()), MESH, P(), P())
     with pytest.raises(TraceError, match=REFUSED[fn]):
         step(X, LENGTHS[3])
 
@@ -145,6 +154,6 @@ def test_tensors_of_a_row_for_each_selected_one():
         count = np.mean([n.sum().item(), 1, 2])
         return F.cosine_embedding_loss(rows, rows * 2 + beside, target) + count * beside.sum()
 
-    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), P())
+    step = ftp.spmd(fn, MESH, (P("tp"), P()), P())
     for x in (X, -X.abs()):
         torch.testing.assert_close(step(x, LENGTHS), fn(x, LENGTHS))
