@@ -181,7 +181,7 @@ def all_to_all(
     if bound is not None:
         raise InputError(
             f"{at_line()}ftp.axis.all_to_all has bound={bound} without send_counts: without counts"
-            " as many rows arrive as are sent."
+            " as many rows arrive as are sent. Leave bound out."
         )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:

@@ -203,7 +203,7 @@ class CompiledStep(Step):
     def _check(self, call: Arguments, given: Sequence[str], due: Sequence[str]) -> None:
         failures = [
             f"{name} is {held}; the program of {self._signature.function} was made for {wanted}."
-            " Lower the function with what you call it with."
+            " Lower the function with arguments like this call's."
             for name, held, wanted in zip(call.names, given, due, strict=True)
             if held != wanted
         ]

@@ -263,7 +263,7 @@ class _Comparison:
             if meaning is Meaning.MUTATES_LEAF:
                 raise TraceError(
                     f"{who}: {raised_line(e) or 'the program'}\n  The program writes to one of its"
-                    " inputs: what the caller holds would change. Work on a copy, as .clone() makes"
+                    " inputs: the caller's tensor would change. Work on a copy, as .clone() makes"
                     " it."
                 ) from e
             raise TraceError(

@@ -266,8 +266,8 @@ class ProgramRecorder(TorchDispatchMode):
         name = self.protected.get(x.untyped_storage()._cdata) if isinstance(x, Tensor) else None
         if name is not None:
             raise TraceError(
-                f"{user_line()}\n  The program writes to its input {name} ({what}): what the caller"
-                " holds would change. Work on a copy, as .clone() makes it."
+                f"{user_line()}\n  The program writes to its input {name} ({what}): the caller's"
+                " tensor would change. Work on a copy, as .clone() makes it."
             )
 
 

@@ -105,10 +105,10 @@ def _check_class(cls: Any) -> None:
 
 
 _IMPURE = (
-    "{name} is not a function of its state of each parameter: its step {step} on a small matrix"
-    " gives other numbers than a step from what it keeps in self.state[param]. Keep all state"
-    " there, not in param_groups or attributes, as tensors and numbers, and begin with values from"
-    " which the first step is like all others."
+    "{name} is not a function of its state per parameter: its step {step} on a small matrix"
+    " differs from a step that starts from self.state[param] alone. Keep all state there as tensors"
+    " and numbers, not in param_groups or attributes, with initial values from which the first step"
+    " is like all others."
 )
 
 
@@ -212,9 +212,9 @@ class _TorchOptimizer:
         cut = [name for name, found in zip(names, slots, strict=True) if found is None]
         if cut:
             raise InputError(
-                f"{', '.join(cut)}: shards of placed tensors, of which {self.cls.__name__} cannot"
-                " tell the global state. Make it before ftp.device_put, on the meta device if"
-                " need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
+                f"{', '.join(cut)}: from shards of placed tensors {self.cls.__name__} cannot"
+                " make its global state. Make the state before ftp.device_put, on the meta device"
+                " if need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
             )
         return treedef.unflatten(slots)
 

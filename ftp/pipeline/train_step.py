@@ -124,13 +124,12 @@ def cut_at_means(
         if leaf is not None and number.get(leaf, n) >= n:
             raise InputError(
                 f"The gradient{source} is of a tensor that the step computes. A pipeline takes"
-                " gradients of arguments as they are: compute it in the function that is"
-                " differentiated."
+                " gradients of arguments only: compute it in the function that is differentiated."
             )
         if not node.meta["val"].dtype.is_floating_point:
             raise InputError(
                 f"The function that is differentiated{source} returns a tensor of"
-                f" {node.meta['val'].dtype}, of which a step has no mean over its microbatches."
+                f" {node.meta['val'].dtype}, which has no mean over microbatches."
                 " Return it in a floating-point dtype."
             )
     is_gradient = [leaf is not None for leaf in leaf_of]
@@ -154,8 +153,8 @@ def cut_at_means(
     if read := [names[i] for i in batch if inputs[i] in after]:
         raise TraceError(
             f"{read[0]} is a batch argument that the step also reads outside of its gradient,"
-            " where no microbatch of it is. Compute what is needed of it in the function that is"
-            " differentiated, and return it as aux (has_aux=True): it is averaged over the"
+            " where there are no microbatches. Compute values of it in the function that is"
+            " differentiated, and return them as aux (has_aux=True): aux is averaged over the"
             " microbatches."
         )
     given = [i for i in range(n) if inputs[i] in after]

@@ -155,8 +155,9 @@ class _FakeDTensor:
         if name.startswith("__"):
             raise AttributeError(name)
         raise SpecError(
-            f"A function asks for {name} of {self.what}; it may say layouts, by DTensor.from_local,"
-            " redistribute and to_local. State them as ftp.Constraint(inputs=..., outputs=...)."
+            f"A function asks for {name} of {self.what}; it may only set layouts, by"
+            " DTensor.from_local, redistribute and to_local. State them as"
+            " ftp.Constraint(inputs=..., outputs=...)."
         )
 
 
@@ -204,8 +205,8 @@ def _partitioned(
 
 @contextmanager
 def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _FakeMesh) -> Iterator[None]:
-    """Within the block DTensor's functions record the calls that user code makes, by whatever name
-    it imported them.
+    """Within the block DTensor's functions record the calls of user code, under any name that it
+    imported them by.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -235,8 +236,8 @@ def _noted(tensor, device_mesh=None, placements=None, *, src_data_rank=0):
 def _from_local(value: Any, device_mesh: Any = None, placements: Any = None, **_: Any) -> Any:
     if not isinstance(value, _FakeDTensor):
         raise SpecError(
-            "A function calls DTensor.from_local on what is no input or output of the module."
-            " State its layout as ftp.Constraint does."
+            "A function calls DTensor.from_local on a tensor that is no input or output of the"
+            " module. State its layout with an ftp.Constraint."
         )
     return value.redistribute(device_mesh, placements)
 

@@ -103,8 +103,8 @@ def completed(
 
 
 def with_shares(model: nn.Module, specs: Specs, but: Collection[str]) -> Specs:
-    """The specs with the share of what they cut, which is warned of where it is small; what is in
-    ``but`` is to be whole.
+    """The specs with a note of the share of parameters and work that they cut; warns where it is
+    small. Paths in ``but`` are to be whole.
     """
     parameters, work = cut_shares(model, specs)
     note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"

@@ -237,8 +237,8 @@ def _check_beside(x: Tensor, others: Sequence[Any], names: Sequence[str]) -> Non
         if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
             raise InputError(
                 f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
-                f" shape {tuple(x.shape)}, which are cut on dim 0: it must have dim 0 of size"
-                f" {x.shape[0]} too. Expand it, or give what all tokens share with the parameters."
+                f" shape {tuple(x.shape)}, which are cut on dim 0: its dim 0 must have size"
+                f" {x.shape[0]} too. Expand it, or pass it with the parameters."
             )
 
 

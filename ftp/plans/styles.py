@@ -81,15 +81,13 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> StyleS
     if isinstance(style, ParallelStyle):
         base = base_style(type(style))
         derived = (
-            f"a subclass of {base}, and what it changes of that is unknown"
-            if base
-            else "no style that is known"
+            f"a subclass of {base} whose changes are unknown" if base else "no style that is known"
         )
         raise SpecError(
             f"{name} is {derived}. Give its meaning as a function (path, module) -> (specs,"
             " constraints),"
-            f" or {base or 'one of ' + ', '.join(r.__name__ for r in readers)} where that is what"
-            " it does."
+            f" or use {base or 'one of ' + ', '.join(r.__name__ for r in readers)} if it does the"
+            " same."
         )
     hint = " Join the two paths by '.'." if isinstance(style, Mapping) else ""
     raise SpecError(
@@ -136,9 +134,7 @@ def combine(first: Constraint, second: Constraint) -> Constraint:
     if first == second:
         return first
     if (first.axes, first.grad) != (second.axes, second.grad):
-        raise SpecError(
-            f"{first} and {second} speak of different axes. State what both say as one Constraint."
-        )
+        raise SpecError(f"{first} and {second} name different axes. State both as one Constraint.")
     kwargs = dict(first.kwargs or {})
     for name, entry in (second.kwargs or {}).items():
         kwargs[name] = then(kwargs.get(name), entry)
@@ -165,8 +161,8 @@ def _by_name(first: Any, second: Any) -> Any:
         return first if second is None else second
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         raise SpecError(
-            f"{first} and {second} speak of outputs by name and by position. State what both say"
-            " as one Constraint."
+            f"{first} and {second} name outputs by name and by position. State both as one"
+            " Constraint."
         )
     return {name: then(first.get(name), second.get(name)) for name in {**first, **second}}
 

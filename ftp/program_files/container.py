@@ -111,8 +111,8 @@ def read_file(path: Path) -> Container:
         if e.errno is not None:
             raise ProgramFileError(f"{path} cannot be read: {e.strerror}.") from e
         raise ProgramFileError(
-            f"{e}, so that what it runs is not this user's choice. Copy it to a file that only you"
-            " can write to."
+            f"{e}, so that another user may have chosen what it runs. Copy it to a file that only"
+            " you can write to."
         ) from e
     except OSError as e:
         raise ProgramFileError(f"{path} cannot be read: {e.strerror or e}.") from e

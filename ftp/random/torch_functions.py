@@ -374,7 +374,7 @@ def _unknown(draws: Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     draws.next_key(func.__name__)
     raise TraceError(
         f"{func.__name__} cannot be drawn from a key. Draw with ftp.random's functions, and pass"
-        " the model what is drawn."
+        " the numbers to the model."
     )
 
 
