@@ -12,6 +12,7 @@ from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.narrowest_point import nbytes
 from ftp.planning.plan import Plan
+from ftp.planning.prices import PAD_LATENCIES
 from ftp.sharding.layout import estimated
 
 # Of plans at most this much slower than the fastest, as a share of attention's own seconds, take
@@ -123,7 +124,10 @@ def _of_reshard(node: Node, hardware: Hardware) -> float:
     op, n = node.target.op, node.target.n
     sizes = nbytes(node.operands[0]), nbytes(Value(node))
     size = n * sizes[0] if op == "all_to_all" else max(sizes)
-    return collective_seconds(op, size, n, hardware.link_of(node.target.axes))
+    link = hardware.link_of(node.target.axes)
+    if op == "pad":
+        return PAD_LATENCIES * link.latency + collective_seconds("all_gather", size, n, link)
+    return collective_seconds(op, size, n, link)
 
 
 def _with_ring(node: Node, computed: float, axes: Mapping[str, int], hardware: Hardware) -> float:

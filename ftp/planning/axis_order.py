@@ -1,4 +1,4 @@
-"""The order in which mesh axes are planned."""
+"""The orders in which mesh axes are planned."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -47,10 +47,10 @@ def spec_layout(
     return R
 
 
-def axis_order(
+def axis_orders(
     graph: Graph, axes: Mapping[str, int], specs: FixedLayouts
-) -> tuple[list[str], FixedLayouts]:
-    """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f,
+) -> tuple[list[tuple[str, ...]], FixedLayouts]:
+    """The orders of the axes, mesh order first, in which most specs are a cut of ``[outer, f,
     inner]``, and the specs to plan for.
 
     Some dims fit no order: a dim that does not divide and is cut by the same axes in both orders,
@@ -69,13 +69,15 @@ def axis_order(
         for spec, shape in shaped
         if any(_is_nested(spec, d) for d in range(len(spec)))
     ]
-    orders = list(itertools.permutations(axes)) if len(axes) <= 4 else [tuple(axes)]
+    orders = _orders(axes)
     misfits = [
         sum(not _fits(spec, shape, order, axes) for spec, shape in nested) for order in orders
     ]
-    order = orders[misfits.index(min(misfits))]
-    if not min(misfits):
-        return list(order), specs
+    least = min(misfits)
+    best = [order for order, wrong in zip(orders, misfits, strict=True) if wrong == least]
+    if not least:
+        return best, specs
+    order = best[0]
 
     def fitting(spec: PartitionSpec, shape: Sequence[Size]) -> PartitionSpec:
         if _fits(spec, shape, order, axes):
@@ -85,7 +87,7 @@ def axis_order(
             unreduced=spec.unreduced,
         )
 
-    return list(order), FixedLayouts(
+    return [order], FixedLayouts(
         {node: fitting(spec, node.results[0].shape) for node, spec in specs.inputs.items()},
         {
             node: replace(pin, spec=fitting(pin.spec, node.results[0].shape))
@@ -96,6 +98,17 @@ def axis_order(
             for spec, v in zip(specs.outputs, graph.outputs, strict=True)
         ],
     )
+
+
+def _orders(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """All orders of up to four axes, mesh order first; axes of one rank keep their places."""
+    if len(axes) > 4:
+        return [tuple(axes)]
+    found = itertools.permutations(axis for axis, n in axes.items() if n > 1)
+    return [
+        tuple(next(turn) if n > 1 else axis for axis, n in axes.items())
+        for turn in map(iter, found)
+    ]
 
 
 def _packs(cut: Units) -> int:

@@ -6,13 +6,14 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
-from ftp.planning.attention_ways import Ways, chosen_ways
+from ftp.planning.attention_ways import Ways, chosen_ways, cost_of
 from ftp.planning.axis_hardware import hardware_of
-from ftp.planning.axis_order import axis_order
+from ftp.planning.axis_order import axis_orders
 from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
@@ -29,6 +30,9 @@ from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
 from ftp.rules.decompositions.heads import OF_HEADS, shares_keys
 from ftp.sharding.layout import Layout
+
+FEW_NODES = 128  # at most, over all orders of the axes but the first, to plan in every order
+WORTH = 0.01  # share of a plan's seconds that another order than the first must save
 
 Decompose = Callable[..., Rewrite]  # see `ftp.planning.from_fx.decompose`
 Watch = Callable[[Problem], None]
@@ -128,26 +132,51 @@ def _make_plan(
     watch: Watch | None,
 ) -> Plan:
     given = specs
-    order, specs = axis_order(graph, axes, given)
-    args = order, axes, data_axes, reshard_after_forward, hardware, decompose
+    orders, specs = axis_orders(graph, axes, given)
+    args = axes, data_axes, reshard_after_forward, hardware, decompose
 
-    def made(ways: Ways, watch: Watch | None = None) -> Plan:
+    def made(order: Sequence[str], ways: Ways, watch: Watch | None = None) -> Plan:
         # ``watch`` gets the problems of the whole graph, so layers are not folded.
         if (
             watch is None
             and specs is given
-            and (plan := _plan_folded(graph, specs, batch, *args, ways)) is not None
+            and (plan := _plan_folded(graph, specs, batch, order, *args, ways)) is not None
         ):
             plan.graph, _ = placed(plan.graph)
             return plan
         start = _Progress.of(graph, specs, batch)
-        plan, program = _plan_axes(start, *args, ways, watch=watch)
+        plan, program = _plan_axes(start, order, *args, ways, watch=watch)
         program = program.after(placed(program.graph))
         plan.graph = program.graph
         return _as_given(plan, given, program)
 
-    ways, plan = chosen_ways(made, hardware)
-    return plan if watch is None else made(ways, watch)
+    order, (ways, plan) = _in_best_order(
+        graph, orders, lambda order: chosen_ways(partial(made, order), hardware), hardware
+    )
+    return plan if watch is None else made(order, ways, watch)
+
+
+def _in_best_order(
+    graph: Graph,
+    orders: Sequence[Sequence[str]],
+    made: Callable[[Sequence[str]], tuple[Ways, Plan]],
+    hardware: Hardware,
+) -> tuple[Sequence[str], tuple[Ways, Plan]]:
+    """The order of the axes in which the plan takes least time, and that plan; the first order for
+    graphs that are not small, or whose layers repeat.
+
+    The axes planned first do not know what the others will cut: a value may be gathered twice.
+    """
+    best, (ways, plan) = orders[0], made(orders[0])
+    if len(graph.nodes) * (len(orders) - 1) > FEW_NODES or plan.alike:
+        return best, (ways, plan)
+    least = cost_of(plan, hardware).seconds
+    for order in orders[1:]:
+        its_ways, found = made(order)
+        seconds = cost_of(found, hardware).seconds
+        if seconds < (1 - WORTH) * least and found.kept_rules == plan.kept_rules:
+            least, best, ways, plan = seconds, order, its_ways, found
+    return best, (ways, plan)
 
 
 def _as_given(plan: Plan, given: FixedLayouts, program: _Progress) -> Plan:
@@ -185,16 +214,21 @@ def plan_few(
     tied layers get different plans.
     """
     with collection_paused():
-        order, fitting = axis_order(graph, axes, specs)
+        orders, fitting = axis_orders(graph, axes, specs)
+        args = axes, data_axes, True, hardware, decompose
 
-        def made(ways: Ways) -> Plan:
+        def made(order: Sequence[str], ways: Ways) -> Plan:
             start = _Progress.of(graph, fitting, list(batch_inputs), folded)
-            args = order, axes, data_axes, True, hardware, decompose
-            plan, program = _plan_axes(start, *args, ways)
+            plan, program = _plan_axes(start, order, *args, ways)
             return _as_given(plan, specs, program)
 
+        def in_order(order: Sequence[str]) -> tuple[Ways, Plan]:
+            return chosen_ways(partial(made, order), hardware)
+
         try:
-            return chosen_ways(made, hardware)[1]
+            if folded is not None:
+                return in_order(orders[0])[1]
+            return _in_best_order(graph, orders, in_order, hardware)[1][1]
         except NotAlike:
             return None
 
