@@ -214,7 +214,7 @@ def while_loop(
 def _check_size(name: str, size: object, argument: str = "size") -> None:
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         of = "elements" if argument == "size" else "iterations"
-        raise InputError(f"{name}({argument}={size!r}): it is a number of {of}, 0 or more.")
+        raise InputError(f"{name}({argument}={size!r}): it must be a number of {of}, 0 or more.")
 
 
 def _claimed(mask: Tensor, size: int, what: str, name: str) -> Tensor:

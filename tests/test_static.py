@@ -167,7 +167,7 @@ def test_small_integers_are_counted_in_sizes_beyond_their_range(dtype: torch.dty
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: ftp.static.nonzero(x, size=-1), "nonzero(size=-1): it is a number of"),
+        (lambda x: ftp.static.nonzero(x, size=-1), "nonzero(size=-1): it must be a number of"),
         (lambda x: ftp.static.unique(x, size=True), "unique(size=True)"),
         (lambda x: ftp.static.masked_select(x, x, size=1), "takes a mask of torch.bool"),
         (lambda x: ftp.static.bincount(x), "bincount needs size="),

@@ -121,14 +121,14 @@ def _check_prefetch(prefetch: Any) -> None:
         isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
     ):
         raise InputError(
-            f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of"
-            " the largest parameter."
+            f"prefetch is {prefetch!r}; it must be a number of bytes, 0 for none, or None for"
+            " those of the largest parameter."
         )
 
 
 def _check_count(name: str, count: Any, unit: str) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"{name} is {count!r}; it is a number of {unit}.")
+        raise InputError(f"{name} is {count!r}; it must be a number of {unit}.")
 
 
 def _check_cuda_graph(options: Options, mesh: Mesh) -> None:

@@ -63,10 +63,10 @@ class Pipeline:
 
     def __post_init__(self):
         if not isinstance(self.axis, str):
-            raise InputError(f"axis is {self.axis!r}; it is the name of a mesh axis.")
+            raise InputError(f"axis is {self.axis!r}; it must be the name of a mesh axis.")
         for name, count in (("microbatches", self.microbatches), ("chunks", self.chunks)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ScheduleError(f"{name} is {count!r}; it is a number, at least 1.")
+                raise ScheduleError(f"{name} is {count!r}; it must be a number, at least 1.")
         if isinstance(self.schedule, str):
             if self.schedule not in SCHEDULES:
                 raise ScheduleError(
@@ -83,7 +83,7 @@ class Pipeline:
             _as_actions(self.schedule)
         if self.stages is not None and not _are_patterns(self.stages):
             raise SpecError(
-                f"stages is {self.stages!r}; it is a list of patterns for each stage, as"
+                f"stages is {self.stages!r}; it must be a list of patterns for each stage, as"
                 " [['emb', 'layers.0.**'], ['layers.1.**', 'head']]."
             )
 
@@ -253,7 +253,7 @@ def _as_actions(schedule: Any) -> list[list[Action]]:
         return [[Action(*action) for action in own] for own in schedule]
     except TypeError:
         raise ScheduleError(
-            f"schedule is {schedule!r}; it is a name, or for each rank a list of"
+            f"schedule is {schedule!r}; it must be a name, or for each rank a list of"
             " ftp.Action(kind, stage, microbatch)."
         ) from None
 

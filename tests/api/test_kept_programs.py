@@ -168,6 +168,6 @@ def test_nothing_is_left_of_a_dropped_program(monkeypatch: pytest.MonkeyPatch):
 def test_a_number_of_programs():
     for programs in (0, -1, True, 1.0):
         with pytest.raises(
-            InputError, match=r"programs is .*; it is a number of programs, at least 1"
+            InputError, match=r"programs is .*; it must be a number of programs, at least 1"
         ):
             make(programs=programs)

@@ -136,10 +136,10 @@ def test_errors():
     with pytest.raises(ScheduleError, match=r"schedule is '1f2b'\. Give one of '1f1b', 'gpipe'"):
         ftp.Pipeline("pp", 2, "1f2b")
     for schedule in (7, [["F", "B"], []]):
-        with pytest.raises(ScheduleError, match="it is a name, or for each rank a list"):
+        with pytest.raises(ScheduleError, match="it must be a name, or for each rank a list"):
             ftp.Pipeline("pp", 2, schedule)  # type: ignore[arg-type]
     for stages in ("emb", ["emb", "head"], [None, ["head"]], [["emb"], [7]], 2):
-        with pytest.raises(SpecError, match="it is a list of patterns for each stage"):
+        with pytest.raises(SpecError, match="it must be a list of patterns for each stage"):
             ftp.Pipeline("pp", 2, stages=stages)  # type: ignore[arg-type]
     for odd in (("FI", 0, 0), ("", 0, 0), ("F", 0, 0.5), ("F", "0", 0), ("F", None, 0)):
         with pytest.raises(ScheduleError, match="is no action of 1 stages and 1 microbatches"):
