@@ -163,9 +163,11 @@ class Sizes:
                 self._atoms[a].kind == "symbol" for product in of.terms for a in product
             )
             if is_of_symbols and not is_dynamic(n):
-                multiple = [math.lcm(s.multiple, n) for s in self.given]
-                if all(s.value % m == 0 for s, m in zip(self.given, multiple, strict=True)):
-                    raise NotDivisible(n)
+                # Of multiples of 2, half of the size is asked for a factor of 2: multiples of 4.
+                now = self.given[0].multiple
+                wanted = math.lcm(now, n) if now % n else now * n
+                if all(s.value % wanted == 0 and (s.value or now % n) for s in self.given):
+                    raise NotDivisible(wanted)
         return self._ask("zero", x, x.value == 0)
 
     def is_positive(self, x: "DynamicInt") -> bool:

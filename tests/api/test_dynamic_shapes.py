@@ -228,6 +228,12 @@ def chunks(params, tokens):
     return sum(part.square().mean() for part in x.chunk(2, 1))
 
 
+def halves(params, tokens):
+    """The half of a size that the axis divides is divided again."""
+    x, size = params["emb"][tokens] @ params["up"], tokens.shape[1]
+    return x[:, : size // 2].square().sum() + x[:, size // 2 :].exp().sum()
+
+
 def statistics(params, tokens):
     """A variance, whose gradient is scaled by a float of the size, and a root of the size."""
     x = params["emb"][tokens] @ params["up"]
@@ -250,7 +256,7 @@ def one_size_apart(params, tokens):
 @pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "fn",
-    [next_tokens, padded_blocks, chunks, statistics, functions_of_the_size, one_size_apart],
+    [halves, next_tokens, padded_blocks, chunks, statistics, functions_of_the_size, one_size_apart],
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("name", slow_after(1, ["context", "tp"]))
@@ -264,7 +270,8 @@ def test_sizes_as_people_use_them(fn, name):
         for key, grad in grads.items():
             assert torch.allclose(grad, want_grads[key], rtol=1e-9, atol=1e-11, equal_nan=True), key
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
-    assert step.shapes.plans <= (4 if fn is next_tokens else 3)  # S and S - 1 divide or do not
+    both = fn in (halves, next_tokens)  # S divides or not, and so does its half, or S - 1
+    assert step.shapes.plans <= (4 if both else 3)
 
 
 def test_microbatches_of_a_batch_whose_two_dims_change():
