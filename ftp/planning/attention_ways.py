@@ -131,7 +131,7 @@ def _of_reshard(node: Node, hardware: Hardware) -> float:
 
 
 def _with_ring(node: Node, computed: float, axes: Mapping[str, int], hardware: Hardware) -> float:
-    """Seconds of attention whose keys travel over all axes that cut them, beside its work."""
+    """Seconds of ring attention over all axes that cut the keys; ``computed`` of them are work."""
     ((_, keys),) = node.rule.ring
     travel = held_up = issued = 0.0
     length = max(estimated(node.sizes[keys]), 1)

@@ -91,7 +91,7 @@ class Hardware:
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any op on tensors that are not dense (``strided``).
         convolution: share of the matmuls' rate that convolutions reach.
-        ring_step: seconds that each step of a ring costs beside its work: an op in parts starts
+        ring_step: seconds that each step of a ring adds to its work: an op in parts starts
             more kernels, and merges their results.
         network: link between hosts, for axes that leave a host and that ``links`` does not name.
         capacity: bytes of a device's memory, in which gathered keys and values must fit; 0 if

@@ -111,7 +111,7 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
 def form_of(strategy: Strategy, index: int) -> tuple[Layout, bool]:
     """The layout of a result, and whether the op runs as a ring."""
     layout = strategy.results[index]
-    return R if layout.kind == "R" else layout, strategy.beside is not None
+    return R if layout.kind == "R" else layout, strategy.ring_cut is not None
 
 
 class _Tables(NamedTuple):

@@ -94,7 +94,7 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
     for index, layout in enumerate(strategy.results):
         if layout.kind == "P":
             node.pending.setdefault(index, []).append((axis, layout.op))
-    for cut in (strategy.cut, strategy.beside, strategy.together):
+    for cut in (strategy.cut, strategy.ring_cut, strategy.aligned_cut):
         if cut is None:
             continue
         factor, outer, inner, is_zigzag = cut

@@ -150,20 +150,20 @@ class Prices:
             whole: seconds to compute all pairs, masked or not.
         """
         n, axes, hardware = self.problem.n, self.problem.axes, self.problem.hardware
-        has_ring = any(o.cut == s.cut and o.beside is not None for o in self.options[node])
-        is_ring, by_ring = s.beside is not None, self.problem.by_ring
-        can_gather = any(o.cut == s.cut and o.beside is None for o in self.options[node])
+        has_ring = any(o.cut == s.cut and o.ring_cut is not None for o in self.options[node])
+        is_ring, by_ring = s.ring_cut is not None, self.problem.by_ring
+        can_gather = any(o.cut == s.cut and o.ring_cut is None for o in self.options[node])
         if has_ring and not is_ring and not self._fits_gathered:
             return self.violation
         if has_ring and can_gather and by_ring is not None and is_ring != by_ring:
             return self.violation
         computed = whole * computed_share(node, s.cut, n, axes)
-        if s.cut is None or s.beside is None:
+        if s.cut is None or s.ring_cut is None:
             return computed
         tensors = zip(node.operands, node.rule.operands, strict=True)
-        sent = sum(self.nbytes(value) for value, dims in tensors if (s.beside.factor,) in dims)
-        of_key = sent / max(estimated(node.sizes[s.beside.factor]), 1)
-        cuts = s.cut, s.beside
+        sent = sum(self.nbytes(value) for value, dims in tensors if (s.ring_cut.factor,) in dims)
+        of_key = sent / max(estimated(node.sizes[s.ring_cut.factor]), 1)
+        cuts = s.cut, s.ring_cut
         return ring_seconds(node, cuts, n, axes, hardware, computed, of_key)
 
     @cached_property
@@ -176,15 +176,15 @@ class Prices:
         gathered: dict[Value, int] = {}
         gradients = 0
         for node, options in self.options.items():
-            besides = {s.beside.factor for s in options if s.beside is not None}
+            ring_factors = {s.ring_cut.factor for s in options if s.ring_cut is not None}
             for value, dims in zip(node.operands, node.rule.operands, strict=True):
-                if any(factor in dim for dim in dims for factor in besides):
+                if any(factor in dim for dim in dims for factor in ring_factors):
                     layers = ties.weight(value.node) if ties else 1
                     gathered[value] = self.nbytes(value) * layers
             made = [
                 self.nbytes(Value(node, index))
                 for index, dims in enumerate(node.rule.results)
-                if any(factor in dim for dim in dims for factor in besides)
+                if any(factor in dim for dim in dims for factor in ring_factors)
             ]
             gradients = max(gradients, sum(made))
         if not capacity or not gathered:

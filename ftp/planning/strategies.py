@@ -20,16 +20,16 @@ class Strategy(NamedTuple):
     cut, or the operands that are pending sums.
 
     Attributes:
-        beside: a second factor that the axis cuts, whose parts are sent around the ranks in a ring.
-        together: a second factor that the axis cuts, whose parts start where those of the first do.
+        ring_cut: a second factor that the axis cuts, whose parts travel around the ranks in a ring.
+        aligned_cut: a second factor that the axis cuts, whose parts start where the first's do.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     cut: Cut | None = None
     pending: tuple[int, ...] | None = None
-    beside: Cut | None = None
-    together: Cut | None = None
+    ring_cut: Cut | None = None
+    aligned_cut: Cut | None = None
 
 
 def passes_gathered(node: Node) -> bool:
@@ -77,7 +77,7 @@ def strategies(
         found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
     for cut in cuts:
         if (both := cut_together(node, cut, n)) is not None:
-            found.append(_of_two(node, *both, n)._replace(together=both[1]))
+            found.append(_of_two(node, *both, n)._replace(aligned_cut=both[1]))
             continue
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
         gives = tuple(
@@ -87,9 +87,9 @@ def strategies(
             for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
         )
         found.append(Strategy(needs, gives, cut))
-        for beside in rings:
-            if (cut.factor, beside.factor) in node.rule.ring:
-                found.append(_of_two(node, cut, beside, n)._replace(beside=beside))
+        for ring in rings:
+            if (cut.factor, ring.factor) in node.rule.ring:
+                found.append(_of_two(node, cut, ring, n)._replace(ring_cut=ring))
     for group in () if is_fixed else node.rule.linear:
         if any(node.operands[i] in may_pend for i in group):
             needs = tuple(PARTIAL if i in group else R for i in range(slots))

@@ -1,4 +1,4 @@
-"""The options of ``shard`` and ``spmd`` beside specs."""
+"""The options of ``shard`` and ``spmd``, without their specs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
