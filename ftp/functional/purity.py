@@ -70,7 +70,7 @@ class WriteGuard(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _SETS_GRAD and self.swap is not None and self._is_trained(args[0]):
-            own = self.own.get(id(args[0]), args[0])
+            own = self.own[id(args[0])] if id(args[0]) in self.own else args[0]
             self._train(own, (*args[1:], *kwargs.values(), True)[0])
             return args[0]
         if self.frozen:  # also where the function holds the parameter under a name of its own

@@ -145,7 +145,7 @@ class Selected:
 
     def numel(self) -> TracedNumber:
         count, of_each = self.group.count(), math.prod(self.rows.shape[1:])
-        return count if of_each == 1 else count * of_each
+        return count if of_each == 1 else TracedNumber(count.value * of_each)
 
     def __getitem__(self, key: Any) -> Any:
         return apply(Tensor.__getitem__, (self, key), {})
@@ -157,7 +157,7 @@ class Selected:
         if self.at:
             return self.size(0)
         if asks_whether_any(sys._getframe(1)):
-            return int(bool(self.group.count() > 0))
+            return int(bool(self.group.valid.any()))
         raise number_refused(True, "len()")
 
     def __iter__(self) -> Any:
