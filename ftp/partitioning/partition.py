@@ -146,6 +146,8 @@ class Partitioner:
 
 
 class _Emission:
+    """Emits the graph of the rank at ``coordinate``, node by node of the plan."""
+
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
         self.plan, self.device, self.group_name, self.chunks = (
             owner.plan,

@@ -280,6 +280,7 @@ def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
 
 
 def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    """Replace collectives by one on their concatenated operands, and slice its result."""
     last = members[-1]
     facts: list[Collective] = [node.meta["collective"] for node in members]
     gathers, scatters = last.target is ALL_GATHER, last.target is REDUCE_SCATTER

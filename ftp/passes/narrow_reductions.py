@@ -136,6 +136,7 @@ def narrow_reductions(
 
 
 def _narrowed(graph: fx.Graph, node: fx.Node, n: int, dtype: torch.dtype) -> fx.Node:
+    """Emit one reduction over ``n`` ranks with terms in ``dtype``; returns the node of its sum."""
     record: Collective = node.meta["collective"]
     emit, x, group = graph.call_function, node.args[0], node.args[-1]
     gathers = node.target is ALL_REDUCE

@@ -54,6 +54,8 @@ def split(
 
 
 class _Split(StepGraph):
+    """Cuts a step whose values have stages: backward passes from the first stage, then forward."""
+
     def run(self, kinds: Collection[tuple[str, int]]) -> Stages:
         self.place()
         contributions: list[dict[int, fx.Node]] = [

@@ -55,6 +55,7 @@ def reaches_of(
     specs: FixedLayouts,
     batch: Sequence[Node],
 ) -> Reaches:
+    """The closures of axis ``name`` after the axes ``folded``; ``batch`` are its inputs."""
     pinned, outputs = fixed(graph, name, folded, axes, specs)
     n = axes[name]
     constrained = [

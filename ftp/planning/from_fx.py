@@ -128,6 +128,8 @@ _WRAP = (
 
 
 class _GraphBuilder:
+    """Builds a ``Graph`` from fx nodes; ``env`` maps each fx node to its value or values."""
+
     def __init__(
         self,
         strict: bool,

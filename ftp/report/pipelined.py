@@ -213,6 +213,7 @@ class LoweredPipeline(Startable):
         return max(self.memory_by_rank)
 
     def _peak(self, rank: int) -> int:
+        """The peak bytes of one rank over its actions, see `memory_by_rank`."""
         program = self._program
         stages = program.made.stages
         own = [

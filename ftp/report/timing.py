@@ -250,7 +250,7 @@ def _cheaper(
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> TimedOp:
-    """Args: moved: bytes of the preceding op if it is a matmul, else 0."""
+    """The time of one op at ``now``; ``moved``: bytes of the op before if it is a matmul, or 0."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}

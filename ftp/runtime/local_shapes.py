@@ -88,6 +88,8 @@ def annotate(shapes: LocalShapes, device: str) -> None:
 
 
 class _Shapes:
+    """Follows a graph op by op under a fake tensor mode; ``known`` caches results by call."""
+
     def __init__(self, device: str):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = torch.device(device)

@@ -176,6 +176,8 @@ class _Branches:
 
 
 class _Cond(torch.autograd.Function):
+    """A cond whose gradient is a cond of the branches' gradients."""
+
     generate_vmap_rule = True
 
     @staticmethod
