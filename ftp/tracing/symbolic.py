@@ -238,6 +238,8 @@ class Symbolic:
                 return args[0] % args[1]
             case "Min" | "Max" as kind:
                 # Which one it is becomes a condition: rules compare the dims of slices with others.
+                # A formula stands for a number that it equals, and fits other dims of that size.
+                args.sort(key=lambda x: not is_dynamic(x))
                 return (min if kind == "Min" else max)(args)
             case "CeilToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
                 x, y = (self.of_formula(a) for a in e.args[0].args)

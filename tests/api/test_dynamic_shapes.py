@@ -442,7 +442,7 @@ def test_a_slice_that_may_end_before_the_size():
         x = torch.randn(3, size, 3, dtype=torch.float64)
         want_grads, want = torch.func.grad_and_value(loss)(params, x)
         torch.testing.assert_close(step(params, x), (want, want_grads), rtol=1e-12, atol=1e-12)
-    assert step.shapes.traces == 2 and not step.shapes.one_by_one  # up to 6, and above
+    assert step.shapes.traces == 2 and not step.shapes.one_by_one  # below 6, and from there
 
 
 def with_compilations(monkeypatch):
