@@ -169,7 +169,8 @@ class _TorchOptimizer:
                     grad = start.roll(step, 1) * (step + 1)
                     theirs.grad = grad.clone()
                     if callable(rate):
-                        opt.param_groups[0]["lr"] = float(rate(torch.tensor(float(step))))
+                        now: Any = rate(torch.tensor(float(step)))
+                        opt.param_groups[0]["lr"] = float(now)
                     torch.manual_seed(step)
                     opt.step()
                     torch.manual_seed(step)
