@@ -8,6 +8,14 @@ from ftp import paused_gc
 from ftp.paused_gc import collection_paused
 
 
+@pytest.fixture(autouse=True)
+def thawed():
+    """Tests freeze what was imported (tests/conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def test_what_a_long_pause_leaves_is_old():
     with collection_paused():
         assert not gc.isenabled()

@@ -93,6 +93,13 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+def _as_well(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    return f", and so {'are' if names[1:] else 'is'} {', '.join(names[:3])}{more}"
+
+
 def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
     writers = [n for n in gm.graph.nodes if writes(n)]
     if not writers:
@@ -112,8 +119,7 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
     raise_all(
         TraceError,
         [
-            f"{', '.join([*of_line][:4])}{f' and {len(of_line) - 4} more' if of_line[4:] else ''}"
-            f" {'are' if of_line[1:] else 'is'} changed in place{line} by {op}. {COPY}"
+            f"{of_line[0]} is changed in place{line} by {op}{_as_well(of_line[1:])}. {COPY}"
             for line, (of_line, op) in changed.items()
         ],
     )
