@@ -1,4 +1,7 @@
-"""torch.optim's classes as pure functions, by torch's own formulas."""
+"""torch.optim's classes as pure functions, by torch's own formulas.
+
+Above 450 lines: one class, whose parts set up, try out and read the state of a torch optimizer.
+"""
 
 import inspect
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""Pytrees: leaves with their names and paths, spec trees and prefixes of them, and ``plan``."""
+"""Pytrees: leaves with their names and paths, spec trees and prefixes of them, and ``plan``.
+
+Above 450 lines: all of it reads leaves, names and specs by one registry of node types.
+"""
 
 import difflib
 from collections import OrderedDict, defaultdict
