@@ -172,7 +172,10 @@ def _in_best_order(
         return best, (ways, plan)
     least = cost_of(plan, hardware).seconds
     for order in orders[1:]:
-        its_ways, found = made(order)
+        try:
+            its_ways, found = made(order)
+        except PlanningError:  # the first order has a plan
+            continue
         seconds = cost_of(found, hardware).seconds
         if seconds < (1 - WORTH) * least and found.kept_rules == plan.kept_rules:
             least, best, ways, plan = seconds, order, its_ways, found

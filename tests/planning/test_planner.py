@@ -20,7 +20,9 @@ from scipy.sparse import csr_array
 
 import ftp
 from ftp import P
+from ftp.errors import PlanningError
 from ftp.planning import cost_network as network
+from ftp.planning import planner
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.sharding.layout import PARTIAL, R
 from ftp.sharding.pytree import flatten
@@ -329,6 +331,21 @@ def test_plans_do_not_depend_on_string_hashes():
         check=True,
     ).stdout.strip()
     assert found == fingerprint()
+
+
+def test_another_order_without_a_plan_refuses_nothing(monkeypatch):
+    ways, asked = planner.chosen_ways, []
+
+    def first_alone(made, hardware):
+        asked.append(made)
+        if len(asked) > 1:
+            raise PlanningError("no plan in this order")
+        return ways(made, hardware)
+
+    monkeypatch.setattr(planner, "chosen_ways", first_alone)
+    mesh = ftp.AbstractMesh((2, 2), ("a", "b"))
+    ftp.spmd(lambda x: x.tanh(), mesh, P("a", "b"), P()).lower(torch.empty(4, 4, device="meta"))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")))
