@@ -31,7 +31,7 @@ from ftp.source import at_line
 from ftp.tracing.explain_errors import COPY
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, Selections, group_of, select
+from ftp.tracing.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, SelectionGroup, group_of, select
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class UnevenCut:
         found = cut_off(x.movedim(self.dim, 0), self.axis, self.n, self.size)
         return found.movedim(0, self.dim)
 
-    def group(self, device: torch.device) -> Selections:
+    def group(self, device: torch.device) -> SelectionGroup:
         """The mask of the rank's own rows."""
         place = axis_index(self.axis) * self.rows + torch.arange(self.rows, device=device)
         return group_of(place < self.size)
 
-    def own(self, part: Tensor, group: Selections) -> Selected:
-        return Selected(select(part.movedim(self.dim, 0), group).rows, group, at=self.dim)
+    def own(self, part: Tensor, group: SelectionGroup) -> Selected:
+        return Selected(select(part.movedim(self.dim, 0), group).rows, group, row_dim=self.dim)
 
 
 def uneven_cut(
@@ -95,7 +95,7 @@ def with_own_rows(
 
     def run(*args: Any) -> Any:
         leaves, tree = flatten(args)
-        groups: dict[tuple[str, int], tuple[Selections, UnevenCut]] = {}
+        groups: dict[tuple[str, int], tuple[SelectionGroup, UnevenCut]] = {}
         versions = {}
         for i, cut in cuts.items():  # one mask for all that are cut alike
             key = cut.axis, cut.size
@@ -109,17 +109,17 @@ def with_own_rows(
                     raise TraceError(f"{at_line()}{names[i]} is changed in place. {COPY}")
             for i, x in enumerate(made):
                 if isinstance(x, Selected) and (cut := _cut_of(x.group)) is not None:
-                    results[i] = UnevenCut(x.at, cut.axis, cut.size, cut.n)
-                    made[i] = x.rows.movedim(0, x.at)
+                    results[i] = UnevenCut(x.row_dim, cut.axis, cut.size, cut.n)
+                    made[i] = x.rows.movedim(0, x.row_dim)
         return of.unflatten(made)
 
     return run
 
 
-_known: ContextVar[Sequence[tuple[Selections, UnevenCut]]] = ContextVar("uneven", default=())
+_known: ContextVar[Sequence[tuple[SelectionGroup, UnevenCut]]] = ContextVar("uneven", default=())
 
 
-def _cut_of(group: Selections) -> UnevenCut | None:
+def _cut_of(group: SelectionGroup) -> UnevenCut | None:
     """The cut whose rows a mask selects."""
     found = (cut for own, cut in _known.get() if own is group or holds_same(own.mask, group.mask))
     return next(found, None)
@@ -137,24 +137,24 @@ def _of_parts(collective: Callable[..., Any]) -> Callable[..., Any]:
     """A collective of uneven parts, over the ranks that have equal numbers of rows."""
     name, signature = collective.__name__, inspect.signature(collective)
 
-    def of(group: Selections, x: Selected, *args: Any, **kwargs: Any) -> Any:
+    def of(group: SelectionGroup, x: Selected, *args: Any, **kwargs: Any) -> Any:
         given, cut = signature.bind(x, *args, **kwargs), _cut_of(group)
         if cut is None:
             raise refused(name)
         given.apply_defaults()
         over = names_of(given.arguments["axis"])
         dims = [d % x.ndim for key, d in given.arguments.items() if key.endswith("dim")]
-        rows = x.rows.movedim(0, x.at)
-        if cut.axis not in over and x.at not in dims:
+        rows = x.rows.movedim(0, x.row_dim)
+        if cut.axis not in over and x.row_dim not in dims:
             made = collective(rows, *args, **kwargs)
-            return Selected(made.movedim(x.at, 0), group, at=x.at)
-        if collective is all_gather and over == (cut.axis,) and x.at in dims:
-            return all_gather(rows, *args, **kwargs).narrow(x.at, 0, cut.size)
+            return Selected(made.movedim(x.row_dim, 0), group, row_dim=x.row_dim)
+        if collective is all_gather and over == (cut.axis,) and x.row_dim in dims:
+            return all_gather(rows, *args, **kwargs).narrow(x.row_dim, 0, cut.size)
         raise TraceError(
             f"{at_line()}ftp.axis.{name} over {given.arguments['axis']!r} takes equal parts, and"
-            f" dim {x.at} has {cut.size} rows over the {cut.n} ranks of {cut.axis!r}. Reduce the"
-            f" rows first, gather them by ftp.axis.all_gather(x, {cut.axis!r}, {x.at}), or pad the"
-            " dim."
+            f" dim {x.row_dim} has {cut.size} rows over the {cut.n} ranks of {cut.axis!r}. Reduce"
+            f" the rows first, gather them by ftp.axis.all_gather(x, {cut.axis!r}, {x.row_dim}), or"
+            " pad the dim."
         )
 
     return of

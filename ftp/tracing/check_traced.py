@@ -15,7 +15,7 @@ from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.selected import Selected
-from ftp.tracing.selected_behind_one import BehindOne
+from ftp.tracing.selected_unsqueezed import UnsqueezedRows
 
 
 def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -45,7 +45,7 @@ def check_results(leaves: Sequence[Any], out: Any) -> None:
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:
     """The reasons why a leaf cannot be a static value; none if it can."""
-    if isinstance(leaf, Selected | BehindOne):
+    if isinstance(leaf, Selected | UnsqueezedRows):
         return [leaf.refused_as(name)]
     if isinstance(leaf, torch.nn.Module):
         return [

@@ -18,7 +18,7 @@ from ftp.torch_internals import pytree
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
-from ftp.tracing.selected import Selected, Selections
+from ftp.tracing.selected import Selected, SelectionGroup
 from ftp.tracing.varlen_attention import varlen_attention
 
 
@@ -214,12 +214,12 @@ def _inference_mode() -> Iterator[None]:
 
 
 @contextmanager
-def _selected_rows_beside_gradients() -> Iterator[None]:
+def _selected_rows_in_aux() -> Iterator[None]:
     """Let torch.func's gradients return rows that a mask selects, in ``aux``."""
     original = eager_transforms._undo_create_differentiable
 
     def undo(results: Any, level: int | None = None) -> Any:
-        groups: dict[Selections, Selections] = {}
+        groups: dict[SelectionGroup, SelectionGroup] = {}
 
         def plain(x: Any) -> Any:
             return original(x, level)
@@ -229,9 +229,11 @@ def _selected_rows_beside_gradients() -> Iterator[None]:
                 return plain(x)
             if x.group not in groups:
                 own = x.group
-                first = plain(own.first[0]), plain(own.first[1])
-                groups[own] = Selections(plain(own.mask), plain(own.valid), first, own.line)
-            return Selected(plain(x.rows), groups[x.group], x.below)
+                mask, valid, first, is_any = map(
+                    plain, (own.mask, own.valid, own.first, own.is_any)
+                )
+                groups[own] = SelectionGroup(mask, valid, first, is_any, own.line)
+            return Selected(plain(x.rows), groups[x.group], x.upper_bound)
 
         return pytree.tree_map(of, results)
 
@@ -249,7 +251,7 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _transformers,
     _checkpoint,
     _inference_mode,
-    _selected_rows_beside_gradients,
+    _selected_rows_in_aux,
     flex_attention,
     varlen_attention,
     control_flow,

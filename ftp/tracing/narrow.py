@@ -16,22 +16,23 @@ from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages
-from ftp.tracing.selected_spans import is_value, span_in
+from ftp.tracing.selected_slices import is_traced_int, read_traced_slice
 
 
 def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Any:
     """As ``torch.narrow``."""
-    if not (_is_index(start) or is_value(length)) or not input.ndim:
+    if not (_is_index(start) or is_traced_int(length)) or not input.ndim:
         return torch.narrow(input, dim, start, length)
     if not is_listening() or is_inside():
         return torch.narrow(input, dim, start, length)
     size = input.shape[dim]
     start = torch.as_tensor(start, device=input.device)
     start = torch.where(start < 0, start + size, start)
-    if is_value(length):
+    if is_traced_int(length):
         fits = (start >= 0) & (length >= 0) & (start + length <= size)
         assume(fits, f"narrow() takes elements from its start on, of the dim's {size}")
-        return span_in(input, (*(slice(None),) * (dim % input.ndim), slice(start, start + length)))
+        key = (*(slice(None),) * (dim % input.ndim), slice(start, start + length))
+        return read_traced_slice(input, key)
     fits = (start >= 0) & (start + length <= size)
     assume(fits, f"narrow() takes {length} elements from its start on, of the dim's {size}")
     copy = input.index_select(dim, start + torch.arange(length, device=input.device))
@@ -45,11 +46,11 @@ def _is_index(x: Any) -> bool:
 
 
 def check_copied_views(graph: fx.Graph) -> None:
-    """Refuse writes to a copy that is a view in torch, and to what it views; and reads of rows
-    between values (``Selected.viewed``) as they were before what they view was written to.
+    """Refuse writes to a copy that is a view in torch, and writes to its base; and reads of a
+    traced slice (``Selected.base``) after a write to its base.
     """
     watched: dict[int, fx.Node] = {}
-    spans: list[tuple[fx.Node, frozenset[int]]] = []
+    slices: list[tuple[fx.Node, frozenset[int]]] = []
     outdated: dict[int, fx.Node] = {}
     failures = []
     for node in graph.nodes:
@@ -60,10 +61,10 @@ def check_copied_views(graph: fx.Graph) -> None:
             for operand in node.all_input_nodes
             for storage in storages(operand) & outdated.keys()
         ]
-        if (viewed := node.meta.get("span_of")) is not None:
-            spans.append((node, frozenset(storages(viewed))))
-        if spans and (into := {s for value in writes(node) for s in storages(value)}):
-            outdated |= {s: rows for rows, of in spans if of & into for s in storages(rows)}
+        if (base := node.meta.get("slice_of")) is not None:
+            slices.append((node, frozenset(storages(base))))
+        if slices and (into := {s for value in writes(node) for s in storages(value)}):
+            outdated |= {s: rows for rows, base in slices if base & into for s in storages(rows)}
         if node.meta.get("copied_view"):
             for storage in storages(node) | storages(node.args[0]):
                 watched.setdefault(storage, node)

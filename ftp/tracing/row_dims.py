@@ -46,7 +46,7 @@ class RowDim:
     """The dim of a tensor that holds the rows, and how many elements of it are of one row."""
 
     dim: int
-    of_one: int = 1
+    per_row: int = 1
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Names of torch's functions, by what they do with rows that a mask selects (``selected.py``)."""
+"""Names of torch's functions, grouped by what they do with selected rows (``selected.py``)."""
 
 import torch
 
@@ -19,17 +19,17 @@ _VIEWING = """
     chunk split tensor_split unbind unfold diagonal diag real imag view_as_real view_as_complex
     to type type_as float double half bfloat16 long int bool alias as_strided __getitem__ __get__
 """
-# Functions of elements: other operands may be broadcast over the rows, or have a row for each.
+# Pointwise functions: a plain operand broadcasts over the rows, or has a row per selected row.
 POINTWISE = frozenset(_POINTWISE.split())
 # Functions whose result may be a view of their operand.
 VIEWING = frozenset(_VIEWING.split())
-JOINING = ("cat", "concat", "concatenate")  # they take rows of several masks
-# Products: rows of zeros stay zero until the sum over rows.
-PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "tensordot")
+CONCATENATING = ("cat", "concat", "concatenate")  # they take rows of several masks
+# Matmuls: one that sums over rows is right if the unselected rows are zero.
+MATMULS = ("matmul", "mm", "bmm", "mv", "dot", "inner", "einsum", "linear", "tensordot")
 LOOKUPS = ("__getitem__", "embedding", "gather", "index_select", "take_along_dim")
 SAME_VALUES = ("view", "reshape", "flatten", "squeeze", "detach", "clone", "contiguous", "long")
 SIZED = ("view", "reshape", "expand")
-MAKING = ("new", "new_zeros", "new_ones", "new_full", "new_empty")  # by sizes
+FACTORIES = ("new", "new_zeros", "new_ones", "new_full", "new_empty")  # by sizes
 OF_DTYPE = ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device")
-# Functions that write one value everywhere, and those that make a tensor of it.
+# Methods that fill a tensor with one value, and the functions that return such a tensor.
 FILLING = {"fill": torch.full_like, "zero": torch.zeros_like}

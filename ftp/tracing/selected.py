@@ -1,11 +1,14 @@
-"""Rows that a mask selects, while a program is traced: ``x[mask]`` and ``torch.where(mask)`` have
-shapes that depend on values, which a trace does not have.
+"""Trace ``x[mask]`` and ``torch.where(mask)``, whose shapes depend on values: a program has fixed
+shapes, so a `Selected` keeps a row for every element of the mask.
 
-A `Selected` holds all rows: each row that the mask leaves out is a copy of a selected row, so that
-no function can fail, or give inf or nan, on such a row alone. A function that acts on each row by
-itself gives a `Selected` again (``row_dims.py`` finds out). A sum, a mean or a loss counts the
-selected rows only (``selected_reductions.py``); a write back ``x[mask] = rows`` leaves the other
-rows as they were (``selected_places.py``). Every other function is refused.
+A row that the mask does not select is a copy of the first selected row, so that a function which
+succeeds on the selected rows also succeeds on all rows.
+
+- A function that acts on each row by itself returns a `Selected`; ``row_dims.py`` finds out
+  whether a function does.
+- A sum, a mean or a loss counts the selected rows only (``selected_reductions.py``).
+- A write ``x[mask] = rows`` keeps the unselected rows of ``x`` (``selected_writes.py``).
+- Every other function is refused.
 """
 
 import math
@@ -29,13 +32,13 @@ from ftp.tracing.no_rows import finite, is_singular_call, unless_none
 from ftp.tracing.refused_rows import number_refused, refused
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
 from ftp.tracing.row_functions import (
+    CONCATENATING,
+    FACTORIES,
     FILLING,
-    JOINING,
     LOOKUPS,
-    MAKING,
+    MATMULS,
     OF_DTYPE,
     POINTWISE,
-    PRODUCTS,
     SAME_VALUES,
     SIZED,
     VIEWING,
@@ -43,66 +46,78 @@ from ftp.tracing.row_functions import (
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.traced_number import TracedNumber, without_numbers
 
-# Functions of all rows, by name; the files named above fill the table. Each takes (group, *args,
-# **kwargs), and returns None where this call acts on each row alone.
+# Functions of all rows, by name; the files named above fill the table. Each is called with
+# (group, *args, **kwargs), and returns None if this call acts on each row by itself.
 OF_ALL_ROWS: dict[str, Callable[..., Any]] = {}
-# Those of ``OF_ALL_ROWS`` that find the dim of the rows themselves.
+# Functions of ``OF_ALL_ROWS`` that accept selections whose rows are along any dim.
 OF_ANY_DIM = {"__setitem__"}
-# Those of ``OF_ALL_ROWS`` that take (x, dim, ...), whichever dim holds the rows.
+# Functions of ``OF_ALL_ROWS`` that are called with (x, dim, ...): a selection whose rows are along
+# another dim than the first is moved to the first one for the call.
 OF_DIMS: set[str] = set()
 
 
 @dataclass(frozen=True, eq=False)
-class Selections:
-    """Selections by one mask.
+class SelectionGroup:
+    """What all selections by one mask share.
 
     Attributes:
-        mask: a copy.
-        valid: the same, flat.
-        first: the index of the first selected row, and whether there is one.
+        mask: a copy of the user's mask.
+        valid: the mask, flattened: one bool per row.
+        first: 0-d, the index of the first selected row; zero if there is none.
+        is_any: 0-d, whether a row is selected.
         line: the user's line that selects.
-        span: of a part that ``x.split`` gives: where it starts and ends.
+        bounds: the first row and the end of a part of ``x.split``; None for other selections.
     """
 
     mask: Tensor
     valid: Tensor
-    first: tuple[Tensor, Tensor]
+    first: Tensor
+    is_any: Tensor
     line: str
-    span: tuple[Any, Any] | None = None
+    bounds: tuple[Any, Any] | None = None
 
     def count(self) -> TracedNumber:
         return TracedNumber(self.valid.sum(), self.mask)
 
 
 class Selected:
-    """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``.
+    """The selected rows of a tensor: a tensor to the user's function, of an unknown number of rows.
 
     Attributes:
-        below: for indices: known to be in [0, below).
-        at: the dim that the function sees them in.
-        viewed: of ``x[start:stop]``, which is a view: ``x`` at all places, to which writes go.
-        is_alias: whether it is a copy, where torch has a view of ``viewed``.
+        rows: ``(N, ...)``, a row for each of the mask's N elements, selected or not.
+        row_dim: the dim that holds the rows in the shape that the user's function sees.
+        upper_bound: if the rows are indices in [0, upper_bound), this bound; else None.
+        base: for ``x[start:stop]``, a view in torch: all of ``x``, to which writes go; else None.
+        is_view_copy: whether torch gives a view of a ``base`` where this selection is a copy.
     """
 
-    viewed: Tensor | None = None
-    is_alias = False
+    base: Tensor | None = None
+    is_view_copy = False
 
-    def __init__(self, rows: Tensor, group: Selections, below: int | None = None, at: int = 0):
-        self._rows, self.group, self.below, self.at = rows, group, below, at
+    def __init__(
+        self,
+        rows: Tensor,
+        group: SelectionGroup,
+        upper_bound: int | None = None,
+        row_dim: int = 0,
+    ):
+        self._rows, self.group = rows, group
+        self.upper_bound, self.row_dim = upper_bound, row_dim
 
     @classmethod
-    def of_view(cls, viewed: Tensor, group: Selections, at: int) -> "Selected":
-        made = cls(viewed, group, at=at)
-        made.viewed = viewed
-        return made
+    def of_view(cls, base: Tensor, group: SelectionGroup, row_dim: int) -> "Selected":
+        view = cls(base, group, row_dim=row_dim)
+        view.base = base
+        return view
 
     @property
     def rows(self) -> Tensor:
-        if self.viewed is None:
+        if self.base is None:
             return self._rows
-        rows = select(self.viewed.movedim(self.at, 0), self.group).rows  # as they are by now
+        # Selected anew for each read, so that the rows show all writes to the base so far.
+        rows = select(self.base.movedim(self.row_dim, 0), self.group).rows
         if (node := node_of(rows)) is not None:
-            node.meta["span_of"] = node_of(self.viewed)
+            node.meta["slice_of"] = node_of(self.base)
         return rows
 
     def refused_as(self, name: str) -> str:
@@ -139,8 +154,8 @@ class Selected:
 
     def size(self, dim: int | None = None) -> Any:
         rows, *sizes = self.rows.shape
-        sizes = (*sizes[: self.at], rows, *sizes[self.at :])
-        shape = _ShapeOfSelection(sizes, self.at, self.group)
+        sizes = (*sizes[: self.row_dim], rows, *sizes[self.row_dim :])
+        shape = _ShapeOfSelection(sizes, self.row_dim, self.group)
         return shape if dim is None else shape[dim]
 
     def numel(self) -> TracedNumber:
@@ -154,14 +169,14 @@ class Selected:
         apply(Tensor.__setitem__, (self, key, value), {})
 
     def __len__(self) -> int:
-        if self.at:
+        if self.row_dim:
             return self.size(0)
         if asks_whether_any(sys._getframe(1)):
             return int(bool(self.group.valid.any()))
         raise number_refused(True, "len()")
 
     def __iter__(self) -> Any:
-        if self.at:
+        if self.row_dim:
             return iter(apply(Tensor.unbind, (self, 0), {}))
         raise refused(
             "a loop over rows",
@@ -173,14 +188,14 @@ class Selected:
         raise refused("bool()")
 
 
-def _different(name: str) -> TraceError:
+def _different_masks(name: str) -> TraceError:
     return refused(f"{name} of rows that different masks select", as_it_is=True)
 
 
 class _ShapeOfSelection:
     """The shape of a selection: the dim of rows has a `TracedNumber`."""
 
-    def __init__(self, sizes: Sequence[int], rows_at: int, group: Selections):
+    def __init__(self, sizes: Sequence[int], rows_at: int, group: SelectionGroup):
         self._sizes, self._rows_at, self._group = sizes, rows_at, group
 
     def _size(self, at: int) -> Any:
@@ -206,174 +221,211 @@ class _ShapeOfSelection:
     __hash__ = object.__hash__
 
 
-def group_of(mask: Tensor, span: tuple[Any, Any] | None = None) -> Selections:
-    mask = mask.clone()  # the function may change its own later
+def group_of(mask: Tensor, bounds: tuple[Any, Any] | None = None) -> SelectionGroup:
+    mask = mask.clone()  # the function may write to its mask later
     valid = mask.reshape(-1)
-    place = valid.to(torch.int64).argmax(0) if valid.shape[0] else valid.sum()
-    first = place, valid.any()
-    return Selections(mask, valid, first, user_line(), span)
+    first = valid.to(torch.int64).argmax(0) if valid.shape[0] else valid.sum()
+    return SelectionGroup(mask, valid, first, valid.any(), user_line(), bounds)
 
 
-def select(x: Tensor, group: Selections) -> Selected:
-    """``x[mask]``; the mask has ``x``'s first dims."""
+def select(x: Tensor, group: SelectionGroup) -> Selected:
+    """``x[mask]``; the mask has the shape of ``x``'s first dims."""
     return selected(x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :]), group)
 
 
-def selected(flat: Tensor, group: Selections) -> Selected:
-    """The valid rows; a copy of the first one in the place of each other row."""
-    if not flat.shape[0]:
-        return Selected(flat.clone(), group)
-    safe = unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group.first[1])
-    return Selected(torch.where(beside(group.valid, flat), flat, safe), group)
+def selected(rows: Tensor, group: SelectionGroup) -> Selected:
+    """The selection of rows ``(N, ...)``: the first selected row replaces every unselected one."""
+    if not rows.shape[0]:
+        return Selected(rows.clone(), group)
+    first = unless_none(rows.detach().index_select(0, group.first.reshape(1)), group.is_any)
+    return Selected(torch.where(broadcast_mask(group.valid, rows), rows, first), group)
 
 
 def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of torch on selections.
+    """Call a function of torch on selections.
 
     Raises:
-        TraceError: a function other than one of each row, a reduction over rows, or a write back.
+        TraceError: the function neither acts on each row by itself, nor reduces rows, nor writes
+            them back.
     """
     name = getattr(func, "__name__", str(func))
     given = [a for a in flat((args, kwargs)) if isinstance(a, Selected)]
+    group = given[0].group
     if name in OF_DTYPE:
         return func(given[0].rows)
-    group = given[0].group
-    if name in MAKING:
+    if name in FACTORIES:
         return OF_ALL_ROWS[name](group, *args, **kwargs)
     if name in SIZED:
-        args = _own_count(args, group)
+        args = _infer_row_count(args, group)
     args, kwargs = without_numbers(args, kwargs)
-    others = (x.group.mask for x in given if x.group is not group)
-    is_one_mask = all(holds_same(mask, group.mask) for mask in others)
-    if not is_one_mask and name not in JOINING:
-        raise _different(name)
-    is_moved = any(x.at for x in given)
-    if name in OF_ALL_ROWS and (not is_moved or name in OF_ANY_DIM):
-        reduced = OF_ALL_ROWS[name](group, *args, **kwargs)
-        if reduced is not None:
-            return reduced
-    elif name in OF_DIMS and isinstance(args[0], Selected):
-        reduced = _with_rows_first(OF_ALL_ROWS[name], args[0], args[1:], kwargs)
-        if reduced is not None:
-            return reduced
+    is_one_mask = all(x.group is group or holds_same(x.group.mask, group.mask) for x in given)
+    if not is_one_mask and name not in CONCATENATING:
+        raise _different_masks(name)
+    if (result := _across_rows(name, given, args, kwargs)) is not None:
+        return result
     if not is_one_mask:
-        raise _different(name)
+        raise _different_masks(name)
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
-    is_pointwise = name in POINTWISE and not is_moved
-    if is_pointwise and len({x.rows.ndim for x in given}) > 1:
-        raise refused(f"{name} of selected rows that differ in their number of dims", True)
-    trial = (
-        RowTrial(RowDim(0), [(name, args)]) if is_pointwise else try_rows(func, args, kwargs, _seen)
-    )
-    if trial.is_sum and name in PRODUCTS:
-        own = _replaced((list(args), dict(kwargs)), lambda x: x, lambda x: _at_own(zeroed(x), x.at))
-        return func(*own[0], **own[1])
+    return _row_by_row(func, name, given, args, kwargs)
+
+
+def _across_rows(
+    name: str, given: Sequence[Selected], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of a function of all rows; None if this call acts on each row by itself."""
+    if (function := OF_ALL_ROWS.get(name)) is None:
+        return None
+    if name in OF_ANY_DIM or not any(x.row_dim for x in given):
+        return function(given[0].group, *args, **kwargs)
+    if name in OF_DIMS and isinstance(args[0], Selected):
+        return _with_rows_first(function, args[0], args[1:], kwargs)
+    return None
+
+
+def _row_by_row(
+    func: Callable[..., Any],
+    name: str,
+    given: Sequence[Selected],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The result of a function that acts on each row by itself, or that sums over rows."""
+    trial = _row_trial(func, name, given, args, kwargs)
+    if trial.is_sum and name in MATMULS:
+        filled = _map_tensors(
+            (list(args), dict(kwargs)),
+            lambda x: x,
+            lambda x: _move_rows(fill_unselected(x, 0), x.row_dim),
+        )
+        return func(*filled[0], **filled[1])
     if trial.result is None:
         raise refused(name)
+    group = given[0].group
     is_singular = any(is_singular_call(*op) for op in trial.ops)
-    is_any = group.first[1]
     is_lookup = name in LOOKUPS and any(isinstance(a, Tensor) for a in args)
 
-    def of_plain(x: Tensor) -> Tensor:
-        if is_pointwise:
-            return finite(_row_by_row(given[0].rows, group, x), is_any, is_singular)
-        return finite(x, is_any, is_singular) if x.is_floating_point() and not is_lookup else x
+    def plain(x: Tensor) -> Tensor:
+        if _is_pointwise(name, given):
+            return finite(_broadcast_or_spread(x, given[0].rows, group), group.is_any, is_singular)
+        is_made_finite = x.is_floating_point() and not is_lookup
+        return finite(x, group.is_any, is_singular) if is_made_finite else x
 
-    def of_selected(x: Selected) -> Tensor:
-        rows = finite(x.rows, is_any, is_singular) if is_singular else x.rows
-        return _at_own(rows, x.at)
+    def selected_rows(x: Selected) -> Tensor:
+        rows = finite(x.rows, group.is_any, is_singular) if is_singular else x.rows
+        return _move_rows(rows, x.row_dim)
 
-    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)), of_plain, of_selected)
-    out = func(*plain_args, **plain_kwargs)
+    all_args, all_kwargs = _map_tensors((list(args), dict(kwargs)), plain, selected_rows)
+    out = func(*all_args, **all_kwargs)
     if is_singular or is_lookup:
-        out = optree.tree_map(lambda x: unless_none(x, is_any), out)
+        out = optree.tree_map(lambda x: unless_none(x, group.is_any), out)
     if isinstance(out, tuple | list):
         pairs = zip(out, trial.result, strict=True)
-        return type(out)([_with_rows(o, at, given, name) for o, at in pairs])
-    made = _with_rows(out, trial.result, given, name)
-    made.below = given[0].below if name in SAME_VALUES else None
-    return made
+        return type(out)([_selection_of(o, rows, given, name) for o, rows in pairs])
+    result = _selection_of(out, trial.result, given, name)
+    result.upper_bound = given[0].upper_bound if name in SAME_VALUES else None
+    return result
 
 
-def _at_own(rows: Tensor, at: int) -> Tensor:
-    return rows.movedim(0, at) if at else rows
+def _row_trial(
+    func: Callable[..., Any],
+    name: str,
+    given: Sequence[Selected],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> RowTrial:
+    """Which dim of the result holds the rows; pointwise functions are not tried."""
+    if not _is_pointwise(name, given):
+        return try_rows(func, args, kwargs, _rows_and_dim)
+    if len({x.rows.ndim for x in given}) > 1:
+        raise refused(f"{name} of selected rows that differ in their number of dims", True)
+    return RowTrial(RowDim(0), [(name, args)])
+
+
+def _is_pointwise(name: str, given: Sequence[Selected]) -> bool:
+    return name in POINTWISE and not any(x.row_dim for x in given)
+
+
+def _move_rows(rows: Tensor, dim: int) -> Tensor:
+    return rows.movedim(0, dim) if dim else rows
 
 
 def _with_rows_first(
     function: Callable[..., Any], x: Selected, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A reduction of rows that are not the first dim, by ``function``, which takes them as the
-    first.
-    """
+    """Call ``function``, which reduces rows along dim 0, on rows along another dim."""
     dim, *rest = args if args else (None,)
     dim = kwargs.get("dim", dim)
     if not isinstance(dim, int | tuple | list | None) or isinstance(dim, bool):
         return None
-    rest_of = [d for d in range(x.ndim) if d != x.at]
-    first = {d: 0 if d == x.at else 1 + rest_of.index(d) for d in range(x.ndim)}
+    others = [d for d in range(x.ndim) if d != x.row_dim]
+    moved_to = {d: 0 if d == x.row_dim else 1 + others.index(d) for d in range(x.ndim)}
     if dim is not None:
-        dim = first[dim % x.ndim] if isinstance(dim, int) else [first[d % x.ndim] for d in dim]
+        is_one = isinstance(dim, int)
+        dim = moved_to[dim % x.ndim] if is_one else [moved_to[d % x.ndim] for d in dim]
     named = {key: value for key, value in kwargs.items() if key != "dim"}
     given = () if dim is None else (dim, *rest)
-    made = function(x.group, Selected(x.rows, x.group), *given, **named)
-    if isinstance(made, Selected):
-        return Selected(made.rows, made.group, at=x.at)
-    return made if made is None or made.ndim < x.ndim else made.movedim(0, x.at)
+    result = function(x.group, Selected(x.rows, x.group), *given, **named)
+    if isinstance(result, Selected):
+        return Selected(result.rows, result.group, row_dim=x.row_dim)
+    return result if result is None or result.ndim < x.ndim else result.movedim(0, x.row_dim)
 
 
-def _own_count(args: Sequence[Any], group: Selections) -> list[Any]:
-    """Sizes, with -1 in the place of the number of rows."""
+def _infer_row_count(args: Sequence[Any], group: SelectionGroup) -> list[Any]:
+    """Replace the number of selected rows by -1 among the sizes of ``x.view(*sizes)``."""
     x, *sizes = args
     sizes = [*sizes[0]] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    is_own = [isinstance(s, TracedNumber) and s.is_of(group.mask) for s in sizes]
-    if not any(is_own):
+    is_row_count = [isinstance(s, TracedNumber) and s.is_of(group.mask) for s in sizes]
+    if not any(is_row_count):
         return [*args]
-    others = [s for s, own in zip(sizes, is_own, strict=True) if not own]
+    others = [s for s, is_count in zip(sizes, is_row_count, strict=True) if not is_count]
     if isinstance(x, Selected) and -1 in others:
         rest = math.prod(x.rows.shape[1:]) // (-math.prod(others) or 1)
         others = [rest if s == -1 else s for s in others]
-    beside = iter(others)
-    return [x, *(-1 if own else next(beside) for own in is_own)]
+    next_other = iter(others)
+    return [x, *(-1 if is_count else next(next_other) for is_count in is_row_count)]
 
 
-def _seen(x: Any) -> tuple[Tensor, int] | None:
-    return (x.rows, x.at) if isinstance(x, Selected) else None
+def _rows_and_dim(x: Any) -> tuple[Tensor, int] | None:
+    return (x.rows, x.row_dim) if isinstance(x, Selected) else None
 
 
-def _with_rows(out: Any, at: Any, given: Sequence[Selected], name: str) -> Selected:
-    if not isinstance(at, RowDim) or (at.dim and at.of_one > 1):
+def _selection_of(out: Any, rows: Any, given: Sequence[Selected], name: str) -> Selected:
+    """The result tensor ``out`` as a selection; ``rows`` is the `RowDim` that a trial found."""
+    if not isinstance(rows, RowDim) or (rows.dim and rows.per_row > 1):
         raise refused(name)
     group = given[0].group
-    if at.of_one > 1:  # several rows of each one
-        group = group_of(group.valid[:, None].expand(-1, at.of_one))
-    made = Selected(out.movedim(at.dim, 0) if at.dim else out, group, at=at.dim)
-    made.is_alias = name in VIEWING and any(x.viewed is not None or x.is_alias for x in given)
-    return made
+    if rows.per_row > 1:  # each row became several rows
+        group = group_of(group.valid[:, None].expand(-1, rows.per_row))
+    result = Selected(out.movedim(rows.dim, 0) if rows.dim else out, group, row_dim=rows.dim)
+    has_base = any(x.base is not None or x.is_view_copy for x in given)
+    result.is_view_copy = name in VIEWING and has_base
+    return result
 
 
 def _in_place(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
-    """A function that writes to selected rows, which are a copy."""
+    """Call a method that writes to selected rows, by the method that returns new rows."""
     x, method = args[0], FILLING.get(name) or getattr(Tensor, name, None)
-    is_other = not isinstance(x, Selected) or (x.at and x.viewed is None)
-    if is_other or method is None or x.below is not None:
-        raise refused(f"{name}_")  # of places too, which are known to be in range
-    # The gradient may read the operand as it was.
-    own = Selected(x.rows.clone(), x.group, at=x.at)
-    return written(x, apply(method, (own, *args[1:]), kwargs))
+    is_writable = isinstance(x, Selected) and (not x.row_dim or x.base is not None)
+    # Indices stay as they are, since their bound is known.
+    if not is_writable or method is None or x.upper_bound is not None:
+        raise refused(f"{name}_")
+    # The gradient may read the operand's values before the write.
+    before = Selected(x.rows.clone(), x.group, row_dim=x.row_dim)
+    return write_rows(x, apply(method, (before, *args[1:]), kwargs))
 
 
-def written(x: Selected, new: Selected) -> Selected:
-    """``x`` with other elements. It is a copy of what was selected, or a view."""
-    if new.at != x.at or new.rows.shape != x.rows.shape:
+def write_rows(x: Selected, new: Selected) -> Selected:
+    """Write ``new`` to the rows of ``x``, and to the tensor that ``x`` is a view of."""
+    if new.row_dim != x.row_dim or new.rows.shape != x.rows.shape:
         raise refused("a write of another shape")
-    if x.is_alias:
+    if x.is_view_copy:
         raise refused("a write to a view of a slice between values", as_it_is=True)
-    if x.viewed is None:
+    if x.base is None:
         x.rows.copy_(new.rows)
     else:
-        places = x.viewed.movedim(x.at, 0)
-        places.copy_(torch.where(beside(x.group.valid, places), new.rows, places))
+        base = x.base.movedim(x.row_dim, 0)
+        base.copy_(torch.where(broadcast_mask(x.group.valid, base), new.rows, base))
     return x
 
 
@@ -385,32 +437,35 @@ def flat(tree: Any) -> list[Any]:
     return [tree]
 
 
-def _replaced(
-    tree: Any, of: Callable[[Tensor], Tensor], of_selected: Callable[[Selected], Tensor]
+def _map_tensors(
+    tree: Any, plain: Callable[[Tensor], Tensor], selection: Callable[[Selected], Tensor]
 ) -> Any:
-    """``tree`` with ``of`` each plain tensor, and ``of_selected`` each selection."""
+    """Apply ``plain`` to each plain tensor of a tree, ``selection`` to each `Selected`."""
     if isinstance(tree, dict):
-        return {key: _replaced(value, of, of_selected) for key, value in tree.items()}
+        return {key: _map_tensors(value, plain, selection) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_replaced(value, of, of_selected) for value in tree)
+        return type(tree)(_map_tensors(value, plain, selection) for value in tree)
     if isinstance(tree, Selected):
-        return of_selected(tree)
-    return of(tree) if isinstance(tree, Tensor) else tree
+        return selection(tree)
+    return plain(tree) if isinstance(tree, Tensor) else tree
 
 
-def _row_by_row(rows: Tensor, group: Selections, other: Tensor) -> Tensor:
-    """A plain operand beside ``rows``: broadcast over them, or of one row for each selected one."""
-    if other.ndim < rows.ndim or other.shape[0] == 1:
-        return other
-    if other.ndim > rows.ndim or other.shape[0] in (0, rows.shape[0]):
-        raise refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
-    return row_of_each(other, group)
+def _broadcast_or_spread(x: Tensor, rows: Tensor, group: SelectionGroup) -> Tensor:
+    """A plain operand of a pointwise function, in a shape that broadcasts with all rows."""
+    if x.ndim < rows.ndim or x.shape[0] == 1:
+        return x
+    if x.ndim > rows.ndim or x.shape[0] in (0, rows.shape[0]):
+        raise refused(f"a tensor of shape {tuple(x.shape)} beside selected rows", True)
+    return spread_rows(x, group)
 
 
-def row_of_each(plain: Tensor, group: Selections) -> Tensor:
-    """A plain tensor of a row for each selected one, at the places of the selected rows."""
+def spread_rows(plain: Tensor, group: SelectionGroup) -> Tensor:
+    """Move the i-th row of a plain tensor to the place of the i-th selected row.
+
+    The program assumes that the mask selects as many rows as ``plain`` has, and warns of it.
+    """
     size = plain.shape[0]
-    if is_inside():  # where no claim is noted
+    if is_inside():  # within ftp.local, where a program notes no assumption
         raise refused(f"a tensor of shape {tuple(plain.shape)} beside a rank's own rows", True)
     claim = f"a mask selects {size} rows, as many as a tensor of shape {tuple(plain.shape)} has"
     assume(group.valid.sum() == size, claim)
@@ -423,20 +478,23 @@ def row_of_each(plain: Tensor, group: Selections) -> Tensor:
     return plain.index_select(0, (group.valid.cumsum(0) - 1).clamp(0, size - 1))
 
 
-def order_of(group: Selections) -> Tensor:
-    """The places of selected rows, in front of zeros."""
+def selected_indices(group: SelectionGroup) -> Tensor:
+    """``(N,)``: the indices of the selected rows in order, then zeros."""
     return torch.nonzero_static(group.valid, size=group.valid.numel(), fill_value=0)[:, 0]
 
 
-def beside(valid: Tensor, rows: Tensor) -> Tensor:
+def broadcast_mask(valid: Tensor, rows: Tensor) -> Tensor:
+    """``valid`` with dims of size one behind it, to broadcast over ``rows``."""
     return valid.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
-def zeroed(value: Selected) -> Tensor:
-    zero = torch.zeros((), dtype=value.rows.dtype, device=value.rows.device)
-    return torch.where(beside(value.group.valid, value.rows), value.rows, zero)
+def fill_unselected(x: Selected, value: float) -> Tensor:
+    """The rows of ``x``, with ``value`` in place of those that are not selected."""
+    fill = torch.full((), value, dtype=x.rows.dtype, device=x.rows.device)
+    return torch.where(broadcast_mask(x.group.valid, x.rows), x.rows, fill)
 
 
 def is_over_rows(ndim: int, dim: Any) -> bool:
+    """Whether a reduction over ``dim`` of a tensor with rows along dim 0 joins rows."""
     dims = dim if isinstance(dim, tuple | list) else (dim,)
     return any(d % ndim == 0 for d in dims)

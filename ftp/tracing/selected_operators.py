@@ -16,12 +16,12 @@ def _binary(name: str, swapped: bool = False) -> Any:
 
 
 def _in_place(name: str) -> Any:
-    """``rows += other``: a write, which other names of the rows, and a slice's tensor, see."""
+    """``rows += other`` as a write, seen under other names of the rows and by a slice's base."""
     method = getattr(Tensor, f"{name}_")
 
     def of(self: Selected, other: Any) -> Any:
-        is_plain = self.below is not None or (self.at and self.viewed is None)
-        return NotImplemented if is_plain else apply(method, (self, other), {})
+        is_read_only = self.upper_bound is not None or (self.row_dim and self.base is None)
+        return NotImplemented if is_read_only else apply(method, (self, other), {})
 
     return of
 

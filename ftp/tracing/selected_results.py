@@ -1,4 +1,6 @@
-"""Selected rows as results of a program: all rows, the selected ones first, and their number."""
+"""Selected rows as results of a program: `CountedRows`, which hold all rows, the selected rows
+first, and the number of selected rows.
+"""
 
 from typing import Any
 
@@ -8,13 +10,13 @@ from ftp.errors import TraceError
 from ftp.ops.microbatch_means import means_of_trace
 from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
-from ftp.tracing.selected import Selected, order_of
+from ftp.tracing.selected import Selected, selected_indices
 from ftp.tracing.traced_number import TracedNumber
 
 
 def counted(result: Any) -> Any:
-    """A function's result with each selection as all rows, the selected ones first, and their
-    number. A pipeline keeps the selection, and refuses it: each microbatch has its own number.
+    """Replace each selection in a function's result by `CountedRows`. A pipeline keeps the
+    selection and refuses it later: each microbatch selects a number of its own.
     """
     result = optree.tree_map(
         lambda x: x.value if isinstance(x, TracedNumber) else x, result, namespace=NAMESPACE
@@ -28,6 +30,6 @@ def counted(result: Any) -> Any:
 
 
 def _counted(x: Selected) -> CountedRows:
-    if x.at:
+    if x.row_dim:
         raise TraceError(x.refused_as("a result whose first dim is not that of the rows"))
-    return CountedRows(x.rows.index_select(0, order_of(x.group)), x.group.valid.sum())
+    return CountedRows(x.rows.index_select(0, selected_indices(x.group)), x.group.valid.sum())

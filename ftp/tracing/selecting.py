@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.packed_sequences import packed_steps
-from ftp.tracing.selected import Selected, Selections, group_of, select
-from ftp.tracing.selected_spans import span_in, split
+from ftp.tracing.selected import Selected, SelectionGroup, group_of, select
+from ftp.tracing.selected_slices import read_traced_slice, split
 
 _PACK: Any = torch._VF._pack_padded_sequence
 _UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
@@ -32,7 +32,7 @@ SELECTING = frozenset(
 
 def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The selection that a call on plain tensors makes (``x[mask]``, ``masked_select``, ...); None
-    for a call that selects nothing.
+    if the call selects no rows.
     """
     if func is _PACK:
         x, sizes = packed_steps(*args)
@@ -63,7 +63,7 @@ def _unique(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:
-    """``torch.unique``: the distinct elements are rows; None along a dim."""
+    """``torch.unique``: the distinct elements are rows; None if ``dim`` is given."""
     if dim is not None or not x.numel():
         return None
     ordered, order = x.reshape(-1).sort(stable=True)
@@ -76,7 +76,7 @@ def _unique(
 def _consecutive(
     x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """``torch.unique_consecutive``: the first elements of runs are rows; None along a dim."""
+    """``torch.unique_consecutive``: each run's first element is a row; None if ``dim`` is given."""
     if dim is not None or not x.numel():
         return None
     values, inverse, counts = _runs(x.reshape(-1))
@@ -84,7 +84,7 @@ def _consecutive(
 
 
 def _runs(x: Tensor) -> tuple[Selected, Tensor, Selected]:
-    """The first elements of runs of equal elements, the run of each element, and their lengths."""
+    """Of the runs of equal elements: their first elements, each element's run, their lengths."""
     is_first = torch.cat([x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]])
     run = is_first.cumsum(0) - 1
     group = group_of(is_first)
@@ -98,8 +98,8 @@ def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
 
 
 def _read(x: Tensor, key: Any) -> Selected | None:
-    """``x[key]`` with a slice between values, or a mask behind full slices; None without one."""
-    if (span := span_in(x, key)) is not None:
+    """``x[key]`` for a key with a traced slice, or with a mask after full slices; else None."""
+    if (span := read_traced_slice(x, key)) is not None:
         return span
     if (found := mask_in(x, key)) is None:
         return None
@@ -108,12 +108,12 @@ def _read(x: Tensor, key: Any) -> Selected | None:
         return None
     x = x[(*(slice(None),) * (at + mask.ndim), *rest)] if rest else x
     group = group_of(mask)
-    return Selected(select(masked_first(x, at, mask), group).rows, group, at=at)
+    return Selected(select(masked_first(x, at, mask), group).rows, group, row_dim=at)
 
 
 def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
-    """The mask in the key of ``x[key]``: the first dim that it masks, the mask, and what follows it
-    in the key. None without one, or where it is behind other than full slices.
+    """Of a mask in the key of ``x[key]``: the first dim that it masks, the mask, and the rest of
+    the key. None if there is no mask, or if anything but full slices precedes it.
     """
     keys = key if isinstance(key, tuple) else (key,)
     at = next((i for i, k in enumerate(keys) if not _is_full(k)), len(keys))
@@ -129,12 +129,12 @@ def _is_full(key: Any) -> bool:
 
 
 def masked_first(x: Tensor, at: int, mask: Tensor) -> Tensor:
-    """``x`` with the dims that a mask has, from ``at`` on, as its first ones."""
+    """``x`` with the dims that the mask covers, from ``at`` on, moved to the front."""
     return x.movedim(tuple(range(at, at + mask.ndim)), tuple(range(mask.ndim))) if at else x
 
 
 def is_selection(key: Any, x: Any, at: int = 0) -> bool:
-    """Whether ``key`` is a mask of dims of ``x``, from ``at`` on."""
+    """Whether ``key`` is a bool mask of the dims of ``x`` from ``at`` on."""
     return (
         isinstance(key, Tensor)
         and key.dtype is torch.bool
@@ -143,10 +143,10 @@ def is_selection(key: Any, x: Any, at: int = 0) -> bool:
     )
 
 
-def places(group: Selections) -> tuple[Selected, ...]:
+def places(group: SelectionGroup) -> tuple[Selected, ...]:
     """``torch.where(mask)``: the indices of each dim."""
     own = torch.arange(group.valid.numel(), device=group.valid.device)
-    numbers = torch.where(group.valid, own, group.first[0])
+    numbers = torch.where(group.valid, own, group.first)
     found, below = [], group.valid.numel()
     for size in group.mask.shape:
         below = below // size if size else 0
@@ -154,6 +154,6 @@ def places(group: Selections) -> tuple[Selected, ...]:
     return tuple(found)
 
 
-def _stacked(found: Sequence[Selected], group: Selections) -> Selected:
+def _stacked(found: Sequence[Selected], group: SelectionGroup) -> Selected:
     """``torch.nonzero(mask)``: a row of indices for each place."""
     return Selected(torch.stack([x.rows for x in found], 1), group, max(group.mask.shape))

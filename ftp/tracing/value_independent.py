@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import ftp.tracing.selected_behind_one
 import ftp.tracing.selected_operators
-import ftp.tracing.selected_places  # noqa: F401  (they fill the tables of selected rows)
+import ftp.tracing.selected_unsqueezed
+import ftp.tracing.selected_writes  # noqa: F401  (they fill the tables of selected rows)
 from ftp import static
 from ftp.axis import is_inside
 from ftp.errors import TraceError
@@ -37,11 +37,11 @@ from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
 from ftp.tracing.paths import decided
 from ftp.tracing.selected import Selected, apply
-from ftp.tracing.selected_spans import write_to_span
+from ftp.tracing.selected_factories import sized_by_row_count
+from ftp.tracing.selected_slices import write_traced_slice
 from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
-from ftp.tracing.tensors_of_rows import of_a_row_each
 from ftp.tracing.traced_number import TracedNumber, beside_narrow, without_numbers
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class unchecked(ModeOfBlocks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if TracedNumber in types:
-            if (found := of_a_row_each(func, args, kwargs or {})) is not None:
+            if (found := sized_by_row_count(func, args, kwargs or {})) is not None:
                 return found
             if (found := beside_narrow(func, args, kwargs or {})) is not None:
                 return found
@@ -306,7 +306,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
-    if write_to_span(input, key, value):
+    if write_traced_slice(input, key, value):
         return
     if (at := _place_by_tensor(input, key)) is not None:
         dim, place, key = at

@@ -1,5 +1,5 @@
-"""Selected rows behind a dim of size one, ``x[None, at]``, as loops over experts read their tokens
-before ``.reshape(-1, n)``.
+"""Selected rows with a leading dim of size one, ``x[None, index]``: loops over experts read their
+tokens so, before ``.reshape(-1, n)``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.refused_rows import refused
-from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, apply, beside, group_of, select
-from ftp.tracing.selected_reductions import taken
+from ftp.tracing.selected import (
+    OF_ALL_ROWS,
+    Selected,
+    SelectionGroup,
+    apply,
+    broadcast_mask,
+    group_of,
+    select,
+)
+from ftp.tracing.selected_reductions import index_rows
 
 
-class BehindOne:
-    """``rows[None]``: no function takes it but those that drop its first dim."""
+class UnsqueezedRows:
+    """``rows[None]``: only functions that drop the first dim accept it."""
 
     def __init__(self, rows: Selected):
         self._rows = rows
@@ -67,7 +75,7 @@ class BehindOne:
 
 
 def _refusing(name: str) -> Any:
-    def method(self: BehindOne, *args: Any) -> Any:
+    def method(self: UnsqueezedRows, *args: Any) -> Any:
         raise refused(name)
 
     return method
@@ -79,19 +87,19 @@ _OPERATORS = """
     neg invert abs bool len iter lt le gt ge eq ne
 """
 for _name in _OPERATORS.split():
-    setattr(BehindOne, f"__{_name}__", _refusing(_name))
-BehindOne.__hash__ = object.__hash__  # type: ignore[method-assign]
+    setattr(UnsqueezedRows, f"__{_name}__", _refusing(_name))
+UnsqueezedRows.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def _read(group: Selections, x: Any, key: Any) -> Any:
+def _read(group: SelectionGroup, x: Any, key: Any) -> Any:
     if isinstance(x, Selected) and isinstance(key, Selected) and key.dtype is torch.bool:
         if key.rows.shape != x.rows.shape[: key.rows.ndim]:
             return None
-        return select(x.rows, group_of(beside(group.valid, key.rows) & key.rows))
-    is_behind = isinstance(key, tuple) and len(key) == 2 and key[0] is None
-    if is_behind and isinstance(key[1], Selected) and isinstance(x, Tensor):
-        return BehindOne(apply(Tensor.__getitem__, (x, key[1]), {}))
-    return taken(group, x, key)
+        return select(x.rows, group_of(broadcast_mask(group.valid, key.rows) & key.rows))
+    is_unsqueezed = isinstance(key, tuple) and len(key) == 2 and key[0] is None
+    if is_unsqueezed and isinstance(key[1], Selected) and isinstance(x, Tensor):
+        return UnsqueezedRows(apply(Tensor.__getitem__, (x, key[1]), {}))
+    return index_rows(group, x, key)
 
 
 OF_ALL_ROWS["__getitem__"] = _read

@@ -1,5 +1,5 @@
-"""Tensors of a row for each selected one: ``torch.zeros(rows.shape[0], 3)``, ``x.new_ones(n)``,
-``torch.arange(n)``.
+"""Tensors made with a number of selected rows as a size: ``torch.zeros(rows.shape[0], 3)``,
+``x.new_ones(n)``, ``torch.arange(n)``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.tracing.row_functions import MAKING
-from ftp.tracing.selected import OF_ALL_ROWS, Selected, Selections, group_of, select
+from ftp.tracing.row_functions import FACTORIES
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, SelectionGroup, group_of, select
 from ftp.tracing.traced_number import TracedNumber
 
 _MAKING = {torch.zeros, torch.ones, torch.full, torch.empty}
-_MAKING |= {getattr(Tensor, name) for name in MAKING}
+_MAKING |= {getattr(Tensor, name) for name in FACTORIES}
 
 
-def of_a_row_each(
+def sized_by_row_count(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Selected | None:
-    """The result of a call whose size is a number of selected rows; None for another call."""
+    """The result of a call that has a number of selected rows as a size; None for other calls."""
     if func is torch.arange and len(args) == 1 and _is_count(args[0]):
         group = group_of(args[0].mask)
         places = group.valid.cumsum(0) - 1
@@ -40,7 +40,7 @@ def of_a_row_each(
     others = {name: value for name, value in kwargs.items() if name != "size"}
     given = [shape] if func is not Tensor.new else shape
     rows = func(*own, *given, *rest, **others)
-    return Selected(rows.movedim(at[0], 0), group, at=at[0])
+    return Selected(rows.movedim(at[0], 0), group, row_dim=at[0])
 
 
 def _is_count(x: Any) -> bool:
@@ -50,11 +50,11 @@ def _is_count(x: Any) -> bool:
 def _method(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
-    def of(group: Selections, x: Any, *args: Any, **kwargs: Any) -> Any:
-        found = of_a_row_each(method, (x.rows, *args), kwargs)
+    def of(group: SelectionGroup, x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = sized_by_row_count(method, (x.rows, *args), kwargs)
         return method(x.rows, *args, **kwargs) if found is None else found
 
     return of
 
 
-OF_ALL_ROWS.update({name: _method(name) for name in MAKING})
+OF_ALL_ROWS.update({name: _method(name) for name in FACTORIES})
