@@ -46,15 +46,15 @@ def lookup(call: Call) -> BoundRule | None:
         )
         if len(linear) < len(bound.linear):
             bound = replace(bound, linear=linear)
-    if not any(m.dtype in NEVER_ADDED for m in results):
-        return bound
+    # Of no elements every rank's part starts at 0, so that none of them is the first.
     summed = {
         f
         for m, pending in zip(results, bound.pending, strict=True)
-        if m.dtype in NEVER_ADDED
         for f in pending
+        if m.dtype in NEVER_ADDED or bound.sizes[f] == 0
     }
-    return replace(bound, whole=bound.whole | summed, linear=())
+    linear = () if any(m.dtype in NEVER_ADDED for m in results) else bound.linear
+    return replace(bound, whole=bound.whole | summed, linear=linear)
 
 
 def _adds_up(given: torch.dtype, made: torch.dtype) -> bool:

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation
+from ftp.rules.overloads import aten
 from ftp.rules.rule import LocalHook, Rule
+
+OF_NO_DIMS = (aten.all.dims, aten.any.dims)  # that reduce nothing, given an empty list of dims
 
 
 def numbered(ndim: int) -> Dims:
@@ -56,7 +59,9 @@ def reduced(
     dim = call.arg("dim") if "dim" in names else None
     keepdim = call.results[0].ndim == x.ndim
     gone = (
-        set(range(x.ndim))
+        set()
+        if dim == [] and call.target in OF_NO_DIMS
+        else set(range(x.ndim))
         if dim is None or dim == []
         else {d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)}
     )

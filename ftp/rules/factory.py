@@ -35,6 +35,8 @@ def _arange_of_part(op: LocalOp) -> fx.Node:
     at, dtype = op.positions("i"), op.call.results[0].dtype
     if dtype.is_floating_point:
         at = op.emit(aten._to_copy.default, at, dtype=torch.float64)
+    else:  # as the kernel truncates them
+        start, step = (int(v) if isinstance(v, float) else v for v in (start, step))
     if step != 1:
         at = op.emit(aten.mul.Scalar, at, step)
     if start != 0:

@@ -70,12 +70,28 @@ OF_OTHER_DTYPES = [
     (aten.smooth_l1_loss.default, (torch.full((9,), 6e4).half(), torch.zeros(9).half()), {}),
     (aten.arange.start_step, (-1e6, 1e6, 100000.1), {"dtype": torch.float64}),
     (aten.histc.default, (X, 4, 1, 1), {}),
+    (aten.arange.start_step, (-2.5, 9.5, 1.5), {"dtype": torch.int64}),
+]
+NONE = torch.empty(0, dtype=torch.int64)
+ROWS = X[:0]
+WITH_NOTHING = [
+    (aten.index_add.default, (X, 0, NONE, ROWS), {}),
+    (aten.scatter_add.default, (X, 0, ROWS.long(), ROWS), {}),
+    (aten.index_put.default, (X, [NONE], ROWS, True), {}),
+    (aten.any.dims, (X > 0, []), {}),
+    (aten.all.dims, (X.byte(), [], True), {}),
 ]
 
 
 @pytest.mark.parametrize(("op", "args", "kwargs"), OF_OTHER_DTYPES)
 def test_rule_holds_beside_floats_of_one_dtype(op: OpOverload, args: tuple, kwargs: dict):
     """Sums that are rounded, wrap around or overflow, and numbers that need float64."""
+    check_rule(op, [(args, kwargs)])
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), WITH_NOTHING)
+def test_rule_holds_of_nothing(op: OpOverload, args: tuple, kwargs: dict):
+    """Nothing to add to what there is, and no dims to reduce."""
     check_rule(op, [(args, kwargs)])
 
 

@@ -132,8 +132,10 @@ def all_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
 def _of_bytes(
     extreme: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, of_none: bool
 ) -> Tensor:
-    dims = wrapped_dims(x, dim)
     dtype = torch.uint8 if x.dtype is torch.uint8 else torch.bool
+    if isinstance(dim, list | tuple) and not dim:
+        return (x != 0).to(dtype)
+    dims = wrapped_dims(x, dim)
     if any(x.shape[d] == 0 for d in dims):
         shape = [
             1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims
