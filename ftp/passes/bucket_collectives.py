@@ -1,4 +1,4 @@
-"""Pack small collectives that are ready together into one."""
+"""Buckets: issue small collectives that are ready together as one."""
 
 import math
 import operator
@@ -24,23 +24,23 @@ c10d = torch.ops._c10d_functional
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
-PACK_BYTES = (
-    2 << 20
-)  # largest tensor to pack: copying it costs less than the latency of a collective of its own
-FREE_BYTES = 64 << 10  # may join any pack: sending them takes less than a collective's latency
-BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
-# The least number of packs of a kind, unless packs would be smaller than PACK_BYTES: the first are
-# sent while the last are computed.
+# The largest tensor in a bucket: copying it costs less than the latency of its own collective.
+MEMBER_BYTES = 2 << 20
+# A tensor that may join any bucket: sending it costs less than the latency of a collective.
+FREE_BYTES = 64 << 10
+BUCKET_BYTES = 25 << 20  # of a bucket, as DistributedDataParallel's default
+# The least number of buckets of a kind, unless buckets would be smaller than MEMBER_BYTES: the
+# first ones are sent while the last ones are computed.
 BUCKETS = 4
 FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 
 @dataclass(frozen=True)
-class Packs:
-    """Which collectives are packed; decided from the plan, so that ranks agree.
+class Buckets:
+    """Which collectives are issued as one; decided from the plan, so that ranks agree.
 
     Attributes:
-        groups: names of the plan's reshards, pack by pack.
+        groups: names of the plan's reshards, bucket by bucket.
         seeds: by name, value and dtype of constants made "like" another number, such as the
             ``ones_like(loss)`` with which a backward pass starts.
     """
@@ -49,140 +49,173 @@ class Packs:
     seeds: Mapping[str, tuple[int, torch.dtype]]
 
 
-def packs(
+def choose_buckets(
     graph: Graph,
-    pack_bytes: int = PACK_BYTES,
+    member_bytes: int = MEMBER_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     without: Collection[str] = (),
     apart: Collection[str] = (),
-) -> Packs:
-    """Decide which collectives are packed: those of one kind over one axis, each of at most
-    ``pack_bytes``, that do not need each other's results.
+) -> Buckets:
+    """Choose the collectives that share a bucket: those of one kind over one axis, each of at most
+    ``member_bytes``, that do not need each other's results.
 
-    A pack holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
-    reduce-scatter is issued at the place of the pack's last member. A pack ends before a collective
-    that needs a member, so that the order of other collectives stays. Packed gathers are
-    consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts them at the
-    place of the first. A pack of gathers, or of reduce-scatters, is no larger than the largest of:
-    the largest parameter that is gathered, the parameters of the largest layer up to
-    ``PACK_BYTES``, and ``FREE_BYTES``. A pack of gathers ends before a layer that does not fit in
-    it as a whole.
+    A bucket holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
+    reduce-scatter is issued at the place of the bucket's last member. A bucket ends before a
+    collective that needs a member, so that the order of other collectives stays. Gathers that share
+    a bucket are consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts
+    them at the place of the first. A bucket of gathers, or of reduce-scatters, is no larger than
+    the largest of: the largest parameter that is gathered, the parameters of the largest layer up
+    to ``MEMBER_BYTES``, and ``FREE_BYTES``. A bucket of gathers ends before a layer that does not
+    fit in it as a whole.
 
     Sizes are those of whole values for all-reduces, and of a rank's shards for the others. A
     constant made "like" another number does not depend on it. Reshards named in ``without`` are
-    left alone; those in ``apart`` are packed with one another only.
+    left alone; those in ``apart`` share buckets with one another only.
     """
-    groups: list[list[Node]] = []
-    open_: dict[Any, tuple[list[Node], int]] = {}
-    needs = _Members()  # the possible members that a node depends on
+    sizes = _Sizes(graph, member_bytes, bucket_bytes, apart)
+    filling = _Filling()
     seeds = {}
-    of_kind: dict[Any, int] = {}
-
-    def kind(node: Node) -> tuple[Any, ...] | None:
-        found = _kind(node)
-        return found and (*found, node.name in apart)
-
-    for node in graph.nodes:
-        if (key := kind(node)) and _nbytes(node) <= pack_bytes:
-            of_kind[key] = of_kind.get(key, 0) + _nbytes(node)
-    layers = _layers(graph)
-    of_layer: dict[Any, int] = {}
-    for node, layer in layers.items():
-        of_layer[kind(node), layer] = of_layer.get((kind(node), layer), 0) + _nbytes(node)
-    of_largest = min(max(of_layer.values(), default=0), PACK_BYTES)
-    largest = max(largest_gathered(graph), of_largest, FREE_BYTES)
-
-    def limit(key: Any) -> int:
-        found = min(bucket_bytes, max(-(-of_kind[key] // BUCKETS), PACK_BYTES))
-        return found if key[0] == "all_reduce" else min(found, largest)
-
-    def close(keys: Iterable[Any]) -> None:
-        groups.extend(open_.pop(key)[0] for key in list(keys))
-
-    def close_needed(key: Any, by: Node) -> None:
-        members, held = open_.pop(key)
-        needed = [node for node in members if needs.any_of(by, [node])]
-        rest = held - sum(map(_nbytes, needed))
-        # Do not copy one large tensor to send a few bytes with it.
-        is_large = len(needed) == 1 and held - rest > FREE_BYTES
-        if rest <= FREE_BYTES and not is_large:
-            groups.append(members)
-        else:
-            groups.append(needed)
-            open_[key] = [node for node in members if node not in needed], rest
-
     waits = waits_for(graph)
     for node in graph.nodes:
         if node.target in FILLS and node.results[0].shape == ():
             seeds[node.name] = FILLS[node.target], node.results[0].dtype
-            needs.follow(node, ())
+            filling.needs.follow(node, ())
             continue
-        needs.follow(node, waits[node])
-        if node.own_axes:  # per-rank code may have collectives of its own
-            close(open_)
+        filling.needs.follow(node, waits[node])
+        if node.own_axes:  # per-rank code may issue collectives itself
+            filling.close(list(filling.open))
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
             continue
-        # A pack of gathers is issued with its first member, any other with its last, before
-        # anything that needs one of them.
-        for key, (members, _) in list(open_.items()):
-            if needs.any_of(node, members):
-                if key[0] != "all_gather":
-                    close_needed(key, node)
-                elif is_ahead(node):
-                    close([key])
-        key = kind(node)
-        if key is None or _nbytes(node) > pack_bytes or node.name in without:
+        filling.close_before(node)
+        kind = sizes.kind(node)
+        if kind is None or _nbytes(node) > member_bytes or node.name in without:
             continue
-        if key in open_:
-            members, held = open_[key]
-            begins = node in layers and layers[node] != layers[members[-1]]
-            if held + (of_layer[key, layers[node]] if begins else _nbytes(node)) > limit(key):
-                close([key])
-        members, held = open_.get(key, ([], 0))
-        open_[key] = [*members, node], held + _nbytes(node)
-        needs.add(node)
-    close(open_)
-    return Packs(
-        tuple(tuple(node.name for node in members) for members in groups if len(members) > 1), seeds
-    )
+        members, held = filling.open.get(kind, ([], 0))
+        if members and held + sizes.added(node, members[-1]) > sizes.limit(kind):
+            filling.close([kind])
+        filling.add(node, kind)
+    filling.close(list(filling.open))
+    groups = (tuple(node.name for node in members) for members in filling.closed)
+    return Buckets(tuple(group for group in groups if len(group) > 1), seeds)
 
 
-def in_order_of(graph: Graph, found: Packs) -> Packs:
-    """The packs for a graph whose nodes were reordered since packing: members in the order of
-    ``graph``, and each pack ended before a collective that needs a member.
+class _Sizes:
+    """The kinds of collectives that may share a bucket, and the largest bucket of each kind."""
+
+    def __init__(self, graph: Graph, member_bytes: int, bucket_bytes: int, apart: Collection[str]):
+        self._bucket_bytes, self._apart = bucket_bytes, apart
+        self._layers = _layers(graph)
+        self._of_kind: dict[Any, int] = {}
+        for node in graph.nodes:
+            if (kind := self.kind(node)) and _nbytes(node) <= member_bytes:
+                self._of_kind[kind] = self._of_kind.get(kind, 0) + _nbytes(node)
+        self._of_layer: dict[Any, int] = {}
+        for node, layer in self._layers.items():
+            key = self.kind(node), layer
+            self._of_layer[key] = self._of_layer.get(key, 0) + _nbytes(node)
+        largest_layer = min(max(self._of_layer.values(), default=0), MEMBER_BYTES)
+        self._largest = max(largest_gathered(graph), largest_layer, FREE_BYTES)
+
+    def kind(self, node: Node) -> tuple[Any, ...] | None:
+        found = _kind(node)
+        return found and (*found, node.name in self._apart)
+
+    def limit(self, kind: Any) -> int:
+        """Bytes of the largest bucket of a kind."""
+        limit = bucket_limit(self._of_kind[kind], self._bucket_bytes)
+        return limit if kind[0] == "all_reduce" else min(limit, self._largest)
+
+    def added(self, node: Node, last: Node) -> int:
+        """Bytes that a bucket needs room for to take ``node`` after its last member: of the whole
+        layer where a gather begins one.
+        """
+        if node in self._layers and self._layers[node] != self._layers[last]:
+            return self._of_layer[self.kind(node), self._layers[node]]
+        return _nbytes(node)
+
+
+def bucket_limit(total: int, bucket_bytes: int = BUCKET_BYTES) -> int:
+    """Bytes of the largest bucket of a kind whose members have ``total`` bytes together."""
+    return min(bucket_bytes, max(-(-total // BUCKETS), MEMBER_BYTES))
+
+
+class _Filling:
+    """Buckets while they are filled: one open bucket per kind, and the closed ones."""
+
+    def __init__(self) -> None:
+        self.open: dict[Any, tuple[list[Node], int]] = {}  # members and their bytes
+        self.closed: list[list[Node]] = []
+        self.needs = MemberNeeds()
+
+    def add(self, node: Node, kind: Any) -> None:
+        members, held = self.open.get(kind, ([], 0))
+        self.open[kind] = [*members, node], held + _nbytes(node)
+        self.needs.add(node)
+
+    def close(self, kinds: Iterable[Any]) -> None:
+        self.closed.extend(self.open.pop(kind)[0] for kind in kinds)
+
+    def close_before(self, node: Node) -> None:
+        """Close the buckets that must be issued before a collective: those with members that it
+        needs. A bucket of gathers is issued with its first member, any other with its last.
+        """
+        for kind, (members, _) in list(self.open.items()):
+            if self.needs.any_of(node, members):
+                if kind[0] != "all_gather":
+                    self._close_needed(kind, node)
+                elif is_ahead(node):
+                    self.close([kind])
+
+    def _close_needed(self, kind: Any, by: Node) -> None:
+        """Close a bucket; members that ``by`` does not need stay open if they are large."""
+        members, held = self.open.pop(kind)
+        needed = [node for node in members if self.needs.any_of(by, [node])]
+        rest = held - sum(map(_nbytes, needed))
+        # Do not copy one large tensor to send a few bytes with it.
+        is_large = len(needed) == 1 and held - rest > FREE_BYTES
+        if rest <= FREE_BYTES and not is_large:
+            self.closed.append(members)
+        else:
+            self.closed.append(needed)
+            self.open[kind] = [node for node in members if node not in needed], rest
+
+
+def reordered(graph: Graph, buckets: Buckets) -> Buckets:
+    """The buckets for a graph whose nodes were reordered since they were chosen: members in the
+    order of ``graph``, and each bucket ended before a collective that needs a member.
 
     Otherwise the order of collectives would follow the dependencies of values, which differ on a
     rank with an empty shard.
     """
-    group_of = {name: number for number, group in enumerate(found.groups) for name in group}
+    number_of = {name: number for number, group in enumerate(buckets.groups) for name in group}
     open_: dict[int, list[Node]] = {}
     ended: list[tuple[str, ...]] = []
-    needs = _Members()  # that a node depends on
-    left = {number: len(group) for number, group in enumerate(found.groups)}
+    needs = MemberNeeds()
+    left = {number: len(group) for number, group in enumerate(buckets.groups)}
 
     def end(number: int) -> None:
         ended.append(tuple(node.name for node in open_.pop(number)))
 
     waits = waits_for(graph)
     for node in graph.nodes:
-        is_seed = node.name in found.seeds
+        is_seed = node.name in buckets.seeds
         needs.follow(node, () if is_seed else waits[node])
         if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
             continue
         for number, members in list(open_.items()):
             if needs.any_of(node, members):
                 end(number)
-        if (number := group_of.get(node.name)) is not None:
+        if (number := number_of.get(node.name)) is not None:
             open_.setdefault(number, []).append(node)
             needs.add(node)
             left[number] -= 1
             if not left[number]:
                 end(number)
-    return replace(found, groups=tuple(group for group in ended if len(group) > 1))
+    return replace(buckets, groups=tuple(group for group in ended if len(group) > 1))
 
 
-class _Members:
-    """The pack members that each node depends on, itself included, as bit sets: there are many
+class MemberNeeds:
+    """The bucket members that each node depends on, itself included, as bit sets: there are many
     nodes and many members.
     """
 
@@ -192,10 +225,10 @@ class _Members:
 
     def follow(self, node: Node, operands: Iterable[Value]) -> None:
         """Record that a node depends on all members that its operands depend on."""
-        found = 0
+        needed = 0
         for value in operands:
-            found |= self._needs[value.node]
-        self._needs[node] = found
+            needed |= self._needs[value.node]
+        self._needs[node] = needed
 
     def add(self, node: Node) -> None:
         """Record a node as a member."""
@@ -228,7 +261,7 @@ def _module(path: str) -> str:
 
 
 def _kind(node: Node) -> tuple[Any, ...] | None:
-    """The properties that members of a pack share; None for a node that is not packed."""
+    """The properties that members of a bucket share; None for a node that joins no bucket."""
     if node.kind != "reshard":
         return None
     reshard, dtype = node.target, node.results[0].dtype
@@ -248,38 +281,42 @@ def _nbytes(node: Node) -> int:
     return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 
-def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
-    """The graph with the collectives of each group as one, on the concatenated flat tensors."""
-    if not (found.groups or found.seeds):
+def bucket_collectives(graph: fx.Graph, buckets: Buckets) -> fx.Graph:
+    """The graph with one collective per bucket, on the concatenated flat tensors of its members."""
+    if not (buckets.groups or buckets.seeds):
         return graph
     new, _ = copied(graph)
-    like = next((node for node in new.nodes if node.op == "placeholder"), None)
-    for node in list(new.nodes):
-        if (
-            node.target in FILLS
-            and like is not None
-            and (seed := found.seeds.get(node.meta.get("origin"))) is not None
-        ):
-            with new.inserting_after(like):
-                number = new.call_function(
-                    aten.new_full.default, (like, [], seed[0]), {"dtype": seed[1]}
-                )
-            node.replace_all_uses_with(number)
-            new.erase_node(node)
+    _fill_seeds(new, buckets.seeds)
     issued = {
         node.meta.get("origin"): node
         for node in new.nodes
         if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
     }
-    for group in found.groups:
+    for group in buckets.groups:
         members = [issued[name] for name in group if name in issued]
         if len(members) > 1:
-            _pack(new, members)
+            _merge(new, members)
     sort_graph(new)
     return new
 
 
-def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+def _fill_seeds(graph: fx.Graph, seeds: Mapping[str, tuple[int, torch.dtype]]) -> None:
+    """Make each constant that is made "like" a computed number from an input of the graph instead,
+    so that it does not wait for the number.
+    """
+    like = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    for node in list(graph.nodes):
+        seed = seeds.get(node.meta.get("origin"))
+        if node.target not in FILLS or like is None or seed is None:
+            continue
+        value, dtype = seed
+        with graph.inserting_after(like):
+            number = graph.call_function(aten.new_full.default, (like, [], value), {"dtype": dtype})
+        node.replace_all_uses_with(number)
+        graph.erase_node(node)
+
+
+def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace collectives by one on their concatenated operands, and slice its result."""
     last = members[-1]
     facts: list[Collective] = [node.meta["collective"] for node in members]
@@ -333,8 +370,8 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
 
 
 def sort_graph(graph: fx.Graph) -> None:
-    """Put the nodes of a graph that the caller has copied in an order in which they can run: each
-    at its place, or after its last operand and the predicates of its branches.
+    """Put the nodes of a graph, which the caller has copied, in an order in which they can run:
+    each at its place, or after its last operand and the predicates of its branches.
     """
     _sort(graph, {})
     if predicates := predicates_of(graph):  # of a graph in order

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ftp.planning.graph import PARAMETER, Graph, Node, Value
+from ftp.planning.graph import PARAMETER, Graph, Node, Value, after_operands
 from ftp.sharding.layout import estimated
 
 LOCAL_STEPS = ("slice", "contribute", "pad")
@@ -29,7 +29,7 @@ def largest_gathered(graph: Graph) -> int:
 
 def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
     """The same nodes, with gathers of parameters as early as ``limit`` allows; the gathers of a
-    pack of ``groups`` stand together, at the first of them.
+    bucket, one of ``groups``, stand together at the place of the first.
 
     In the plan each gather stands right before its first use. After this pass, when a gathered
     parameter is used, the next gathers have been issued, up to ``limit`` bytes together. So the
@@ -40,12 +40,12 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
             gathered.
     """
     limit = largest_gathered(graph) if limit is None else limit
-    pack_of = {name: tuple(group) for group in groups for name in group}
+    bucket_of = {name: tuple(group) for group in groups for name in group}
     units: dict[tuple[str, ...], list[Node]] = {}
     turns: list[int] = []
     for at, node in enumerate(graph.nodes):
         if is_ahead(node):
-            members = units.setdefault(pack_of.get(node.name, (node.name,)), [])
+            members = units.setdefault(bucket_of.get(node.name, (node.name,)), [])
             turns += [] if members else [at]
             members.append(node)
     sums = [0, *accumulate(sum(map(held_bytes, members)) for members in units.values())]
@@ -55,23 +55,5 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
         # they fit the limit.
         i = bisect_left(sums, sums[number + 1] - limit) - 1
         starts.setdefault(turns[max(i, 0)], []).extend(members)
-    nodes: list[Node] = []
-    done: set[Node] = set()
-
-    def emit(wanted: Node) -> None:
-        stack = [wanted]
-        while stack:
-            missing = [v.node for v in stack[-1].operands if v.node not in done]
-            if missing:
-                stack += missing[::-1]
-                continue
-            node = stack.pop()
-            if node not in done:
-                done.add(node)
-                nodes.append(node)
-
-    for at, node in enumerate(graph.nodes):
-        for ahead in starts.get(at, ()):
-            emit(ahead)
-        emit(node)
-    return Graph(nodes, graph.outputs)
+    wanted = [one for at, node in enumerate(graph.nodes) for one in (*starts.get(at, ()), node)]
+    return Graph(after_operands(wanted), graph.outputs)

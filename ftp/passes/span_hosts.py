@@ -12,7 +12,7 @@ from torch import fx
 
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
-from ftp.passes.bucket_collectives import BUCKET_BYTES, BUCKETS, PACK_BYTES, sort_graph
+from ftp.passes.bucket_collectives import MEMBER_BYTES, MemberNeeds, bucket_limit, sort_graph
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS
 from ftp.planning.branches import waits_for
@@ -86,44 +86,44 @@ def _is_sum(node: Node) -> bool:
     return node.target.src.op == "sum" and len(node.target.axes) == 1
 
 
-def span_packs(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...], ...]:
-    """The pairs that take their three steps together, as in `packs`: those of one dtype over the
-    same axes, of at most ``PACK_BYTES`` each, that do not need each other's results. A pack is
-    issued at the place of its last member, and ends before a collective that needs a member.
+def span_buckets(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...], ...]:
+    """The pairs that take their three steps together, as in `choose_buckets`: those of one dtype
+    over the same axes, of at most ``MEMBER_BYTES`` each, that do not need each other's results. A
+    bucket is issued at the place of its last member, and ends before a collective that needs a
+    member.
     """
-    of = {span.second: span for span in found}
+    span_of = {span.second: span for span in found}
     ends: dict[Node, int] = {}  # the second reshard of each pair, and its bytes
     of_kind: dict[tuple[object, ...], int] = {}
     for node in graph.nodes:
-        if node.name in of:
+        if node.name in span_of:
             ends[node] = math.prod(map(estimated, node.shape())) * node.results[0].dtype.itemsize
-            kind = _kind(node, of[node.name])
+            kind = _kind(node, span_of[node.name])
             of_kind[kind] = of_kind.get(kind, 0) + ends[node]
-    bit = {node: 1 << at for at, node in enumerate(ends)}
-    needs: dict[Node, int] = {}  # the pairs that a node depends on, itself included
+    needs = MemberNeeds()
     open_: dict[tuple[object, ...], list[Node]] = {}
     groups: list[list[Node]] = []
     waits = waits_for(graph)
     for node in graph.nodes:
-        needs[node] = bit.get(node, 0)
-        for value in waits[node]:
-            needs[node] |= needs[value.node]
+        needs.follow(node, waits[node])
         is_sent = node.kind == "reshard" and node.target.op not in LOCAL_STEPS
         for kind, members in list(open_.items()):
-            if node.own_axes or (is_sent and any(needs[node] & bit[m] for m in members)):
+            if node.own_axes or (is_sent and needs.any_of(node, members)):
                 groups.append(open_.pop(kind))
         if node not in ends:
             continue
-        if ends[node] > PACK_BYTES:
+        needs.add(node)
+        if ends[node] > MEMBER_BYTES:
             groups.append([node])
             continue
-        kind = _kind(node, of[node.name])
-        limit = min(BUCKET_BYTES, max(-(-of_kind[kind] // BUCKETS), PACK_BYTES))
-        if kind in open_ and sum(ends[m] for m in open_[kind]) + ends[node] > limit:
+        kind = _kind(node, span_of[node.name])
+        if kind in open_ and sum(map(ends.__getitem__, [*open_[kind], node])) > bucket_limit(
+            of_kind[kind]
+        ):
             groups.append(open_.pop(kind))
         open_.setdefault(kind, []).append(node)
     groups += open_.values()
-    return tuple(tuple(of[node.name] for node in members) for members in groups)
+    return tuple(tuple(span_of[node.name] for node in members) for members in groups)
 
 
 def _kind(node: Node, span: Span) -> tuple[object, ...]:
@@ -133,7 +133,7 @@ def _kind(node: Node, span: Span) -> tuple[object, ...]:
 def span_hosts(
     graph: fx.Graph, found: Collection[Sequence[Span]], axes: Mapping[str, int]
 ) -> fx.Graph:
-    """The graph with each pack of pairs of all-reduces in three steps.
+    """The graph with each bucket of pairs of all-reduces in three steps.
 
     Args:
         axes: the mesh's, with their sizes.

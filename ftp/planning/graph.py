@@ -5,7 +5,7 @@ Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on 
 mesh axes folded so far.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -267,6 +267,22 @@ def with_operands(node: Node, operands: Sequence[Value]) -> Node:
 def in_turn(first: Mapping[Node, Node], second: Mapping[Node, Node]) -> dict[Node, Node]:
     """The new node of each old node after two passes."""
     return {node: second[now] for node, now in first.items() if now in second}
+
+
+def after_operands(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes in the given order, but each operand that comes later, or is not among them, is
+    placed just before its first user. So a parameter is gathered where it is used.
+    """
+    done: dict[Node, None] = {}
+    for node in nodes:
+        stack = [node]
+        while stack:
+            missing = [v.node for v in stack[-1].operands if v.node not in done]
+            if missing:
+                stack += reversed(missing)
+            else:
+                done[stack.pop()] = None
+    return list(done)
 
 
 def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:

@@ -1,7 +1,7 @@
 """The passes from a plan to the graph that runs, in their order.
 
-1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls, pack,
-   prefetch, narrow gradients' reductions.
+1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls,
+   bucket, prefetch, narrow gradients' reductions.
 2. Partition: one rank's graph.
 3. ``rank_graph``: apply the decisions to the rank's graph.
 4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ftp.passes.branch_order import mark
-from ftp.passes.bucket_collectives import Packs, in_order_of, pack, packs
+from ftp.passes.bucket_collectives import Buckets, bucket_collectives, choose_buckets, reordered
 from ftp.passes.buffer_reuse import reuse_memory
 from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
 from ftp.passes.copy_elimination import drop_copies
@@ -31,7 +31,7 @@ from ftp.passes.narrow_reductions import gradient_reductions, narrow_reductions
 from ftp.passes.onednn_matmuls import Choose, by_onednn, matmuls
 from ftp.passes.prefetch_parameters import prefetch
 from ftp.passes.schedule import schedule
-from ftp.passes.span_hosts import Span, span_hosts, span_packs, spans
+from ftp.passes.span_hosts import Span, span_buckets, span_hosts, spans
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
 from ftp.runtime.options import Options
@@ -45,11 +45,11 @@ class Decided:
         graph: the plan's graph, its gathers in the order in which they are issued.
         joints: by reshard, the matmuls that it is fused with.
         narrowed: names of the reshards that sum gradients in ``reduce_dtype``.
-        spans: pairs of sums over a fast and a slow link, pack by pack.
+        spans: pairs of sums over a fast and a slow link, bucket by bucket.
     """
 
     graph: Graph
-    packs: Packs
+    buckets: Buckets
     chunks: Chunks
     joints: Mapping[str, Joint]
     narrowed: frozenset[str] = frozenset()
@@ -59,7 +59,11 @@ class Decided:
     def changes_ranks(self) -> bool:
         """Whether a rank's graph differs from the partitioned plan."""
         return bool(
-            self.packs.groups or self.chunks.reshards or self.joints or self.narrowed or self.spans
+            self.buckets.groups
+            or self.chunks.reshards
+            or self.joints
+            or self.narrowed
+            or self.spans
         )
 
 
@@ -70,7 +74,7 @@ def decide(
     hardware: Hardware = DEFAULT,
     gradients: Sequence[int] | None = None,
 ) -> Decided:
-    """Decide from a plan's graph which collectives are merged, chunked, fused, packed and
+    """Decide from a plan's graph which collectives are merged, chunked, fused, bucketed and
     prefetched.
 
     Args:
@@ -94,16 +98,16 @@ def decide(
     chunked = replace(chunked, reshards=kept)
     fused = joints(graph) if options.async_tp else {}
     fused = {name: joint for name, joint in fused.items() if name not in alone}
-    packed = Packs((), {})
+    buckets = Buckets((), {})
     if options.bucket:
-        apart |= inside
-        packed = packs(graph, without=(*chunked.reshards, *fused, *apart), apart=narrowed)
-    prefetched = prefetch(graph, packed.groups, options.prefetch)
-    packed = in_order_of(prefetched, packed)
+        without = (*chunked.reshards, *fused, *apart, *inside)
+        buckets = choose_buckets(graph, without=without, apart=narrowed)
+    prefetched = prefetch(graph, buckets.groups, options.prefetch)
+    buckets = reordered(prefetched, buckets)
     together = (
-        span_packs(prefetched, spanned) if options.bucket else tuple((span,) for span in spanned)
+        span_buckets(prefetched, spanned) if options.bucket else tuple((span,) for span in spanned)
     )
-    return Decided(prefetched, packed, chunked, fused, narrowed, together)
+    return Decided(prefetched, buckets, chunked, fused, narrowed, together)
 
 
 def _narrowed(graph: Graph, options: Options, gradients: Sequence[int] | None) -> frozenset[str]:
@@ -113,8 +117,8 @@ def _narrowed(graph: Graph, options: Options, gradients: Sequence[int] | None) -
 def rank_graph(
     graph: fx.Graph, decided: Decided, options: Options, axes: Mapping[str, int]
 ) -> fx.Graph:
-    """A rank's graph with its collectives packed, narrowed, chunked and fused as decided."""
-    graph = pack(graph, decided.packs)
+    """A rank's graph with its collectives bucketed, narrowed, chunked and fused as decided."""
+    graph = bucket_collectives(graph, decided.buckets)
     if options.reduce_dtype is not None:
         graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
     if decided.spans:

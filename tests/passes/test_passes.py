@@ -26,7 +26,7 @@ from ftp import P
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.passes import onednn_matmuls
 from ftp.passes.aliasing import families
-from ftp.passes.bucket_collectives import packs
+from ftp.passes.bucket_collectives import choose_buckets
 from ftp.passes.buffer_reuse import reuse_memory, with_values
 from ftp.passes.copy_elimination import drop_copies
 from ftp.passes.fuse_optimizer_updates import merge_updates
@@ -109,7 +109,10 @@ def written_in_flight(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
-PASSES = [drop_copies, schedule]  # after `prefetch` and `pack`, which a program does itself
+PASSES = [
+    drop_copies,
+    schedule,
+]  # after `prefetch` and `bucket_collectives`, which a program does itself
 
 
 @few_or_many(programs(gradients=False), few=12, many=400)
@@ -348,7 +351,7 @@ def test_prefetch_is_a_number_of_bytes(prefetch: Any):
 
 
 @pytest.mark.parametrize("limit", [8, 100, 3000, 10**6])
-def test_packs_keep_to_their_sizes(limit: int):
+def test_buckets_keep_to_their_sizes(limit: int):
     graph = lowered("dp")[0].plan.graph
     sizes = {
         n.name: math.prod(n.results[0].shape) * n.results[0].dtype.itemsize
@@ -356,8 +359,8 @@ def test_packs_keep_to_their_sizes(limit: int):
         if n.kind == "reshard"
     }
     of_one, together = (
-        packs(graph, pack_bytes=limit).groups,
-        packs(graph, bucket_bytes=limit).groups,
+        choose_buckets(graph, member_bytes=limit).groups,
+        choose_buckets(graph, bucket_bytes=limit).groups,
     )
     assert all(sizes[name] <= limit for name in itertools.chain(*of_one))
     assert all(sum(sizes[name] for name in group) <= limit for group in together)
