@@ -82,9 +82,9 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
 
     >>> print("\\n".join(folded(["a = f(x)", *[f"  %h_{i} = g" for i in range(9)], "b"], least=1)))
     a = f(x)
-      x 9:
+      block x 9:
       %h_0 = g
-      end of what repeats 9 times
+      end of block x 9
     b
     """
     numbers: dict[str, int] = {}
@@ -97,9 +97,9 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
             found += lines[start : start + period]
         else:
             found += [
-                f"  x {count}:",
+                f"  block x {count}:",
                 *lines[start : start + period],
-                f"  end of what repeats {count} times",
+                f"  end of block x {count}",
             ]
     return found
 

@@ -140,7 +140,7 @@ def test_folding_loses_nothing():
         "b",
         "b",
     ]
-    assert folded(lines) == ["a", "  x 5:", *lines[1:4], "  end of what repeats 5 times", "b", "b"]
+    assert folded(lines) == ["a", "  block x 5:", *lines[1:4], "  end of block x 5", "b", "b"]
     assert folded(lines[:6]) == lines[:6]
     assert folded([]) == []
     different = [f"%x_{i}: f32[{i}] = f" for i in range(9)]

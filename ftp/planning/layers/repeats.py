@@ -1,7 +1,7 @@
-"""Fold repeated layers: make a graph with most of them left out, which is planned, and record how
-to put them back.
+"""Fold repeated layers: plan a graph without most of them, and record how to put them back.
 
-A few layers of a run of equal layers are kept; one of them counts for those left out.
+Of a run of equal layers a few are kept, at each end of the run; one of them stands for those left
+out. `unfold` copies its plan to them.
 """
 
 from collections import Counter
@@ -24,9 +24,34 @@ from ftp.planning.layers.labels import (
 )
 from ftp.rules.rule import BoundRule
 
-# Layers kept at each end of a run: one beside the layers that differ, and one that is planned like
+# Layers kept at each end of a run: one next to the layers that differ, and one that is planned like
 # those left out.
 KEPT = 2
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The layers that a folded graph leaves out: ``count`` layers from number ``start`` on. The
+    folded graph numbers the layers behind the gap anew.
+    """
+
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    def __contains__(self, layer: int) -> bool:
+        return self.start <= layer < self.end
+
+    def to_folded(self, layer: int) -> int:
+        """The number in the folded graph of a layer of the whole graph that is not left out."""
+        return layer if layer < self.start else layer - self.count
+
+    def to_whole(self, layer: int) -> int:
+        """The number in the whole graph of a layer of the folded graph."""
+        return layer if layer < self.start else layer + self.count
 
 
 @dataclass(frozen=True)
@@ -78,12 +103,14 @@ class Folded:
     """A graph with layers left out, and the facts to put them back.
 
     Attributes:
-        graph: copies of the nodes that are left.
+        graph: copies of the nodes of all other layers.
         origin: per node of ``graph``, as rewritten by passes so far, its node in the whole graph.
         kept: indices of the whole graph's outputs that ``graph`` returns.
-        left_out: number of layers that are left out, after layer ``stands_for``.
+        left_out: number of layers that are left out; they follow layer ``stands_for``, which is
+            planned for them.
         labels: the layers of its inputs.
         slices: number of slices of its stacks, if layers are slices; else 0.
+        whole, layers: the graph before the fold, and its layers.
     """
 
     graph: Graph
@@ -95,6 +122,10 @@ class Folded:
     slices: int
     whole: Graph
     layers: Layers
+
+    @property
+    def gap(self) -> Gap:
+        return Gap(self.stands_for + 1, self.left_out)
 
     def on(self, copies: Mapping[Node, Node]) -> "Folded":
         """The same for the rewritten graph."""
@@ -116,8 +147,8 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
     """The graph with most of a run of equal layers left out; None where there is no such run.
 
     Args:
-        facts: properties of a node that matter beside its place in the graph, such as an input's
-            spec.
+        facts: properties that must be equal in equal nodes and that the graph does not hold, such
+            as an input's spec.
         out_facts: the same, per output.
     """
     labels = numbered({node: node.name for node in graph.inputs})
@@ -146,71 +177,67 @@ def _fold(
             return None
         returned.setdefault(value.node, []).append((value.index, fact))
     same = alike(layers, lambda node: (facts(node), returned.get(node)))
-    run = _largest(same, layers)
+    run = _longest_run(same, layers)
     if run is None:
         return None
     first, last = run
-    start, end = first + KEPT, last + 1 - KEPT  # the layers to leave out
-    if not _is_local(graph, layers, start, end):
+    gap = Gap(first + KEPT, last + 1 - first - 2 * KEPT)
+    if not _reads_neighbours_only(graph, layers, gap):
         return None
-    gone = end - start
-    copies: dict[Node, Node] = {}
-
-    def moved(user: Node, value: Value) -> Value:
-        here, there = layers.of.get(user), layers.of_value(value)
-        if there is None:
-            return Value(copies[value.node], value.index)
-        if here is None:
-            target = there if there < start else there - gone
-        else:
-            target = (
-                (here if here < start else here - gone) + there - here
-            )  # in the folded graph's numbers
-        if value.node in layers.stacks:
-            return Value(copies[value.node], target)
-        is_near = here is None or here == there
-        old = (
-            value.node
-            if is_near
-            else layers.nodes[target if target < start else target + gone][layers.at[value.node]]
-        )
-        return Value(copies[old], value.index)
-
-    for node in graph.nodes:
-        if not start <= layers.of.get(node, -1) < end:
-            copy = copies[node] = node.copy()
-            if node in layers.stacks:
-                copy.results, copy.rule = (
-                    _shortened(node.results, gone),
-                    _with_slices(node.rule, slices - gone),
-                )
-            elif is_stack_of(node, slices):
-                shift = stack_shift(node, layers, start - 1)
-                kept = [v for i, v in enumerate(node.operands) if not start <= i + shift < end]
-                copy.args, copy.operands, copy.rule = (
-                    (kept,),
-                    tuple(kept),
-                    _with_slices(node.rule, slices - gone),
-                )
-            copy.replace_operands([moved(node, v) for v in copy.operands])
-    kept = [i for i, v in enumerate(graph.outputs) if not start <= layers.of.get(v.node, -1) < end]
-    small = Graph(
-        list(copies.values()),
-        [Value(copies[graph.outputs[i].node], graph.outputs[i].index) for i in kept],
-    )
-    inputs = {
-        copies[node]: (r if r < start else r - gone)
-        for node, r in labels.items()
-        if not start <= r < end
-    }
-    origin = {copy: node for node, copy in copies.items()}
+    copies = _copies_outside(gap, graph, layers, slices)
+    kept = [i for i, v in enumerate(graph.outputs) if layers.of.get(v.node, -1) not in gap]
+    outputs = [graph.outputs[i] for i in kept]
     return Folded(
-        small, origin, kept, gone, start - 1, inputs, slices and slices - gone, graph, layers
+        Graph(list(copies.values()), [Value(copies[v.node], v.index) for v in outputs]),
+        {copy: node for node, copy in copies.items()},
+        kept,
+        gap.count,
+        gap.start - 1,
+        {copies[node]: gap.to_folded(r) for node, r in labels.items() if r not in gap},
+        slices and slices - gap.count,
+        graph,
+        layers,
     )
 
 
-def _shortened(results: Sequence[Any], by: int) -> tuple[Any, ...]:
-    return tuple(results[: len(results) - by])
+def _copies_outside(gap: Gap, graph: Graph, layers: Layers, slices: int) -> dict[Node, Node]:
+    """The folded graph's copy of each node that is not left out. Stacks lose the slices of the
+    layers in the gap.
+    """
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        here = layers.of.get(node)
+        if here is not None and here in gap:
+            continue
+        copy = copies[node] = node.copy()
+        if node in layers.stacks:
+            copy.results = node.results[: len(node.results) - gap.count]
+            copy.rule = _with_slices(node.rule, slices - gap.count)
+        elif is_stack_of(node, slices):
+            shift = stack_shift(node, layers, gap.start - 1)
+            kept = [v for i, v in enumerate(node.operands) if i + shift not in gap]
+            copy.args, copy.operands = (kept,), tuple(kept)
+            copy.rule = _with_slices(node.rule, slices - gap.count)
+        copy.replace_operands([_operand(v, here, gap, layers, copies) for v in copy.operands])
+    return copies
+
+
+def _operand(
+    value: Value, here: int | None, gap: Gap, layers: Layers, copies: Mapping[Node, Node]
+) -> Value:
+    """What a node of layer ``here`` reads in the folded graph in place of ``value``: the equal
+    value of the layer at the same distance.
+    """
+    there = layers.of_value(value)
+    if there is None:
+        return Value(copies[value.node], value.index)
+    target = gap.to_folded(there) if here is None else gap.to_folded(here) + there - here
+    if value.node in layers.stacks:
+        return Value(copies[value.node], target)
+    if here is None or here == there:
+        return Value(copies[value.node], value.index)
+    equal = layers.nodes[gap.to_whole(target)][layers.at[value.node]]
+    return Value(copies[equal], value.index)
 
 
 def _with_slices(rule: BoundRule, n: int) -> BoundRule:
@@ -220,7 +247,7 @@ def _with_slices(rule: BoundRule, n: int) -> BoundRule:
     return replace(rule, operands=rule.operands[:n])
 
 
-def _largest(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None:
+def _longest_run(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None:
     """The first and the last layer of the run of equal layers whose fold leaves out most nodes;
     None without a run that is long enough.
     """
@@ -234,24 +261,17 @@ def _largest(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None:
     return best
 
 
-def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
-    """Whether the layers that are left out, and those beside them, use and are used by adjacent
-    layers and shared nodes only.
+def _reads_neighbours_only(graph: Graph, layers: Layers, gap: Gap) -> bool:
+    """Whether the layers in the gap, and those next to it, read and are read by adjacent layers and
+    shared nodes only.
     """
+    start, end = gap.start, gap.end
     slices = len(layers.nodes) if layers.stacks else 0
     for node in graph.nodes:
         here = layers.of.get(node)
         if is_stack_of(node, slices):
-            shift = stack_shift(node, layers, start - 1)
-            one = node.operands[start - 1 - shift]
-            for layer in range(start - 1, min(end + 1, slices + shift)):
-                value = node.operands[layer - shift]
-                if (layers.of.get(value.node), layers.at.get(value.node), value.index) != (
-                    layer,
-                    layers.at.get(one.node),
-                    one.index,
-                ):
-                    return False
+            if not _stacks_equal_values(node, layers, gap):
+                return False
             continue
         for value in node.operands:
             there = layers.of_value(value)
@@ -266,4 +286,17 @@ def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
                 and min(here, there) < end + KEPT
             ):
                 return False
+    return True
+
+
+def _stacks_equal_values(stack: Node, layers: Layers, gap: Gap) -> bool:
+    """Whether a stack takes from each layer in and next to the gap the same value."""
+    shift = stack_shift(stack, layers, gap.start - 1)
+    one = stack.operands[gap.start - 1 - shift]
+    for layer in range(gap.start - 1, min(gap.end + 1, len(layers.nodes) + shift)):
+        value = stack.operands[layer - shift]
+        if layers.of.get(value.node) != layer or value.index != one.index:
+            return False
+        if layers.at.get(value.node) != layers.at.get(one.node):
+            return False
     return True

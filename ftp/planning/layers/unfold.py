@@ -1,9 +1,10 @@
-"""Unfold a plan: copy the plan of one layer to all equal layers."""
+"""Unfold a plan: copy one layer's plan to the equal layers that the folded graph leaves out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from ftp.functional.remat import Region
-from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.graph import Graph, Node, Value, after_operands
 from ftp.planning.layers.labels import (
     Layers,
     decisions,
@@ -17,110 +18,138 @@ from ftp.planning.layers.repeats import Folded
 
 def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     """The plan of the whole graph, and per output the folded graph's output that it copies; None
-    where layers came out different.
+    if the two layers that stand for all were planned differently.
 
     Args:
         planned: the folded graph, with its reshards and cuts; its nodes become the whole graph's.
     """
     layers = label(planned, folded.labels, folded.slices)
-    t, gone = folded.stands_for, folded.left_out
+    t = folded.stands_for
     if describe_layer(t, layers, decisions) != describe_layer(t + 1, layers, decisions):
         return None
-    stamp = _Stamp(folded, planned, layers)
-    made = [stamp.layer(step) for step in range(gone)]
-
-    def placed(value: Value, user: int) -> Value:
-        """The value that a node or an output of layer ``user`` (in the whole graph's numbers) takes
-        in place of ``value``, the operand in the layer that it copies.
-        """
-        there = layers.of_value(value)
-        if there is None:
-            return value
-        at = user - t - 1
-        if 0 <= at < gone:
-            there = user + there - t
-        else:
-            there += user - (user if user <= t else user - gone)
-        if value.node in layers.stacks:
-            return Value(value.node, there)
-        if not t < there <= t + gone:
-            near = there if there <= t else there - gone
-            same = near == layers.of[value.node]
-            return value if same else Value(layers.nodes[near][layers.at[value.node]], value.index)
-        return Value(made[there - t - 1][layers.nodes[t][layers.at[value.node]]], value.index)
-
-    for step, copies in enumerate(made):
-        for node, copy in copies.items():
-            copy.replace_operands([placed(v, t + 1 + step) for v in node.operands])
-    for node in planned.nodes:
-        here = layers.of.get(node)
-        if here is not None:
-            node.replace_operands(
-                [placed(v, here if here <= t else here + gone) for v in node.operands]
-            )
-        elif is_stack_of(node, folded.slices):
-            last = t - stack_shift(folded.origin[node], folded.layers, t)
-            like = node.operands[last]
-            if layers.of.get(like.node) != t:
-                return None
-            between = [Value(copies[like.node], like.index) for copies in made]
-            node.operands = (*node.operands[: last + 1], *between, *node.operands[last + 1 :])
-            node.args, node.rule = (list(node.operands),), folded.origin[node].rule
-        elif node in layers.stacks:
-            whole = folded.origin[node]
-            node.results, node.rule = whole.results, whole.rule
-            node.pending = {i if i <= t else i + gone: p for i, p in node.pending.items()}
-            node.pending |= {
-                i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending
-            }
-    return stamp.assembled(made, placed)
+    return _Unfolding(folded, planned, layers).whole()
 
 
-class _Stamp:
-    """Copies of the layer that stands for those left out."""
+class _Anchor(NamedTuple):
+    """A node's place relative to an original node, one that planning did not add: ``distance``
+    nodes after it, or before it where negative.
+    """
+
+    node: Node | None
+    distance: int
+
+
+class _Unfolding:
+    """Puts copies of layer ``stands_for`` in the place of the layers that were left out.
+
+    Attributes:
+        order: per node, its sort key: the number of an original node in the whole graph, and the
+            distance from it.
+        copies: per left-out layer, the copy of each node of layer ``stands_for``.
+    """
 
     def __init__(self, folded: Folded, planned: Graph, layers: Layers):
-        self.folded, self.planned, self.layers = folded, planned, layers
+        self.folded, self.planned, self.layers, self.gap = folded, planned, layers, folded.gap
         self.number = {node: i for i, node in enumerate(folded.whole.nodes)}
         self.order: dict[Node, tuple[int, int]] = {}
         self.anchors = self._anchors()
+        self.copies = [self._copied_layer(step) for step in range(self.gap.count)]
 
-    def _anchors(self) -> dict[Node, tuple[Node | None, int]]:
-        """Per node, an original node near it, the next one or the last of its layer, and the number
-        of places that the node stands after it (negative: before it).
+    def whole(self) -> tuple[Graph, list[int]] | None:
+        for layer, copies in enumerate(self.copies, self.gap.start):
+            for node, copy in copies.items():
+                copy.replace_operands([self._operand(v, layer) for v in node.operands])
+        for node in self.planned.nodes:
+            here = self.layers.of.get(node)
+            if here is not None:
+                layer = self.gap.to_whole(here)
+                node.replace_operands([self._operand(v, layer) for v in node.operands])
+            elif is_stack_of(node, self.folded.slices):
+                if not self._restore_stack(node):
+                    return None
+            elif node in self.layers.stacks:
+                self._restore_unstack(node)
+        return self._assembled()
+
+    def _operand(self, value: Value, user: int) -> Value:
+        """What a node or an output of layer ``user`` of the whole graph takes in place of
+        ``value``, which its counterpart in the planned graph takes.
+        """
+        there = self.layers.of_value(value)
+        if there is None:
+            return value
+        counterpart = self.folded.stands_for if user in self.gap else self.gap.to_folded(user)
+        there += user - counterpart
+        if value.node in self.layers.stacks:
+            return Value(value.node, there)
+        place = self.layers.at[value.node]
+        if there in self.gap:
+            original = self.layers.nodes[self.folded.stands_for][place]
+            return Value(self.copies[there - self.gap.start][original], value.index)
+        near = self.gap.to_folded(there)
+        is_own = near == self.layers.of[value.node]
+        return value if is_own else Value(self.layers.nodes[near][place], value.index)
+
+    def _restore_stack(self, node: Node) -> bool:
+        """Give a stack the operands of the left-out layers; False if it does not stack layer
+        ``stands_for``.
+        """
+        t, origin = self.folded.stands_for, self.folded.origin[node]
+        last = t - stack_shift(origin, self.folded.layers, t)
+        like = node.operands[last]
+        if self.layers.of.get(like.node) != t:
+            return False
+        left_out = [Value(copies[like.node], like.index) for copies in self.copies]
+        node.operands = (*node.operands[: last + 1], *left_out, *node.operands[last + 1 :])
+        node.args, node.rule = (list(node.operands),), origin.rule
+        return True
+
+    def _restore_unstack(self, node: Node) -> None:
+        """Give an op that takes a stack apart the results for the left-out layers."""
+        t, origin = self.folded.stands_for, self.folded.origin[node]
+        node.results, node.rule = origin.results, origin.rule
+        node.pending = {self.gap.to_whole(i): p for i, p in node.pending.items()}
+        if t in node.pending:
+            node.pending |= dict.fromkeys(range(self.gap.start, self.gap.end), node.pending[t])
+
+    def _anchors(self) -> dict[Node, _Anchor]:
+        """Each node's anchor: the next original node, or the one before if that is the last
+        original node of the node's layer. Fills ``order`` for the planned nodes.
         """
         layers, nodes = self.layers.of, self.planned.nodes
-        found: dict[Node, tuple[Node | None, int]] = {}
-        following: list[tuple[Node | None, int]] = [(None, 0)] * len(nodes)
-        after: tuple[Node | None, int] = None, 0
+        anchors: dict[Node, _Anchor] = {}
+        following = [_Anchor(None, 0)] * len(nodes)
+        after = _Anchor(None, 0)
         for i in reversed(range(len(nodes))):
-            after = (nodes[i], 0) if nodes[i] in self.folded.origin else (after[0], after[1] - 1)
+            is_original = nodes[i] in self.folded.origin
+            after = _Anchor(nodes[i], 0) if is_original else _Anchor(after.node, after.distance - 1)
             following[i] = after
-        before: tuple[Node | None, int] = None, 0
+        before = _Anchor(None, 0)
         for node, after in zip(nodes, following, strict=True):
-            before = (node, 0) if node in self.folded.origin else (before[0], before[1] + 1)
-            is_behind = (
-                before[0]
-                and layers.get(node) == layers.get(before[0])
-                and after[0]
-                and layers.get(node) != layers.get(after[0])
+            is_original = node in self.folded.origin
+            before = _Anchor(node, 0) if is_original else _Anchor(before.node, before.distance + 1)
+            ends_layer = (
+                before.node
+                and layers.get(node) == layers.get(before.node)
+                and after.node
+                and layers.get(node) != layers.get(after.node)
             )
-            found[node] = before if is_behind or after[0] is None else after
-            anchor, seq = before if after[0] is None else after
-            self.order[node] = (
-                0 if anchor is None else self.number[self.folded.origin[anchor]],
-                seq,
-            )
-        return found
+            anchors[node] = before if ends_layer or after.node is None else after
+            anchor, distance = before if after.node is None else after
+            number = 0 if anchor is None else self.number[self.folded.origin[anchor]]
+            self.order[node] = number, distance
+        return anchors
 
     def _counterpart(self, node: Node, step: int) -> Node:
-        """The node of left-out layer number ``step`` that corresponds to ``node``."""
+        """The whole graph's node that corresponds to an original ``node``, ``step`` + 1 layers
+        on.
+        """
         layer = self.layers.of.get(node)
         origin = self.folded.origin[node]
         whole = self.folded.layers
         return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
 
-    def layer(self, step: int) -> dict[Node, Node]:
+    def _copied_layer(self, step: int) -> dict[Node, Node]:
         """The copy of each node of layer ``stands_for`` in left-out layer number ``step``. Operands
         of a copy are still the original's.
         """
@@ -141,32 +170,26 @@ class _Stamp:
             names[node.name] = copy.name
             names[_flat(node.name)] = _flat(copy.name)
             copies[node] = copy
-            anchor, seq = self.anchors[node]
+            anchor, distance = self.anchors[node]
             if anchor is None:
                 self.order[copy] = self.order[node]
             else:
                 is_near = abs(self.layers.of.get(anchor, t) - t) <= 1
-                self.order[copy] = (
-                    self.number[
-                        self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]
-                    ],
-                    seq,
-                )
+                moved = self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]
+                self.order[copy] = self.number[moved], distance
         return copies
 
-    def assembled(
-        self, made: Sequence[Mapping[Node, Node]], placed: Callable[[Value, int], Value]
-    ) -> tuple[Graph, list[int]] | None:
+    def _assembled(self) -> tuple[Graph, list[int]] | None:
         """The whole graph: all outputs in their places, and the nodes in an order in which they can
         run, close to the original order.
         """
-        folded, t = self.folded, self.folded.stands_for
+        folded = self.folded
         whole = folded.layers
         place = {i: at for at, i in enumerate(folded.kept)}
         templates: dict[tuple[int, int], list[int]] = {}
         for i in folded.kept:
             value = folded.whole.outputs[i]
-            if whole.of.get(value.node) == t:
+            if whole.of.get(value.node) == folded.stands_for:
                 templates.setdefault((whole.at[value.node], value.index), []).append(place[i])
         seen: dict[Value, int] = {}
         outputs: list[Value] = []
@@ -181,11 +204,11 @@ class _Stamp:
                 if self.layers.of_value(self.planned.outputs[at]) is None:
                     return None
             returned = self.planned.outputs[at]
-            # A primitive of a decomposed op may belong to the next layer: ``placed`` finds it.
-            outputs.append(returned if layer is None else placed(returned, layer))
+            # A primitive of a decomposed op may belong to the next layer: `_operand` finds it.
+            outputs.append(returned if layer is None else self._operand(returned, layer))
             like.append(at)
-        nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
-        return Graph(_sorted(nodes, self.order), outputs), like
+        nodes = [*self.planned.nodes, *(copy for c in self.copies for copy in c.values())]
+        return Graph(after_operands(sorted(nodes, key=self.order.__getitem__)), outputs), like
 
 
 def _flat(name: str) -> str:
@@ -201,19 +224,3 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
             return text
         head = head[:cut]
     return names[head] + text[len(head) :]
-
-
-def _sorted(nodes: Sequence[Node], order: Mapping[Node, tuple[int, int]]) -> list[Node]:
-    """The nodes in the given order, with each node after its operands: an operand that the order
-    has later is placed just before its first user. So a parameter is gathered where it is used.
-    """
-    done: dict[Node, None] = {}
-    for node in sorted(nodes, key=order.__getitem__):
-        waiting = [node]
-        while waiting:
-            missing = [v.node for v in waiting[-1].operands if v.node not in done]
-            if missing:
-                waiting += reversed(missing)
-            else:
-                done[waiting.pop()] = None
-    return list(done)
