@@ -72,7 +72,7 @@ def choose_buckets(
     constant made "like" another number does not depend on it. Reshards named in ``without`` are
     left alone; those in ``apart`` share buckets with one another only.
     """
-    sizes = _Sizes(graph, member_bytes, bucket_bytes, apart)
+    sizes = _BucketSizes(graph, member_bytes, bucket_bytes, apart)
     filling = _Filling()
     seeds = {}
     waits = waits_for(graph)
@@ -99,7 +99,7 @@ def choose_buckets(
     return Buckets(tuple(group for group in groups if len(group) > 1), seeds)
 
 
-class _Sizes:
+class _BucketSizes:
     """The kinds of collectives that may share a bucket, and the largest bucket of each kind."""
 
     def __init__(self, graph: Graph, member_bytes: int, bucket_bytes: int, apart: Collection[str]):
