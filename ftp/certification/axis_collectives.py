@@ -103,9 +103,12 @@ def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> Elem
             f" {dict(first.pending).get(axis, 'another')}, not {op}"
         )
     if op in ("max", "min"):
-        if any(p.held.is_zero for p in parts) or not _is_common(parts, along):
+        is_other = any(p.held.is_zero or p.held.pending != first.pending for p in parts)
+        if is_other or not _is_common(parts, along):
             raise Unsound(f"a {op} is taken over {axis} of different parts")
         return _first(first, along.dim)
+    if op != "sum":
+        raise Unsound(f"a {op} is taken over {axis} of parts of a value")
     bring = [p for p in parts if not p.held.is_zero]
     if not bring:
         return first

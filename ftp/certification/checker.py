@@ -278,7 +278,10 @@ class Checker:
         if node.target in COLLECTIVES:
             raise Unsound("it is read before it has arrived (no wait_tensor)")
         if node.target is operator.getitem:
-            return self.split(cell, node.args[0])[node.args[1]]  # type: ignore[index]
+            parts, at = self.split(cell, node.args[0]), node.args[1]
+            if at not in range(len(parts)):
+                raise Unsound(f"part {at} is taken of {len(parts)}")
+            return parts[at]  # type: ignore[index]
         if node.target in FILLS and node.target is not aten.zeros_like.default:
             return filled(node)
         step = MOVEMENTS.get(node.target)

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import itertools
 import math
+import operator
 import random
 import re
 import tracemalloc
@@ -29,12 +30,20 @@ import ftp
 from ftp import P
 from ftp.__main__ import main
 from ftp.api.certify import certificate_of, certify
-from ftp.certification.axis_collectives import Contribution, gather_axis
+from ftp.certification.axis_collectives import Contribution, gather_axis, reduce_axis
 from ftp.certification.certificate import Certificate
 from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import DimPart, MeshAxis, element_map, reshape, zeros_like
+from ftp.certification.element_map import (
+    DimPart,
+    MeshAxis,
+    element_map,
+    is_same,
+    pad_dim,
+    reshape,
+    zeros_like,
+)
 from ftp.certification.positions import whole
 from ftp.certification.ranks import Ranks
 from ftp.certification.unsound import Unsound
@@ -807,6 +816,32 @@ def test_copies_of_a_scalar_are_gathered():
     assert (found.value, found.shape, found.is_zero) == ("x.0", (2,), False)
     with pytest.raises(Unsound, match="zeros are moved with copies of a scalar"):
         gather_axis([copies[0], replace(copies[1], held=zeros_like(copies[1].held))], along)
+
+
+def test_parts_beside_zeros_are_joined_by_a_sum_alone():
+    """An average or a product of them is not their join."""
+    along = MeshAxis("tp", 0, 2)
+    held = [
+        Contribution((at,), pad_dim(element_map("x.0", [DimPart(taken, 2)]), 0, 2 * at, 2 - 2 * at))
+        for at, taken in enumerate(whole(2, 1, 4).taken(1, range(a, a + 2)) for a in (0, 2))
+    ]
+    assert is_same(
+        reduce_axis(held, along, "sum"), element_map("x.0", [DimPart(whole(2, 1, 4), 4)])
+    )
+    for op in ("avg", "product", "band"):
+        with pytest.raises(Unsound, match=f"a {op} is taken over tp"):
+            reduce_axis(held, along, op)
+
+
+def test_a_part_that_a_split_does_not_have():
+    step, params, x = mlp(bucket=True)
+    certificate = certify(step.lower(params, x))
+    (items, *_) = certificate.ranks.graphs[0].find_nodes(
+        op="call_function", target=operator.getitem
+    )
+    items.args = (items.args[0], 99)
+    with pytest.raises(CertificateError, match="part 99 is taken of"):
+        check(certificate)
 
 
 @pytest.mark.slow
