@@ -149,7 +149,9 @@ class PlanWarning(UserWarning):
 
 
 class StaleCaptureWarning(UserWarning):
-    """A variable holds another tensor than the one that a traced function captured."""
+    """A traced function goes on with a value that its code has changed since: a variable holds
+    another tensor than the one that was captured, a model counts its calls.
+    """
 
 
 def join_failures(failures: Iterable[str]) -> str:

@@ -32,6 +32,7 @@ from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.patterns import nearest
 from ftp.sharding.pytree import kind_of, remember_tied
 from ftp.sharding.spec import P
+from ftp.torch_internals.storages import Storages
 
 
 def functionalize(
@@ -105,6 +106,8 @@ def functionalize(
         if len(tied[id(tensor)]) > 1:
             remember_tied(plain, tied[id(tensor)])
     frozen = frozenset(path for path, p in model.named_parameters() if not p.requires_grad)
+    constants = {} if buffers else state
+    of_constants = Storages(constants)
     program = ModuleProgram(
         name=type(model).__name__,
         model=model,
@@ -114,6 +117,13 @@ def functionalize(
         blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
+        memory=Storages(
+            {
+                path: x
+                for path, x in {**params, **state}.items()
+                if path not in constants and of_constants.name(x) is None
+            }
+        ),
         hooks=gradient_hooks(model),
     )
     mutable = frozenset(state) - frozen if buffers else frozenset()
@@ -302,15 +312,21 @@ def _updating(
             kwargs,
         )
         for m in program.modules:
-            for name in m.attributes["_buffers"]:
+            held = m.attributes["_buffers"]
+            for name in {**held, **m.module._buffers}:
+                value = m.module._buffers.get(name)
                 if (path := join(m.path, name)) in clones:
-                    value = m.module._buffers.get(name)
                     if not isinstance(value, Tensor):
                         raise TraceError(
                             f"{program.name} makes buffer {path!r} {value!r}; it must stay a"
                             " tensor to come back updated."
                         )
                     new[path] = value
+                elif value is not None and held.get(name) is None:
+                    raise TraceError(
+                        f"{program.name} makes buffer {path!r} while it runs: the next call would"
+                        " not have it. Call the model once before functionalize, so that it does."
+                    )
     return out, new
 
 

@@ -1,8 +1,9 @@
 """Run a model with other tensors: swap its modules' attributes for one call, then restore them."""
 
 import inspect
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import InputError, TraceError, raise_all
+from ftp.errors import InputError, StaleCaptureWarning, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.module_constraints import (
@@ -25,6 +26,8 @@ from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.taps import Tap, tapped
 from ftp.random.draws import Draws
 from ftp.torch_internals.error_texts import Meaning, meaning_of, times_too_large
+from ftp.torch_internals.functorch import unwrapped
+from ftp.torch_internals.storages import Storages
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class ModuleProgram:
     Attributes:
         other_names: ``{path: first path}`` of tied tensors.
         constants: ``{id: name in messages}`` of buffers and frozen parameters.
+        memory: of the tensors of the model that are arguments of the call.
     """
 
     name: str
@@ -60,6 +64,7 @@ class ModuleProgram:
     blocks: "tuple[RematModule, ...]"
     other_names: dict[str, str]
     constants: dict[int, str]
+    memory: Storages
     hooks: GradientHooks
 
 
@@ -204,17 +209,19 @@ def _call_hooked(
     for block in program.blocks:
         if not any(block in outer.program.blocks for outer in program.blocks):
             block.module.forward = partial(_recomputed, block, draws, values, ran)
+    attributes = dict(_attributes(program))
     held = {
-        id(tensor): (tensor, name)
-        for tensor, name in _held_tensors(program, names)
-        if id(tensor) not in mutable
+        id(tensor): (tensor, names.get(id(tensor), f"attribute {path!r}"))
+        for path, tensor in (*_registered(program), *attributes.items())
+        if isinstance(tensor, Tensor) and id(tensor) not in mutable
     }
     versions = {key: version(tensor) for key, (tensor, _) in held.items()}
     names = {key: name for key, (_, name) in held.items()}
     # A block of remat takes parameters from ``values``, which no swap reaches.
     swap = None if program.blocks else partial(_swap, program)
+    guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
     try:
-        with WriteGuard(program.name, names, swap):
+        with guard:
             out = call(*args, **kwargs)
     except TypeError as error:
         if unknown := _unknown_keywords(call, kwargs):
@@ -239,7 +246,45 @@ def _call_hooked(
     for key, (tensor, name) in held.items():
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
+    _check_state(program, attributes, guard.read)
     return out
+
+
+def _memory_in_model(
+    program: ModuleProgram, values: Mapping[str, Tensor]
+) -> Callable[[Tensor], str | None]:
+    """The path of the argument in whose memory, in the model, a tensor lies; None also where the
+    call is given that memory.
+    """
+    given = {program.memory.name(unwrapped(x)) for x in values.values()}
+
+    def name(x: Tensor) -> str | None:
+        path = program.memory.name(x)
+        return None if path in given else path
+
+    return name
+
+
+def _check_state(program: ModuleProgram, before: Mapping[str, Any], read: Collection[int]) -> None:
+    """Refuse attributes by which a tensor goes from call to call, and warn of those that count."""
+    now = dict(_attributes(program))
+    for path, value in before.items():
+        new = now.get(path, value)
+        if isinstance(value, Tensor):
+            if new is not value and id(value) in read:
+                raise TraceError(impure(program.name, f"attribute {path!r}", "replaces"))
+        elif (
+            type(value) in (int, float)
+            and new is not value
+            and (type(new) not in (int, float) or new != value)
+        ):
+            warnings.warn(
+                f"{program.name} changes attribute {path!r} from {value!r} to {new!r} while it"
+                f" runs. fn is pure: each call, and a traced step, begins with {value!r}. Make it"
+                " a buffer, a tensor, and use functionalize(model, buffers=True).",
+                StaleCaptureWarning,
+                stacklevel=2,
+            )
 
 
 def _unknown_keywords(call: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -330,15 +375,27 @@ def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
     draws.path.pop()
 
 
-def _held_tensors(program: ModuleProgram, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that the modules hold, also in plain attributes, with their names in messages."""
+def _registered(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
+    """The modules' parameters and buffers, by path."""
     for m in program.modules:
-        for attribute, value in m.module.__dict__.items():
-            for key, tensor in (
-                value.items() if type(value) in (dict, OrderedDict) else [(attribute, value)]
-            ):
-                if isinstance(tensor, Tensor):
-                    yield tensor, names.get(id(tensor), f"attribute {join(m.path, str(key))!r}")
+        for kind in ("_parameters", "_buffers"):
+            for name, value in m.module.__dict__[kind].items():
+                yield join(m.path, name), value
+
+
+def _attributes(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
+    """What the modules' other attributes hold, also in plain containers, by path."""
+    for m in program.modules:
+        for name, value in m.module.__dict__.items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            path, kind = join(m.path, name), type(value)
+            if kind is dict or kind is OrderedDict:
+                yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+            elif kind is list or kind is tuple:
+                yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
+            else:
+                yield path, value
 
 
 def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:

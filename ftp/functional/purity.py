@@ -1,15 +1,17 @@
 """Refuse in-place changes of a model's parameters, constants and attributes while it runs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import TraceError
+from ftp.source import at_line
 
 
 def version(tensor: Tensor) -> int:
@@ -25,8 +27,8 @@ def impure(model: str, name: str, does: str) -> str:
         return f"{model} {does} {name} while it runs, but buffers are constants of fn. {todo}"
     if name.startswith("attribute"):
         return (
-            f"{model} {does} {name} while it runs; fn is pure. Make it a buffer and use"
-            " functionalize(model, buffers=True)."
+            f"{model} {does} {name} while it runs; fn is pure. Make it a buffer, with a value from"
+            " the start, and use functionalize(model, buffers=True)."
         )
     if name.startswith("frozen"):
         return (
@@ -48,24 +50,44 @@ class ChangesFrozen(TraceError):
 
 
 class WriteGuard(TorchFunctionMode):
-    """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs, and freeze
-    parameters for a while: ``p.requires_grad = False`` puts ``p.detach()`` in its place, by
-    ``swap(p, p.detach())``, until it is True again.
+    """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs, or that
+    reads the model's own memory of an argument, and freeze parameters for a while:
+    ``p.requires_grad = False`` puts ``p.detach()`` in its place, by ``swap(p, p.detach())``, until
+    it is True again.
 
     Comparing versions afterwards is not enough: batch_norm and ``.data`` do not bump the version,
     and torch.func's own error for a write to a captured tensor does not name it.
+
+    Attributes:
+        in_model: the path of the argument of the call in whose memory, in the model, a tensor is.
+        read: the ids of the tensors in ``names`` that ops have read.
     """
 
     def __init__(
-        self, model: str, names: dict[int, str], swap: Callable[[Tensor, Tensor], None] | None
+        self,
+        model: str,
+        names: dict[int, str],
+        swap: Callable[[Tensor, Tensor], None] | None,
+        in_model: Callable[[Tensor], str | None],
     ):
         super().__init__()
         self.model = model
         self.names = names
         self.swap = swap
+        self.in_model = in_model
+        self.read: set[int] = set()
+        self.copies: dict[int, tuple[int, Tensor]] = {}  # by id: of which tensor, and itself
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
         self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # now: by the parameter's id
         self.own: dict[int, Tensor] = {}  # of what stood for a frozen one
+
+    def __enter__(self):
+        self._token = _innermost.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _innermost.reset(self._token)
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -85,7 +107,38 @@ class WriteGuard(TorchFunctionMode):
         if func in _ALIASES and id(args[0]) in self.names:
             self.names[id(out)] = self.names[id(args[0])]
             self.aliases.append(out)
+        elif not _reads_shape(func):
+            self._read(func, (*args, *kwargs.values()), out)
         return out
+
+    def _read(self, func: Callable, args: tuple, out: Any) -> None:
+        """Note which of the model's attributes an op reads.
+
+        Raises:
+            TraceError: it reads the memory that an argument of the call has in the model.
+        """
+        for x in _tensors(args):
+            key = id(x)
+            if key in self.copies:
+                key = self.copies[key][0]
+            if key in self.names:
+                if func not in _COPIES:
+                    self.read.add(key)
+                elif isinstance(out, Tensor) and id(out) not in self.names:
+                    self.copies[id(out)] = key, out
+            if (
+                _innermost.get() is self
+                and type(x) in (Tensor, nn.Parameter)
+                and isinstance(out, Tensor | list | tuple)
+                and (path := self.in_model(x)) is not None
+            ):
+                raise TraceError(
+                    f"{at_line()}{self.model} reads {path!r} from a tensor that shares its memory,"
+                    " such as a view made before the call, or the parameter itself in a nested"
+                    " container, a partial or a closure. There it keeps the values that the model"
+                    " has now, and gets no gradient. Take it from the module's attribute in"
+                    " forward."
+                )
 
     def _is_trained(self, x: Tensor) -> bool:
         return self.names.get(id(x), "").startswith("parameter")
@@ -109,9 +162,33 @@ class WriteGuard(TorchFunctionMode):
         return type(x)(map(self._as_now, x)) if type(x) in (list, tuple) else x
 
 
+# The guard of the call that runs now: a call inside of another may be given the model's own memory.
+_innermost: ContextVar[WriteGuard | None] = ContextVar("innermost", default=None)
 _OF: Any = Tensor  # its attributes are descriptors
 _SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
 _ALIASES = (_OF.data.__get__, Tensor.detach, torch.detach)
+# Conversions, whose result has the values of the first argument.
+_COPIES = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone",
+        "contiguous",
+    )
+)  # fmt: skip
+
+
+def _reads_shape(func: Callable) -> bool:
+    """Whether a torch function reads no values: an attribute, or a factory like a tensor."""
+    name = getattr(func, "__name__", "")
+    return name == "__get__" or name.startswith("new_") or name.endswith("_like")
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif type(x) in (list, tuple):
+            yield from (item for item in x if isinstance(item, Tensor))
 
 
 _INPLACE_DUNDERS = re.compile(

@@ -1,6 +1,12 @@
 """The memory of tensors. Read at torch 2.13."""
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
@@ -14,3 +20,28 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     True
     """
     return torch._C._storage_Use_Count(storage._cdata) > 2  # one tensor, and the object given
+
+
+def storage_of(x: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a plain strided tensor; None of others."""
+    is_plain = x.layout is torch.strided and not is_functorch_wrapped_tensor(x)
+    return x.untyped_storage() if is_plain else None
+
+
+class Storages:
+    """Storages by their tensors' names, none of them kept alive.
+
+    >>> x = torch.zeros(2)
+    >>> Storages({"x": x}).name(x[1:]), Storages({"x": x}).name(x + 1)
+    ('x', None)
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        of = {name: storage_of(x) for name, x in tensors.items()}
+        self._references = [StorageWeakRef(s) for s in of.values() if s is not None]
+        self._names = {s._cdata: name for name, s in of.items() if s is not None}
+
+    def name(self, x: Tensor) -> str | None:
+        """The name of the tensor in whose storage a plain tensor lies; None if of none."""
+        storage = storage_of(x) if self._names else None
+        return None if storage is None else self._names.get(storage._cdata)

@@ -8,6 +8,7 @@ for byte.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 import ftp.functional.module_constraints
-from ftp.errors import InputError, SpecError, TraceError
+from ftp.errors import InputError, SpecError, StaleCaptureWarning, TraceError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.sharding.pytree import flatten, plan
@@ -474,6 +475,100 @@ def test_a_changed_parameter_or_attribute_is_an_error():
         TraceError, match=r"modifies attribute 'cache' while it runs; fn is pure\. Make it a buffer"
     ):
         fn(params, torch.ones(2))
+
+
+class Holding(nn.Module):
+    """A model that holds memory of its parameter and buffer in a second place."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("scale", torch.ones(3))
+        self.view = self.weight[:2]
+        self.half = self.scale[:2]
+        self.nested = {"weights": [self.weight]}
+        self.applied = functools.partial(F.linear, weight=self.weight)
+        self.where = where
+
+    def forward(self, x):
+        if self.where == "view":
+            return x @ self.view.T
+        if self.where == "buffer":
+            return x @ self.weight[:, :2] * self.half
+        return x @ self.nested["weights"][0] if self.where == "nested" else self.applied(x)
+
+
+@pytest.mark.parametrize(
+    ("where", "path"),
+    [("view", "weight"), ("nested", "weight"), ("partial", "weight"), ("buffer", "scale")],
+)
+def test_a_second_place_that_keeps_an_argument_of_the_call_is_an_error(where, path):
+    fn, params, buffers = functionalize(Holding(where), buffers=True)
+    new = {name: 2 * p for name, p in params.items()}, {"scale": buffers["scale"].clone()}
+    with pytest.raises(
+        TraceError, match=rf"Holding reads '{path}' from a tensor that shares its memory"
+    ):
+        fn(*new, torch.ones(1, 3))
+
+
+def test_a_second_place_of_constants_may_be_read_and_of_the_models_own_values():
+    for_buffer, params = functionalize(Holding("buffer"))
+    assert for_buffer({"weight": 2 * params["weight"]}, torch.ones(1, 3)).tolist() == [[6.0, 6.0]]
+    for_view, params = functionalize(Holding("view"))
+    assert for_view(params, torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
+
+
+class Stateful(nn.Module):
+    """A model with state that is no buffer at first."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("late", None)
+        self.mean = torch.zeros(3)
+        self.seen = {"mean": self.mean}
+        self.calls = 0
+        self.what = what
+
+    def forward(self, x):
+        y = x * self.weight
+        if self.what == "attribute":
+            self.mean = 0.9 * self.mean + 0.1 * y.detach()
+        elif self.what == "converted":
+            self.mean = self.mean.to(torch.float64)
+            self.mean = self.mean + y.detach()
+        elif self.what == "item":
+            self.seen["mean"] = self.seen["mean"] + y.detach()
+        elif self.what == "buffer":
+            self.late = y.detach() if self.late is None else self.late + y.detach()
+        elif self.what == "number":
+            self.calls += 1
+        else:
+            self.mean = self.mean.to(torch.float64)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("attribute", "Stateful replaces attribute 'mean' while it runs; fn is pure"),
+        ("converted", "Stateful replaces attribute 'mean' while it runs; fn is pure"),
+        ("item", r"Stateful replaces attribute \"seen\['mean'\]\" while it runs; fn is pure"),
+        ("buffer", "Stateful makes buffer 'late' while it runs: the next call would not have it"),
+    ],
+)
+def test_state_that_would_be_lost_between_calls_is_an_error(what, message):
+    fn, params, buffers = functionalize(Stateful(what), buffers=True)
+    with pytest.raises(TraceError, match=message):
+        fn(params, buffers, torch.ones(3))
+
+
+def test_numbers_that_a_model_counts_are_warned_of_and_conversions_are_not():
+    fn, params = functionalize(Stateful("number"))
+    with pytest.warns(StaleCaptureWarning, match="changes attribute 'calls' from 0 to 1"):
+        fn(params, torch.ones(3))
+    fn, params = functionalize(Stateful("conversion"))
+    assert fn(params, torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
 
 
 class Following(nn.Module):
