@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 from torch.fx.node import map_arg
@@ -283,7 +284,9 @@ class Checker:
                 raise Unsound(f"part {at} is taken of {len(parts)}")
             return parts[at]  # type: ignore[index]
         if node.target in FILLS and node.target is not aten.zeros_like.default:
-            return filled(node)
+            made = filled(node)
+            self.map_of(cell, node.args[0])  # type: ignore[arg-type]  # a tensor that has arrived
+            return made
         step = MOVEMENTS.get(node.target)
         if step is None:
             raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
@@ -293,6 +296,8 @@ class Checker:
             return offsets[n] if n in offsets else self.map_of(cell, n)
 
         args: Any = map_arg(node.args, given)
+        if isinstance(args[0], np.ndarray):
+            raise Unsound("an offset is used as a tensor")
         try:
             return step(*args)  # type: ignore[misc]
         except (IndexError, TypeError, ValueError, AttributeError):

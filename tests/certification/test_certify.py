@@ -844,6 +844,30 @@ def test_a_part_that_a_split_does_not_have():
         check(certificate)
 
 
+@pytest.mark.parametrize(
+    ("target", "args", "kwargs"),
+    [
+        (aten.contiguous.default, (), {}),
+        (aten.new_full.default, ([], 1), {"dtype": torch.float64}),
+    ],
+    ids=str,
+)
+def test_an_offset_that_is_used_as_a_tensor(target: Any, args: Any, kwargs: Any):
+    """The ranks raise, though the number that they would fill with is the right one."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(lambda x, i: (x[i], x.new_full((), 1)), mesh, (P("tp"), P()), P())
+    x = torch.randn(4, dtype=torch.float64)
+    certificate = certify(step.lower(x, torch.arange(4)))
+    for graph in certificate.ranks.graphs:
+        *_, offset = graph.find_nodes(op="placeholder")
+        output: Any = graph.output_node()
+        with graph.inserting_before(output):
+            made = graph.call_function(target, (offset, *args), kwargs)
+        output.args = ((output.args[0][0], made),)
+    with pytest.raises(CertificateError, match="an offset is used as a tensor"):
+        check(certificate)
+
+
 @pytest.mark.slow
 def test_blocks_of_rows_of_a_product_without_terms():
     """Of 3 rows of a batch over 4 ranks, the last has none: its blocks of the weight's gradient are
