@@ -18,6 +18,7 @@ from ftp.torch_internals import pytree
 from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
+from ftp.tracing.python_draws import python_draws
 from ftp.tracing.selected import Selected, SelectionGroup
 from ftp.tracing.varlen_attention import varlen_attention
 
@@ -255,5 +256,6 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     flex_attention,
     varlen_attention,
     control_flow,
+    python_draws,
     mapped_ops,
 )

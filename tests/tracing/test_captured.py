@@ -3,8 +3,10 @@ nothing else is.
 """
 
 import functools
+import random
 import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,25 @@ def test_where_tensors_are_found():
     ]
     kept.clear()
     assert all(place.now() is place.tensor for place in found)  # what is gone is not another object
+
+
+def _python(x):
+    return x * random.random()
+
+
+def _numpy(x):
+    return x + float(numpy.random.normal()) if x.ndim else x
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"), [(_python, "random.random"), (_numpy, "numpy.random.normal")]
+)
+def test_a_line_that_draws_pythons_numbers_while_it_is_traced_is_warned_of(fn, name):
+    step = ftp.spmd(fn, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))
+    with pytest.warns(StaleCaptureWarning, match=rf"return x .* draws numbers with {name}\. They"):
+        first = step(torch.ones(4))
+    assert torch.equal(step(torch.ones(4)), first)
+    assert random.random.__name__ == "random"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ftp.spmd(lambda x: x + 1, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))(torch.ones(4))
