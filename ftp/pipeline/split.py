@@ -1,8 +1,8 @@
 """Cut one traced step, loss and gradients, into the subgraphs that the stages of a pipeline run.
 
-`value_stages` says at which stage a value is computed. A value that a later stage (of a gradient:
-an earlier one) reads is passed from stage to stage. A stage's subgraphs are the nodes that its
-results, and what it passes on, need.
+`value_stages` says at which stage each value is computed. A forward value that a later stage reads,
+and a gradient that an earlier stage reads, is sent from stage to stage. A stage's subgraph consists
+of the nodes that compute its results and the values that it sends.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -54,18 +54,23 @@ def split(
 
 
 class _Split(StepGraph):
-    """Cuts a step whose values have stages: backward passes from the first stage, then forward."""
+    """Cuts a step: the backward passes from the first stage on, since each asks the next stage for
+    gradients, then the forward passes.
+
+    Attributes:
+        terms: per parameter, the term of its gradient that each stage computes.
+    """
 
     def run(self, kinds: Collection[tuple[str, int]]) -> Stages:
         self.place()
-        contributions: list[dict[int, fx.Node]] = [
-            self._contributions(self.gradients[leaf], leaf) if leaf in self.gradients else {}
+        self.terms: list[dict[int, fx.Node]] = [
+            self._terms_by_stage(self.gradients[leaf], leaf) if leaf in self.gradients else {}
             for leaf in range(len(self.leaves))
         ]
-        return self._subgraphs(contributions, kinds)
+        return self._stages(kinds)
 
-    def _contributions(self, gradient: fx.Node, leaf: int) -> dict[int, fx.Node]:
-        """A parameter's gradient as one value a stage, whose sum it is."""
+    def _terms_by_stage(self, gradient: fx.Node, leaf: int) -> dict[int, fx.Node]:
+        """A parameter's gradient as a sum of values, one per stage that computes a term of it."""
         terms: dict[int, list[fx.Node]] = {}
         pending = [gradient]
         while pending:
@@ -97,113 +102,134 @@ class _Split(StepGraph):
         return found
 
     def _home(self, node: fx.Node, leaf: int) -> int:
+        """The stage of a term of a parameter's gradient."""
         own = self.of[node]
         return own.first if own.kind in (ACTIVATION, GRADIENT) else self.holders[leaf]
 
-    def _subgraphs(
-        self, contributions: Sequence[Mapping[int, fx.Node]], kinds: Collection[tuple[str, int]]
-    ) -> Stages:
+    def _stages(self, kinds: Collection[tuple[str, int]]) -> Stages:
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
-        last = self.stages - 1
         results = [(self.of[n].first, n) for n in self.results]
-        backward: list[_Needed] = []
-        wanted: list[list[fx.Node]] = []  # per stage, the values that it sends to the one before
-        asked: list[fx.Node] = []
+        backward, returned = self._backward()
+        forward, sent, saved = self._forward(results, backward, returned)
+        subgraphs: dict[tuple[Kind, int], StageGraph] = {}
         for k in range(self.stages):
-            own = [found[k] for found in contributions if k in found]
-            send = asked if k else []
-            roots = [n for n in send if self._is_made_backward(n, k)]
-            made = self._needed([*own, *roots], lambda n, k=k: self._backward_rule(n, k))
-            through = [n for n in send if n not in roots and not self._is_here(n, k)]
-            asked = list(
-                dict.fromkeys([*through, *(n for n in made.read if not self._is_here(n, k))])
-            )
-            if asked and k == last:
+            outputs = dict.fromkeys([*(n for s, n in results if s == k), *sent[k], *saved[k]])
+            gradients = [n for n in returned[k] if self._is_made_backward(n, k)]
+            found: dict[Kind, tuple[_Needed, list[fx.Node]]] = {
+                "F": (forward[k], [n for n in outputs if n in forward[k].made])
+            }
+            if ("B", k) in kinds:
+                found["B"] = backward[k], [*gradients, *self._terms_of(k)]
+            if ("I", k) in kinds:
+                found |= self._backward_halves(k, gradients)
+            for kind, (needed, values) in found.items():
+                if values:
+                    unique = list(dict.fromkeys(values))
+                    subgraphs[kind, k] = self._subgraph(kind, k, needed, unique)
+        return Stages(
+            subgraphs,
+            tuple(tuple(n.name for n in own) for own in sent),
+            tuple(tuple(n.name for n in own) for own in returned),
+            tuple((stage, n.name) for stage, n in results),
+            tuple({k: n.name for k, n in sorted(terms.items())} for terms in self.terms),
+            self._borrowed(subgraphs),
+            self._skipping(),
+        )
+
+    def _terms_of(self, k: int) -> list[fx.Node]:
+        """The terms of parameters' gradients that stage ``k`` computes."""
+        return [terms[k] for terms in self.terms if k in terms]
+
+    def _backward(self) -> tuple[list["_Needed"], list[list[fx.Node]]]:
+        """Per stage the nodes of its backward pass, and the values that it sends to the stage
+        before.
+
+        Raises:
+            PlanningError: a value that the last stage reads and no stage computes.
+        """
+        backward: list[_Needed] = []
+        returned: list[list[fx.Node]] = []
+        asked: list[fx.Node] = []  # the values that stage ``k`` reads from the next stage
+        for k in range(self.stages):
+            sent = asked if k else []
+            roots = [n for n in sent if self._is_made_backward(n, k)]
+            needed = self._needed([*self._terms_of(k), *roots], self._is_backward_of(k))
+            through = [n for n in sent if n not in roots and not self._is_here(n, k)]
+            received = [n for n in needed.read if not self._is_here(n, k)]
+            asked = list(dict.fromkeys([*through, *received]))
+            if asked and k == self.stages - 1:
                 raise PlanningError(
                     f"The value {asked[0].name} of the backward pass is read before it is computed:"
                     f" no stage after {k} computes it."
                 )
-            wanted.append(send)
-            backward.append(made)
-        forward, sent, saved = self._forward(results, backward, wanted)
-        subgraphs: dict[tuple[Kind, int], StageGraph] = {}
-        for k in range(self.stages):
-            outputs = list(dict.fromkeys([*(n for s, n in results if s == k), *sent[k], *saved[k]]))
-            made_here = [n for n in outputs if n in forward[k].made]
-            if made_here:
-                subgraphs["F", k] = self._subgraph("F", k, forward[k], made_here)
-            own = [found[k] for found in contributions if k in found]
-            send = [n for n in wanted[k] if self._is_made_backward(n, k)]
-            both = list(dict.fromkeys([*send, *own]))
-            if both and ("B", k) in kinds:
-                subgraphs["B", k] = self._subgraph("B", k, backward[k], both)
-            if ("I", k) not in kinds:
-                continue
-            inner = self._needed(send, lambda n, k=k: self._backward_rule(n, k))
-            outer = self._needed(own, lambda n, k=k, inner=inner: self._outer_rule(n, k, inner))
-            kept = [n for n in outer.read if n in inner.made or is_in_tuple(n, inner.made)]
-            if kept:
-                inner = self._needed([*send, *kept], lambda n, k=k: self._backward_rule(n, k))
-            if send:
-                subgraphs["I", k] = self._subgraph(
-                    "I", k, inner, list(dict.fromkeys([*send, *kept]))
-                )
-            if own:
-                subgraphs["W", k] = self._subgraph("W", k, outer, list(dict.fromkeys(own)))
-        borrowed = [
-            tuple(
-                sorted(
-                    {p.stage for p in subgraphs.values() if leaf in p.params and p.stage != holder}
-                )
-            )
-            for leaf, holder in enumerate(self.holders)
-        ]
-        passed = [
+            returned.append(sent)
+            backward.append(needed)
+        return backward, returned
+
+    def _backward_halves(
+        self, k: int, gradients: Sequence[fx.Node]
+    ) -> dict[Kind, tuple["_Needed", list[fx.Node]]]:
+        """Stage ``k``'s backward pass in halves, each its nodes and its outputs: "I" computes the
+        ``gradients`` for the stage before, "W" those of parameters, from values that "I" keeps.
+        """
+        terms = self._terms_of(k)
+        inner = self._needed(gradients, self._is_backward_of(k))
+        outer = self._needed(terms, lambda node: self._is_in_second_half(node, k, inner))
+        kept = [n for n in outer.read if n in inner.made or is_in_tuple(n, inner.made)]
+        if kept:
+            inner = self._needed([*gradients, *kept], self._is_backward_of(k))
+        return {"I": (inner, [*gradients, *kept] if gradients else []), "W": (outer, terms)}
+
+    def _borrowed(
+        self, subgraphs: Mapping[tuple[Kind, int], StageGraph]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Per parameter, the stages other than its own that read it."""
+        readers: list[set[int]] = [set() for _ in self.holders]
+        for subgraph in subgraphs.values():
+            for leaf in subgraph.params:
+                readers[leaf].add(subgraph.stage)
+        return tuple(
+            tuple(sorted(stages - {holder}))
+            for stages, holder in zip(readers, self.holders, strict=True)
+        )
+
+    def _skipping(self) -> tuple[tuple[str, int, int], ...]:
+        """The activations that skip stages: name, first and last stage."""
+        return tuple(
             (n.name, self.of[n].first, self.of[n].last)
             for n in self.nodes
             if n in self.is_forward
             and self.of[n].kind == ACTIVATION
             and self.of[n].last > self.of[n].first + 1
-        ]
-        return Stages(
-            subgraphs,
-            tuple(tuple(n.name for n in own) for own in sent),
-            tuple(tuple(n.name for n in own) for own in wanted),
-            tuple((stage, n.name) for stage, n in results),
-            tuple({k: n.name for k, n in sorted(found.items())} for found in contributions),
-            tuple(borrowed),
-            tuple(passed),
         )
 
     def _forward(
         self,
         results: Sequence[tuple[int, fx.Node]],
         backward: Sequence["_Needed"],
-        wanted: Sequence[Sequence[fx.Node]],
+        returned: Sequence[Sequence[fx.Node]],
     ) -> tuple[list["_Needed"], list[list[fx.Node]], list[list[fx.Node]]]:
-        """Per stage the nodes of its forward pass, the values it sends on, the values it keeps."""
+        """Per stage the nodes of its forward pass, the values that it sends to the next stage, and
+        those that it saves for its backward pass.
+        """
         activations = [
             n for n in self.nodes if n in self.is_forward and self.of[n].kind == ACTIVATION
         ]
         sent: list[list[fx.Node]] = [
             [n for n in activations if self._is_sent(n, k)] for k in range(self.stages)
         ]
-        made, saved = [], []
+        needed, saved = [], []
         for k in range(self.stages):
-            kept = [
-                n
-                for n in (*backward[k].read, *wanted[k])
-                if n in self.is_forward and self.of[n].kind == ACTIVATION and self._is_here(n, k)
-            ]
+            read = (*backward[k].read, *returned[k])
+            kept = [n for n in read if self.of[n].kind == ACTIVATION and self._is_here(n, k)]
+
+            def is_made(n: fx.Node, k: int = k) -> bool:
+                return self.of[n].kind != ACTIVATION or self.of[n].first == k
+
             roots = [n for s, n in results if s == k] + sent[k] + kept
-            made.append(
-                self._needed(
-                    [n for n in roots if self.of[n].kind != ACTIVATION or self.of[n].first == k],
-                    lambda n, k=k: self.of[n].kind != ACTIVATION or self.of[n].first == k,
-                )
-            )
+            needed.append(self._needed(filter(is_made, roots), is_made))
             saved.append(kept)
-        return made, sent, saved
+        return needed, sent, saved
 
     def _is_sent(self, node: fx.Node, k: int) -> bool:
         own = self.of[node]
@@ -213,7 +239,7 @@ class _Split(StepGraph):
         return isinstance(node.meta["val"], torch.Tensor)
 
     def _is_here(self, node: fx.Node, k: int) -> bool:
-        """Whether a value of the forward pass is found at stage ``k`` without the backward pass."""
+        """Whether stage ``k`` has a value after its forward pass."""
         own = self.of[node]
         return node in self.is_forward and own.first <= k <= own.last
 
@@ -221,7 +247,10 @@ class _Split(StepGraph):
         own = self.of[node]
         return node not in self.is_forward and own.first <= k <= max(own.last, own.first)
 
-    def _backward_rule(self, node: fx.Node, k: int) -> bool:
+    def _is_backward_of(self, k: int) -> Callable[[fx.Node], bool]:
+        return lambda node: self._is_in_backward(node, k)
+
+    def _is_in_backward(self, node: fx.Node, k: int) -> bool:
         """Whether stage ``k`` computes a value in its backward pass, rather than reading it."""
         own = self.of[node]
         if own.kind in (FREE, OF_PARAMETERS):
@@ -230,13 +259,17 @@ class _Split(StepGraph):
             return own.first == k and _is_view(node)
         return own.first <= k <= own.last
 
-    def _outer_rule(self, node: fx.Node, k: int, inner: "_Needed") -> bool:
+    def _is_in_second_half(self, node: fx.Node, k: int, inner: "_Needed") -> bool:
+        """Whether "W" computes a value of stage ``k``'s backward pass; ``inner`` are the nodes of
+        "I". Cheap values are computed in both.
+        """
         known = node in inner.made or is_in_tuple(node, inner.made)
         if known and not _is_view(node) and self.of[node].kind in (ACTIVATION, GRADIENT):
             return False
-        return self._backward_rule(node, k)
+        return self._is_in_backward(node, k)
 
     def _needed(self, roots: Iterable[fx.Node], is_made: Callable[[fx.Node], bool]) -> "_Needed":
+        """What computes ``roots``, back to the values that are not ``is_made`` and are read."""
         needed = set(roots)
         made, read = set(), []
         for node in reversed(self.nodes):
@@ -253,8 +286,8 @@ class _Split(StepGraph):
     def _subgraph(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
     ) -> StageGraph:
-        # Parameters and results in the order of their ops: leaves are in that of their names, in
-        # which layer 10 comes before layer 9, and stages of equal layers would not be equal.
+        # Parameters and results are in the order of the ops that use them, so that stages of equal
+        # layers have equal graphs. By name, layer 10 would come before layer 9.
         graph, env = RankGraph(), {}
         operands = (x for n in self.nodes if n in needed.made for x in n.all_input_nodes)
         used = dict.fromkeys(x for x in operands if x in self.params)
