@@ -1,10 +1,11 @@
 """Emit reshards into a rank's graph as local ops and functional collectives; the only place that
-pads uneven shards. A cut dim is viewed as ``[outer, g, inner]``, ``g`` this rank's part of ``f``.
+pads uneven shards.
 
-Collectives need equal parts: ``g`` is padded to the first rank's ``c = ceil(f / n)``. Chunks are
-cut from the front, so that after a gather all padding is at the end.
+Collectives need equal parts: each rank pads its ``local`` elements of a dim to the first rank's
+``chunk``. Chunks are cut from the front, so that after a gather all padding is at the end.
 
-A zigzag is made a plain cut before a collective, or a plain cut a zigzag after it: see `zigzag`.
+A zigzag is turned into a plain cut before a collective, and back into a zigzag after it: see
+`zigzag`.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from ftp.partitioning.reshard_site import CutDim, Offset, ReshardSite
-from ftp.partitioning.zigzag import dealt, padded_pieces, trimmed_pieces, undealt
+from ftp.partitioning.zigzag import from_zigzag, pad_chunks, to_zigzag, trim_chunks
 from ftp.sharding.spec import Interval
 
 aten = torch.ops.aten
@@ -29,28 +30,33 @@ def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
     and compute wrong values.
     """
     reshard = site.reshard
-    here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
+    src_shape, dst_shape = (
+        site.shape(site.node.rule.operands[0]),
+        site.shape(site.node.rule.results[0]),
+    )
     match reshard.op:
         case "all_reduce":
-            return site.collective(c10d.all_reduce.default, x, reshard.src.op, shape=here)
+            return site.collective(c10d.all_reduce.default, x, reshard.src.op, shape=src_shape)
         case "contribute":
             target = aten.alias.default if site.is_first else aten.zeros_like.default
             return site.emit(target, x)
         case "pad":
-            return _resharded(_pad, site, x, here, there, site.cut(reshard.src))
+            return _resharded(_pad, site, x, src_shape, dst_shape, site.cut(reshard.src))
         case "all_gather" if reshard.dst.kind == "R":
-            made = _resharded(_all_gather, site, x, here, there, site.cut(reshard.src))
+            made = _resharded(_all_gather, site, x, src_shape, dst_shape, site.cut(reshard.src))
         case "all_gather":
-            made = _recut(site, x, here, there)
+            made = _recut(site, x, src_shape, dst_shape)
         case "reduce_scatter":
-            made = _resharded(_reduce_scatter, site, x, here, there, None, site.cut(reshard.dst))
+            made = _resharded(
+                _reduce_scatter, site, x, src_shape, dst_shape, None, site.cut(reshard.dst)
+            )
         case "all_to_all" if reshard.src.dim == reshard.dst.dim:
-            made = _exchange_parts(site, x, here, there)
+            made = _exchange_parts(site, x, src_shape, dst_shape)
         case "all_to_all":
             src, dst = site.cut(reshard.src), site.cut(reshard.dst)
-            made = _resharded(_all_to_all, site, x, here, there, src, dst)
+            made = _resharded(_all_to_all, site, x, src_shape, dst_shape, src, dst)
         case "slice":
-            made = _resharded(_slice, site, x, here, there, None, site.cut(reshard.dst))
+            made = _resharded(_slice, site, x, src_shape, dst_shape, None, site.cut(reshard.dst))
         case _:
             raise AssertionError(reshard)
     return site.contiguous(made)
@@ -60,37 +66,37 @@ def _resharded(
     emit: Callable[..., fx.Node],
     site: ReshardSite,
     x: fx.Node,
-    here: list[int],
-    there: list[int],
+    src_shape: list[int],
+    dst_shape: list[int],
     src: CutDim | None = None,
     dst: CutDim | None = None,
 ) -> fx.Node:
-    """Call ``emit`` on ``x`` to bring it from shape ``here`` to ``there``, and its dim from cut
-    ``src`` to ``dst``. Zigzags are permuted to plain cuts before, and back after it.
+    """Call ``emit`` on ``x`` to bring it from shape ``src_shape`` to ``dst_shape``, and its dim
+    from cut ``src`` to ``dst``. Zigzags are turned into plain cuts before the call, and back after.
     """
-    n, cuts, given, due = site.reshard.n, [], list(here), list(there)
+    n, cuts, given, due = site.reshard.n, [], list(src_shape), list(dst_shape)
     for cut, sending, held, whole in ((src, True, given, due), (dst, False, due, given)):
-        if cut is None or cut.pieces is None:
+        if cut is None or cut.zigzag_chunks is None:
             cuts += [] if cut is None else [cut]
             continue
         even = cut.even(n)
         cuts.append(even)
-        x = (padded_pieces if sending else dealt)(site, x, given, cut, n)
+        x = (pad_chunks if sending else to_zigzag)(site, x, given, cut, n)
         held[cut.dim], whole[cut.dim] = (
-            even.outer * size * even.inner for size in (even.g, even.f)
+            even.outer * size * even.inner for size in (even.local, even.size)
         )
     x = emit(site, x, given, due, *cuts)
     for cut, sending in ((src, True), (dst, False)):
-        if cut is not None and cut.pieces is not None:
-            x = (undealt if sending else trimmed_pieces)(site, x, due, cut, n)
-            size = cut.f if sending else sum(cut.pieces)
+        if cut is not None and cut.zigzag_chunks is not None:
+            x = (from_zigzag if sending else trim_chunks)(site, x, due, cut, n)
+            size = cut.size if sending else sum(cut.zigzag_chunks)
             due = cut.resized(due, size)
     return x
 
 
 def emit_chunks(site: ReshardSite, x: fx.Node, count: int) -> fx.Node:
-    """The reshard in ``count`` equal chunks of dim 0, or of its part above the cut, each a
-    collective of its own.
+    """Emit the reshard as ``count`` collectives, each on an equal chunk of dim 0 (of its outer part
+    if dim 0 is cut).
     """
     factor = "o0" if "o0" in site.sizes else "~0"
     sizes = {**site.sizes, factor: site.sizes[factor] // count}
@@ -140,16 +146,16 @@ def emit_pieces(site: ReshardSite, x: fx.Node, dim: int, pieces: Sequence[Interv
 
 
 def _all_gather(
-    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: CutDim
+    site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int], cut: CutDim
 ) -> fx.Node:
     n = site.reshard.n
-    before, after = cut.split(here)
-    if math.prod(before) == 1:  # the ranks' parts are consecutive in memory
+    before, after = cut.split(src_shape)
+    if math.prod(before) == 1:  # the ranks' parts are contiguous
         before, after = [], [math.prod(after)] if after else []
-    at, padded = len(before), [*before, cut.c, *after]
+    at, padded = len(before), [*before, cut.chunk, *after]
     flat = [math.prod(padded)] if at else padded
     x = site.contiguous(
-        _in_view(site.pad_to, site, x, here, [*before, cut.g, *after], at, cut.c, flat)
+        _in_view(site.pad_to, site, x, src_shape, [*before, cut.local, *after], at, cut.chunk, flat)
     )
     given = [n * flat[0], *flat[1:]]
     y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=given)
@@ -157,60 +163,76 @@ def _all_gather(
         y = site.emit(aten.reshape.default, y, [n, *padded])
         order = [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)]
         y = site.emit(aten.permute.default, y, order)
-        given = [*before, n, cut.c, *after]
-    return _in_view(site.trim, site, y, given, [*before, n * cut.c, *after], at, cut.f, there)
+        given = [*before, n, cut.chunk, *after]
+    return _in_view(
+        site.trim, site, y, given, [*before, n * cut.chunk, *after], at, cut.size, dst_shape
+    )
 
 
 def _reduce_scatter(
-    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: CutDim
+    site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int], cut: CutDim
 ) -> fx.Node:
     n = site.reshard.n
-    before, after = cut.split(here)
-    at, part = len(before), [*before, cut.c, *after]
-    seen, flat = [*before, cut.f, *after], [n * math.prod(part)]
+    before, after = cut.split(src_shape)
+    at, part = len(before), [*before, cut.chunk, *after]
+    view, flat = [*before, cut.size, *after], [n * math.prod(part)]
     if math.prod(before) == 1:
-        x = _in_view(site.pad_to, site, x, here, seen, at, n * cut.c, flat)
+        x = _in_view(site.pad_to, site, x, src_shape, view, at, n * cut.chunk, flat)
     else:
-        x = _in_view(site.pad_to, site, x, here, seen, at, n * cut.c, [*before, n, cut.c, *after])
+        x = _in_view(
+            site.pad_to,
+            site,
+            x,
+            src_shape,
+            view,
+            at,
+            n * cut.chunk,
+            [*before, n, cut.chunk, *after],
+        )
         x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
         x = site.emit(aten.reshape.default, x, flat)
     x = site.contiguous(x)
     y = site.collective(c10d.reduce_scatter_tensor.default, x, "sum", n, shape=flat)
-    return _in_view(site.trim, site, y, [math.prod(part)], part, at, cut.g, there)
+    return _in_view(site.trim, site, y, [math.prod(part)], part, at, cut.local, dst_shape)
 
 
 def _in_view(
     resize: Callable[..., fx.Node],
     site: ReshardSite,
     x: fx.Node,
-    here: Sequence[int],
-    seen: Sequence[int],
+    src_shape: Sequence[int],
+    view: Sequence[int],
     at: int,
     size: int,
     to: Sequence[int],
 ) -> fx.Node:
-    """View ``x`` of shape ``here`` as ``seen``, bring dim ``at`` to ``size`` with ``resize``, and
-    return the result in shape ``to``.
+    """View ``x`` of shape ``src_shape`` as ``view``, bring dim ``at`` to ``size`` with ``resize``,
+    and return the result in shape ``to``.
     """
-    if seen[at] == size:
-        return site.reshape(x, here, to)
-    x = resize(site.reshape(x, here, seen), seen, at, size)
-    return site.reshape(x, [*seen[:at], size, *seen[at + 1 :]], to)
+    if view[at] == size:
+        return site.reshape(x, src_shape, to)
+    x = resize(site.reshape(x, src_shape, view), view, at, size)
+    return site.reshape(x, [*view[:at], size, *view[at + 1 :]], to)
 
 
 def _all_to_all(
-    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], src: CutDim, dst: CutDim
+    site: ReshardSite,
+    x: fx.Node,
+    src_shape: list[int],
+    dst_shape: list[int],
+    src: CutDim,
+    dst: CutDim,
 ) -> fx.Node:
     n = site.reshard.n
     s, d = (1, 4) if src.dim < dst.dim else (4, 1)  # positions of g and f in the view below
     first, second = sorted((src, dst), key=lambda cut: cut.dim)
-    parts = {id(src): src.g, id(dst): dst.f}
+    parts = {id(src): src.local, id(dst): dst.size}
     lead, between, rest = (
-        math.prod(here[: first.dim]),
-        here[first.dim + 1 : second.dim],
-        math.prod(here[second.dim + 1 :]),
+        math.prod(src_shape[: first.dim]),
+        src_shape[first.dim + 1 : second.dim],
+        math.prod(src_shape[second.dim + 1 :]),
     )
-    seen = [
+    view = [
         lead * first.outer,
         parts[id(first)],
         first.inner,
@@ -218,64 +240,68 @@ def _all_to_all(
         parts[id(second)],
         second.inner * rest,
     ]
-    x = site.reshape(x, here, seen)
-    x = site.pad_to(x, seen, s, src.c)
-    seen[s] = src.c
-    x = site.pad_to(x, seen, d, n * dst.c)
-    seen[d] = dst.c
-    x = site.emit(aten.reshape.default, x, [*seen[:d], n, *seen[d:]])
+    x = site.reshape(x, src_shape, view)
+    x = site.pad_to(x, view, s, src.chunk)
+    view[s] = src.chunk
+    x = site.pad_to(x, view, d, n * dst.chunk)
+    view[d] = dst.chunk
+    x = site.emit(aten.reshape.default, x, [*view[:d], n, *view[d:]])
     x = site.emit(aten.permute.default, x, [d, *(k for k in range(7) if k != d)])
-    x = site.contiguous(site.emit(aten.reshape.default, x, [n * math.prod(seen)]))
-    split = [math.prod(seen)] * n
+    x = site.contiguous(site.emit(aten.reshape.default, x, [n * math.prod(view)]))
+    split = [math.prod(view)] * n
     y = site.collective(
-        c10d.all_to_all_single.default, x, split, split, shape=[n * math.prod(seen)]
+        c10d.all_to_all_single.default, x, split, split, shape=[n * math.prod(view)]
     )
-    y = site.emit(aten.reshape.default, y, [n, *seen])
+    y = site.emit(aten.reshape.default, y, [n, *view])
     y = site.emit(aten.permute.default, y, [*range(1, s + 1), 0, *range(s + 1, 7)])
-    arrived = [*seen[:s], n * src.c, *seen[s + 1 :]]
+    arrived = [*view[:s], n * src.chunk, *view[s + 1 :]]
     y = site.emit(aten.reshape.default, y, arrived)
-    y = site.trim(y, arrived, s, src.f)
-    y = site.trim(y, seen, d, dst.g)
-    return site.emit(aten.reshape.default, y, there)
+    y = site.trim(y, arrived, s, src.size)
+    y = site.trim(y, view, d, dst.local)
+    return site.emit(aten.reshape.default, y, dst_shape)
 
 
 def _slice(
-    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: CutDim
+    site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int], cut: CutDim
 ) -> fx.Node:
-    before, after = cut.split(here)
-    x = site.reshape(x, here, [*before, cut.f, *after])
+    before, after = cut.split(src_shape)
+    x = site.reshape(x, src_shape, [*before, cut.size, *after])
     x = site.emit(aten.slice.Tensor, x, len(before), *_bounds(site, cut, "stop"))
-    return site.reshape(x, [*before, cut.g, *after], there)
+    return site.reshape(x, [*before, cut.local, *after], dst_shape)
 
 
-def _pad(site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: CutDim) -> fx.Node:
-    before, after = cut.split(here)
-    x = site.reshape(x, here, [*before, cut.g, *after])
+def _pad(
+    site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int], cut: CutDim
+) -> fx.Node:
+    before, after = cut.split(src_shape)
+    x = site.reshape(x, src_shape, [*before, cut.local, *after])
     x = site.emit(
         aten.constant_pad_nd.default,
         x,
         [*[0, 0] * len(after), *_bounds(site, cut, "after")],
         0.0,
     )
-    return site.reshape(x, [*before, cut.f, *after], there)
+    return site.reshape(x, [*before, cut.size, *after], dst_shape)
 
 
 def _bounds(site: ReshardSite, cut: CutDim, end: str) -> list[Offset]:
-    return [site.offset(kind, cut.dealt) for kind in ("start", end)]
+    return [site.offset(kind, cut.zigzag_size) for kind in ("start", end)]
 
 
-def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
+def _recut(site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int]) -> fx.Node:
     """Reshard from one cut of a dim to another cut of it: gather, then slice."""
     src, dst = (
         site.dim(layout, *(site.sizes[f"{side}{name}"] for name in "ofig"))
         for side, layout in (("x", site.reshard.src), ("y", site.reshard.dst))
     )
-    full = src.resized(here, src.f)
-    whole = _resharded(_all_gather, site, x, here, full, src)
-    return _resharded(_slice, site, whole, full, there, None, dst)
+    full = src.resized(src_shape, src.size)
+    whole = _resharded(_all_gather, site, x, src_shape, full, src)
+    return _resharded(_slice, site, whole, full, dst_shape, None, dst)
 
 
-def _exchange_parts(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
+def _exchange_parts(
+    site: ReshardSite, x: fx.Node, src_shape: list[int], dst_shape: list[int]
+) -> fx.Node:
     """Reshard from a cut of a dim to a cut within each of its parts, or back, by an all-to-all."""
     reshard, d = site.reshard, site.reshard.src.dim
     assert reshard.parts is not None
@@ -284,9 +310,9 @@ def _exchange_parts(site: ReshardSite, x: fx.Node, here: list[int], there: list[
     src, dst = (
         CutDim(at, 1, n, 1, 1, 1) for at in ((d + 1, d + 3) if to_parts else (d + 3, d + 1))
     )
-    seen = [outer, 1, parts, n, rest] if to_parts else [outer, n, parts, 1, rest]
+    view = [outer, 1, parts, n, rest] if to_parts else [outer, n, parts, 1, rest]
     due = [outer, n, parts, 1, rest] if to_parts else [outer, 1, parts, n, rest]
-    sizes = ([*here[:d], *dim, *here[d + 1 :]] for dim in (seen, due))
+    sizes = ([*src_shape[:d], *dim, *src_shape[d + 1 :]] for dim in (view, due))
     given, taken = sizes
     x = site.emit(aten.reshape.default, x, given)
-    return site.reshape(_all_to_all(site, x, given, taken, src, dst), taken, there)
+    return site.reshape(_all_to_all(site, x, given, taken, src, dst), taken, dst_shape)

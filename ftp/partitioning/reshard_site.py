@@ -20,35 +20,38 @@ Offset = int | fx.Node
 
 @dataclass(frozen=True)
 class CutDim:
-    """A dim of a rank's tensor viewed as ``[outer, g, inner]``, ``g`` of ``f`` in chunks of ``c``.
+    """A cut dim of a rank's tensor, viewed as ``[outer, local, inner]``.
 
     Attributes:
-        pieces: the lengths of the rank's two pieces of a zigzag; None for a plain cut.
-        dealt: the size of the whole dim in the order of the ranks, if a plain cut's differs.
+        size: of the part of the global dim that is cut.
+        local: the elements of ``size`` that this rank holds.
+        chunk: the elements that the first rank holds, the most of all.
+        zigzag_chunks: the sizes of the rank's two chunks in a zigzag; None for a plain cut.
+        zigzag_size: of a zigzag turned into a plain cut: its size with padded chunks; else None.
     """
 
     dim: int
     outer: int
-    f: int
+    size: int
     inner: int
-    g: int
-    c: int
-    pieces: tuple[int, int] | None = None
-    dealt: int | None = None
+    local: int
+    chunk: int
+    zigzag_chunks: tuple[int, int] | None = None
+    zigzag_size: int | None = None
 
     def split(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The sizes before and after ``g`` in a tensor of ``shape``, viewed with this cut."""
+        """The sizes before and after ``local`` in a tensor of ``shape``, viewed with this cut."""
         outer, inner = ([size] * (size != 1) for size in (self.outer, self.inner))
         return [*shape[: self.dim], *outer], [*inner, *shape[self.dim + 1 :]]
 
     def resized(self, shape: Sequence[int], size: int) -> list[int]:
-        """The shape of a tensor that holds ``size`` in place of ``g``."""
+        """The shape of a tensor that holds ``size`` elements in place of ``local``."""
         here = self.outer * size * self.inner
         return [*shape[: self.dim], here, *shape[self.dim + 1 :]]
 
     def even(self, n: int) -> "CutDim":
-        """The zigzag with padded pieces as a plain cut of the dim in the order of the ranks."""
-        half = -(-self.f // (2 * n))
+        """The plain cut of the dim in zigzag order, with chunks padded to one size."""
+        half = -(-self.size // (2 * n))
         return CutDim(
             self.dim, self.outer, 2 * n * half, self.inner, 2 * half, 2 * half, None, 2 * n * half
         )
@@ -97,7 +100,7 @@ class ReshardSite:
         return CutDim(d, o, m * g, i, g, g)
 
     def dim(self, layout: Layout, outer: int, f: int, inner: int, g: int) -> CutDim:
-        """The dim of a layout that cuts ``f``, of which this rank holds ``g``."""
+        """The dim that ``layout`` cuts: this rank holds ``g`` of ``f`` elements."""
         n = self.reshard.n
         if not layout.zigzag:
             return CutDim(layout.dim, outer, f, inner, g, -(-f // n))

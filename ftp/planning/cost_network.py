@@ -1,9 +1,13 @@
-"""The cost network of one mesh axis.
+"""The cost network of one mesh axis: the planning problem as variables and tables of seconds, which
+`minimize` solves.
 
-There is one variable per op, its strategy, which fixes the layouts of its results; and one per
-value, the set of its copies that users read: in its home layout, gathered, reduced or cut another
-way. A pair (op, value) costs the reshards, once for all users. A pair (value, user) is 0 or
-forbidden.
+- A variable per op: its strategy, which fixes the layouts of its operands and results.
+- A variable per value: the layouts in which users read it, its copies. The op that computes the
+  value gives it one layout; every other copy is made by a reshard.
+- A table per pair (op, value): the seconds of the reshards that make the copies, paid once for all
+  users.
+- A table per pair (value, user): 0 if a copy has the layout that the user's strategy needs,
+  infinity if none has.
 """
 
 import math

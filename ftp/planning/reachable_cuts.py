@@ -1,7 +1,7 @@
-"""Which factors of which values one mesh axis may cut: the closure of specs and constraints through
-the rules.
+"""Reach: which factors of which ops one mesh axis may cut. Cuts come from specs and constraints,
+and pass from op to op through the rules.
 
-Without it every op could be cut along every dim, and plain tensor parallelism would become sequence
+If every op could be cut along every dim, plain tensor parallelism would become sequence
 parallelism.
 """
 
@@ -34,7 +34,7 @@ class Reach:
         layouts: per value the cuts it may have.
         cuts: per node the factors it may be cut on.
         blocked: per node the factors that its rule keeps whole and that some layout cuts.
-        rings: per node the factors that an axis may cut beside another one (the rule's ``ring``).
+        rings: per node the second factors of the rule's ``ring`` that the axis may cut too.
         across: nodes with a layout that cuts several factors of a dim as one.
     """
 
@@ -56,59 +56,78 @@ def reach(
     """Close ``seeds`` through the rules in both directions; nothing passes through ``pinned`` nodes
     (inputs, constraints) or per-rank code.
     """
-    found = Reach(n)
-    users = graph.users()
-    work: list[tuple[Value, Layout]] = []
+    closing = _Closing(graph, axis, n, pinned)
+    for value, layout in seeds:
+        if layout.kind == "S":
+            closing.add(value, layout)
+    return closing.run()
 
-    def add(value: Value, layout: Layout) -> None:
-        known = found.layouts.setdefault(value, [])
+
+class _Closing:
+    """The closure in progress: ``work`` holds layouts of values that are not followed yet."""
+
+    def __init__(self, graph: Graph, axis: str, n: int, pinned: Mapping[Node, Layout]):
+        self.found, self.users = Reach(n), graph.users()
+        self.axis, self.n, self.pinned = axis, n, pinned
+        self.work: list[tuple[Value, Layout]] = []
+
+    def add(self, value: Value, layout: Layout) -> None:
+        known = self.found.layouts.setdefault(value, [])
         if layout not in known and len(known) < MOST_LAYOUTS:
             known.append(layout)
-            work.append((value, layout))
+            self.work.append((value, layout))
 
-    def visit(node: Node, dims: Dims, layout: Layout) -> None:
-        if node in pinned or axis in node.own_axes or axis in node.rank_axes:
+    def run(self) -> Reach:
+        while self.work:
+            value, layout = self.work.pop()
+            self._visit(value.node, value.dims, layout)
+            for user, slot in self.users.get(value, ()):
+                self._visit(user, user.rule.operands[slot], layout)
+        return self.found
+
+    def _visit(self, node: Node, dims: Dims, layout: Layout) -> None:
+        """Cut a node as ``layout`` cuts its operand or result of ``dims``, if its rule may."""
+        if node in self.pinned or self.axis in node.own_axes or self.axis in node.rank_axes:
             return
-        cut = factor_of(dims, node.sizes, layout, n)
+        cut = factor_of(dims, node.sizes, layout, self.n)
         if cut is None:
-            found.across[node] = None
-            return
-        beside = None
-        if (both := cut_together(node, cut, n)) is not None:
-            cut, beside = both
-        elif cut[0] in node.rule.whole:
-            if any(cut[0] == second for _, second in node.rule.ring):
-                rings = found.rings.setdefault(node, [])
-                rings += [cut] if cut not in rings else []
-            blocked = found.blocked.setdefault(node, [])
-            if cut[0] not in blocked:
-                blocked.append(cut[0])
-                if is_cut_again(node) and layout.outer == layout.inner == 1:
-                    add(Value(node), layout)
-            return
-        cuts = found.cuts.setdefault(node, [])
+            self.found.across[node] = None
+        elif (both := cut_together(node, cut, self.n)) is not None:
+            self._cut(node, *both)
+        elif cut.factor in node.rule.whole:
+            self._block(node, cut, layout)
+        else:
+            self._cut(node, cut)
+
+    def _block(self, node: Node, cut: Cut, layout: Layout) -> None:
+        """Record that a rule keeps whole the factor that ``cut`` would cut."""
+        if any(cut.factor == second for _, second in node.rule.ring):
+            rings = self.found.rings.setdefault(node, [])
+            rings += [cut] if cut not in rings else []
+        blocked = self.found.blocked.setdefault(node, [])
+        if cut.factor not in blocked:
+            blocked.append(cut.factor)
+            if is_cut_again(node) and layout.outer == layout.inner == 1:
+                self.add(Value(node), layout)
+
+    def _cut(self, node: Node, cut: Cut, of_result: Cut | None = None) -> None:
+        """Record a cut of a node, and the layouts that it gives the node's operands and results.
+
+        Args:
+            of_result: the cut of the result's dim where the op changes the dim's size.
+        """
+        cuts = self.found.cuts.setdefault(node, [])
         if cut in cuts:
             return
         cuts.append(cut)
         values = [*node.operands, *(Value(node, i) for i in range(len(node.results)))]
-        for value, value_dims in zip(
-            values, (*node.rule.operands, *node.rule.results), strict=True
-        ):
-            there = layout_of(value_dims, node.sizes, cut, n)
-            if there is R and beside is not None:
-                there = layout_of(value_dims, node.sizes, beside, n)
-            if there is not R:
-                add(value, there)
-
-    for value, layout in seeds:
-        if layout.kind == "S":
-            add(value, layout)
-    while work:
-        value, layout = work.pop()
-        visit(value.node, value.dims, layout)
-        for user, slot in users.get(value, ()):
-            visit(user, user.rule.operands[slot], layout)
-    return found
+        all_dims = (*node.rule.operands, *node.rule.results)
+        for value, dims in zip(values, all_dims, strict=True):
+            layout = layout_of(dims, node.sizes, cut, self.n)
+            if layout is R and of_result is not None:
+                layout = layout_of(dims, node.sizes, of_result, self.n)
+            if layout is not R:
+                self.add(value, layout)
 
 
 def cut_together(node: Node, cut: Cut, n: int) -> tuple[Cut, Cut] | None:

@@ -84,46 +84,60 @@ class Writer:
             return value
         if kind is float:
             return value if math.isfinite(value) else [FLOAT, repr(value)]
-        if kind is tuple or kind is torch.Size:
-            return [TUPLE, *map(self.of, value)]
-        if isinstance(value, list):  # fx has its own
-            return [LIST, *map(self.of, value)]
-        if isinstance(value, fx.Node):
-            return [NODE, self.nodes[value]]
-        if kind is Value:
-            return [VALUE, self.nodes[value.node], value.index]
-        if isinstance(value, OpOverload):
-            return [OP, value.name()]
-        if kind is torch.dtype:
-            return [DTYPE, str(value).removeprefix("torch.")]
-        if kind in _NUMBER:
-            return self.once(value, lambda: self._fields(value))
-        if isinstance(value, Mapping):
-            return [DICT, *(self.of(x) for item in value.items() for x in item)]
-        if kind is PartitionSpec:
-            return [SPEC, [self.of(e) for e in value.entries], list(value.unreduced)]
-        if kind is torch.device:
-            is_of_mesh = self.device is not None and value.type == self.device.type
-            return [MESH_DEVICE] if is_of_mesh else [DEVICE, str(value)]
-        if kind is frozenset:
-            return [FROZENSET, *map(self.of, sorted(value))]
         if kind is complex:
             return [COMPLEX, self.of(value.real), self.of(value.imag)]
-        if kind is slice:
-            return [SLICE, self.of(value.start), self.of(value.stop), self.of(value.step)]
+        if kind in _NUMBER:
+            return self.once(value, lambda: self._fields(value))
+        if isinstance(value, tuple | list | frozenset | Mapping | slice):
+            data = self._collection(value)
+        else:
+            data = self._torch_value(value)
+        if data is not None:
+            return data
         if value is ...:
             return [ELLIPSIS]
-        if kind is torch.memory_format or kind is torch.layout:
-            return [CONSTANT, str(value)]
-        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
-            return [TENSOR, list(map(int, value.shape)), list(map(int, value.stride())),
-                    self.of(value.dtype)]  # fmt: skip
         if callable(value) and value in _NAMES:
             return [FUNCTION, _NAMES[value]]
         raise ProgramFileError(
             f"A program with {_described(value)} cannot be saved: only tensors' shapes, numbers,"
             " text and ops of torch.ops can. Plan it where it runs."
         )
+
+    def _collection(self, value: Any) -> list[Any] | None:
+        kind = type(value)
+        if kind is tuple or kind is torch.Size:
+            return [TUPLE, *map(self.of, value)]
+        if isinstance(value, list):  # fx has its own
+            return [LIST, *map(self.of, value)]
+        if kind is Value:
+            return [VALUE, self.nodes[value.node], value.index]
+        if isinstance(value, Mapping):
+            return [DICT, *(self.of(x) for item in value.items() for x in item)]
+        if kind is frozenset:
+            return [FROZENSET, *map(self.of, sorted(value))]
+        if kind is slice:
+            return [SLICE, self.of(value.start), self.of(value.stop), self.of(value.step)]
+        return None
+
+    def _torch_value(self, value: Any) -> list[Any] | None:
+        kind = type(value)
+        if isinstance(value, fx.Node):
+            return [NODE, self.nodes[value]]
+        if isinstance(value, OpOverload):
+            return [OP, value.name()]
+        if kind is torch.dtype:
+            return [DTYPE, str(value).removeprefix("torch.")]
+        if kind is PartitionSpec:
+            return [SPEC, [self.of(e) for e in value.entries], list(value.unreduced)]
+        if kind is torch.device:
+            is_of_mesh = self.device is not None and value.type == self.device.type
+            return [MESH_DEVICE] if is_of_mesh else [DEVICE, str(value)]
+        if kind is torch.memory_format or kind is torch.layout:
+            return [CONSTANT, str(value)]
+        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
+            sizes, strides = list(map(int, value.shape)), list(map(int, value.stride()))
+            return [TENSOR, sizes, strides, self.of(value.dtype)]
+        return None
 
     def once(self, value: Any, write: Callable[[], Any]) -> Any:
         """A reference to the pool's entry for an object; ``write`` makes the entry once."""

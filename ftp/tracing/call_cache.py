@@ -7,7 +7,7 @@ results are made from the recorded metadata.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -37,6 +37,9 @@ class _Made:
     """The call's n-th node."""
 
     at: int
+
+
+_PLACES = (_Input, _Made)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Recall:
 
         with DisableTorchDispatch():
             for record in known.records:
-                args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
+                args, kwargs = (_mapped(x, _PLACES, node_of) for x in (record.args, record.kwargs))
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
@@ -166,7 +169,7 @@ class Recall:
                 nodes[i].meta["val"] = tuple(
                     parts.get(k) for k in range(max(parts, default=-1) + 1)
                 )
-        return _filled(known.result, made)
+        return _mapped(known.result, _Made, lambda place: made[place.at])
 
     def _keep_val(self, node: fx.Node) -> None:
         """Give a node a ``val`` of its own before an in-place op: a later one may change the shape
@@ -205,7 +208,10 @@ class Recall:
         if None in vals:
             return
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
-        given, named = _in_places(tuple(args), places), _in_places(dict(kwargs), places)
+        given, named = (
+            _mapped(x, FakeTensor, lambda tensor: places[id(tensor)])
+            for x in (tuple(args), dict(kwargs))
+        )
         if isinstance(result, Tensor):
             made = None if call.in_place else _Made(0)
             records = (_Record(func, name, given, named, vals[0]),)
@@ -278,76 +284,97 @@ def _known(
     """A call's recorded nodes in terms of its inputs; None where they refer to anything else."""
     places: dict[fx.Node, Any] = {}
     stores: dict[int, Any] = {}
-    tracker = tracer.tensor_tracker
     for i, (tensor, node) in enumerate(zip(call.given, call.inputs, strict=True)):
         places.setdefault(node, _Input(i))
         stores.setdefault(tensor.untyped_storage()._cdata, _Input(i))
     records: list[_Record] = []
     for i, node in enumerate(nodes):
-        if node.op != "call_function" or any(n not in places for n in node.all_input_nodes):
+        if any(n not in places for n in node.all_input_nodes):
             return None
-        if (
-            isinstance(node.target, OpOverload)
-            and node.target._schema.is_mutable
-            and not call.in_place
-        ):
+        record = _record(node, i, places, stores, tracer)
+        if record is None or (_is_mutable(node) and not call.in_place):
             return None
-        val = node.meta.get("val")
-        taken = None
-        if type(val) is FakeTensor:
-            taken = _val(val, stores, val.fake_device)
-            if taken is None:
-                return None
-            stores.setdefault(val.untyped_storage()._cdata, _Made(i))
-        elif not isinstance(val, tuple | list) or not all(
-            v is None or type(v) is FakeTensor for v in val
-        ):
-            return None
-        args, kwargs = mapped_arguments(node, places.__getitem__)
-        called: Any = (
-            node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
-        )
-        name = tracer.graph._target_to_str(called.__name__)
-        records.append(_Record(node.target, name, args, kwargs, taken))
+        records.append(record)
         places[node] = _Made(i)
     if call.in_place:
-        first = tracker[call.given[0]]
+        first = tracer.tensor_tracker[call.given[0]]
         is_all = (
             result is call.given[0]
             and len(records) == 1
             and first.constant is None
             and first.proxy.node is nodes[0]
+            and records[0].val is not None
         )
-        return (
-            _KnownCall(tuple(records), None, True)
-            if is_all and records[0].val is not None
-            else None
-        )
+        return _KnownCall(tuple(records), None, True) if is_all else None
+    made = _made_leaves(result, records, places, tracer.tensor_tracker)
+    if not made or not _are_unpacked(records, nodes):
+        return None
+    return _KnownCall(tuple(records), _mapped(result, Tensor, lambda x: made[id(x)]), False)
+
+
+def _record(
+    node: fx.Node,
+    i: int,
+    places: Mapping[fx.Node, Any],
+    stores: dict[int, Any],
+    tracer: Any,
+) -> _Record | None:
+    """The record of the ``i``-th node of a call; None for a node that cannot be replayed."""
+    if node.op != "call_function":
+        return None
+    val = node.meta.get("val")
+    taken = None
+    if type(val) is FakeTensor:
+        if (taken := _val(val, stores, val.fake_device)) is None:
+            return None
+        stores.setdefault(val.untyped_storage()._cdata, _Made(i))
+    elif not isinstance(val, tuple | list) or not all(
+        v is None or type(v) is FakeTensor for v in val
+    ):
+        return None
+    args, kwargs = mapped_arguments(node, places.__getitem__)
+    target: Any = node.target
+    called = target.overloadpacket if isinstance(target, OpOverload) else target
+    name = tracer.graph._target_to_str(called.__name__)
+    return _Record(target, name, args, kwargs, taken)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _made_leaves(
+    result: Any, records: Sequence[_Record], places: Mapping[fx.Node, Any], tracker: Any
+) -> dict[int, _Made] | None:
+    """The record that makes each tensor of a call's result, by the tensor's id; None where a tensor
+    comes from elsewhere.
+    """
     made = {}
     for leaf in _leaves(result):
-        if (
-            type(leaf) is not FakeTensor
-            or leaf not in tracker
-            or tracker[leaf].constant is not None
-        ):
+        is_tracked = type(leaf) is FakeTensor and leaf in tracker
+        if not is_tracked or tracker[leaf].constant is not None:
             return None
         place = places.get(tracker[leaf].proxy.node)
         if type(place) is not _Made or records[place.at].val is None:
             return None
         made[id(leaf)] = place
-    if not made:
-        return None
-    for i, record in enumerate(records):  # each of several results has a node of its own
-        if record.val is None:
-            count = len(nodes[i].meta["val"])
-            parts = {
-                r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None
-            }
-            if parts != {k for k in range(count) if nodes[i].meta["val"][k] is not None} or (
-                parts and count != max(parts) + 1
-            ):
-                return None
-    return _KnownCall(tuple(records), _marked(result, made), False)
+    return made
+
+
+def _are_unpacked(records: Sequence[_Record], nodes: Sequence[fx.Node]) -> bool:
+    """Whether each result of an op with several results has a node of its own."""
+    for i, record in enumerate(records):
+        if record.val is not None:
+            continue
+        vals = nodes[i].meta["val"]
+        unpacked = {
+            r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None
+        }
+        if unpacked != {k for k, val in enumerate(vals) if val is not None}:
+            return False
+        if unpacked and len(vals) != max(unpacked) + 1:
+            return False
+    return True
 
 
 def _val(val: Tensor, stores: Mapping[int, Any], device: torch.device) -> _Val | None:
@@ -366,45 +393,16 @@ def _val(val: Tensor, stores: Mapping[int, Any], device: torch.device) -> _Val |
     )
 
 
-def _placed(tree: Any, node_of: Any) -> Any:
-    kind = type(tree)
-    if kind is _Input or kind is _Made:
-        return node_of(tree)
-    if isinstance(tree, tuple | list):
-        return (
-            tuple([_placed(t, node_of) for t in tree])
-            if isinstance(tree, tuple)
-            else [_placed(t, node_of) for t in tree]
-        )
+def _mapped(tree: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of arguments or results with each value of a type (or of several) changed."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple([_mapped(t, kind, change) for t in tree])
+    if isinstance(tree, list):
+        return [_mapped(t, kind, change) for t in tree]
     if isinstance(tree, dict):
-        return {k: _placed(t, node_of) for k, t in tree.items()}
-    return tree
-
-
-def _in_places(tree: Any, places: Mapping[int, _Input]) -> Any:
-    """A call's arguments in terms of its tensors."""
-    if type(tree) is FakeTensor:
-        return places[id(tree)]
-    if isinstance(tree, tuple | list):
-        return type(tree)([_in_places(t, places) for t in tree])
-    if isinstance(tree, dict):
-        return {k: _in_places(t, places) for k, t in tree.items()}
-    return tree
-
-
-def _filled(tree: Any, made: Sequence[Any]) -> Any:
-    if type(tree) is _Made:
-        return made[tree.at]
-    if isinstance(tree, tuple | list):
-        return type(tree)([_filled(t, made) for t in tree])
-    return tree
-
-
-def _marked(tree: Any, made: Mapping[int, _Made]) -> Any:
-    if isinstance(tree, Tensor):
-        return made[id(tree)]
-    if isinstance(tree, tuple | list):
-        return type(tree)([_marked(t, made) for t in tree])
+        return {k: _mapped(t, kind, change) for k, t in tree.items()}
     return tree
 
 

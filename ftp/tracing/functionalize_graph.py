@@ -244,6 +244,43 @@ def _is_seed(node: fx.Node) -> bool:
 _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
+def _aliased(node: fx.Node) -> Any:
+    """The operand whose values a node returns unchanged; None for another node."""
+    if node.target is aten._conj.default and node.meta["val"].is_complex():
+        return None
+    if node.target in _ALIASES:
+        return node.args[0]
+    is_copy = node.target is aten.copy.default and _alike(node, node.args[1])
+    return node.args[1] if is_copy else None
+
+
+def _make_constant(node: fx.Node) -> None:
+    """Write views as ``view``, and fills as ``full``, ``full_like`` or ``zeros``."""
+    target = node.target
+    if target in (aten._unsafe_view.default, aten._reshape_alias.default):
+        node.target, node.args = aten.view.default, node.args[:2]
+    elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
+        _fill(node, node.args[0])  # a number that meets a tensor which torch.vmap maps over
+    elif target is aten._efficientzerotensor.default:
+        # Autograd's zero tensor without memory; a rank's program has real zeros.
+        node.target = aten.zeros.default
+    elif target in (aten.fill.Scalar, aten.zero.default):
+        like: Any = node.args[0]
+        val = node.meta["val"]
+        if like.target in _EMPTY_LIKE and like.args[0].meta["val"].shape == val.shape:
+            like = like.args[0]
+        number = node.args[1] if len(node.args) > 1 else 0
+        node.target, node.args = aten.full_like.default, (like, number)
+        node.kwargs = {} if like.meta["val"].dtype == val.dtype else {"dtype": val.dtype}
+
+
+def _fill(node: fx.Node, number: Any) -> None:
+    """Make a node the 0-d tensor that holds a number."""
+    val = node.meta["val"]
+    node.target, node.args = aten.full.default, ([], number)
+    node.kwargs = {"dtype": val.dtype, "device": val.device}
+
+
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
     """Normalise a graph: no aliases, fills as constants, dims counted from the front, devices
     without an index, no unused nodes.
@@ -257,51 +294,22 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         node.meta.setdefault("source", "")
         if node.op != "call_function":
             continue
-        target = node.target
-        if target is operator.getitem and type(node.meta.get("val", node)) in (int, type(None)):
+        if node.target is operator.getitem and type(node.meta.get("val", node)) in (
+            int,
+            type(None),
+        ):
             _replace_by_number(node)  # sizes among an op's results, as of flash attention
             continue
-        if target in _ALIASES and not (
-            target is aten._conj.default and node.meta["val"].is_complex()
-        ):
-            node.replace_all_uses_with(node.args[0])
+        if (same := _aliased(node)) is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
             continue
-        if target in (aten._unsafe_view.default, aten._reshape_alias.default):
-            node.target, node.args = aten.view.default, node.args[:2]
-        elif target is aten._to_copy.default and not isinstance(
-            node.args[0], fx.Node
-        ):  # a number beside a tensor that torch.vmap maps over
-            node.target, node.args = aten.full.default, ([], node.args[0])
-            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
-        elif (
-            target is aten._efficientzerotensor.default
-        ):  # autograd's zero tensor without memory; a rank's program has real zeros
-            node.target = aten.zeros.default
-        elif target in (aten.fill.Scalar, aten.zero.default):
-            of = node.args[0]
-            if of.target in _EMPTY_LIKE and of.args[0].meta["val"].shape == node.meta["val"].shape:
-                of = of.args[0]
-            node.target, node.args = (
-                aten.full_like.default,
-                (of, node.args[1] if len(node.args) > 1 else 0),
-            )
-            node.kwargs = (
-                {}
-                if of.meta["val"].dtype == node.meta["val"].dtype
-                else {"dtype": node.meta["val"].dtype}
-            )
-        elif target is aten.copy.default and _alike(node, node.args[1]):
-            node.replace_all_uses_with(node.args[1])
-            graph.erase_node(node)
-            continue
+        _make_constant(node)
         node.args, node.kwargs = from_the_front(
             node.target, node.args, node.kwargs, lambda n: n.meta["val"]
         )
         if _is_seed(node):
-            value, made = _FILLED_LIKE[node.target](node), node.meta["val"]
-            node.target, node.args = aten.full.default, ([], value)
-            node.kwargs = {"dtype": made.dtype, "device": made.device}
+            _fill(node, _FILLED_LIKE[node.target](node))
         given = node.kwargs.get("device")
         if given is not None and torch.device(given).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}

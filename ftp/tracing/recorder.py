@@ -160,25 +160,14 @@ class Recorder(TorchDispatchMode):
             )
         if facts.of_one_dtype:
             check_dtypes(func, args, line)
-        if facts.reads_value:
-            if (
-                func is aten._local_scalar_dense.default
-                and type(args[0]) is not FakeTensor
-                and args[0].device.type != "meta"
-            ):
-                with disable_current_modes():
-                    return func(*args)
-            if checks_in_gradient():
-                return True
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type in self.device_types:
+        if facts.reads_value and _is_real_number(func, args):
+            with disable_current_modes():
+                return func(*args)
+        if facts.reads_value and checks_in_gradient():
+            return True
+        if self._is_own_device(kwargs.get("device")):
             kwargs["device"] = self.device
-        phase, region, branch = self._turn()
-        meta = {"source": line, "phase": phase, "region": region, "branch": branch}
-        if (
-            fx_traceback.has_preserved_node_meta()
-        ):  # torch copies it to nodes that it records itself, and not to replayed ones
-            meta |= {k: v for k, v in fx_traceback.get_current_meta().items() if k in PROVENANCE}
+        meta = self._meta(line)
         assert self._graph is not None
         root = self._graph._root
         call, out = self._again(func, args, kwargs)
@@ -190,12 +179,7 @@ class Recorder(TorchDispatchMode):
                 self._keep_vals(args)
             before = root._prev
             out = _called(func, args, kwargs)
-            if isinstance(out, Tensor) and out.layout is not torch.strided:
-                layout = str(out.layout).removeprefix("torch.")
-                raise TraceError(
-                    f"{func} makes a tensor of layout {layout}{located(line)} which no spec"
-                    " describes. Keep tensors strided."
-                )
+            _check_strided(func, out, line)
             if call:
                 self._recall.learn(call, out, _since(before, root), self._tracer)
         newest = root._prev
@@ -203,6 +187,19 @@ class Recorder(TorchDispatchMode):
             node.meta.update(meta)
         self._last = newest
         return out
+
+    def _is_own_device(self, device: Any) -> bool:
+        return device is not None and torch.device(device).type in self.device_types
+
+    def _meta(self, line: str) -> dict[str, Any]:
+        """What nodes say of where they were recorded."""
+        phase, region, branch = self._turn()
+        meta = {"source": line, "phase": phase, "region": region, "branch": branch}
+        # torch copies its own facts to nodes that it records itself, and not to replayed ones.
+        if fx_traceback.has_preserved_node_meta():
+            current = fx_traceback.get_current_meta()
+            meta |= {key: value for key, value in current.items() if key in PROVENANCE}
+        return meta
 
     def _again(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -319,6 +316,22 @@ def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
         nodes.append(node)
         node = node._prev
     return nodes[::-1]
+
+
+def _is_real_number(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether a call reads a number from a tensor that has values, such as a captured one."""
+    if func is not aten._local_scalar_dense.default:
+        return False
+    return type(args[0]) is not FakeTensor and args[0].device.type != "meta"
+
+
+def _check_strided(func: OpOverload, out: Any, line: str) -> None:
+    if isinstance(out, Tensor) and out.layout is not torch.strided:
+        layout = str(out.layout).removeprefix("torch.")
+        raise TraceError(
+            f"{func} makes a tensor of layout {layout}{located(line)} which no spec describes. Keep"
+            " tensors strided."
+        )
 
 
 def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -203,9 +203,8 @@ class _Known:
     """
 
     choice: dict[int, int]
-    messages: dict[
-        tuple[int, int], tuple[np.ndarray, np.ndarray]
-    ]  # the receiver's values then, and the message
+    # Per pair: the receiver's values when the message was sent, and the message.
+    messages: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 
 
 def _tighten(
@@ -214,23 +213,10 @@ def _tighten(
     """Compute bounds for a component too wide to eliminate, until values are dropped or a round
     gains little. Returns the rounds left (0 if little was gained), the gap, and the best known.
     """
-    at = (
-        {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part}
-        if known.choice
-        else {}
-    )
-    warm = {
-        (v, u): known.messages[v, u]
-        for v in part
-        for u in net.tables[v]
-        if (v, u) in known.messages
-    }
-    sweeps = Sweeps(
-        net.unary,
-        net.tables,
-        part,
-        {e: m[np.searchsorted(values, net.values[e[1]])] for e, (values, m) in warm.items()},
-    )
+    at: dict[int, int] = {}
+    if known.choice:
+        at = {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part}
+    sweeps = _resumed_sweeps(net, part, known)
     limit = min(net.max_table, max(20_000, SEARCH_WORK // len(part)))
     fixed = dict.fromkeys(part, 0)
     lower, gap = -math.inf, math.inf
@@ -241,17 +227,8 @@ def _tighten(
             plan = elimination_order(net, part, table_size, limit, fixed)
             assert plan is not None
             if turn == 0:
-                unary, tables = sweeps.shares()
-                value, guess, largest = _eliminate(plan.order + plan.cutset, unary, tables, limit)
-                net.largest = max(net.largest, largest)
-                lower = max(lower, sweeps.bound, value)
-                if not at:
-                    start = feasible(net.unary, net.tables, part, sweeps.messages())
-                    if isinstance(start, int):
-                        raise Infeasible(start)
-                    at = start
-                if _cost(net, part, guess) < _cost(net, part, at):
-                    at = guess
+                bound, at = _bounded(net, part, plan, sweeps, limit, at)
+                lower = max(lower, bound)
             _improve(net, plan, at)
             for v in plan.cutset:
                 fixed[v] += 1
@@ -259,27 +236,66 @@ def _tighten(
         before, gap = gap, max(upper - lower, 0.0)
         rounding = ROUNDING * (abs(upper) + abs(lower))
         rounds -= 1 if gap < 0.98 * before else 2  # a round that gains little counts twice
+        messages = sweeps.messages()
         known = _Known(
             net.original(at),
-            {(v, u): (net.values[u], m.copy()) for (v, u), m in sweeps.messages().items()},
+            {(v, u): (net.values[u], m.copy()) for (v, u), m in messages.items()},
         )
         if gap <= rounding:
             return 0, 0.0, known
         if rounds <= 0:
             return 0, gap, known
-        masks = [
-            floor[: len(net.values[v])] <= upper + rounding
-            for v, floor in zip(part, sweeps.floor, strict=True)
-        ]
-        if not all(mask.all() for mask in masks):
-            seen = len(net.replaced)
-            for v, mask in zip(part, masks, strict=True):
-                net.keep(v, mask)
-            net.reduce()
-            for v, old, new in net.replaced[seen:]:
-                if known.choice.get(v) == old:
-                    known.choice[v] = new
+        if _drop_values(net, part, sweeps, upper + rounding, known):
             return rounds, gap, known
+
+
+def _resumed_sweeps(net: Network, part: list[int], known: _Known) -> Sweeps:
+    """Sweeps that start from the messages known before values were dropped."""
+    edges = [(v, u) for v in part for u in net.tables[v] if (v, u) in known.messages]
+    messages = {}
+    for v, u in edges:
+        values, message = known.messages[v, u]
+        messages[v, u] = message[np.searchsorted(values, net.values[u])]
+    return Sweeps(net.unary, net.tables, part, messages)
+
+
+def _bounded(
+    net: Network, part: list[int], plan: Order, sweeps: Sweeps, limit: int, at: dict[int, int]
+) -> tuple[float, dict[int, int]]:
+    """A lower bound of a component's cost by mini-buckets, and the better of ``at`` and the
+    assignment that they guess.
+    """
+    unary, tables = sweeps.shares()
+    value, guess, largest = _eliminate(plan.order + plan.cutset, unary, tables, limit)
+    net.largest = max(net.largest, largest)
+    if not at:
+        start = feasible(net.unary, net.tables, part, sweeps.messages())
+        if isinstance(start, int):
+            raise Infeasible(start)
+        at = start
+    best = guess if _cost(net, part, guess) < _cost(net, part, at) else at
+    return max(sweeps.bound, value), best
+
+
+def _drop_values(
+    net: Network, part: list[int], sweeps: Sweeps, upper: float, known: _Known
+) -> bool:
+    """Drop the values whose lower bound exceeds ``upper``; whether any is dropped. Values that the
+    network replaces are replaced in ``known`` too.
+    """
+    masks = [
+        floor[: len(net.values[v])] <= upper for v, floor in zip(part, sweeps.floor, strict=True)
+    ]
+    if all(mask.all() for mask in masks):
+        return False
+    seen = len(net.replaced)
+    for v, mask in zip(part, masks, strict=True):
+        net.keep(v, mask)
+    net.reduce()
+    for v, old, new in net.replaced[seen:]:
+        if known.choice.get(v) == old:
+            known.choice[v] = new
+    return True
 
 
 def _cost(net: Network, part: list[int], at: Mapping[int, int]) -> float:
