@@ -13,23 +13,27 @@ Above 450 lines: `DynamicInt`, `Sizes` and `Conditions` are defined in terms of 
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Terms = dict[tuple[int, ...], int]
 """A polynomial: of each product of atoms, named by their numbers, the coefficient."""
 
 
 class NotDivisible(Exception):
-    """``n`` divides a size that was tested for it: formulas of multiples of ``n`` are simpler.
-    Caught where a plan is made.
+    """Sizes were tested for a divisor that they have: formulas of its multiples are simpler. Caught
+    by `in_multiples`.
+
+    Attributes:
+        multiples: the divisor of each such size, by name.
     """
 
-    def __init__(self, n: int):
-        super().__init__(n)
-        self.n = n
+    def __init__(self, multiples: Mapping[str, int]):
+        super().__init__(multiples)
+        self.multiples = multiples
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,12 @@ class Symbol:
     @property
     def count(self) -> int:
         return self.value // self.multiple
+
+
+def symbol(name: str, value: int, low: int, high: float, multiple: int = 1) -> Symbol:
+    """The symbol of sizes from ``low`` to ``high`` that are multiples of ``multiple``."""
+    most = high if math.isinf(high) else int(high) // multiple
+    return Symbol(name, value, -(-low // multiple), most, multiple)
 
 
 @dataclass(frozen=True)
@@ -163,12 +173,26 @@ class Sizes:
                 self._atoms[a].kind == "symbol" for product in of.terms for a in product
             )
             if is_of_symbols and not is_dynamic(n):
-                # Of multiples of 2, half of the size is asked for a factor of 2: multiples of 4.
-                now = self.given[0].multiple
-                wanted = math.lcm(now, n) if now % n else now * n
-                if all(s.value % wanted == 0 and (s.value or now % n) for s in self.given):
-                    raise NotDivisible(wanted)
+                self._prefer_multiples(of, n)
         return self._ask("zero", x, x.value == 0)
+
+    def _prefer_multiples(self, of: "DynamicInt", n: int) -> None:
+        """Ask for formulas of multiples of ``n``, where the sizes that ``of`` is made of are such.
+
+        Raises:
+            NotDivisible: they are.
+        """
+        names = {self.made_of(a)[1][0] for product in of.terms for a in product}
+        found = {}
+        for s in self.given:
+            # Of multiples of 2, half of the size is asked for a factor of 2: multiples of 4.
+            wanted = math.lcm(s.multiple, n) if s.multiple % n else s.multiple * n
+            if s.name in names and s.value % wanted == 0 and (s.value or s.multiple % n):
+                found[s.name] = wanted
+        if len(of.terms) == 1 and found:  # one factor suffices
+            raise NotDivisible(dict([*found.items()][:1]))
+        if len(found) == len(names):
+            raise NotDivisible(found)
 
     def is_positive(self, x: "DynamicInt") -> bool:
         """Whether ``x`` is positive; recorded as a condition if other sizes may differ."""
@@ -402,6 +426,10 @@ class Conditions:
     def __iter__(self) -> Iterator[str]:
         """The conditions as text."""
         return (_condition(q, repr(x), answer) for (q, x), answer in self._asked.items())
+
+    def each(self) -> "list[tuple[str, DynamicInt, bool]]":
+        """The conditions: "zero" or "positive", the formula, and the answer."""
+        return [(question, x, answer) for (question, x), answer in self._asked.items()]
 
     def holds(self, values: Sequence[int]) -> bool:
         """Whether all conditions hold for these sizes."""
@@ -682,3 +710,23 @@ def _moved_atom(of: Sizes, atom: int, to: Sizes) -> Any:
         if is_dynamic(x) or is_dynamic(y)
         else {"min": min, "max": max}[kind](x, y)
     )
+
+
+def in_multiples(sizes_of: Callable[[Mapping[str, int]], Sizes], make: Callable[[Sizes], T]) -> T:
+    """What ``make`` makes of sizes. A size that it tests for a divisor, and that has it, is written
+    as a multiple of the divisor: shards of such sizes have formulas too.
+
+    Args:
+        sizes_of: gives the sizes, by the multiples of those that are written so.
+    """
+    multiples: dict[str, int] = {}
+    while True:
+        sizes = sizes_of(multiples)
+        sizes.prefers_multiples = True
+        try:
+            made = make(sizes)
+        except NotDivisible as asked:
+            multiples |= asked.multiples
+            continue
+        sizes.prefers_multiples = False
+        return made

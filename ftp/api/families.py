@@ -5,15 +5,15 @@ A family has traces, mostly one: several where the function asks for a size. A t
 for sizes that a mesh axis divides, one for others. A plan has rank graphs (`RankPrograms`).
 """
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
-from ftp.dynamic_int import NotDivisible, Sizes, Symbol
+from ftp.dynamic_int import Sizes, in_multiples, symbol
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.sized_program import RankPrograms, SizedProgram
@@ -53,18 +53,9 @@ class FamilyPlan:
         """The plan of a trace for sizes such as ``values``. A size that a mesh axis must divide is
         written as a multiple of the axis' size, so that shards have formulas too.
         """
-        multiple = 1
-        while True:
-            sizes = sizes_for(dynamic, values, multiple)
-            sizes.prefers_multiples = True
-            try:
-                program = make(sizes)
-            except NotDivisible as asked:
-                multiple = math.lcm(multiple, asked.n)
-                continue
-            sizes.prefers_multiples = False
-            assert traced.symbolic is not None
-            return cls(dynamic, RankPrograms(program, traced.symbolic))
+        program = in_multiples(lambda multiples: sizes_for(dynamic, values, multiples), make)
+        assert traced.symbolic is not None
+        return cls(dynamic, RankPrograms(program, traced.symbolic))
 
     def program(self, values: tuple[int, ...]) -> SizedProgram:
         return SizedProgram.of(self.ranks, values)
@@ -183,17 +174,13 @@ def symbolic_of(sizes: Sizes) -> Any:
     return symbolic_of(sizes)
 
 
-def sizes_for(dynamic: Dynamic, values: Sequence[int], multiple: int = 1) -> Sizes:
-    """Sizes to trace or plan with, all of them multiples of ``multiple``."""
+def sizes_for(
+    dynamic: Dynamic, values: Sequence[int], multiples: Mapping[str, int] = MappingProxyType({})
+) -> Sizes:
+    """Sizes to trace or plan with, those of ``multiples`` as multiples."""
     return Sizes(
         [
-            Symbol(
-                r.name,
-                value,
-                -(-r.low // multiple),
-                r.high if math.isinf(r.high) else int(r.high) // multiple,
-                multiple,
-            )
+            symbol(r.name, value, r.low, r.high, multiples.get(r.name, 1))
             for r, value in zip(dynamic.ranges, values, strict=True)
         ]
     )

@@ -4,7 +4,7 @@ origin of every op.
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from ftp import random
+from ftp.dynamic_int import Sizes
 from ftp.exported.module_calls import memory_of
+from ftp.exported.open_dims import OpenDims, SizeNodes
 from ftp.partitioning.local_program import LocalProgram
 from ftp.planning.graph import Node
 from ftp.planning.plan import Plan
+from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, local_pieces, local_shape
 from ftp.tensors.device_put import take
 from ftp.torch_internals import pytree
-from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.tracing.recorder import PROVENANCE
 from ftp.tracing.trace import Traced
 
@@ -79,6 +81,7 @@ class Build:
     local: LocalProgram
     mesh: Mesh
     coordinate: dict[str, int]
+    open_dims: OpenDims
 
     def program(self, state_specs: Mapping[str, P]) -> "ExportedProgram":
         from torch.export import ExportedProgram
@@ -109,7 +112,7 @@ class Build:
                 graph=module.graph,
                 graph_signature=signature,
                 state_dict=state,
-                range_constraints=dict(self.original.range_constraints),
+                range_constraints=self._number.range_constraints(),
                 module_call_graph=calls,
                 example_inputs=self._example_inputs(),
                 constants=self.constants,
@@ -181,10 +184,32 @@ class Build:
         """
         inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
         names = [*(e.spec.arg.name for e in self.entries if e.is_tensor), *self._constant_names]
-        offsets = self.local.offsets_at(self.coordinate)
+        users = [e for e in self.entries if e.is_tensor and e.spec.target is None]
+        self._number = SizeNodes(
+            self.graph,
+            self._sizes,
+            {placed[e.spec.arg.name]: self._local_shape(e) for e in users},
+        )
+        self._number.check_known()
+        offsets = map(self._number, self.local.offsets_at(self.coordinate))
         held: dict[fx.Node, Any] = dict(zip(inputs[len(names) :], offsets, strict=True))
         held |= {node: placed[n] for n, node in zip(names, inputs, strict=False) if n in placed}
         return held
+
+    def _formulas(self, numbers: Sequence[Any]) -> tuple[int, ...]:
+        """A shape or strides of the exported program in formulas, where they are of open dims."""
+        return self.open_dims.formulas(numbers, self._sizes)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return self.plan.sizes or Sizes(())
+
+    def _global_shape(self, entry: SignatureEntry) -> Shape:
+        return self._formulas(entry.value.shape)
+
+    def _local_shape(self, entry: SignatureEntry) -> Shape:
+        """The shape of this rank's shard."""
+        return local_shape(entry.cut, self._global_shape(entry), self.mesh.axes, self.coordinate)
 
     def _results(self, held: Mapping[fx.Node, Any]) -> list[Any]:
         """The functional graph's results, mutated values first."""
@@ -254,7 +279,10 @@ class Build:
         for node in self.local.gm.graph.nodes:
             if node.op != "call_function":
                 continue
-            made = held[node] = self.graph.node_copy(node, lambda n: held[n])
+            arguments: Any = (node.args, dict(node.kwargs))
+            numbered = map_aggregate(arguments, self._number)
+            args, kwargs = map_arg(numbered, lambda n: held.get(n, n))  # type: ignore[misc]
+            made = held[node] = self.graph.call_function(node.target, args, kwargs, name=node.name)
             if is_meta and made.kwargs.get("device") is not None:
                 made.kwargs = {**made.kwargs, "device": torch.device("meta")}
             meta = causes.get(node.meta.get("origin"))
@@ -307,32 +335,41 @@ class Build:
         return copies[key]
 
     def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
-        """Set ``meta["val"]`` of each node: a fake tensor of this rank's shape."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        cuts = {e.spec.arg.name: e.cut for e in self.entries}
-        held = {**self.constants, **state}
-        specs = {s.arg.name: s for s in signature.input_specs}
-        with mode:
-            for node in self.graph.nodes:
-                if node.op == "placeholder":
-                    target = specs[node.name].target
-                    if target is not None:
-                        node.meta["val"] = _fake(held[target], held[target].device)
-                    elif isinstance(node.meta["val"], torch.Tensor):
-                        val = node.meta["val"]
-                        shape = local_shape(
-                            cuts[node.name], val.shape, self.mesh.axes, self.coordinate
-                        )
-                        is_whole = shape == tuple(val.shape)
-                        node.meta["val"] = (
-                            _fake(val, val.device)
-                            if is_whole
-                            else torch.empty(shape, dtype=val.dtype, device=val.device)
-                        )
-                elif node.op == "call_function":
-                    arguments: Any = (node.args, node.kwargs)
-                    args, kwargs = map_arg(arguments, lambda n: n.meta["val"])
-                    node.meta["val"] = node.target(*args, **kwargs)
+        """Set ``meta["val"]`` of each node: a fake tensor of this rank's shape, or a number that is
+        computed from open sizes. Last in the graph is what it asks of such sizes.
+        """
+        held: dict[Any, Any] = {**self.constants, **state}
+        tensors = {s.arg.name: held.get(s.target) for s in signature.input_specs}
+        users = {e.spec.arg.name: e for e in self.entries if e.is_tensor and e.spec.target is None}
+
+        def value(node: fx.Node) -> Any:
+            if node.op == "call_function":
+                arguments: Any = (node.args, node.kwargs)
+                args, kwargs = map_arg(arguments, lambda n: n.meta["val"])
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            if (known := tensors.get(node.name)) is not None:
+                return _fake(known, known.device)
+            return self._shard(users[node.name]) if node.name in users else node.meta.get("val")
+
+        def set_values(nodes: Iterable[fx.Node]) -> None:
+            with self._number.ops():
+                for node in nodes:
+                    node.meta["val"] = value(node)
+
+        output = self.graph.output_node()
+        set_values([n for n in self.graph.nodes if n is not output])
+        self.open_dims.check(self._number.sizes)
+        with self.graph.inserting_before(output):
+            set_values(self._number.add_conditions())
+
+    def _shard(self, entry: SignatureEntry) -> torch.Tensor:
+        """A fake tensor of this rank's shard of a user's input."""
+        whole, shape = self._global_shape(entry), self._local_shape(entry)
+        sizes, value = map(self._number.symint, shape), entry.value
+        if shape != whole:
+            return torch.empty([*sizes], dtype=value.dtype, device=value.device)
+        strides = map(self._number.symint, self._formulas(value.stride()))
+        return torch.empty_strided([*sizes], [*strides], dtype=value.dtype, device=value.device)
 
     def _example_inputs(self) -> Any:
         from torch.export.graph_signature import InputKind

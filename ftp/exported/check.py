@@ -20,7 +20,7 @@ def check_program(program: Any, draws: bool) -> None:
         draws: random ops will draw from a key that the program takes.
     """
     from torch.export import ExportedProgram
-    from torch.export.graph_signature import InputKind, OutputKind
+    from torch.export.graph_signature import InputKind, OutputKind, SymIntArgument
 
     if not isinstance(program, ExportedProgram):
         raise InputError(
@@ -53,6 +53,11 @@ def check_program(program: Any, draws: bool) -> None:
                 f"output {spec.arg.name} is a {spec.kind.name.lower().replace('_', ' ')}; only"
                 " forward passes are taken."
             )
+        elif isinstance(spec.arg, SymIntArgument):
+            failures.append(
+                f"output {spec.arg.name} is a size, which differs between a rank's shard and the"
+                " whole; return tensors, and take sizes from them."
+            )
     for graph in _graphs(program.graph_module):
         for node in graph.nodes:
             failures += _unfit(node, draws)
@@ -82,8 +87,8 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
         ]
     if (
         node.op == "call_function"
-        and _is_symbolic(node)
-        and not any(map(_is_symbolic, node.all_input_nodes))
+        and _is_of_values(node)
+        and not any(map(_is_of_values, node.all_input_nodes))
     ):
         if any(
             isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -98,20 +103,10 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
             " Use torch.where(mask, x, 0) or weights rather than x[mask], a fixed size rather than"
             " nonzero or unique."
         ]
-    if node.op == "placeholder":
-        val = node.meta.get("val")
-        dims = (
-            [str(d) for d, s in enumerate(val.shape) if isinstance(s, torch.SymInt)]
-            if isinstance(val, torch.Tensor)
-            else []
-        )
-        if not dims:
-            return []
-        used = next((told_line(u.meta.get("stack_trace") or "") for u in node.users), "")
+    if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt):
         return [
-            f"input {node.name} has dynamic dims"
-            f" ({', '.join(dims)}){f', first used at {used}' if used else ''}; a plan needs sizes."
-            " Export without dynamic_shapes, once for each size."
+            f"input {node.name} is a number that torch.export left open; a program takes tensors"
+            " of open sizes. Export it as a number, once for each."
         ]
     if is_random(node):
         if not draws:
@@ -125,11 +120,13 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
     return []
 
 
-def _is_symbolic(node: fx.Node) -> bool:
-    """Whether a value is a number that is known only at run time, or has such a size."""
+def _is_of_values(node: fx.Node) -> bool:
+    """Whether a value is a number that tensors' values decide, or has such a size."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     vals = pytree.tree_leaves(node.meta.get("val"))
-    numbers = [
-        *(v for v in vals if not isinstance(v, torch.Tensor)),
-        *(s for v in vals if isinstance(v, torch.Tensor) for s in v.shape),
-    ]
-    return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)
+    return any(
+        free_unbacked_symbols(v)
+        for v in vals
+        if isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    )

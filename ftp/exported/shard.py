@@ -9,9 +9,11 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
+from ftp.dynamic_int import Sizes, in_multiples, moved, value_of
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.exported.build import KEY, Build, SignatureEntry, is_training, quiet
 from ftp.exported.check import check_program
+from ftp.exported.open_dims import OpenDims
 from ftp.exported.random_ops import drawn, module_of
 from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, state_specs
 from ftp.exported.styles import ConstrainedValue
@@ -51,8 +53,8 @@ def shard_exported(
     """Shard an exported forward pass: the program of one rank, with its collectives in the graph.
 
     Args:
-        exported_program: of ``torch.export.export``, decomposed or not, with fixed shapes; it is
-            not changed.
+        exported_program: of ``torch.export.export``, decomposed or not; it is not changed. The
+            program of a rank serves all sizes that it was exported for with ``dynamic_shapes``.
         mesh: any mesh; None for the one in use. Programs for a mesh without processes, or for
             another rank, name their groups ``sim:`` and the axis: ``ftp.exported.simulate`` runs
             them in one process, ``ftp.exported.bind`` puts one on a process' groups.
@@ -92,20 +94,22 @@ def shard_exported(
     coordinate, is_own = _coordinate(m, rank)
     check_program(exported_program, rng)
     functional = _functional(exported_program)
-    state = _state(functional)
+    state, open_dims = _state(functional), OpenDims.of(functional, m.size())
     specs, pins = state_specs(
         functional, state, m, styles_or_specs, axis, _signatures(exported_program)
     )
-    entries = _entries(functional, state, specs, m, in_specs)
+    entries = _entries(functional, state, specs, m, in_specs, open_dims)
     if rng:
         entries.append(_key_entry(entries, m))
-    out = _out_specs(functional, specs, entries, m, out_specs)
-    traced, plan = _planned(functional, entries, out, pins, m, strict)
+    out = _out_specs(functional, specs, entries, m, out_specs, open_dims)
+    traced, plan = _planned(functional, entries, out, pins, m, strict, open_dims)
     group: Callable[..., str] = (
         m.group_name if is_own else (lambda *names: f"sim:{' × '.join(names)}")
     )
     local = Partitioner(plan, torch.device(m.device_type), group).program(coordinate)
-    build = Build(exported_program, functional, entries, traced, plan, local, m, coordinate)
+    build = Build(
+        exported_program, functional, entries, traced, plan, local, m, coordinate, open_dims
+    )
     return build.program({path: specs.get(path, P()) for path in functional.state_dict})
 
 
@@ -175,6 +179,7 @@ def _entries(
     specs: Mapping[str, P],
     mesh: Mesh,
     in_specs: Any,
+    open_dims: OpenDims,
 ) -> list[SignatureEntry]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
@@ -189,7 +194,8 @@ def _entries(
             continue
         name, cut = next(names), next(cuts)
         if isinstance(spec.arg, TensorArgument):
-            failures += check_spec(cut, tuple(node.meta["val"].shape), mesh.axes, name)
+            shape = open_dims.example(node.meta["val"].shape)
+            failures += check_spec(cut, shape, mesh.axes, name)
             found.append(SignatureEntry(spec, name, node.meta["val"], cut))
             continue
         if cut and not isinstance(in_specs, P):
@@ -216,6 +222,7 @@ def _out_specs(
     entries: Sequence[SignatureEntry],
     mesh: Mesh,
     given: Any,
+    open_dims: OpenDims,
 ) -> list[P | None]:
     """A spec per output of the functional graph; a mutated input or buffer keeps its own."""
     from torch.export.graph_signature import OutputKind, TensorArgument
@@ -235,7 +242,8 @@ def _out_specs(
         else:
             cut, name = next(leaves), next(names)
             if isinstance(spec.arg, TensorArgument):
-                failures += check_spec(cut, tuple(val.shape), mesh.axes, name) if cut else []
+                shape = open_dims.example(val.shape)
+                failures += check_spec(cut, shape, mesh.axes, name) if cut else []
             elif cut and not isinstance(given, P):
                 failures.append(
                     f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P()."
@@ -321,8 +329,11 @@ def _planned(
     pins: Sequence[ConstrainedValue],
     mesh: Mesh,
     strict: bool,
+    open_dims: OpenDims,
 ) -> tuple[Traced, Plan]:
     from torch.export.graph_signature import InputKind, TensorArgument
+
+    from ftp.tracing.symbolic import symbolic_of
 
     replays: dict[int, _ExportedReplay] = {}
     tensors = [e for e in entries if e.is_tensor]
@@ -341,8 +352,11 @@ def _planned(
         out = replay.run(*everything)
         return [out[i] for i in returned]
 
+    sizes = open_dims.sizes()
+    shapes = [open_dims.formulas(e.value.shape, sizes) for e in tensors]
     leaves = [
-        torch.empty(tuple(e.value.shape), dtype=e.value.dtype, device="meta") for e in tensors
+        torch.empty(tuple(map(value_of, shape)), dtype=e.value.dtype, device="meta")
+        for e, shape in zip(tensors, shapes, strict=True)
     ]
     names = [e.spec.arg.name for e in tensors]
     with fx_traceback.preserve_node_meta():
@@ -353,10 +367,23 @@ def _planned(
             mesh.device_type,
             names=names,
             line=lambda: replays[0].line if replays else "",
+            shapes=shapes,
+            symbolic=symbolic_of(sizes) if open_dims.ranges else None,
         )
     is_state = [entry.spec.kind is not InputKind.USER_INPUT for entry in tensors]
-    prepared = prepare(traced.gm, names, is_state, strict=strict)
     cuts, results = [entry.cut for entry in tensors], [out_specs[i] for i in returned]
-    return traced, plan_prepared(
-        prepared, mesh.axes, cuts, results, strict=strict, hardware=hardware_on(mesh)
-    )
+
+    def plan(sizes: Sizes | None) -> Plan:
+        number = None if traced.symbolic is None else traced.symbolic.dynamic
+        prepared = prepare(traced.gm, names, is_state, strict=strict, sizes=sizes, number=number)
+        return plan_prepared(
+            prepared, mesh.axes, cuts, results, strict=strict, hardware=hardware_on(mesh)
+        )
+
+    if not open_dims.ranges:
+        return traced, plan(None)
+    made = in_multiples(open_dims.sizes, plan)
+    assert made.sizes is not None
+    for question, x, answer in sizes.conditions.each():
+        made.sizes.note(question, moved(x, made.sizes), answer)
+    return traced, made

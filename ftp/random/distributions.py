@@ -383,7 +383,7 @@ _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(int(n) < 0 for n in sizes):
+    if any(n < 0 for n in sizes):
         raise InputError(f"{name} takes a shape of sizes from 0 on, not {sizes}.")
     return sizes
 

@@ -24,11 +24,11 @@ from ftp.rules.rule import Rule
 def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
     dim, (start, _, step), size = _cut_of(call, x, y)
-    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
+    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] != 1):
         if step != 1 or start:
             return acting_on(call, [dim], linear=[(0,)])
         return _first_elements(
-            call, dim, lambda op, n: op.emit(op.target, op.args[0], dim, 0, n), LocalOp.default
+            call, dim, "y", lambda op, n: op.emit(op.target, op.args[0], dim, 0, n), LocalOp.default
         )
     first, last = start // size, (start + y.shape[dim]) // size
 
@@ -50,13 +50,14 @@ def slice_backward(call: Call) -> Rule:
         step != 1
         or end - start != y.shape[dim]
         or not y.shape[dim]
-        or (size == 1 and y.shape[dim] > 1)
+        or (size == 1 and y.shape[dim] != 1)
     ):
         if step != 1 or start or end != y.shape[dim]:
             return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
         return _first_elements(
             call,
             dim,
+            "x",
             lambda op, n: op.emit(op.target, op.args[0], op.shape(), dim, 0, n, 1),
             with_shape(1),
         )
@@ -85,20 +86,24 @@ def _cut_of(call: Call, x: Meta, part: Meta) -> tuple[int, tuple[Any, Any, Any],
 def _first_elements(
     call: Call,
     dim: int,
+    part: str,
     of_part: Callable[[LocalOp, int], fx.Node],
     of_whole: Callable[[LocalOp], fx.Node],
 ) -> Rule:
-    """A slice from 0, or its gradient: the longer dim is cut with the shorter one, where the ranks'
-    chunks start alike. ``of_part`` is given the length of a rank's chunk of the shorter dim.
+    """A slice from 0, or its gradient: the whole is cut with the part, where the ranks' chunks
+    start alike.
+
+    Args:
+        part: "x" where the operand is the part, "y" where the result is.
+        of_part: is given the length of a rank's chunk of the part.
     """
-    (x,), (y,) = call.operands, call.results
-    shorter = "y" if y.shape[dim] < x.shape[dim] else "x"
+    (x,) = call.operands
 
     def dims(factor: str) -> Dims:
         return tuple((factor,) if d == dim else (f"~{d}",) for d in range(x.ndim))
 
     def local(op: LocalOp) -> fx.Node:
-        return of_part(op, op.sizes[shorter]) if op.is_cut("x", "y") else of_whole(op)
+        return of_part(op, op.sizes[part]) if op.is_cut("x", "y") else of_whole(op)
 
     notation = Notation((dims("x"),), (dims("y"),), frozenset(("x", "y")), ((),))
     return Rule(notation, ((0,),), local, together=(("x", "y"),))

@@ -112,6 +112,10 @@ class Symbolic:
                 name, hint=now // symbol.multiple, source=source
             )
 
+    def stands_for(self, theirs: Any, x: DynamicInt) -> None:
+        """Read a symbol of another program's formulas as the size ``x``."""
+        self._dynamic[theirs] = x
+
     def symint(self, x: Any) -> Any:
         """A size, or a float computed from sizes, for torch's shape functions."""
         if type(x) is DynamicFloat:

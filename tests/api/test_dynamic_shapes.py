@@ -87,6 +87,45 @@ def test_a_size_is_what_one_device_computes(name, size):
     assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
 
 
+DRAWN = {
+    "dropout": lambda x: F.dropout(x, 0.3, True),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn": lambda x: x * torch.randn(x.shape[0], 4, dtype=x.dtype),
+    "randint": lambda x: x * torch.randint(0, 7, (x.shape[0], 4)),
+    "randperm": lambda x: x[torch.randperm(x.shape[0])] * torch.arange(4),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.sigmoid(x.detach())),
+    "multinomial": lambda x: x[:, :2] * torch.multinomial(torch.softmax(x.detach(), -1), 2),
+    "normal_": lambda x: x * torch.empty_like(x).normal_(),
+}
+
+
+@pytest.mark.cases_by_default(3)
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("spec", slow_after(1, [P("cp"), P()]), ids=str)
+def test_draws_of_all_sizes(name, spec):
+    class Drawing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x):
+            return DRAWN[name](x * self.w)
+
+    fn, params = ftp.functionalize(Drawing().train())
+
+    def loss(params, x, key):
+        return fn(params, x, rng=key).square().sum()
+
+    dims = ({0: torch.export.Dim("N", min=2)}, None)
+    step = ftp.shard(loss, on({"cp": 2}), batch_specs=(spec, P()), dynamic_shapes=dims)
+    for size in (4, 6, 7, 9):
+        given = torch.randn(size, 4, dtype=torch.float64), ftp.random.key(size)
+        value, grads = step(params, *given)
+        want_grads, want = torch.func.grad_and_value(loss)(params, *given)
+        torch.testing.assert_close((value, grads["w"]), (want, want_grads["w"]))
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_sizes(name):

@@ -62,6 +62,13 @@ def _run():
         bind(loaded[1], mesh).run_decompositions(),
     ):
         errors.append(float((one.module()(x) - expected).abs().max()))
+    dims = {"input": {0: torch.export.Dim("batch")}}
+    of_any_size = ftp.shard_exported(
+        torch.export.export(model, (x,), dynamic_shapes=dims), mesh, SPECS
+    ).module()
+    for size in (2, 7):
+        x_of_size = torch.randn(size, 4, dtype=torch.float64)
+        errors.append(float((of_any_size(x_of_size) - model(x_of_size)).detach().abs().max()))
     state = [here.state_dict[s.target] for s in here.graph_signature.input_specs if s.target]
     with torch.no_grad():
         (result,) = _Checked(here.graph_module).run(*state, x)
@@ -81,5 +88,5 @@ def test_on_processes():
     for rank in launch(_run, 2):
         assert rank.exit == 0, rank.error or rank.stderr[-2000:]
         errors, is_finite, other = rank.value
-        assert max(errors) < 1e-12 and len(errors) == 6 and is_finite
+        assert max(errors) < 1e-12 and len(errors) == 8 and is_finite
         assert other == ["sim:tp"]

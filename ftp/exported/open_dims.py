@@ -1,0 +1,276 @@
+"""Dims whose size ``torch.export`` left open: read as formulas of sizes, planned with them, and
+written as nodes of a rank's graph that compute with the sizes of its inputs.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ftp.dynamic_float import DynamicFloat, is_formula
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, symbol, value_of
+from ftp.errors import InputError, raise_all
+from ftp.sharding.arguments import Shape
+from ftp.torch_internals.fake_tensors import mode_for
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from ftp.tracing.symbolic import Symbolic
+
+aten = torch.ops.aten
+_GENERIC = 5  # a size that few conditions single out
+_LARGEST = 2**40  # of a dim without a limit
+
+
+@dataclass(frozen=True)
+class OpenDims:
+    """The sizes that an exported program is not given before it runs. It has none where all shapes
+    are known.
+
+    Attributes:
+        ranges: by torch's symbol, of which the open sizes are formulas: its name, the size to plan
+            for, the least and the largest one.
+    """
+
+    ranges: Mapping[Any, tuple[str, int, int, int]]
+
+    @classmethod
+    def of(cls, program: "ExportedProgram", ranks: int) -> "OpenDims":
+        """The open dims of a program.
+
+        Args:
+            ranks: a number that sizes may be cut by; sizes that it divides are planned for.
+        """
+        from torch.export.graph_signature import InputKind
+
+        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+        dims: dict[str, Any] = {
+            f"{node.name}.shape[{dim}]": size
+            for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True)
+            if spec.kind is InputKind.USER_INPUT and isinstance(node.meta["val"], torch.Tensor)
+            for dim, size in enumerate(node.meta["val"].shape)
+        }
+        sizes = {dim: s.node.expr for dim, s in dims.items() if isinstance(s, torch.SymInt)}
+        taken = {s for s in dims.values() if not isinstance(s, torch.SymInt)}
+        ranges = {}
+        for s in dict.fromkeys(
+            s for expr in sizes.values() for s in sorted(expr.free_symbols, key=str)
+        ):
+            limits = program.range_constraints[s]
+            low = max(int(limits.lower), 1)
+            high = int(limits.upper) if limits.upper.is_Integer else _LARGEST
+            value = _typical(max(low, _GENERIC), high, ranks, taken)
+            taken.add(value)
+            ranges[s] = (
+                next((dim for dim, expr in sizes.items() if expr == s), str(s)),
+                value,
+                low,
+                high,
+            )
+        return cls(ranges)
+
+    def sizes(self, multiples: Mapping[str, int] = MappingProxyType({})) -> Sizes:
+        """The sizes to trace or plan with, those of ``multiples`` as multiples."""
+        return Sizes(
+            [
+                symbol(name, value, low, high, multiples.get(name, 1))
+                for name, value, low, high in self.ranges.values()
+            ]
+        )
+
+    def example(self, numbers: Sequence[Any]) -> Shape:
+        """A shape in the exported program, at the sizes to plan for."""
+        return tuple(map(value_of, self.formulas(numbers, self.sizes())))
+
+    def formulas(self, numbers: Sequence[Any], sizes: Sizes) -> Shape:
+        """A shape or strides in the exported program as formulas of ``sizes``."""
+        if not self.ranges:
+            return tuple(numbers)
+        from ftp.tracing.symbolic import symbolic_of
+
+        symbolic = symbolic_of(sizes)
+        for theirs, ours in zip(self.ranges, sizes.symbols, strict=True):
+            symbolic.stands_for(theirs, ours)
+        return tuple(map(symbolic.dynamic, numbers))
+
+    def check(self, sizes: Sizes) -> None:
+        """Refuse a plan that serves fewer sizes than the exported program.
+
+        Raises:
+            InputError: with what to export instead.
+        """
+        failures = [
+            f"The plan cuts {one.name} into {one.multiple} equal parts, and torch.export left its"
+            f" size open. Export with {one.multiple} * torch.export.Dim(...) for it, or with its"
+            " size."
+            for one in sizes.given
+            if one.multiple > 1
+        ]
+        raise_all(InputError, failures)
+        for values in self._samples():
+            if not sizes.conditions.holds(values):
+                given = ", ".join(
+                    f"{one.name} = {v}" for one, v in zip(sizes.given, values, strict=True)
+                )
+                raise InputError(
+                    f"The program was exported for sizes such as {given}, and its plan takes"
+                    f" {' and '.join(sizes.conditions)}. Export with a torch.export.Dim of such"
+                    " sizes, or with a size."
+                )
+
+    def _samples(self) -> Iterator[tuple[int, ...]]:
+        """Sizes within the limits, of the least, the largest, and about the planned ones."""
+        several = []
+        for _, value, low, high in self.ranges.values():
+            ends = [low, low + 1, value, value + 1, min(high, 4096), min(high, 4095)]
+            several.append(sorted({int(x) for x in ends if low <= x <= high}))
+        return itertools.product(*several)
+
+
+def _typical(low: int, high: int, ranks: int, taken: set[int]) -> int:
+    """A size that no other dim has and the ranks divide, where there is one within the limits."""
+    first = -(-low // ranks) * ranks
+    fitting = (s for s in range(first, first + (len(taken) + 1) * ranks, ranks) if s not in taken)
+    found = next(fitting)
+    return found if found <= high else min(low, high)
+
+
+@dataclass
+class SizeNodes:
+    """Formulas of sizes as nodes of a rank's graph.
+
+    Attributes:
+        sizes: none where the program has no open dims.
+        inputs: the local shape of each input tensor.
+    """
+
+    graph: fx.Graph
+    sizes: Sizes
+    inputs: Mapping[fx.Node, Shape]
+    _made: dict[Any, fx.Node] = field(default_factory=dict)
+
+    @cached_property
+    def _symbolic(self) -> "Symbolic":
+        from ftp.tracing.symbolic import Symbolic
+
+        return Symbolic(self.sizes)
+
+    def symint(self, x: int) -> Any:
+        """A size for torch's ops on fake tensors."""
+        return self._symbolic.symint(x) if is_dynamic(x) else x
+
+    @contextmanager
+    def ops(self) -> Iterator[None]:
+        """Within the block ops run on fake tensors. What they ask of sizes becomes a condition."""
+        if not self.sizes.given:
+            with mode_for(None):
+                yield
+            return
+        with self._symbolic.generic(str), mode_for(self._symbolic.env):
+            yield
+        self._symbolic.note_guards()
+
+    def range_constraints(self) -> dict[Any, Any]:
+        """As an ``ExportedProgram`` has them."""
+        return dict(self._symbolic.env.var_to_range) if self.sizes.given else {}
+
+    def check_known(self) -> None:
+        """Have a node for each size.
+
+        Raises:
+            InputError: for one that no input's shape tells.
+        """
+        for x in self.sizes.symbols:
+            self(self.sizes.count(x))
+
+    def add_conditions(self) -> list[fx.Node]:
+        """Nodes that check what the program asks of sizes beyond their limits."""
+        before = set(self.graph.nodes)
+        conditions = self.sizes.conditions
+        for text, (question, x, answer) in zip(conditions, conditions.each(), strict=True):
+            holds = self._call(_COMPARED[question, answer], self(x), 0)
+            message = f"The program was planned for sizes with {text}."
+            self._call(aten._assert_scalar.default, holds, message)
+        return [n for n in self.graph.nodes if n not in before]
+
+    def __call__(self, x: Any) -> Any:
+        """The node of a formula; any other argument as it is."""
+        if not is_formula(x):
+            return x
+        if x not in self._made:
+            self._made[x] = self._of_float(x) if type(x) is DynamicFloat else self._of_int(x)
+        return self._made[x]
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        key = (function, *args)
+        if key not in self._made:
+            self._made[key] = self.graph.call_function(function, args)
+        return self._made[key]
+
+    def _of_float(self, x: DynamicFloat) -> Any:
+        if x.operator not in _ARITHMETIC:
+            raise InputError(
+                f"The program computes {x!r} of its sizes, which has no form in a rank's graph."
+                " Export without dynamic_shapes, once for each size."
+            )
+        return self._call(_ARITHMETIC[x.operator], self(x.left), self(x.right))
+
+    def _of_int(self, x: DynamicInt) -> Any:
+        total: Any = None
+        for atoms, c in sorted(x.terms.items(), key=lambda term: not term[0]):
+            product: Any = c
+            for atom in atoms:
+                one = self._atom(atom)
+                product = one if product == 1 else self._call(operator.mul, product, one)
+            total = product if total is None else self._call(operator.add, total, product)
+        return total
+
+    def _atom(self, atom: int) -> Any:
+        kind, of = self.sizes.made_of(atom)
+        if kind == "symbol":
+            return self._count(atom, of[0])
+        return self._call(_FUNCTIONS[kind], *map(self, of))
+
+    def _count(self, atom: int, name: str) -> Any:
+        """What a size is a multiple of, from the shape of an input."""
+        for node, shape in self.inputs.items():
+            for dim, size in enumerate(shape):
+                terms = dict(size.terms) if isinstance(size, DynamicInt) else {}
+                constant, factor = terms.pop((), 0), terms.get((atom,))
+                if factor is None or len(terms) > 1:
+                    continue
+                found = self._call(aten.sym_size.int, node, dim)
+                found = self._call(operator.sub, found, constant) if constant else found
+                return found if factor == 1 else self._call(operator.floordiv, found, factor)
+        raise InputError(
+            f"No dim of this rank's inputs tells the size {name}. Let in_specs replicate a dim that"
+            " has it, or export with a Dim that is the size of a dim."
+        )
+
+
+_COMPARED = {
+    ("zero", True): operator.eq,
+    ("zero", False): operator.ne,
+    ("positive", True): operator.gt,
+    ("positive", False): operator.le,
+}
+_ARITHMETIC = {
+    "/": operator.truediv,
+    "*": operator.mul,
+    "+": operator.add,
+    "**": operator.pow,
+}
+_FUNCTIONS = {
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "min": torch.sym_min,
+    "max": torch.sym_max,
+}
