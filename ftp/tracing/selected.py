@@ -258,6 +258,8 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name in SIZED:
         args = _infer_row_count(args, group)
     args, kwargs = without_numbers(args, kwargs)
+    if name in OF_ALL_ROWS:
+        args, kwargs = _by_torchs_names(args, kwargs)
     is_one_mask = all(x.group is group or holds_same(x.group.mask, group.mask) for x in given)
     if not is_one_mask and name not in CONCATENATING:
         raise _different_masks(name)
@@ -268,6 +270,17 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
     return _row_by_row(func, name, given, args, kwargs)
+
+
+def _by_torchs_names(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Arguments without numpy's names for them, and ``input`` by its position."""
+    kwargs = {_OF_NUMPY.get(name, name): x for name, x in kwargs.items()}
+    return (args, kwargs) if args or "input" not in kwargs else ((kwargs.pop("input"),), kwargs)
+
+
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def _across_rows(

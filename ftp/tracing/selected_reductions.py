@@ -74,6 +74,8 @@ def _ignoring(name: str, value: float) -> Callable[..., Any]:
         if not isinstance(x, Selected) or 0 not in _dims(x, dim):
             return None
         at = () if dim is None else (dim,)
+        if value == -math.inf and not (x.rows.is_floating_point() or x.rows.is_complex()):
+            x = Selected(x.rows.to(torch.get_default_dtype()), group)
         return getattr(torch, name)(fill_unselected(x, value), *at, *rest, **named)
 
     return of
@@ -131,10 +133,13 @@ def _std(group: SelectionGroup, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _softmax(name: str) -> Callable[..., Any]:
     def of(group: SelectionGroup, x: Any, dim: int | None = None, *rest: Any, **named: Any) -> Any:
+        named.pop("_stacklevel", None)
         if not isinstance(x, Selected) or dim is None or dim % x.rows.ndim or rest:
             return None
         if named.keys() - {"dtype"}:
             return None
+        if named.get("dtype") is not None:
+            x = Selected(x.rows.to(named["dtype"]), group)
         made = getattr(torch, name)(fill_unselected(x, -math.inf), dim, **named)
         return selected(unless_none(made, group.is_any), group)
 

@@ -3,6 +3,7 @@
 import itertools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -761,3 +762,30 @@ def test_a_selected_nan_is_the_median_and_the_quantile():
 
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P("tp")), P())
     torch.testing.assert_close(step(x, mask), fn(x, mask), equal_nan=True)
+
+
+REDUCED: list[Callable[[Any], Tensor]] = [
+    lambda rows: rows.logsumexp(0),
+    lambda rows: rows.logsumexp(axis=1).sum(),
+    lambda rows: torch.softmax(rows, 0, dtype=torch.float64).square().sum(),
+    lambda rows: F.softmax(rows, 0, dtype=torch.float64).square().sum(),
+    lambda rows: rows.prod(axis=1).sum(),
+    lambda rows: rows.sum(axis=0, keepdims=True),
+    lambda rows: (
+        rows.double().std(axis=1).sum() + rows.amax(axis=1).sum() + rows.max(axis=1)[0].sum()
+    ),
+    lambda rows: torch.sum(input=rows, dim=0),
+]
+
+
+def test_reductions_of_integer_rows_and_by_numpys_names():
+    def fn(x: Tensor) -> list[Tensor]:
+        return [
+            *(reduced(x[x[:, 0] > 0]) for reduced in REDUCED),
+            (x > 2)[x[:, 0] > 0].logsumexp(0),
+        ]
+
+    x = torch.tensor([[1, 5, -2], [-1, 0, 3], [0, 7, 1], [4, -3, 2], [2, 2, 6]])
+    found = ftp.spmd(fn, ftp.simulated_mesh(2, "dp"), P("dp"), P())(x)
+    for ours, theirs in zip(found, fn(x), strict=True):
+        torch.testing.assert_close(ours, theirs)
