@@ -149,7 +149,7 @@ class PlanWarning(UserWarning):
 
 
 class StaleCaptureWarning(UserWarning):
-    """A traced function goes on with a value that its code has changed since: a variable holds
+    """A program still uses a value that the function's code has replaced: a variable holds
     another tensor than the one that was captured, a model counts its calls.
     """
 

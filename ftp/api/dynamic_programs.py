@@ -85,7 +85,7 @@ class DynamicPrograms:
         return planned
 
     def _family(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Family | None:
-        """The family of this call: programs of calls that differ from it in dynamic sizes alone."""
+        """The family of this call: programs of calls that differ from it only in dynamic sizes."""
         key = _key(call, dynamic)
         if key not in self.families:
             for family in self.families.values():

@@ -1,4 +1,4 @@
-"""Programs for calls that differ in the sizes of dynamic dims alone: traced with symbolic sizes,
+"""Programs for calls that differ only in the sizes of dynamic dims: traced with symbolic sizes,
 planned once for all sizes that give the same answers to the conditions of trace and plan.
 
 A family has traces, mostly one: several where the function asks for a size. A trace has plans: one
@@ -102,7 +102,7 @@ def counts(families: Iterable["Family"]) -> ShapeCounts:
 
 @dataclass
 class Family:
-    """The programs of calls that differ in dynamic sizes alone.
+    """The programs of calls that differ only in dynamic sizes.
 
     Attributes:
         alone: the number of sizes that were traced for many and serve one.

@@ -99,7 +99,7 @@ def initializer(
     ]
     others = [path for path in tensors if path not in set(trained)] if buffers else []
     given = _overrides(tensors, init or {})
-    # A buffer with values of its own keeps them; one on meta has none.
+    # A buffer keeps its values; one on meta has none.
     known = {
         path: t.detach()
         for path, t in tensors.items()
@@ -201,7 +201,7 @@ def _fresh(
                             tensor.shape, dtype=tensor.dtype, device=device
                         )
                         path = f"{prefix}.{name}" if prefix else name
-                        # A tied tensor is read under its first path alone.
+                        # A tied tensor is read only under its first path.
                         if paths[id(tensor)] == path:
                             fresh[path] = made
             object.__setattr__(module, "__dict__", own)

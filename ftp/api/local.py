@@ -17,7 +17,7 @@ __all__ = ["local"]
 
 @torch.library.impl("ftp::local", "CompositeExplicitAutograd")
 def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Run per-rank code on whole tensors outside of a step, as a step of that code alone."""
+    """Run per-rank code on whole tensors outside of a step, as a step that runs only this code."""
     run = _simulated_program(program, xs[0].device.type)
     with torch.no_grad():
         return [x.clone() for x in run([x.detach() for x in xs])]

@@ -40,7 +40,7 @@ def check_pipeline(pipeline: Any, mesh: Mesh, options: Options, *, updates: bool
     """Raises for what does not go with a pipeline.
 
     Args:
-        updates: the step goes on after its gradient, and returns what takes the arguments' place.
+        updates: the step does more after its gradient, and returns the arguments' new values.
 
     Raises:
         InputError: no ``Pipeline``, or options that exclude it.

@@ -43,7 +43,7 @@ class StepOfMicrobatches(Step):
     """A ``Step`` over a pipeline.
 
     Args:
-        takes_key: the last argument is a random key, of which each microbatch gets one of its own.
+        takes_key: the last argument is a random key; each microbatch gets another key made from it.
     """
 
     def __init__(self, definition: Definition, pipeline: Pipeline, *, takes_key: bool = False):

@@ -33,8 +33,8 @@ from ftp.tracing.trace import Traced
 
 
 class PipelinedTrainStep(StepOfMicrobatches):
-    """``Step`` of a function that takes a gradient and goes on; ``ftp.spmd(..., pipeline=)`` makes
-    it.
+    """``Step`` of a function that does more after it takes a gradient; ``ftp.spmd(..., pipeline=)``
+    makes it.
     """
 
     def lower(self, *args: Any) -> LoweredTraining:  # type: ignore[override]

@@ -28,7 +28,7 @@ class ProgramCache:
         programs: by the key of the arguments that they serve.
         used: the programs by last use, the latest at the end; each with the numbers of the source
             texts that torch keeps of its modules.
-        expects_many: whether many programs are expected, so that no warning is due.
+        expects_many: whether many programs are expected, so that nothing is warned of.
     """
 
     def __init__(self, limit: int):

@@ -124,7 +124,7 @@ def shard(
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
 
     Raises:
-        FtpError: for what is wrong with the mesh or the function alone; the rest when the step is
+        FtpError: the mesh or the function is wrong by itself; other errors come when the step is
             first called, on every rank.
 
     >>> import ftp

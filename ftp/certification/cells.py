@@ -38,7 +38,7 @@ class Cells:
     Args:
         lengths: of every claimed chunk on each rank, as arrays with a dim for each axis; they are
             equal within a cell.
-        alone: axes along which each cell is one rank.
+        alone: axes along which a cell holds a single rank.
     """
 
     def __init__(

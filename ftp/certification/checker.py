@@ -37,7 +37,7 @@ from ftp.ops.rings import RINGS
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-FEW = 64  # ranks, each of which is checked alone if something is wrong, to say where
+FEW = 64  # ranks that are checked one by one after a failure, to name the one that fails
 
 
 def check(certificate: Certificate) -> Certificate:
@@ -199,8 +199,8 @@ class Checker:
     def require(
         self, cell: Cell, at: NodeOfCell, expected: ElementMap, pending: PendingSums, what: str
     ) -> None:
-        """Check that the tensor that ``at`` reads holds what is expected, alone or summed with the
-        ranks along the axes of ``pending``.
+        """Check that the tensor that ``at`` reads holds the expected values, by itself or summed
+        with the ranks along the axes of ``pending``.
         """
         node = at(cell)
         what = f"{what}, {node.name},"

@@ -66,7 +66,7 @@ def local_form(
     device: torch.device,
     groups: Mapping[str, tuple[str, ...]],
 ):
-    """Build the rule's local form as a graph of its own.
+    """Build the rule's local form as a separate graph.
 
     ``groups`` has the axes of each process group.
 

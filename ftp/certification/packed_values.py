@@ -71,7 +71,7 @@ class PackedValues:
         ends = accumulate(sizes)
         return [self.sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
-    # Collectives: each part is transferred as it would be alone.
+    # Collectives: each part is transferred as if it were the only one.
 
     def reduced(self, each: Callable[[int], ElementMap]) -> "PackedValues":
         return replace(self, parts=tuple(each(i) for i in range(len(self.parts))))

@@ -1,6 +1,6 @@
 """Positions: where each local element is along one dim of a value, on every rank.
 
-A position is a base plus terms. Each term varies along dims of its own, mesh axes and atoms. The
+A position is a base plus terms. Each term varies along some dims, mesh axes and atoms. The
 terms of even shards are progressions, kept as ranges, so that a statement about thousands of ranks
 is a few numbers. What is no such sum, uneven shards and padding, is an array over the dims that it
 depends on. An element without a position, a zero of padding, is a hole in the base or in a term.

@@ -95,7 +95,7 @@ class _Programs:
             try:
                 self.graphs.append(made.run(graphs.local_ops[number].get(op.name, [])))
             except (KeyError, IndexError, ValueError):
-                raise NotRun("its nodes are not its own alone") from None
+                raise NotRun("another use shares its nodes") from None
             elements += made.elements
             if elements > LARGEST:
                 raise NotRun(f"its values have more than {LARGEST:,} elements")

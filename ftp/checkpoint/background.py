@@ -20,7 +20,7 @@ from ftp.sharding.process_group import endings
 
 
 class Saving:
-    """A save that goes on, or has ended; ``ftp.save`` returns it.
+    """A save that is running or has ended; ``ftp.save`` returns it.
 
     >>> import tempfile, torch, ftp
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ class Saving:
 
         Raises:
             CheckpointError: the save failed, on any rank; earlier checkpoints are unchanged.
-            TimeoutError: the save goes on after ``timeout``.
+            TimeoutError: the save is still running after ``timeout``.
         """
         self._future.exception(timeout)  # a timeout is no failure of the save
         self._is_told = True

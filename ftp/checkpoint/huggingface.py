@@ -118,7 +118,7 @@ def save_safetensors(
         mesh: default that of ``ftp.use_mesh``.
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
         rename: ``{path: name}``, or a function from path to name, as for ``load_safetensors``.
-        max_file_bytes: bytes of tensors in a file at most; a larger tensor has a file of its own.
+        max_file_bytes: bytes of tensors in a file at most; a larger tensor has a file to itself.
         timeout: seconds that a rank waits for the others; default that of the process group.
 
     Raises:

@@ -80,7 +80,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors' values, which are in safetensors files beside it."""
+    """All of a checkpoint but its tensors' values, which are in safetensors files of its folder."""
 
     step: int | None
     mesh: str

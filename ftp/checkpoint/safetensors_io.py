@@ -41,7 +41,7 @@ STORED = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-# Held as the bytes of their elements, along a dim of their own.
+# Held as the bytes of their elements, along an extra dim.
 BYTES = {torch.complex128}
 
 
@@ -156,7 +156,7 @@ def write_file(
 
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
-        # The library makes the file readable by its owner alone; the folder has what the user
+        # The library makes the file readable only by its owner; the folder has what the user
         # allows.
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         sync(path)

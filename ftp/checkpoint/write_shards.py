@@ -67,7 +67,7 @@ class Writing:
         box at most.
 
         Args:
-            copy: into memory of their own, as training goes on.
+            copy: into new memory, since training continues.
         """
         files: list[Boxes] = []
         seen: set[tuple[int, int]] = set()
@@ -194,7 +194,7 @@ class Writing:
 
 
 def _on_cpu(x: Tensor, part: ShardBox, copy: bool, seen: set[tuple[int, int]], file: int) -> Tensor:
-    """A part of a shard as a file holds it: contiguous, and with ``copy`` in memory of its own.
+    """A part of a shard as a file holds it: contiguous, and with ``copy`` in new memory.
 
     Args:
         seen: (file, storage) of the tensors before: those of one file must not share memory.

@@ -1,1 +1,1 @@
-"""Agreement of the ranks through the store, before and beside their collectives."""
+"""Agreement of the ranks through the store, before and during their collectives."""

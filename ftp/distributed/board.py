@@ -88,7 +88,7 @@ class Board:
         self.store.propose(self.key("verdict"), json.dumps(verdict))
 
     def break_off(self, why: str) -> None:
-        """Publish that a rank goes on with another program: the mesh takes no more calls."""
+        """Publish that a rank runs another program: the mesh takes no more calls."""
         self.settle(Verdict(why))
         self.store.propose(f"{self.prefix}/broken", json.dumps(self.verdict()))
 

@@ -1,6 +1,6 @@
 """torch's store, with a deadline for every operation.
 
-torch waits forever for a store whose process is stopped. So requests run in a thread of their own.
+torch waits forever for a store whose process is stopped. So requests run in a separate thread.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ from ftp.certification.lockstep.reals import Reals
 from ftp.errors import TraceError
 
 _ADVICE = (
-    "A proof is for all inputs, and each program draws numbers of its own. Draw outside of the"
+    "A proof is for all inputs, and the programs draw different numbers. Draw outside of the"
     " program and pass the numbers, such as a dropout mask, as an argument with its spec; without"
     " dropout, call the module in eval mode."
 )

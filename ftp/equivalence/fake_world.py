@@ -83,7 +83,7 @@ def _outer_world() -> int | None:
         return None
     if dist.get_backend() != "fake":
         raise MeshError(
-            "ftp.equivalent runs the program as every rank in turn, in a fake world of its own, and"
+            "ftp.equivalent runs the program as every rank in turn, in a fake world, and"
             f" this process belongs to a {dist.get_backend()} process group. Call it in a process"
             " without one, as `python -m ftp prove` and a test do."
         )

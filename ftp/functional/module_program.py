@@ -73,7 +73,7 @@ class RematModule:
     """A module that is recomputed in the backward pass.
 
     Attributes:
-        program: the module alone.
+        program: the module's own program.
         slots: paths of the argument tensors that the module holds.
         mutable: the slots that it may write to.
     """

@@ -27,8 +27,8 @@ def scan(
     i of ``stacked`` indexed along dim 0.
 
     Works under every transform of torch.func, on one device and in sharded programs. There the
-    layers are planned as one, and each layer's slice is gathered and its gradient reduced alone: a
-    rank holds one layer's gathered parameters at a time, not the stack's.
+    layers are planned as one; each layer's slice is gathered, and its gradient reduced, separately:
+    a rank holds one layer's gathered parameters at a time, not the stack's.
 
     Args:
         block: pure, ``block(layer, x) -> x``. ``layer`` is ``stacked`` without dim 0; the result

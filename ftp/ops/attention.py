@@ -9,7 +9,7 @@ empty list is the whole dim.
 Queries and keys are computed in tiles. A causal mask hides a tile, leaves all of it, or leaves the
 keys up to its diagonal, where the kernel's own causal mask applies. The results of one block of
 queries are merged by their log-sum-exps; the gradients of a tile follow from the merged result and
-log-sum-exp. So the memory beside operands and results is that of one tile.
+log-sum-exp. So attention needs one tile's memory in addition to operands and results.
 
 Source: Dao (2023), FlashAttention-2, sections 3.1 and 3.2.
 """

@@ -43,7 +43,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A spec of a tensor's gradient alone, as an entry of a ``Constraint``."""
+    """A spec of a tensor's gradient and not of the tensor, as an entry of a ``Constraint``."""
 
     spec: P
 

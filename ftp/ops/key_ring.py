@@ -32,8 +32,8 @@ from ftp.ops.sends import OneRank, Send, Sends
 from ftp.sharding.layout import pieces
 from ftp.sharding.spec import Interval
 
-# Pieces in which a rank's keys and values are sent, in a step of its own from each rank. Less is
-# held beside a piece where no gradients are summed and sent back, so it may be larger.
+# Pieces in which a rank sends its keys and values, one step per piece. The forward pass sums and
+# sends back no gradients, so that there is memory for larger pieces.
 PIECES, PIECES_OF_FORWARD = 14, 6
 SHORTEST = 1024  # least number of keys of a piece in the mean, if a rank has more
 
@@ -208,7 +208,9 @@ class Needs:
         return cls(ring, seen)
 
     def held(self, rank: int, owner: int, at: int) -> list[Block]:
-        """The keys of an owner's piece that a rank needs, as blocks of it; of its own, all."""
+        """The keys of an owner's piece that a rank needs, as blocks of it; all keys of its own
+        piece.
+        """
         key = rank, owner, at
         if key not in self._held:
             every = self.ring.blocks(owner, at, self.ring.size + 1)

@@ -1,7 +1,7 @@
 """Shapes and strides of an op's result, by the op's kernel for meta tensors.
 
 Fake tensors find the same, but ask a dozen tables first, and from inside of their kernels they load
-DTensor. Here are ops whose result depends on shapes, strides and dtypes of operands alone, of the
+DTensor. Here are ops whose result depends only on shapes, strides and dtypes of operands, of the
 same kind on every device.
 """
 

@@ -19,7 +19,7 @@ class Means:
 
     Attributes:
         microbatches: number of microbatches of a step.
-        values: each mean's value for one microbatch, a tensor of its own.
+        values: each mean's value for one microbatch, as a separate tensor.
         of: per mean, the parameter whose gradient it is; None for another result.
         batch, rows: tensors that ``ftp.optim.accumulate`` was given to cut into microbatches, and
             one microbatch of each.

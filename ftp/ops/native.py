@@ -56,7 +56,7 @@ def read_own(path: Path) -> bytes:
 def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     """The library of a C source with these functions; None if it cannot be built or loaded.
 
-    Its file name has the hashes of its source and of its own content: a damaged file is built
+    Its file name has the hashes of its source and of its content: a damaged file is built
     again.
     """
     stem = f"{source.stem}-{_digest(source.read_bytes() + ' '.join(_FLAGS).encode())}"

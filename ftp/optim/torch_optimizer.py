@@ -262,7 +262,7 @@ class _TorchOptimizer:
         return Slots(dict(here), whole.like)
 
     def _is_value_independent(self, param: Tensor) -> bool:
-        """Whether the first state depends on the parameter's shape alone, as with torch's classes.
+        """Whether the first state depends only on the parameter's shape, as with torch's classes.
 
         In a trace each parameter makes its own: a shared one would be sharded for all of them.
         """

@@ -36,7 +36,7 @@ class _Rows:
 
 def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
     """The graph with exchanges of rows that return as many rows as arrive, where all readers of the
-    rows act on each row alone, are grouped matmuls, or send the rows back. Any other exchange
+    rows act on each row by itself, are grouped matmuls, or send the rows back. Any other exchange
     returns a buffer for the largest number of rows.
 
     The graph must come from `with_values`; the sizes in its ``val`` are then the largest possible.
@@ -142,7 +142,7 @@ def _of_grouped(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
 
 
 def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
-    """The dim of rows of the result of an op that acts on each row alone; None for another op."""
+    """The dim of rows in the result of an op that acts on each row by itself; None otherwise."""
     value = node.meta.get("val")
     if node.target is aten.contiguous.default:
         return held[node.all_input_nodes[0]].dim

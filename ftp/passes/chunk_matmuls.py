@@ -1,5 +1,5 @@
-"""Chunk matmuls beside gathers and reduce-scatters of activations by rows: one chunk is sent while
-another is computed.
+"""Chunk matmuls that read gathered activations, or whose results are reduce-scattered, by rows: one
+chunk is sent while another is computed.
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,7 +29,7 @@ def merge_axes(
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.
-        without: names of reshards that are left alone.
+        without: names of reshards that stay as they are.
         hardware: with the link of each axis.
     """
     uses: dict[Value, int] = {}

@@ -1,4 +1,4 @@
-"""Put each branch of a ``torch.cond`` in a graph of its own, of which one runs."""
+"""Move each branch of a ``torch.cond`` to a separate graph, so that only one branch runs."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence

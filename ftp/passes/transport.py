@@ -13,7 +13,7 @@ from ftp.passes.copy_elimination import copied
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
-# Dtypes that every backend takes. The choice depends on the dtype alone, so that ranks agree.
+# Dtypes that every backend takes. The choice depends only on the dtype, so that ranks agree.
 TAKEN = frozenset(
     (
         torch.float64, torch.float32, torch.float16, torch.bfloat16,

@@ -53,7 +53,7 @@ def split(
     """Split a trace of results and gradients into a forward and a backward program.
 
     Args:
-        program: the function alone; its results are the first outputs of the trace.
+        program: the function without its gradient; its results are the trace's first outputs.
         n_tensors: number of the function's operands, without its constants.
         traced: from operands, axis indices, cotangents and constants to results and gradients.
         wrt: the operands whose gradients the trace returns.

@@ -70,7 +70,7 @@ def local(
             same axes.
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. Every sharded dim
             must divide by the ranks that shard it: local size = global size / ranks. One dim of a
-            tensor that an axis alone cuts need not: the parts are those of ``torch.chunk``, and
+            tensor that a single axis cuts need not: the parts are those of ``torch.chunk``, and
             their rows may go where rows go that a mask selects (docs/values.md).
         out_specs: prefix tree of the result; global size = local size × the ranks that shard the
             dim. Along an axis that the spec does not name, all ranks must hold equal values.

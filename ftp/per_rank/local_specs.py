@@ -68,7 +68,7 @@ def packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
     if any(c.zigzag for c in cuts):
         return [
             f"{name} has spec {spec}; per-rank code takes one chunk of a dim, and a zigzag is two."
-            " Cut it by the axis alone."
+            " Cut it only by the axis."
         ]
     if all(c.pack == 1 for c in cuts) or (len(cuts) == 1 and isinstance(cuts[0].pack, int)):
         return []

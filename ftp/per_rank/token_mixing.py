@@ -63,7 +63,7 @@ def mixing_op(gm: fx.GraphModule, count: int, inputs: int = 1) -> fx.Node | None
     """The op by which a token's result depends on other tokens; None if there is none.
 
     Sorted rows are assumed to come back to their tokens, and an op without a rule that is not
-    torch's to act on each row alone.
+    torch's to act on each row by itself.
 
     Args:
         gm: traced layer that returns one tensor.

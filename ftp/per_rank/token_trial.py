@@ -40,7 +40,7 @@ class TokenTrial:
         shape: of the tokens that it is called with.
         inputs: how many of its first inputs have the tokens as dim 0: the tokens, and what is
             beside them.
-        below: integers beside the tokens are drawn below this, such as the number of experts.
+        below: the bound of drawn integers that go with the tokens, such as the number of experts.
     """
 
     count: int

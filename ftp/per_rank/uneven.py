@@ -85,7 +85,7 @@ def with_own_rows(
     names: Sequence[str],
     results: dict[int, UnevenCut],
 ) -> Callable[..., Any]:
-    """``fn`` of equal parts, in which leaves of its arguments have the rank's own rows alone.
+    """``fn`` of equal parts, in which leaves of its arguments have only the rank's own rows.
 
     Args:
         cuts: per leaf.

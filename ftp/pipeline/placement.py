@@ -356,7 +356,8 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
 def _tied_heads(
     leaves: Sequence[Any], paths: Sequence[tuple[str, ...]], tables: Collection[int]
 ) -> list[int]:
-    """The tables that are the head too: tied weights with a path beside the layers and the tables.
+    """The embedding tables that are also the head: tied weights with a path outside of layers and
+    tables.
 
     "transformer.wte.weight" is, by its other path "lm_head.weight"; "shared.weight" is not, if
     the other ones are "encoder.embed_tokens.weight" and "decoder.embed_tokens.weight".

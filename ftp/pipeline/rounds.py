@@ -116,7 +116,7 @@ def _subgraphs_of(
         if n not in number and at in (ALL, rank) and home[n] in (ANY, ALL, rank)
     ]
     wanted = {*own, *(n for n in shared if home[n] == rank and n not in number)}
-    asked: dict[fx.Node, int] = {}  # read by later rounds of this rank alone, in their order
+    asked: dict[fx.Node, int] = {}  # read only by later rounds of this rank, in their order
     for at in reversed(range(len(made))):
         roots = [n for n in nodes if n in wanted and level[n] == at]
         needed, here = set(roots), set()

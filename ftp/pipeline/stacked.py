@@ -174,7 +174,8 @@ class _Expansion:
         whole: per old node the new node.
         parts: per old node that is a stack, its part on each rank.
         gathered: per stack that an op reads as a whole, that op.
-        cut: per old node that is no stack, its parts beside the parts of a stack.
+        cut: per old node that is not a stack and is used with one, its part for each part of the
+            stack.
         layers: per old node that unstacks a stack, the layers.
     """
 

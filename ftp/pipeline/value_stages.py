@@ -25,7 +25,8 @@ FREE, OF_PARAMETERS, ACTIVATION, GRADIENT = range(4)
 @dataclass
 class StagedValue:
     """Where a node is computed. An activation or a gradient is computed at stage ``first`` and
-    passed on to stage ``last``. A value of parameters alone is computed at each stage of ``uses``.
+    passed on to stage ``last``. A value that depends only on parameters is computed at each stage
+    of ``uses``.
     """
 
     kind: int
@@ -151,7 +152,7 @@ class StepGraph:
 
     def _extend(self, node: fx.Node) -> None:
         """Record the last stage that a value of the forward pass is passed on to, and the stages
-        that read a value of parameters alone.
+        that read a value which depends only on parameters.
         """
         own = self.of[node]
         at = {own.first} if own.kind == ACTIVATION else own.uses

@@ -57,7 +57,7 @@ def ring_seconds(
     Args:
         cuts: how the axis of ``n`` ranks cuts queries and keys.
         axes: sizes of the axes planned before.
-        computed: seconds of the work alone.
+        computed: seconds of the work, without communication.
         of_key: bytes of one key and its value.
     """
     rows, keys = cuts

@@ -62,7 +62,7 @@ def chosen_ways(make: Callable[[Ways], Plan], hardware: Hardware) -> tuple[Ways,
 
 def _axes(graph: Graph) -> list[str]:
     """The axes that share a cut of some op's queries with another axis; if there are none, an axis
-    that cuts queries alone.
+    that cuts only queries.
     """
     cut = [axes_of_queries(node) for node, _ in _rings(graph)]
     together = {axis: None for axes in cut if len(axes) > 1 for axis in axes}

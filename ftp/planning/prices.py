@@ -169,8 +169,8 @@ class Prices:
     @cached_property
     def _fits_gathered(self) -> bool:
         """Whether the gathered keys and values of all attention ops that could use a ring fit in a
-        rank's memory beside the inputs, by this axis' sizes. Gathered keys and values are kept for
-        the backward pass, which holds the whole gradients of one attention op too.
+        rank's memory in addition to the inputs, by this axis' sizes. Gathered keys and values are
+        kept for the backward pass, which holds the whole gradients of one attention op too.
         """
         capacity, ties = self.problem.hardware.capacity, self.problem.ties
         gathered: dict[Value, int] = {}
@@ -257,7 +257,7 @@ class Prices:
 
     def may_reshard(self, value: Value, home: Layout, to: Layout = R) -> bool:
         """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
-        other axis parameters, and values computed from parameters alone, keep theirs.
+        other axis parameters, and values computed only from parameters, keep theirs.
         """
         if value in self.free_to_reshard:
             return True

@@ -43,7 +43,7 @@ class Open:
         mirrors: per output, by its index, the input whose layout it shares.
         held: per input, its bytes; a shard takes its share.
         kept: the same, per value that the forward pass keeps for the backward pass.
-        cuts: per input, the layouts that it may have beside replicated.
+        cuts: per input, the sharded layouts that it may have.
         is_bare: whether to leave out the small prices that break ties; for bounds.
     """
 

@@ -62,7 +62,7 @@ def strategies(
         is_cut_again: the op needs a dim whole that is cut before and after it, so that gathered
             operands are accepted.
         is_fixed: the op has no strategies but its one cut, or replicated if it has none.
-        rings: second factors that the axis may cut beside another.
+        rings: second factors that the axis may cut together with a first one.
     """
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None

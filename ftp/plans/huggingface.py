@@ -73,7 +73,7 @@ def from_hf(
             experts, by the model's expert plan.
         vocab_parallel: shard the input embedding and the output head along the vocabulary; False
             replicates both.
-        expert_axis: the mesh axis whose ranks own whole experts, a data axis, one of their own, or
+        expert_axis: the mesh axis whose ranks own whole experts: a data axis, another axis, or
             ``axis`` itself. Tokens are sent to the ranks that own their experts and come back; no
             weight of an expert is communicated. On another axis than ``axis``, each expert is
             sharded over ``axis`` besides, as ``experts`` and ``plan`` say.

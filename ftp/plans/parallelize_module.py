@@ -350,7 +350,7 @@ class _PlanCollector:
             _add(self.constraints, self.first[_join(path, name)], constraint, self.failures)
 
     def read_specs(self, given: Mapping[str, P]) -> None:
-        """Specs of parameters, beside the styles of modules."""
+        """Specs of parameters that the styles of modules do not give."""
         paths: dict[str, list[str]] = {}
         for path, own in (*self.parameters.items(), *((b, b) for b, _ in self.buffers)):
             paths.setdefault(own, []).append(path)

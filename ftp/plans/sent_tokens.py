@@ -40,8 +40,8 @@ def send_tokens(
     ``torch._grouped_mm``) with stacked weights, and brings them back to their tokens in any way.
     The experts' weights are found by what grouped matmuls read. Each rank runs the layer on its
     own tokens; rows go to the owners of their experts before the first grouped matmul, stay there
-    through all that acts on each row alone, and come back before anything else. What is read of
-    the weights otherwise is gathered, and a ``PlanWarning`` names it.
+    through every op that acts on each row by itself, and return before any other op. What is read
+    of the weights otherwise is gathered, and a ``PlanWarning`` names it.
 
     The layer must treat each token by itself, as dropless layers do: keep losses and statistics
     over all tokens outside. That is checked when it is traced, by its ops and then by a run of a
@@ -64,10 +64,10 @@ def send_tokens(
 
     Returns:
         A function of the layer's arguments, global ones, for ``ftp.shard`` and ``ftp.spmd``. What
-        is beside the tokens has them as dim 0, is sharded as they are, and gets gradients.
+        goes with the tokens has the same dim 0, is sharded like them, and gets gradients.
 
     Raises:
-        InputError: a tensor beside the tokens that has not as many.
+        InputError: a tensor that goes with the tokens has another number of rows.
         SpecError: no grouped matmul reads a parameter, or parameters of different numbers of
             experts; a result that is not of the tokens' shape; a token's result depends on other
             tokens.

@@ -226,7 +226,7 @@ class KeptProgram(LoadedProgram):
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
     """A lock among the ranks of a host. The kernel frees it when a rank ends; after ``_PATIENCE``
-    seconds a rank goes on without it.
+    seconds a rank continues without it.
     """
     try:
         import fcntl

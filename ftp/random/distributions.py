@@ -163,7 +163,7 @@ def normal(key: Tensor, shape: ShapeLike = (), dtype: torch.dtype | None = None)
     >>> normal(key(0), (3,)).dtype
     torch.float32
 
-    Source: Box and Muller (1958); only the cosine, so that an element is a function of its own
+    Source: Box and Muller (1958); only the cosine, so that an element is a function of its
     words.
     """
     dtype = _floating(dtype, "normal")

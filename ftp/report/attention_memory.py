@@ -1,4 +1,4 @@
-"""Bytes that attention along a cut sequence needs while it runs, beside operands and results."""
+"""Bytes that attention along a cut sequence needs while it runs, without operands and results."""
 
 import functools
 import math
@@ -88,7 +88,7 @@ class _CallSizes:
 
     @property
     def more(self) -> int:
-        """Bytes of an element that is held in a wider dtype beside its own."""
+        """Bytes per element of a copy in a wider dtype; 0 if the dtype is wide enough."""
         return self.wide if self.wide != self.size else 0
 
     def pair(self, keys: int, size: int) -> int:

@@ -56,7 +56,7 @@ def _finding(
         f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut"
         f" by {describe(origin, dict(specs))},"
         f" and %{_resharded_root(other).name}. The plan reshards the first"
-        f" ({resharded.target.op}), by cost alone."
+        f" ({resharded.target.op}), because it costs less."
         f" Say what you mean: x = ftp.constrain(x, {spec}), x the value{made}."
     )
     return Finding("disagreement", "warning", f"%{node.name}", text)

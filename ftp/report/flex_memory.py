@@ -1,4 +1,4 @@
-"""Bytes that flex_attention needs while it runs, beside its operands and results."""
+"""Bytes that flex_attention needs while it runs, without its operands and results."""
 
 import functools
 import math
@@ -182,7 +182,7 @@ def _result(key: str, sizes: dict[str, int]) -> int:
 
 
 def _peak(key: str, sizes: dict[str, int]) -> int:
-    """The most bytes that a function holds at a time, beside its inputs."""
+    """The most bytes that a function holds at a time, without its inputs."""
     if not key:
         return 0
     nodes = list(slice_program_of(key).gm.graph.nodes)

@@ -185,7 +185,7 @@ def measure(
             use.
         phase: how often forward and backward passes alternated before a node.
         collective: whether a node issues a collective.
-        workspace: bytes that an op needs while it runs, beside its operands and results.
+        workspace: bytes that an op needs while it runs, without its operands and results.
         copies: bytes of outputs that are copied when they are returned.
     """
     nodes = list(graph.nodes)

@@ -33,7 +33,7 @@ class LoweredTraining(LoweredPipeline):
     @cached_property
     def memory_by_rank(self) -> tuple[int, ...]:
         """The peak bytes of each rank of the pipeline's axis: while microbatches are on their way,
-        the optimizer's state held beside them, or in the update.
+        the optimizer's state held meanwhile, or in the update.
         """
         held = [self._held(rank) for rank in range(self.program.ranks)]
         while_running = super().memory_by_rank
@@ -61,7 +61,7 @@ class LoweredTraining(LoweredPipeline):
         return sum(self._bytes(i, rank) for i in {*parts.params, *parts.batch})
 
     def _in_update(self, rank: int, held: int) -> int:
-        """The most that a round takes beside what the rank holds; gradients are inputs of rounds
+        """The most bytes that a round adds to what the rank holds; gradients are inputs of rounds
         that read them.
         """
         parts, most = self.program.parts, 0

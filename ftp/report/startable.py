@@ -59,7 +59,7 @@ class Startable:
         return tuple(dict.fromkeys(self._returning.assumptions))
 
     def compile(self) -> Callable[..., Any]:
-        """The program alone, ready to run: ``compiled(params, *batch)`` takes the arguments of one
+        """The program itself, ready to run: ``compiled(params, *batch)`` takes the arguments of one
         call of the step, of these shapes and dtypes, and neither traces nor plans.
 
         The function that runs it is made now, with ``compile=True`` inductor's code too. On

@@ -226,7 +226,7 @@ def estimate(
 def _cheaper(
     graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
 ) -> set[fx.Node]:
-    """The nodes of each cond's branch that takes less time, each node timed alone."""
+    """The nodes of each cond's faster branch, by the sum of its nodes' times."""
     found = branches(graph)
     seconds: dict[tuple[int, bool], float] = {}
     for node, branch in found.items():
@@ -304,7 +304,7 @@ def _arithmetic(
     flops: float,
     hardware: Hardware,
 ) -> float:
-    """Seconds of an op's arithmetic alone."""
+    """Seconds of an op's arithmetic, without its memory traffic."""
     if flops:
         name = op_name(node.target)
         reached = (

@@ -43,7 +43,7 @@ class Work(Reported, float):
     code (``ftp.local``) is not counted.
 
     Attributes:
-        flops: of all ranks. one_device: of one device that runs the program alone.
+        flops: of all ranks. one_device: of one device that runs the whole program.
         by_layer: the ratio of each layer, ``layers.0`` first, and under ``""`` that of no layer.
         matmuls: every matmul, attention and convolution, in order.
     """

@@ -68,7 +68,7 @@ def flash_for_cpu(call: Call) -> Rule:
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
     operands = (dims_of(Q, heads), dims_of(K), dims_of(V), *masks)
     notation = Notation(operands, (dims_of(OUT, heads), dims_of(LSE, heads)), WHOLE, ((), ()))
-    # With one query, a token beside a cache, scores are small and the keys may be cut.
+    # With one query, a token decoded with a cache, scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if is_token else RING_FACTORS
     sees = sees_of(call.arg("is_causal"))

@@ -134,7 +134,7 @@ ALIGNMENT = 64  # bytes, of fresh memory
 
 
 def _slices(op: LocalOp, at: int, stack: fx.Node) -> list[fx.Node]:
-    """The slices of a stack that the rank holds, each aligned like a tensor of its own: a kernel
+    """The slices of a stack that the rank holds, each aligned like a separate tensor: a kernel
     may round differently on memory that is not aligned.
     """
     stack, meta = op.emit(aten.contiguous.default, stack), op.call.operands[at]

@@ -138,7 +138,7 @@ along_dim(aten.scatter.value_reduce, "... [d], ... [k] -> ... [d]")
 
 def is_sum_of_source(scatter: Sequence[Any], dims: Sequence[int] | None) -> bool:
     """Whether the sums over ``dims`` of what ``scatter_add`` puts onto zeros are the sums of its
-    source: it adds every element, and nothing lies beside the elements that it adds.
+    source: it adds every element, and changes no other element.
 
     Args:
         scatter: the shapes of its first operand, the dim, and the shapes of index and source.
@@ -146,9 +146,9 @@ def is_sum_of_source(scatter: Sequence[Any], dims: Sequence[int] | None) -> bool
     onto, dim, index, source = scatter
     ndim = max(len(onto), 1)
     at = dim % ndim
-    beside = [d for d in range(len(onto)) if d != at and onto[d] != source[d]]
+    others = [d for d in range(len(onto)) if d != at and onto[d] != source[d]]
     is_along = [d % ndim for d in dims or ()] == [at]
-    return is_along and tuple(index) == tuple(source) and not beside
+    return is_along and tuple(index) == tuple(source) and not others
 
 
 # One index per row.

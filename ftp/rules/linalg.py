@@ -83,7 +83,7 @@ def systems(
         notation = Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results))
         if len(call.results) == 1:
             return Rule(notation, (), unless_empty())
-        # Ranks without a right-hand side must compute the results beside the solution too.
+        # Ranks without a right-hand side must compute the other results too, not only the solution.
         zero = unless_empty()
         return Rule(
             notation,
@@ -162,7 +162,7 @@ def pairwise_distances(call: Call) -> str:
     return f"[n] m -> [p] {{m:{columns}}}" if columns else "[n] [m] -> [p]"
 
 
-# A column's gradient needs that column alone.
+# A column's gradient needs only that column.
 rule(
     aten._pdist_backward.default, "[p], [n] m, [p] -> [n] m",
     linear=[(0,)], local=unless_empty(),

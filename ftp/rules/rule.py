@@ -23,8 +23,8 @@ class Rule:
         sizes: sizes of factors that cannot be found from the shapes.
         decompose: whether to replace the op by primitives where an axis may cut a factor that it
             keeps whole.
-        ring: pairs of factors that one axis may cut together; alone the second is whole. The local
-            form then passes parts around the ranks of the axis.
+        ring: pairs of factors that one axis may cut together; the second is never cut by itself.
+            The local form then passes parts around the ranks of the axis.
         sees: for attention, the most keys that given queries see, as far as the trace knows
             (`ftp.ops.key_ring.Sees`). None: all.
         resized: factors that are whole dims whose size the op changes, so that each rank's chunk

@@ -233,7 +233,7 @@ def pad(call: Call) -> Rule:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Rule:
-    """Each dim's copies are a factor of their own."""
+    """Each dim's copies are a separate factor."""
     x, counts = call.operands[0], call.arg("repeats")
     skip = len(counts) - x.ndim
     operand = tuple((f"x{d}",) for d in range(x.ndim))

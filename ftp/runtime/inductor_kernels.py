@@ -1,6 +1,7 @@
 """Compile inductor's C++ kernels of several graphs as one file.
 
-Inductor compiles each kernel alone, and the compiler spends most of a second on headers each time.
+Inductor compiles each kernel separately, and each time the compiler spends most of a second on
+headers.
 """
 
 import subprocess

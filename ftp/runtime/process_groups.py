@@ -85,7 +85,7 @@ def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
 
 
 def with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph with its collectives over several axes on process groups of their own. All ranks
+    """The graph with each collective over several axes on a process group for these axes. All ranks
     call it together.
     """
     if all(len(_axes_of(node)) < 2 for node in graph.nodes):

@@ -32,7 +32,7 @@ def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:
 
 
 def _base(value: Value) -> Value:
-    """The value whose memory a value uses, one op before; itself, if it has memory of its own."""
+    """The operand whose memory a value views; the value itself if its op allocates memory."""
     node = value.node
     if node.kind in ("constrain", "reshard"):
         return node.operands[0]

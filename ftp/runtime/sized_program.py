@@ -174,7 +174,7 @@ class SizedProgram(Program):
         return LocalProgram(found.local.gm, numbers, found.local.collectives)
 
     def alike(self) -> list[list[list[int]]]:
-        """Each rank has a graph of its own."""
+        """Ranks do not share graphs."""
         return [[[i] for i in range(n)] for n in self.mesh.axes.values()]
 
     @cached_property
@@ -211,7 +211,7 @@ class SizedProgram(Program):
         return found.run, extra
 
     def _compiled(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        """As `Program`, compiled for all sizes that the graph serves; for these sizes alone where
+        """As `Program`, compiled for all sizes that the graph serves; only for these sizes where
         inductor cannot.
         """
         ranks, host = self.ranks, self._has_host

@@ -1,7 +1,7 @@
 """Messages between the stages of a pipeline: in one process, or between processes.
 
 A rank requests the messages of another in the order of sending, whichever it reads first: NCCL
-pairs sends with receives by their order alone.
+pairs sends with receives only by their order.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -76,7 +76,7 @@ class SubgraphPlanner:
         """The program of a subgraph; the one of an equal subgraph, if there was one.
 
         Args:
-            given_up: inputs that nothing reads after it, beside the sums.
+            given_up: inputs, other than the sums, that nothing reads after it.
         """
         given = [
             *(self.params[i] for i in subgraph.params),

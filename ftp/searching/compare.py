@@ -119,10 +119,10 @@ def bound(task: Searching, price: Price) -> float:
     """A lower bound, in the networks' seconds, of all plans that keep the placement constraints
     and fit.
 
-    Each axis alone is a relaxation: the other axes cut everything at no cost, and share the ops'
-    time evenly. With a price of memory, the minimum minus the price of the limit is still a bound
-    (Lagrange). Every set of constraints that was tried is a program of its own: the bound is the
-    smallest of theirs.
+    The problem of each single axis is a relaxation: the other axes cut everything at no cost, and
+        share the ops' time evenly. With a price of memory, the minimum minus the price of the limit
+        is still a bound (Lagrange). Every set of constraints that was tried is a program of its
+        own: the bound is the smallest of theirs.
     """
     alongs = dict.fromkeys(tuple(c.along.items()) for c in task.tried.values())
     return max(

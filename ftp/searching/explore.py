@@ -52,7 +52,7 @@ def fit(task: Searching) -> None:
 
 def _is_outdone(one: Candidate, others: Sequence[Candidate]) -> bool:
     """Whether another candidate takes less time and holds no more: constraints that save nothing
-    are not worth a search of their own.
+    are not worth a separate search.
     """
     return any(
         c.estimate.seconds < one.estimate.seconds and c.estimate.nbytes <= one.estimate.nbytes

@@ -93,7 +93,7 @@ class Found:
 
         It holds for plans that keep the planner's placement constraints and give repeated layers,
         and parameters of one pattern, equal layouts, under the constraints that were tried. Each
-        axis alone is a relaxation; memory has the price at which the plan was found (Lagrange).
+        single axis is a relaxation; memory has the price at which the plan was found (Lagrange).
         """
         return self._bound()
 

@@ -68,7 +68,7 @@ def search(
         ``found.bucket`` is False only if nothing tried fits with buckets, which hold copies.
 
     Raises:
-        PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes
+        PlanningError: nothing found fits in ``memory``. InputError: specs without the shapes
             of a batch.
 
     >>> import ftp

@@ -109,7 +109,7 @@ def _while_loop(
     carried: Sequence[Any],
     additional: Sequence[Any],
 ) -> Any:
-    """Unroll the loop: its condition must follow from numbers alone."""
+    """Unroll the loop: its condition must depend only on numbers."""
     values: Sequence[Any] = tuple(carried)
     result: Any = tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
     trips = 0

@@ -1,7 +1,7 @@
 """``flex_attention`` by tiles while a program is traced.
 
 torch's own kernel needs whole sequences, and on a CPU has no backward pass. ``score_mod`` and
-``mask_mod`` become graphs of their own, which run on one tile of scores at a time.
+``mask_mod`` become separate graphs, which run on one tile of scores at a time.
 """
 
 import math

@@ -2,7 +2,7 @@
 ``if c: raise ...``, ``if not c: warnings.warn(...)``.
 
 The source of the statement that asks for a condition's value is read. If it is a guard, the trace
-takes the value with which the function goes on.
+takes the value with which the function continues.
 """
 
 import ast
@@ -32,7 +32,7 @@ class Guard:
 
 def guard_at(frame: FrameType) -> Guard | None:
     """The guard whose condition ``frame`` evaluates now; None where the value may decide more, also
-    by an except clause of a caller that goes on after the guard's error.
+    by an except clause of a caller that continues after the guard's error.
     """
     found, caller = _guard(frame.f_code, frame.f_lasti), frame
     while found is not None and found.claim and caller is not None:
@@ -153,7 +153,7 @@ def _statements(file: str) -> list[ast.If | ast.Assert]:
 
 @functools.lru_cache(maxsize=256)
 def _caught(file: str) -> list[ast.stmt]:
-    """The statements of a file after whose errors it goes on."""
+    """The statements of a file whose errors are caught, so that the function continues."""
     return [
         statement
         for n in _nodes(file)

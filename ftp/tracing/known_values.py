@@ -1,4 +1,4 @@
-"""Values known while tracing: those that recorded ops compute from numbers alone, such as a loop's
+"""Values known while tracing: those that recorded ops compute only from numbers, such as a loop's
 counter.
 """
 

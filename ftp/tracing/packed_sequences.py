@@ -2,7 +2,7 @@
 ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` of what it packs, and ``pad_packed_sequence``.
 
 The number of packed rows depends on values. Packed rows are rows selected by a mask, those of all
-sequences at step 0, then at step 1, and so on, so that losses of packed rows count these alone. A
+sequences at step 0, then at step 1, and so on, so that losses of packed rows count only these. A
 recurrent layer runs all steps, and a sequence that has ended keeps its state.
 """
 

@@ -212,7 +212,7 @@ class Recorder(TorchDispatchMode):
             return call, self._recall.again(call, self._tracer) if call else None
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
-        """Give nodes a ``val`` of their own before an in-place op, which may change its shape."""
+        """Give each node its own ``val`` before an in-place op, which may change its shape."""
         for tensor in args:
             if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
                 node = self._tracer.tensor_tracker[tensor].proxy.node

@@ -1,4 +1,4 @@
-"""Changes of a tensor's shape in place, as by ``x.t_()``, beside its views.
+"""In-place changes of a tensor's shape, as by ``x.t_()``, while views of it exist.
 
 The gradient of a view replays the op that made it on what it views. After a change of that shape in
 place the op would find another tensor than the one that it was applied to.

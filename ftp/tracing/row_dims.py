@@ -1,6 +1,6 @@
 """Find the dim of a function's result that holds selected rows, by the sharding rules of the ops
-that it runs: along a dim that a rule lets a mesh axis cut without a collective, the op acts on each
-part alone.
+that it runs: if a rule lets a mesh axis cut a dim without a collective, the op acts on each row of
+that dim by itself.
 """
 
 import math
@@ -27,9 +27,10 @@ from ftp.torch_internals.modes import (
 from ftp.torch_internals.op_types import decomposition_table
 
 aten = torch.ops.aten
-# The number of rows in a trial: a prime, so that a size shows whether it is made of it.
+# The number of rows in a trial: a prime, so that its multiples among sizes are sizes of rows.
 ROWS = 1_000_003
-# Their rules let rows be cut, and tell each rank which rows it has.
+# Ops that depend on a row's position: their rules let rows be cut only because each rank knows
+# which rows it has.
 _BY_POSITION = (aten.tril.default, aten.triu.default)
 # Functions of matrices: where no row is selected, they raise or give inf on the rows that fill in.
 _OF_MATRICES = ("linalg_inv", "linalg_solve", "linalg_cholesky", "linalg_lu", "_linalg", "cholesky")
@@ -43,7 +44,7 @@ _OF_SIZES = frozenset(_SIZED.split())
 
 @dataclass(frozen=True)
 class RowDim:
-    """The dim of a tensor that holds the rows, and how many elements of it are of one row."""
+    """The dim of a tensor that holds the rows, and the number of the dim's elements per row."""
 
     dim: int
     per_row: int = 1
@@ -54,8 +55,8 @@ class RowTrial:
     """The outcome of running a function on the shapes of rows.
 
     Attributes:
-        result: the function's result, with a `RowDim` in the place of each tensor; None if it does
-            not act on each row alone.
+        result: the function's result, with a `RowDim` in place of each tensor; None if the function
+            does not act on each row by itself.
         ops: the name and arguments of each op that the function runs.
         is_sum: whether its result is a sum over the rows.
     """
@@ -123,7 +124,7 @@ def _mapped(tree: Any, is_leaf: Callable[[Any], bool], fn: Callable[[Any], Any])
 
 
 class _JoinsRows(Exception):
-    """An op does not act on each row alone, or its rule does not say so."""
+    """An op does not act on each row by itself, or its rule does not say so."""
 
 
 class _RowDims(TorchDispatchMode):
@@ -150,10 +151,10 @@ class _RowDims(TorchDispatchMode):
         return at
 
     def _of(self, x: Tensor) -> RowDim | None:
-        """Where the rows of a tensor are; None if it is not made of them.
+        """The dim of a tensor that holds rows; None if the tensor does not depend on rows.
 
         Raises:
-            _JoinsRows: it is made of all of them.
+            _JoinsRows: each element of the tensor depends on all rows.
         """
         if id(x) not in self._known:
             return None
@@ -198,7 +199,9 @@ class _RowDims(TorchDispatchMode):
         return out
 
     def _out_of_place(self, func: Any, written: Any) -> Any:
-        """The form of an op in place that writes to rows which the function made itself."""
+        """The out-of-place form of an in-place op, if the op writes to a tensor that the function
+        made.
+        """
         name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
         form = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
         if not isinstance(written, Tensor) or form is None or form is func:
@@ -225,8 +228,8 @@ def _is_of_rows(number: int) -> bool:
 
 
 def _rows_after(rule: BoundRule, places: Sequence[RowDim | None]) -> list[RowDim | None] | None:
-    """The dim of rows in each result of a call; None of one that joins all rows. None where each
-    result is the sum of what each row gives.
+    """The dim of rows in each result of a call, or None for a result that joins all rows. None in
+    place of the list if every result is a sum over rows.
 
     Raises:
         _JoinsRows: the rule keeps the dim whole, or all results join its rows.

@@ -2,7 +2,7 @@
 allocated or run.
 
 torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a
-fake tensor of its own.
+separate fake tensor.
 """
 
 from collections.abc import Callable, Sequence

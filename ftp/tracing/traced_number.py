@@ -42,8 +42,8 @@ class TracedNumber:
         return self.mask is not None and holds_same(self.mask, mask)
 
     def beside(self, other: Any) -> Tensor:
-        """The number as an operand beside ``other``. As with a Python number, only its kind (bool,
-        int or float) takes part in type promotion.
+        """The number as an operand of an op whose other operand is ``other``. As with a Python
+        number, only its kind (bool, int or float) takes part in type promotion.
         """
         if other is None or self.value.dtype is torch.bool:
             return self.value
@@ -168,7 +168,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The tensor, or selected rows, among arguments that the number is beside: the first one of
+    """The tensor, or selected rows, among arguments that decides a number's type: the first one of
     the highest kind, so that in ``torch.where(mask, 0.1, x)`` it is ``x``.
     """
     leaves = [*args, *kwargs.values()]

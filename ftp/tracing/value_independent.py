@@ -272,8 +272,8 @@ def _getitem(input: Tensor, key: Any) -> Tensor:
 
 
 def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
-    """(dim, place along it, key for the place alone) of the first integer in a tensor in ``key``;
-    None where there is no such integer.
+    """Of the first 0-d integer tensor in ``key``: its dim, the place along the dim, and the key for
+    a tensor of this place only. None if there is no such tensor.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     numbers = [

@@ -176,7 +176,7 @@ def _difference_of_routings(certificate: Certificate, depth: Depth) -> WrongOutp
 
 
 class WrongShape(Exception):
-    """An output that has another shape than is due."""
+    """An output whose shape is not the expected one."""
 
 
 def graphs_of(certificate: Certificate) -> list[fx.Graph]:

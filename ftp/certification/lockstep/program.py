@@ -64,7 +64,7 @@ def positions(
 
 
 def shard(domain: Any, x: Any, spec: Spec, axes: Mapping[str, int], at: Mapping[str, int]) -> Any:
-    """The shard of a whole tensor that a rank holds, in memory of its own."""
+    """A copy of the shard that a rank holds of a whole tensor."""
     for dim, cuts in enumerate(spec):
         if cuts:
             index = positions(x.shape[dim], cuts, axes, at)

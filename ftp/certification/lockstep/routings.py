@@ -2,7 +2,7 @@
 reference makes, such as a router's ``topk`` of each token.
 
 An order of the numbers that are chosen among is given rather than drawn, one for each outcome. Runs
-with several outcomes go side by side, as a batch: what differs between them is the order alone.
+with several outcomes go side by side, as a batch: they differ only in the order.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Run the programs of all ranks in turn: each goes on until it waits for an exchange that its peers
+"""Run the programs of all ranks in turn: each runs until it waits for an exchange that its peers
 have not issued.
 """
 

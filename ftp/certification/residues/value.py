@@ -154,7 +154,7 @@ def move(
 
 
 def separate(x: Planes) -> Planes:
-    """``x`` in memory of its own."""
+    """A copy of ``x``."""
     planes = [p.clone(memory_format=torch.contiguous_format) for p in x.planes]
     return Planes(planes, x.window & x.window, x.dtype)
 

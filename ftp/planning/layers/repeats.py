@@ -32,7 +32,7 @@ KEPT = 2
 @dataclass(frozen=True)
 class Gap:
     """The layers that a folded graph leaves out: ``count`` layers from number ``start`` on. The
-    folded graph numbers the layers behind the gap anew.
+    folded graph numbers the layers after the gap anew.
     """
 
     start: int

@@ -49,7 +49,7 @@ def _variance(
 
 
 def _register(op: Any, is_root: bool, has_mean: bool) -> None:
-    """Register all overloads of a variance or standard deviation, alone or with the mean."""
+    """Register all overloads of a variance or standard deviation, with or without the mean."""
 
     def corrected(
         x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False

@@ -1,7 +1,7 @@
 """Rules for ops that have none: placements found by trial on small calls, and used only if they are
 proven on more of them.
 
-The rule depends on the call's form alone (seeds are fixed, limits are in processor time), so that
+The rule depends only on the call's form (seeds are fixed, limits are in processor time), so that
 all ranks find the same. If one does not, the ranks' programs differ; ranks compare programs before
 they run.
 """
