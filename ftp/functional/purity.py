@@ -98,7 +98,7 @@ class WriteGuard(TorchFunctionMode):
         if self.frozen:  # also where the function holds the parameter under a name of its own
             args = tuple(map(self._as_now, args))
             kwargs = {name: self._as_now(x) for name, x in kwargs.items()}
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
             base = tensor if id(tensor) in self.names or not tensor._is_view() else tensor._base
             if (name := self.names.get(id(base))) is not None:
                 error = ChangesFrozen if name.startswith("frozen") else TraceError
@@ -196,7 +196,7 @@ _INPLACE_DUNDERS = re.compile(
 )
 
 
-def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a torch function writes to, by its name and arguments."""
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")

@@ -12,6 +12,7 @@ from ftp.ops.assume import Condition, assumptions_to
 from ftp.source import user_line
 from ftp.torch_internals.functorch import unwrapped
 from ftp.tracing.known_values import KnownValues
+from ftp.tracing.paths import where_taken
 
 
 class Assumptions:
@@ -32,6 +33,7 @@ class Assumptions:
             return  # each rank has values of its own
         line = user_line()
         claim = f"{line}: {claim}" if line else claim
+        condition, claim = where_taken(condition, claim)
         if isinstance(condition, Tensor) and self._values.all_of(condition) is False:
             raise TraceError(f"{claim}: this does not hold.")
         key = claim, sum(text == claim for text, _ in self.found)

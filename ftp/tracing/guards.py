@@ -47,18 +47,18 @@ def guard_at(frame: FrameType) -> Guard | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_caught(code: CodeType, instruction: int) -> bool:
-    position = _position(code, instruction)
+    position = position_of(code, instruction)
     caught = [] if position is None or None in position else _caught(code.co_filename)
-    return any(_spans(statement, position) for statement in caught)  # type: ignore[arg-type]
+    return any(spans(statement, position) for statement in caught)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
 def _guard(code: CodeType, instruction: int) -> Guard | None:
-    position = _position(code, instruction)
+    position = position_of(code, instruction)
     if position is None or None in position:
         return None
     for statement in _statements(code.co_filename):
-        if not _spans(statement.test, position) and _span(statement) != position:
+        if not spans(statement.test, position) and _span(statement) != position:
             continue
         wanted = _wanted(statement)
         if wanted is None:
@@ -81,14 +81,19 @@ def asks_whether_any(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_none(code: CodeType, instruction: int) -> bool:
-    position = _position(code, instruction)
-    return position is not None and position in _asking_for_any(code.co_filename)
+    position = position_of(code, instruction)
+    return position is not None and asks_for_any(code, position)
+
+
+def asks_for_any(code: CodeType, position: SourcePosition) -> bool:
+    """Whether at ``position`` there is a ``len(...)`` that only tells whether there are any."""
+    return position in _asking_for_any(code.co_filename)
 
 
 @functools.lru_cache(maxsize=256)
 def _asking_for_any(file: str) -> set[SourcePosition]:
     """The places of calls ``len(...)`` of which a file's code asks only whether they are zero."""
-    nodes = _nodes(file)
+    nodes = nodes_of(file)
     asked: list[ast.expr] = [n.test for n in nodes if isinstance(n, ast.If | ast.While | ast.IfExp)]
     asked += [n.operand for n in nodes if isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)]
     asked += [
@@ -116,14 +121,14 @@ def line_of_identity(code: CodeType) -> int | None:
 def _asking_for_identity(file: str) -> set[int]:
     return {
         n.lineno
-        for n in _nodes(file)
+        for n in nodes_of(file)
         if isinstance(n, ast.Compare)
         and any(isinstance(op, ast.Is | ast.IsNot) for op in n.ops)
         and any(isinstance(c, ast.Constant) and type(c.value) is bool for c in n.comparators)
     }
 
 
-def _position(code: CodeType, instruction: int) -> SourcePosition | None:
+def position_of(code: CodeType, instruction: int) -> SourcePosition | None:
     """The position of the expression whose value is asked for. A conditional jump asks for the
     value of the instruction before it; its own position is that of the statement.
     """
@@ -138,7 +143,7 @@ def _position(code: CodeType, instruction: int) -> SourcePosition | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _nodes(file: str) -> list[ast.AST]:
+def nodes_of(file: str) -> list[ast.AST]:
     try:
         return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
     except (SyntaxError, ValueError):
@@ -148,7 +153,7 @@ def _nodes(file: str) -> list[ast.AST]:
 @functools.lru_cache(maxsize=256)
 def _statements(file: str) -> list[ast.If | ast.Assert]:
     """The conditional statements of a file, inner ones first."""
-    return [n for n in _nodes(file)[::-1] if isinstance(n, ast.If | ast.Assert)]
+    return [n for n in nodes_of(file)[::-1] if isinstance(n, ast.If | ast.Assert)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,7 +161,7 @@ def _caught(file: str) -> list[ast.stmt]:
     """The statements of a file whose errors are caught, so that the function continues."""
     return [
         statement
-        for n in _nodes(file)
+        for n in nodes_of(file)
         if (
             any(not isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)
             if isinstance(n, ast.Try | ast.TryStar)
@@ -207,7 +212,7 @@ def _is_call(node: ast.expr, names: tuple[str, ...]) -> bool:
     return name in names
 
 
-def _spans(node: ast.expr | ast.stmt, position: SourcePosition) -> bool:
+def spans(node: ast.expr | ast.stmt, position: SourcePosition) -> bool:
     line, end_line, column, end_column = position
     return (node.lineno, node.col_offset) <= (line, column) and (end_line, end_column) <= (
         node.end_lineno,
@@ -224,29 +229,29 @@ def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool
     "false", or the "number" that a comparison reads; None where it is not determined.
     """
     if _span(statement) != position:
-        return _asked_in(statement.test, position, value)
+        return asked_in(statement.test, position, value)
     # pytest rewrites an assert part by part; each part must be true.
     parts = {type(n) for n in ast.walk(statement.test)}
     is_sure = isinstance(statement, ast.Assert) and not parts & {ast.Or, ast.IfExp, ast.Lambda}
     return "true" if is_sure else None
 
 
-def _asked_in(node: ast.expr, position: SourcePosition, value: bool) -> str | None:
+def asked_in(node: ast.expr, position: SourcePosition, value: bool) -> str | None:
     if _span(node) == position and not isinstance(node, ast.BoolOp):
         is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         return "true" if value != is_not else "false"  # ``not`` asks for its operand
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return _asked_in(node.operand, position, not value)
+        return asked_in(node.operand, position, not value)
     if isinstance(node, ast.BoolOp):
-        part = next((i for i, n in enumerate(node.values) if _spans(n, position)), None)
+        part = next((i for i, n in enumerate(node.values) if spans(n, position)), None)
         if part is None:
             return None
         # All parts of a true ``and`` are true, all parts of a false ``or`` are false. In a false
         # ``and`` the last part must be false: Python evaluates it when the others are true.
         is_sure = isinstance(node.op, ast.And) == value or part == len(node.values) - 1
-        return _asked_in(node.values[part], position, value) if is_sure else None
+        return asked_in(node.values[part], position, value) if is_sure else None
     if isinstance(node, ast.Compare):
         is_sure = len(node.ops) == 1 or value
         operands = (node.left, *node.comparators)
-        return "number" if is_sure and any(_spans(n, position) for n in operands) else None
+        return "number" if is_sure and any(spans(n, position) for n in operands) else None
     return None

@@ -1,5 +1,6 @@
 """Paths: a function that branches on values, as ``if error < 1e-6: break`` does, is run once for
-each way that it can go.
+each way that it can go. Where that takes many runs, statements that only compute are run for both
+values of their conditions at once (``joins.py``).
 
 Every run records all of its ops. Then equal ops of several runs are merged, results are chosen as
 those of ``torch.cond`` are, and ops that only one way reads become part of its branch. So gradients
@@ -7,9 +8,11 @@ are those of the way that is taken.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -19,14 +22,18 @@ from ftp.axis import is_inside
 from ftp.context import set_within
 from ftp.errors import TraceError, join_failures
 from ftp.functional.remat import Region, current_region
-from ftp.ops.assume import is_listening
+from ftp.ops.assume import Condition, is_listening
 from ftp.ops.choose import CHOOSE, BranchPath, common, read_in
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.source import user_line
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
 
+if TYPE_CHECKING:
+    from ftp.tracing.joins import Joins
+
 MOST = 32  # ways of one function, and decisions on one way
+MOST_UNJOINED = 8  # ways after which statements are joined
 
 Outcomes = tuple[bool, ...]
 
@@ -54,15 +61,33 @@ class Ran:
     claims: dict[tuple[str, int], Tensor | None]
 
 
+_current: ContextVar["Paths | None"] = ContextVar("ftp_paths", default=None)
+
+
+class Rerun(BaseException):
+    """This run of the function is of no use: it is run in another way. No ``except Exception`` of
+    the function catches it; a run that catches it all the same ends with another one.
+    """
+
+    def __init__(self) -> None:
+        if (paths := _current.get()) is not None:
+            paths.is_void = True
+
+
 @dataclass
 class Paths:
     """The ways that the function of one trace goes.
 
     Attributes:
         asked: per sequence of outcomes, the next condition that is read: a tensor of each run.
+        runs: how often the function was run.
+        joins: the statements that are joined, in runs that join.
+        is_void: whether the run is to be followed by another one.
     """
 
     can_fork: bool
+    new_joins: "Callable[[], Joins]"
+    runs: int = 0
     asked: dict[Outcomes, list[Tensor]] = field(default_factory=dict)
     _lines: dict[Outcomes, str] = field(default_factory=dict)
     _numbers: dict[Any, int] = field(default_factory=dict)
@@ -72,32 +97,59 @@ class Paths:
     _conds: int = 0
     _regions: dict[tuple[Outcomes, int], Region] = field(default_factory=dict)
     _begun: dict[Region, Region] = field(default_factory=dict)
+    _most: int = 0
+    joins: "Joins | None" = None
+    is_void: bool = False
 
-    def of(self, run: Callable[[], Ran], given: Outcomes = ()) -> Ran:
+    def of(self, run: Callable[[], Ran]) -> Ran:
+        """Run the function in all the ways that it goes."""
+        self._most = MOST_UNJOINED
+        with suppress(Rerun):
+            return self._of(run)
+        self._most, self.joins = MOST, self.new_joins()
+        with suppress(Rerun, Exception):
+            self._begin()
+            return self._of(run)
+        self.joins = None
+        self._begin()
+        return self._of(run)
+
+    def _begin(self) -> None:
+        for found in (self.asked, self._lines, self._numbers, self._regions):
+            found.clear()
+        self._ways, self.is_void = 0, False
+
+    def _of(self, run: Callable[[], Ran], given: Outcomes = ()) -> Ran:
         """Run the function in all the ways that begin with the ``given`` outcomes."""
-        self._ways += 1
+        self._ways, self.runs = self._ways + 1, self.runs + 1
         self._given, self._outcomes, self._conds = given, (), 0
         self._begun = {}
-        with set_within(_current, self):
+        with set_within(_current, self), self.joins or nullcontext():
             ran = run()
+            if self.is_void:
+                raise Rerun
         outcomes = self._outcomes
         for i in reversed(range(len(given), len(outcomes))):
             before = outcomes[:i]
-            other = self.of(run, (*before, not outcomes[i]))
+            other = self._of(run, (*before, not outcomes[i]))
             ran = self._chosen(before, *((ran, other) if outcomes[i] else (other, ran)))
         return ran
 
-    def decide(self, condition: Tensor) -> bool:
-        """The outcome of a condition on the way that is being run."""
+    def decide(self, condition: Tensor, frame: FrameType | None) -> bool:
+        """The outcome of a condition, which ``frame`` reads, on the way that is being run."""
         before, line = self._outcomes, user_line()
-        if max(self._ways, len(before)) >= MOST:
+        predicate = unwrapped(condition.detach().reshape(()) != 0)
+        if self.joins and (joined := self.joins.begin(predicate, frame)) is not None:
+            return joined
+        if max(self._ways, len(before)) >= self._most:
+            if self._most < MOST:
+                raise Rerun
             raise TraceError(
                 f"The function decides by values in more than {MOST} ways at {line}: each is traced"
                 " and planned. A loop that ends by a value is one op with"
                 " ftp.static.while_loop(cond_fn, body_fn, carried, max_steps=n); write choices"
                 " between results with torch.where."
             )
-        predicate = unwrapped(condition.detach().reshape(()) != 0)
         self.asked.setdefault(before, []).append(predicate)
         self._lines.setdefault(before, line)
         outcome = self._given[len(before)] if len(before) < len(self._given) else False
@@ -147,13 +199,10 @@ class Paths:
         )
 
 
-_current: ContextVar[Paths | None] = ContextVar("ftp_paths", default=None)
-
-
-def decided(condition: Tensor) -> bool | None:
-    """The value of a condition in Python's eyes, on the way that is being run; None where a
-    function may not decide by values: in ``ftp.local``, under ``torch.vmap``, in a branch of
-    ``torch.cond`` and in recomputed blocks.
+def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
+    """The value of a condition in Python's eyes, which ``frame`` reads, on the way that is being
+    run; None where a function may not decide by values: in ``ftp.local``, under ``torch.vmap``, in
+    a branch of ``torch.cond`` and in recomputed blocks.
     """
     paths = _current.get()
     if (
@@ -166,7 +215,14 @@ def decided(condition: Tensor) -> bool | None:
         or not is_fake(unwrapped(condition))
     ):
         return None
-    return paths.decide(condition)
+    return paths.decide(condition, frame)
+
+
+def where_taken(condition: Condition, claim: str) -> tuple[Condition, str]:
+    """A claim as it holds outside of the statements that are being joined."""
+    paths = _current.get()
+    joins = None if paths is None else paths.joins
+    return (condition, claim) if joins is None else joins.where_taken(condition, claim)
 
 
 def new_number() -> int:

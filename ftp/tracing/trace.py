@@ -37,6 +37,7 @@ from ftp.tracing.functionalize_graph import (
 )
 from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.gradient import WAYS, noted_gradients, taking
+from ftp.tracing.joins import Joins
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
@@ -222,7 +223,7 @@ def _traced(
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Ran] = []
-    paths, means = Paths(can_fork=not within), None if within else means_of_trace()
+    paths, means = Paths(not within, Joins), None if within else means_of_trace()
 
     def run(filled: Sequence[Any]) -> Ran:
         assumed = Assumptions(recorder, checked)
@@ -280,7 +281,7 @@ def _traced(
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
-    if paths.asked:
+    if paths.runs > 1:
         merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
     as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
     clean(gm, recorder.device, torch.device(device_type))

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -91,14 +92,15 @@ class unchecked(ModeOfBlocks):
             return None
         if (known := self._known.read(x, func)) is not None:
             return known
-        if func in _ASKING and (guarded := _guarded(x)) is not None:
+        frame = _asking_frame() if func in _ASKING else None
+        if frame is not None and (guarded := _guarded(x, frame)) is not None:
             return guarded
         if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
             numbers = self._read(Tensor.tolist, x)
             return None if numbers is None else np.array(numbers, dtype=object)
         if func in (Tensor.item, Tensor.tolist):
             return None if x.is_complex() or x.numel() > _MOST_NUMBERS else _numbers(func, x)
-        return decided(x) if func in _ASKING else None
+        return decided(x, frame) if func in _ASKING else None
 
 
 # The methods by which code reads one value of a tensor, and all that read values.
@@ -129,17 +131,22 @@ def _numbers(func: Any, x: Tensor) -> Any:
     return TracedNumber(value)
 
 
-def _guarded(condition: Tensor) -> Any:
-    """The assumed value of a guard's condition; None where the value decides more."""
-    if not is_listening() or is_inside() or condition.numel() != 1:
-        return None  # in ftp.local each rank has values of its own
+def _asking_frame() -> FrameType | None:
+    """The frame that reads a condition's value."""
     frame = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name in ("_compared", "_read", "__torch_function__")
-        or frame.f_code is TracedNumber.__bool__.__code__
+        or frame.f_code in (TracedNumber.__bool__.__code__, Selected.__len__.__code__)
     ):
         frame = frame.f_back
-    if frame is None or (guard := guard_at(frame)) is None:
+    return frame
+
+
+def _guarded(condition: Tensor, frame: FrameType) -> Any:
+    """The assumed value of a guard's condition; None where the value decides more."""
+    if not is_listening() or is_inside() or condition.numel() != 1:
+        return None  # in ftp.local each rank has values of its own
+    if (guard := guard_at(frame)) is None:
         return None
     if guard.claim and guard.value is not None:
         is_true = condition.detach() != 0

@@ -1,0 +1,312 @@
+"""Joins: an ``if`` that only computes is run once, for both values of its condition.
+
+Following each way of k decisions takes 2^k runs. The body of a joinable statement
+(``joinable.py``) runs whatever its condition is: its writes to tensors are kept where the condition
+holds, the names that it binds are chosen between their values before and after it, and no gradient
+enters it where it is not taken. Where that is not possible, `Rerun` ends the run, and the ways of
+the function are followed.
+
+The end of a statement is seen as a debugger sees it, by ``sys.settrace``.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ftp.functional.purity import version, written_by
+from ftp.ops.assume import Condition
+from ftp.source import is_users, user_line
+from ftp.torch_internals.functorch import unwrapped
+from ftp.torch_internals.modes import DisableTorchFunction
+from ftp.tracing.joinable import Joinable, changes_objects, joinable_at
+from ftp.tracing.paths import Rerun
+from ftp.tracing.row_functions import VIEWING
+from ftp.tracing.selected import Selected, flat
+from ftp.tracing.traced_number import TracedNumber
+
+
+class _Entered(torch.autograd.Function):
+    """A tensor as a statement reads it: it has a gradient where the statement is taken."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, is_taken: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _or_zero(ctx.saved_tensors[0], grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+        return _or_zero(ctx.saved_tensors[0], tangent)
+
+
+def _or_zero(is_taken: Tensor, x: Tensor) -> Tensor:
+    return torch.where(is_taken, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+_REFUSED = ("grad", "backward", "requires_grad_", "set_", "__set__")
+
+
+class _Statement(TorchFunctionMode):
+    """The run of one statement.
+
+    Attributes:
+        is_taken: whether the condition holds.
+        line: of the condition.
+        before: the names of the frame before it.
+        own: tensors that it made, by their memory.
+    """
+
+    def __init__(self, frame: FrameType, statement: Joinable, is_taken: Tensor, line: str):
+        super().__init__()
+        self.frame, self.statement, self.is_taken, self.line = frame, statement, is_taken, line
+        self.before: dict[str, Any] = dict(frame.f_locals)
+        self.is_entered, self.own = False, dict[int, Tensor]()
+        self._entered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _REFUSED or kwargs.get("out") is not None:
+            raise Rerun
+        written = [x for x in map(_storing, written_by(func, args, kwargs)) if not self._is_own(x)]
+        if written:
+            before = [x.clone() for x in written]
+            out = func(*args, **kwargs)
+            for x, was in zip(written, before, strict=True):
+                x.copy_(torch.where(self.is_taken, x, was))
+            return out
+        if name in VIEWING:
+            return func(*args, **kwargs)
+        args, kwargs = self._as_entered(args), self._as_entered(kwargs)
+        out = func(*args, **kwargs)
+        given = {_memory(x) for x in flat((args, kwargs)) if isinstance(x, Tensor)}
+        for x in flat(out):
+            if isinstance(x, Tensor) and (memory := _memory(x)) not in given:
+                self.own[memory] = x
+        return out
+
+    def _is_own(self, x: Tensor) -> bool:
+        return _memory(x) in self.own
+
+    def _as_entered(self, tree: Any) -> Any:
+        if isinstance(tree, Selected):
+            return Selected(self._as_entered(tree.rows), tree.group, tree.below, tree.at)
+        if isinstance(tree, Tensor):
+            if not _is_smooth(tree) or self._is_own(tree) or not torch.is_grad_enabled():
+                return tree
+            key = id(tree), version(tree)
+            if key not in self._entered:
+                entered: Any = _Entered.apply(tree, self.is_taken)
+                self._entered[key] = entered, tree
+            return self._entered[key][0]
+        if type(tree) in (list, tuple):
+            return type(tree)(map(self._as_entered, tree))
+        if type(tree) is dict:
+            return {key: self._as_entered(value) for key, value in tree.items()}
+        return tree
+
+    def chosen(self, after: Mapping[str, Any]) -> dict[str, Any]:
+        """The names that the statement binds, as the function goes on with them."""
+        for path in self.statement.written:
+            name, *attributes = path.split(".")
+            target = after.get(name, self.frame.f_globals.get(name))
+            for attribute in attributes:
+                target = getattr(target, attribute, None)
+            if not isinstance(target, Tensor | Selected):
+                raise Rerun
+        return {
+            name: self._either(self.before[name], after[name])
+            for name in self.statement.names
+            if name in self.before and name in after
+        }
+
+    def _either(self, was: Any, now: Any) -> Any:
+        if Either in (type(was), type(now)):
+            return Either()
+        if (was is None) != (now is None):
+            raise Rerun  # ``is None`` cannot be asked of both
+        if was is now:
+            if isinstance(was, list | dict | set):
+                raise Rerun  # it may have other elements now
+            return now
+        if _is_number(was) and _is_number(now):
+            if type(was) is type(now) and not isinstance(was, TracedNumber) and was == now:
+                return now
+            return TracedNumber(torch.where(self.is_taken, _value(now), _value(was)))
+        pair = self._as_tensors(was, now)
+        if pair is not None:
+            return torch.where(self.is_taken, *pair)
+        if type(was) is type(now) is tuple and len(was) == len(now):
+            return tuple(map(self._either, was, now))
+        return Either()
+
+    def _as_tensors(self, was: Any, now: Any) -> tuple[Tensor, Tensor] | None:
+        """Both values as tensors that ``torch.where`` takes: (now, was)."""
+        if isinstance(was, int | float) and isinstance(now, Tensor) and not now.ndim:
+            if isinstance(was, TracedNumber) or (type(was) is float and not _is_smooth(now)):
+                return None
+            was = torch.full((), was, dtype=now.dtype, device=now.device)
+        if not (isinstance(was, Tensor) and isinstance(now, Tensor)):
+            return None
+        is_alike = (was.shape, was.dtype, was.device) == (now.shape, now.dtype, now.device)
+        return (now, was) if is_alike else None
+
+
+def _memory(x: Tensor) -> int:
+    with DisableTorchFunction():
+        return unwrapped(x).untyped_storage()._cdata
+
+
+def _is_smooth(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, TracedNumber) or type(x) in (int, float, bool)
+
+
+def _value(x: Any) -> Tensor:
+    if isinstance(x, TracedNumber):
+        return x.value
+    return torch.tensor(x, dtype=torch.float64 if type(x) is float else None)
+
+
+def _storing(x: Any) -> Tensor:
+    """The tensor to which a write to ``x`` goes."""
+    if not isinstance(x, Selected):
+        return x
+    return x._rows if x.viewed is None else x.viewed
+
+
+class Either:
+    """A name of two values that no tensor holds both of, such as a loop's temporary: it may be
+    bound again, and not used.
+    """
+
+    def _used(self, *_: Any, **__: Any) -> Any:
+        raise Rerun
+
+    __class__ = property(_used)  # type: ignore[assignment]
+    __getattr__ = __call__ = __iter__ = __len__ = __bool__ = __index__ = __int__ = __float__ = _used
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __contains__ = _used  # type: ignore[assignment]
+    __getitem__ = __setitem__ = __enter__ = __exit__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise Rerun
+
+
+_OPERATORS = """
+    add sub mul truediv floordiv mod pow matmul and or xor lshift rshift
+"""
+for _name in _OPERATORS.split():
+    for _kind in ("", "r", "i"):
+        setattr(Either, f"__{_kind}{_name}__", Either._used)
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Either, f"__{_name}__", Either._used)
+
+
+@dataclass
+class Joins:
+    """The statements of one run that are being run for both values of their conditions."""
+
+    _open: list[_Statement] = field(default_factory=list)
+
+    def __enter__(self) -> "Joins":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        is_open = bool(self._open)
+        self._abandon()
+        if is_open and kind is None:
+            raise Rerun  # the end of a statement was not seen
+
+    def begin(self, condition: Tensor, frame: FrameType | None) -> bool | None:
+        """Begin the statement whose condition ``frame`` evaluates: the condition's value in the
+        run; None where it cannot be joined.
+        """
+        statement = None if frame is None else joinable_at(frame)
+        other_tracer = sys.gettrace() is not None and not self._open
+        if frame is None or statement is None or other_tracer:
+            return None
+        is_taken = condition if statement.value else ~condition
+        region = _Statement(frame, statement, is_taken, user_line())
+        self._open.append(region)
+        frame.f_trace, frame.f_trace_opcodes = self._enter(region), True
+        sys.settrace(self._call)
+        return statement.value
+
+    def _enter(self, region: _Statement) -> Any:
+        def step(frame: FrameType, event: str, _: Any) -> Any:
+            # The first instruction of the frame after the condition's value was asked for.
+            frame.f_trace_opcodes = False
+            region.__enter__()
+            region.is_entered = True
+            return self._line(frame, event, _)
+
+        return step
+
+    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
+        if event == "exception":
+            if value[0] is not StopIteration:
+                self._abandon(frame)
+            return self._line
+        if event not in ("line", "return"):
+            return self._line
+        names = frame.f_locals
+        while self._open and self._open[-1].frame is frame:
+            region = self._open[-1]
+            inside = region.statement.first <= frame.f_lineno <= region.statement.last
+            if event == "line" and inside:
+                break
+            self._close()
+            if event == "line":
+                names.update(region.chosen(names))
+        return self._line
+
+    def _close(self) -> None:
+        region = self._open.pop()
+        if region.is_entered:
+            region.__exit__(None, None, None)
+        if not self._open:
+            sys.settrace(None)
+
+    def _abandon(self, frame: FrameType | None = None) -> None:
+        """End the open statements of ``frame``, or of all frames, after an error."""
+        while self._open and (frame is None or self._open[-1].frame is frame):
+            self._close()
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        is_called = event == "call" and self._open and module not in ("ftp", "torch")
+        if is_called and is_users(frame.f_code) and changes_objects(frame.f_code):
+            raise Rerun
+        return None
+
+    def where_taken(self, condition: Condition, claim: str) -> tuple[Condition, str]:
+        """A claim that is made in the open statements."""
+        if not self._open:
+            return condition, claim
+        lines = " and ".join(region.line for region in self._open)
+        is_taken = torch.stack([region.is_taken for region in self._open]).all()
+
+        def of_all() -> Tensor:
+            whole = condition if isinstance(condition, Tensor) else condition()
+            return whole | ~is_taken
+
+        return of_all, f"{claim}, where {lines} goes on"
