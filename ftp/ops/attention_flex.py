@@ -36,9 +36,9 @@ PAIRS = 1 << 21  # most (query, key) pairs, over all heads, whose scores exist a
 # ``drop_keys``: none, or the key from whose stream ``dropout`` draws, as for the weights of all
 # (batch, heads, queries, keys) at once: ``drawn`` are the sizes of these dims but the first.
 GIVEN = (
-    "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, Tensor[] drop_keys, int[] batch,"
-    " int[] heads, int[] rows, int[] columns, int[] block, float scale, str score, str mask,"
-    " str known, float dropout, int[] drawn"
+    "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, Tensor[] drop_keys, SymInt[] batch,"
+    " SymInt[] heads, SymInt[] rows, SymInt[] columns, int[] block, float scale, str score,"
+    " str mask, str known, float dropout, SymInt[] drawn"
 )
 FLEX = define(
     "scaled_dot_product_attention_flex"
