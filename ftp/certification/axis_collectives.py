@@ -109,6 +109,12 @@ def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> Elem
         return _first(first, along.dim)
     if op != "sum":
         raise Unsound(f"a {op} is taken over {axis} of parts of a value")
+    return _joined_by_sum(parts, along)
+
+
+def _joined_by_sum(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """The sum of parts padded with zeros: each element comes from one rank."""
+    first, axis = parts[0].held, along.name
     bring = [p for p in parts if not p.held.is_zero]
     if not bring:
         return first

@@ -256,16 +256,9 @@ class Checker:
         return self.maps[key]
 
     def follow(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
+        """The elements that a node of a cell's graph holds."""
         if node.op == "placeholder":
-            at = self.graphs.placeholders[cell.graph][node]
-            if at >= len(self.inputs):
-                raise Unsound("an offset is used as a tensor")
-            op = self.inputs[at]
-            return element_map(
-                Ref(op.name).key,
-                self.parts.cut_by_spec(op.results[0].shape, op.spec, cell),
-                pending_sums(self.certificate.unreduced.inputs[at]),
-            )
+            return self._map_of_input(cell, node)
         if self.graphs.is_operation(node):
             if (cell, node.meta["origin"]) not in self.forms.in_rows:
                 self.forms.bind(cell, node.meta["origin"])
@@ -274,7 +267,7 @@ class Checker:
         if node.target is c10d.wait_tensor.default:
             issued: Any = node.args[0]
             if issued.target not in COLLECTIVES:
-                raise Unsound("wait_tensor waits for what is no collective")
+                raise Unsound("wait_tensor waits for a node that is no collective")
             return self.received(cell, issued)
         if node.target in COLLECTIVES:
             raise Unsound("it is read before it has arrived (no wait_tensor)")
@@ -287,6 +280,21 @@ class Checker:
             made = filled(node)
             self.map_of(cell, node.args[0])  # type: ignore[arg-type]  # a tensor that has arrived
             return made
+        return self._moved(cell, node)
+
+    def _map_of_input(self, cell: Cell, node: fx.Node) -> ElementMap:
+        at = self.graphs.placeholders[cell.graph][node]
+        if at >= len(self.inputs):
+            raise Unsound("an offset is used as a tensor")
+        op = self.inputs[at]
+        return element_map(
+            Ref(op.name).key,
+            self.parts.cut_by_spec(op.results[0].shape, op.spec, cell),
+            pending_sums(self.certificate.unreduced.inputs[at]),
+        )
+
+    def _moved(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
+        """The elements after a data movement, such as a slice or a transpose."""
         step = MOVEMENTS.get(node.target)
         if step is None:
             raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
@@ -301,7 +309,7 @@ class Checker:
         try:
             return step(*args)  # type: ignore[misc]
         except (IndexError, TypeError, ValueError, AttributeError):
-            raise Unsound(f"{node.target}{node.args} does not fit what it is given") from None
+            raise Unsound(f"{node.target}{node.args} does not fit its arguments") from None
 
     def split(self, cell: Cell, node: Any) -> Sequence[ElementMap | PackedValues]:
         if node.target is not aten.split_with_sizes.default:

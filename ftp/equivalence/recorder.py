@@ -155,6 +155,21 @@ class ProgramRecorder(TorchDispatchMode):
             return self.exchanges.record(self, func, args, kwargs, self.line())
         if func.namespace in ("c10d", "_c10d_functional", "ftp") and self.exchanges is None:
             raise TraceError(f"{user_line()}\n  The single-device program calls {func}.")
+        rewritten = self._rewritten(func, args, kwargs, tensors)
+        if rewritten is not NotImplemented:
+            return rewritten
+        self._refuse_writes(func, args)
+        result = func(*args, **kwargs)
+        if func._schema.returns or func._schema.is_mutable:
+            self.node(func, args, kwargs, result, self.line())
+        return result
+
+    def _rewritten(
+        self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """The result of a call as calls of ops that proofs know; NotImplemented for an op that is
+        recorded as it is.
+        """
         if func is aten._grouped_mm.default and len(args) > 2:
             with self:
                 return as_matmuls(*args, **kwargs)
@@ -167,21 +182,11 @@ class ProgramRecorder(TorchDispatchMode):
         if name in _MOVES_IN_PLACE:
             return self._moved_in_place(func, args, kwargs)
         is_known = name in KNOWN or (name.endswith("_") and name.removesuffix("_") in KNOWN)
-        floats = any(x.is_floating_point() for x in tensors)
-        if not is_known and floats:
-            by = decomposition_table.get(func)
-            if by is not None:
-                with self:
-                    return by(*args, **kwargs)
-            with self:
-                found = func.decompose(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        self._refuse_writes(func, args)
-        result = func(*args, **kwargs)
-        if func._schema.returns or func._schema.is_mutable:
-            self.node(func, args, kwargs, result, self.line())
-        return result
+        if is_known or not any(x.is_floating_point() for x in tensors):
+            return NotImplemented
+        by = decomposition_table.get(func)
+        with self:
+            return func.decompose(*args, **kwargs) if by is None else by(*args, **kwargs)
 
     def _into(self, func: Any, args: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Any:
         """An op with ``out=``: its result is copied into these tensors."""

@@ -25,16 +25,12 @@ def origins(
     for node, spec in cut_inputs:
         found.update({(Value(node), axis): node for axis in spec.axes})
     for node in graph.nodes:
-        if node.kind == "constrain":
-            pin = pin_from_str(node.target)
+        if node.kind in ("constrain", "reshard"):
             for axis in axes:
-                if axis in pin.spec.axes:
-                    found[Value(node), axis] = node
-                elif not pin.holds(axis) and (node.operands[0], axis) in found:
-                    found[Value(node), axis] = found[node.operands[0], axis]
-        elif node.kind == "reshard":
-            for axis in axes:
-                at = _through_reshard(node, axis, found, users)
+                if node.kind == "constrain":
+                    at = _through_constraint(node, axis, found)
+                else:
+                    at = _through_reshard(node, axis, found, users)
                 if at is not None:
                     found[Value(node), axis] = at
         elif node.kind == "op":
@@ -42,6 +38,13 @@ def origins(
                 for index in range(len(node.results)):
                     found[Value(node, index), axis] = at
     return found
+
+
+def _through_constraint(node: Node, axis: str, found: Origins) -> Node | None:
+    pin = pin_from_str(node.target)
+    if axis in pin.spec.axes:
+        return node
+    return None if pin.holds(axis) else found.get((node.operands[0], axis))
 
 
 def _through_reshard(node: Node, axis: str, found: Origins, users: Users) -> Node | None:

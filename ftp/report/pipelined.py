@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -216,15 +216,7 @@ class LoweredPipeline(Startable):
         """The peak bytes of one rank over its actions, see `memory_by_rank`."""
         program = self._program
         stages = program.made.stages
-        own = [
-            held
-            for leaf, (held, holder) in enumerate(
-                zip(program.leaves, program.stage_of, strict=True)
-            )
-            if holder is None
-            or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
-        ]
-        base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
+        base = self._held_throughout(rank)
         totals: dict[tuple[int, str], int] = {}  # of gradients, by stage
         coming: dict[tuple[int, str], int] = {}  # gradients so far and those of the action
         summed: dict[tuple[int, int], int] = {}  # by parameter and stage; some have equal gradients
@@ -259,11 +251,7 @@ class LoweredPipeline(Startable):
                         coming[stage, found[stage]] = summed[leaf, stage]
             if not is_first:
                 totals |= coming
-            there = {of: set(names) for of, names in held.items()}
-            for sender, names in sent.items():
-                there.setdefault(sender[1:], set()).update(names)
-            living = sum(self._sizes[n] for names in there.values() for n in names)
-            living += base + sum(totals.values())
+            living = base + sum(totals.values()) + self._bytes_of_values(held, sent)
             if subgraph is not None and lowered is not None:
                 copied = (leaf for leaf in subgraph.batch if program.made.copied[leaf])
                 living += sum(self._rows[leaf] for leaf in copied)
@@ -272,15 +260,7 @@ class LoweredPipeline(Startable):
             totals |= coming
             if messages := self._sent(own_actions[at]):
                 sent[own_actions[at]] = messages
-            later = {"F": "BIW", "I": "W"}.get(kind, "")
-            kept = {
-                name
-                for (k, at), later_one in stages.subgraphs.items()
-                if k in later and at == stage
-                for name in later_one.values
-            }
-            kept |= set(stages.backward[stage]) if kind == "F" else set()
-            here &= kept
+            here &= self._read_later(kind, stage)
         end = base + sum(summed.values())
         received = sum(
             self._nbytes(program.leaves[leaf])
@@ -292,6 +272,37 @@ class LoweredPipeline(Startable):
         if reduction is not None:
             peak = max(peak, end + reduction.memory - self._taken(reduction))
         return max(peak, end + received)
+
+    def _held_throughout(self, rank: int) -> int:
+        """Bytes of the parameters that a rank owns or borrows, and of its batch."""
+        program = self._program
+        total = program.pipeline.microbatches * sum(self._rows)
+        for leaf, holder in enumerate(program.stage_of):
+            readers = () if holder is None else (holder, *program.made.stages.borrowed[leaf])
+            if holder is None or any(k % program.ranks == rank for k in readers):
+                total += self._nbytes(program.leaves[leaf])
+        return total
+
+    def _bytes_of_values(
+        self, held: Mapping[tuple[int, int], set[str]], sent: Mapping[Action, Sequence[str]]
+    ) -> int:
+        """Bytes of the values held by stage and microbatch, and of those sent and not read yet."""
+        values = {of: set(names) for of, names in held.items()}
+        for sender, names in sent.items():
+            values.setdefault(sender[1:], set()).update(names)
+        return sum(self._sizes[name] for names in values.values() for name in names)
+
+    def _read_later(self, kind: Kind, stage: int) -> set[str]:
+        """The values that a stage's later actions on a microbatch read or send."""
+        stages = self._program.made.stages
+        later = {"F": "BIW", "I": "W"}.get(kind, "")
+        read = {
+            name
+            for (k, at), subgraph in stages.subgraphs.items()
+            if k in later and at == stage
+            for name in subgraph.values
+        }
+        return read | set(stages.backward[stage]) if kind == "F" else read
 
     def _given(self, action: Action) -> Sequence[str]:
         """The names of the values that an action receives from the stage before ("F") or after."""

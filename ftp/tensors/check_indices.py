@@ -12,7 +12,7 @@ values that ranks give.
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,26 @@ _REARRANGED = {
 _RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
+def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, int, int | None]]:
+    """The indices that an op reads: (node, least index, size of the dim, index that it ignores)."""
+    args: Any = node.args
+    if node.target is aten.embedding.default:
+        yield args[1], 0, args[0].meta["val"].shape[0], None
+    elif node.target in _ALONG_DIM and args[0].meta["val"].ndim:
+        yield args[2], 0, args[0].meta["val"].shape[args[1]], None
+    elif node.target in _LOSSES:
+        x = args[0].meta["val"]
+        yield args[1], 0, x.shape[min(1, x.ndim - 1)], args[_LOSSES[node.target]]  # type: ignore[index]
+    elif node.target is aten.eq.Tensor and (classes := _one_hot_classes(args[1])):
+        yield args[0], 0, classes, None
+    elif node.target in _LISTS:
+        given = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+        if not any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in given):
+            for dim, index in given:
+                size = args[0].meta["val"].shape[dim]
+                yield index, -size, size, None
+
+
 def index_bounds(graph: fx.Graph) -> dict[int, list[IndexBound]]:
     """Bounds of the inputs that index a dim, by the inputs' positions.
 
@@ -100,26 +120,8 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[IndexBound]]:
                 of[bound] = reaches | of[bound] if bound in of else reaches
 
     for node in graph.nodes:
-        args: Any = node.args
-        line = node.meta.get("source", "")
-        if node.target is aten.embedding.default:
-            note(args[1], 0, args[0].meta["val"].shape[0], None, line)
-        elif node.target in _ALONG_DIM and args[0].meta["val"].ndim:
-            note(args[2], 0, args[0].meta["val"].shape[args[1]], None, line)
-        elif node.target in _LOSSES:
-            x = args[0].meta["val"]
-            note(args[1], 0, x.shape[min(1, x.ndim - 1)], args[_LOSSES[node.target]], line)
-        elif node.target is aten.eq.Tensor and (classes := _one_hot_classes(args[1])):
-            note(args[0], 0, classes, None, line)
-        elif node.target in _LISTS:
-            indices = list(args[1])
-            if all(
-                i is None or i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices
-            ):
-                for dim, index in enumerate(indices):
-                    if index is not None:
-                        size = args[0].meta["val"].shape[dim]
-                        note(index, -size, size, None, line)
+        for index, least, size, ignored in _indexed(node):
+            note(index, least, size, ignored, node.meta.get("source", ""))
     return {
         place: [
             IndexBound(*bound, reaches=None if reaches.all() else reaches)
