@@ -34,6 +34,8 @@ def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes to."""
+    if not written_arguments(node.target):
+        return []
     found: list[fx.Node] = []
     map_arg(written(node.target, node.args, node.kwargs), found.append)
     return found

@@ -3,6 +3,7 @@ Ranks of equal local shapes differ only in the offsets of their shards. Offsets 
 graph, after the tensors, so that such ranks share one graph and one compilation.
 """
 
+import functools
 import itertools
 import operator
 import re
@@ -45,12 +46,17 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass
 class Partitioner:
-    """Makes the programs of a plan's ranks, each distinct one once."""
+    """Makes the programs of a plan's ranks, each distinct one once.
+
+    Attributes:
+        change: applied to each rank's graph, which it may change in place.
+    """
 
     plan: Plan
     device: torch.device
     group_name: Callable[..., str]
     chunks: Mapping[str, int] = field(default_factory=dict)
+    change: Callable[[fx.Graph], fx.Graph] | None = None
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
@@ -149,11 +155,12 @@ class _Emission:
     """Emits the graph of the rank at ``coordinate``, node by node of the plan."""
 
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
-        self.plan, self.device, self.group_name, self.chunks = (
+        self.plan, self.device, self.group_name, self.chunks, self.change = (
             owner.plan,
             owner.device,
             owner.group_name,
             owner.chunks,
+            owner.change,
         )
         self.coordinate = coordinate
         self.graph = RankGraph()
@@ -190,11 +197,9 @@ class _Emission:
             if not node.users:
                 self.graph.erase_node(node)
                 del self.offsets[offset]
-        gm = as_module(self.graph)
-        collectives = tuple(
-            n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta
-        )
-        return LocalProgram(gm, tuple(self.offsets), collectives)
+        graph = self.graph if self.change is None else self.change(self.graph)
+        collectives = tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
+        return LocalProgram(as_module(graph), tuple(self.offsets), collectives)
 
     def _enter_or_leave(self, value: Value, spec: PartitionSpec | None, enters: bool) -> fx.Node:
         """Reshard a value whose spec fits no order of the axes: gather it whole from minor to major
@@ -299,7 +304,8 @@ class _Emission:
         if node.rule.ring:
             starts = {at: offset.at(self.coordinate) for offset, at in self.offsets.items()}
             record_rings(last, node, self.coordinate, starts)
-        if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
+        is_one = len(node.results) == 1 and not isinstance(made, tuple)
+        if is_one and not _returns_tuple(node.target):
             self.env[Value(node)] = made
             return
         if isinstance(made, tuple):
@@ -405,8 +411,9 @@ class _Emission:
         return replaced(tree, Value, self.env.__getitem__)
 
 
-def _returns_tuple(node: Node) -> bool:
-    returns = node.target._schema.returns
+@functools.cache
+def _returns_tuple(target: Any) -> bool:
+    returns = target._schema.returns
     return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 

@@ -13,7 +13,7 @@ from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.branch_order import predicates_of
-from ftp.passes.copy_elimination import copied, put_in_order
+from ftp.passes.copy_elimination import put_in_order
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
 from ftp.planning.branches import waits_for
 from ftp.planning.graph import Graph, Node, Value
@@ -281,23 +281,23 @@ def _nbytes(node: Node) -> int:
     return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 
-def bucket_collectives(graph: fx.Graph, buckets: Buckets) -> fx.Graph:
-    """The graph with one collective per bucket, on the concatenated flat tensors of its members."""
+def bucket_collectives_in(graph: fx.Graph, buckets: Buckets) -> None:
+    """Issue one collective per bucket, on the concatenated flat tensors of its members, in a graph
+    that the caller owns.
+    """
     if not (buckets.groups or buckets.seeds):
-        return graph
-    new, _ = copied(graph)
-    _fill_seeds(new, buckets.seeds)
+        return
+    _fill_seeds(graph, buckets.seeds)
     issued = {
         node.meta.get("origin"): node
-        for node in new.nodes
+        for node in graph.nodes
         if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
     }
     for group in buckets.groups:
         members = [issued[name] for name in group if name in issued]
         if len(members) > 1:
-            _merge(new, members)
-    sort_graph(new)
-    return new
+            _merge(graph, members)
+    sort_graph(graph)
 
 
 def _fill_seeds(graph: fx.Graph, seeds: Mapping[str, tuple[int, torch.dtype]]) -> None:

@@ -15,8 +15,6 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
     """Replace clones by their sources, except a clone that gives an output its own memory or
     changes the memory format. The graph must have no writes in place.
     """
-    if not any(node.target is CLONE for node in graph.nodes):
-        return graph
     new, env = RankGraph(), {}
     returned = _returned(graph)
     for node in graph.nodes:

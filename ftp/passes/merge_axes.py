@@ -32,9 +32,10 @@ def merge_axes(
         without: names of reshards that stay as they are.
         hardware: with the link of each axis.
     """
-    uses: dict[Value, int] = {}
+    uses: dict[Value, int] = {}  # of results of reshards
     for value in (*(value for node in graph.nodes for value in node.operands), *graph.outputs):
-        uses[value] = uses.get(value, 0) + 1
+        if value.node.kind == "reshard":
+            uses[value] = uses.get(value, 0) + 1
     new: dict[Node, Node] = {}
 
     def now(value: Value) -> Value:

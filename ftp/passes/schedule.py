@@ -6,18 +6,17 @@ import operator
 from collections.abc import Iterable
 
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
 from ftp.passes.buffer_reuse import in_place
-from ftp.rules.local_op import RankGraph
+from ftp.passes.copy_elimination import put_in_order
 
 
-def schedule(graph: fx.Graph) -> fx.Graph:
-    """The same nodes in an order that hides communication; collectives keep their order, equal on
-    every rank.
+def schedule_in(graph: fx.Graph) -> None:
+    """Put the nodes of a graph that the caller owns in an order that hides communication;
+    collectives keep their order, equal on every rank.
 
     A node is placed where it is first needed: before the collective that needs it, collectives
     being in their order, or before an output. Outputs that depend on earlier collectives only are
@@ -50,18 +49,16 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     }
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
     pending = sorted(due, key=lambda node: (final[node], position[node]))
-    new = RankGraph()
-    env: dict[fx.Node, fx.Node] = {}
+    order: dict[fx.Node, None] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing, stack = set(), [node for node in wanted if node not in env]
+        missing, stack = set(), [node for node in wanted if node not in order]
         while stack:
             node = stack.pop()
             if node not in missing:
                 missing.add(node)
-                stack += [operand for operand in node.all_input_nodes if operand not in env]
-        for node in sorted(missing, key=position.__getitem__):
-            env[node] = new.node_copy(node, env.__getitem__)
+                stack += [operand for operand in node.all_input_nodes if operand not in order]
+        order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
 
     emit(node for node in nodes if node.op == "placeholder")
     at = read = 0
@@ -82,10 +79,8 @@ def schedule(graph: fx.Graph) -> fx.Graph:
             at += 1
     for node in pending[at:]:
         emit(due[node])
-    emit(node for node in nodes if node.op != "output")
-    new.output(map_arg(graph.output_node().args[0], env.__getitem__))
-    new.output_node().meta.update(graph.output_node().meta)
-    return new
+    emit(nodes)  # the output is the last
+    put_in_order(order)
 
 
 def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> dict[fx.Node, int]:

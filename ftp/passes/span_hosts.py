@@ -92,6 +92,8 @@ def span_buckets(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...
     bucket is issued at the place of its last member, and ends before a collective that needs a
     member.
     """
+    if not found:
+        return ()
     span_of = {span.second: span for span in found}
     ends: dict[Node, int] = {}  # the second reshard of each pair, and its bytes
     of_kind: dict[tuple[object, ...], int] = {}

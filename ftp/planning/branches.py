@@ -5,7 +5,7 @@ Both branches are planned as if both ran. A value made in a branch is read in th
 the choice of its cond.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ftp.ops.choose import BranchPath, common, number_of, read_in
 from ftp.planning.graph import Graph, Node, Rewrite, Value, unchanged
@@ -29,8 +29,10 @@ def placed(graph: Graph) -> Rewrite:
     return Graph(_together(graph.nodes, 0), graph.outputs), copies
 
 
-def waits_for(graph: Graph) -> dict[Node, list[Value]]:
+def waits_for(graph: Graph) -> Mapping[Node, Sequence[Value]]:
     """The values that each node waits for: its operands, and the predicates of its branches."""
+    if not any(node.branch for node in graph.nodes):
+        return {node: node.operands for node in graph.nodes}
     predicates = {number_of(node.target, node.args): node.operands[:1] for node in graph.nodes}
     return {
         node: [

@@ -260,6 +260,8 @@ def _hold_operands(
 
 def _live(held_in: Mapping[BranchPath, Mapping[str, int]], at: BranchPath) -> dict[str, int]:
     """Live bytes in a branch by kind, without other branches; after a cond, of the larger one."""
+    if len(held_in) == 1:
+        return dict(held_in[()])
     decided = dict(at)
     sides: dict[tuple[int, bool] | None, dict[str, int]] = {None: dict.fromkeys(KINDS, 0)}
     for branch, parts in held_in.items():

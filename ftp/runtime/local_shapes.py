@@ -95,6 +95,9 @@ class _Shapes:
         self.device = torch.device(device)
         self.storages = 0
         self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
+        self.of_torch = _KNOWN.setdefault(self.device, {})
+        if len(self.of_torch) > MOST_KNOWN:
+            self.of_torch.clear()
 
     def follow(
         self,
@@ -151,34 +154,18 @@ class _Shapes:
         values: Mapping[fx.Node, tuple[LocalTensor, ...]],
         numbers: Mapping[fx.Node, int],
     ) -> tuple[LocalTensor, ...]:
-        operands: list[LocalTensor] = []
-
-        def resolved(argument: Any) -> Any:
-            if isinstance(argument, fx.Node):
-                if argument in numbers:
-                    return numbers[argument]
-                operands.append(values[argument][0])
-                return _OPERAND
-            return argument
-
-        args, kwargs = map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
         # For a functional op it does not matter which operands share memory: without it, repeated
         # layers share an entry.
-        key = (
-            node.target,
-            repr(args),
-            repr(kwargs),
-            tuple([(h.shape, h.stride, h.dtype) for h in operands]),
-        )
-        known = self.known
-        if _is_torch_op(node.target) and _is_plain((args, kwargs)):
-            known = _KNOWN.setdefault(self.device, {})
-            if len(known) > MOST_KNOWN:
-                known.clear()
-        if key not in known:
-            known[key] = self._run(node.target, args, kwargs, operands)
+        call = _DescribedCall(values, numbers)
+        key = (node.target, call.described(node.args), call.described(node.kwargs))
+        operands = call.operands
+        known = self.of_torch if call.is_plain and _is_torch_op(node.target) else self.known
+        found = known.get(key)
+        if found is None:
+            args, kwargs = call.resolved(node)
+            found = known[key] = self._run(node.target, args, kwargs, operands)
         made = []
-        for shape, stride, dtype, alias, nbytes in known[key]:
+        for shape, stride, dtype, alias, nbytes in found:
             if alias is None:
                 made.append(self._fresh(shape, stride, dtype, nbytes))
             else:
@@ -220,28 +207,63 @@ class _Shapes:
         return tuple(found)
 
 
-_OPERAND = "an operand"  # in a key, in place of the next operand's node
+class _DescribedCall:
+    """Describes a call's arguments by what its result depends on, and collects its operands.
+
+    Attributes:
+        is_plain: whether arguments that differ have descriptions that differ, in all programs.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[fx.Node, tuple[LocalTensor, ...]],
+        numbers: Mapping[fx.Node, int],
+    ):
+        self.values, self.numbers = values, numbers
+        self.operands: list[LocalTensor] = []
+        self.is_plain = True
+
+    def described(self, argument: Any) -> Any:
+        kind = type(argument)
+        if kind is fx.Node:
+            if argument in self.numbers:
+                return self.numbers[argument]
+            held = self.values[argument][0]
+            self.operands.append(held)
+            return held[:3]
+        if kind in _PLAIN:
+            # 1, 1.0 and True are equal, as are 0.0 and -0.0
+            return argument if kind is int else (kind, repr(argument))
+        if isinstance(argument, list | tuple):
+            return tuple([self.described(one) for one in argument])
+        if isinstance(argument, dict):
+            return tuple([(key, self.described(one)) for key, one in argument.items()])
+        if kind is slice:
+            return self.described((argument.start, argument.stop, argument.step))
+        self.is_plain = False
+        return kind, repr(argument)
+
+    def resolved(self, node: fx.Node) -> Any:
+        """The arguments with numbers, and ``_OPERAND`` in place of each operand."""
+        return map_aggregate(
+            (node.args, dict(node.kwargs)),
+            lambda x: self.numbers.get(x, _OPERAND) if isinstance(x, fx.Node) else x,
+        )
+
+
+_OPERAND = "an operand"  # in place of the next operand's node
 
 # Results of torch's own ops by device and key: equal in all programs of a process, such as the many
 # that a search plans.
 _KNOWN: dict[torch.device, dict[Any, tuple[tuple[Any, ...], ...]]] = {}
 MOST_KNOWN = 20_000
-_PLAIN = (
+_PLAIN = {
     int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
+}  # fmt: skip
 
 
 def _is_torch_op(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten"
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether different values have different ``repr``."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN
 
 
 def _is_arithmetic(target: Any) -> bool:

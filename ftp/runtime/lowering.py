@@ -19,7 +19,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ftp.passes.branch_order import mark
-from ftp.passes.bucket_collectives import Buckets, bucket_collectives, choose_buckets, reordered
+from ftp.passes.bucket_collectives import (
+    Buckets,
+    bucket_collectives_in,
+    choose_buckets,
+    reordered,
+)
 from ftp.passes.buffer_reuse import reuse_memory
 from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
 from ftp.passes.copy_elimination import drop_copies
@@ -30,7 +35,7 @@ from ftp.passes.merge_axes import merge_axes
 from ftp.passes.narrow_reductions import gradient_reductions, narrow_reductions
 from ftp.passes.onednn_matmuls import Choose, by_onednn, matmuls
 from ftp.passes.prefetch_parameters import prefetch
-from ftp.passes.schedule import schedule
+from ftp.passes.schedule import schedule_in
 from ftp.passes.span_hosts import Span, span_buckets, span_hosts, spans
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
@@ -117,8 +122,10 @@ def _narrowed(graph: Graph, options: Options, gradients: Sequence[int] | None) -
 def rank_graph(
     graph: fx.Graph, decided: Decided, options: Options, axes: Mapping[str, int]
 ) -> fx.Graph:
-    """A rank's graph with its collectives bucketed, narrowed, chunked and fused as decided."""
-    graph = bucket_collectives(graph, decided.buckets)
+    """A rank's graph with its collectives bucketed, narrowed, chunked and fused as decided; it may
+    be the one given, changed in place.
+    """
+    bucket_collectives_in(graph, decided.buckets)
     if options.reduce_dtype is not None:
         graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
     if decided.spans:
@@ -129,7 +136,9 @@ def rank_graph(
 
 def ordered(graph: fx.Graph) -> fx.Graph:
     """The graph in the order in which it runs; no value is written in place yet."""
-    return schedule(mark(drop_copies(graph)))
+    graph = mark(drop_copies(graph))
+    schedule_in(graph)  # on the copy that `drop_copies` made
+    return graph
 
 
 def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:

@@ -28,7 +28,6 @@ from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
 from ftp.rules.call import Meta
-from ftp.rules.local_op import as_module
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing
@@ -109,7 +108,12 @@ class Program:
     def _partitioner_of(self, decided: Decided) -> Partitioner:
         plan = replace(self.plan, graph=decided.graph)
         chunked = dict.fromkeys(decided.chunks.reshards, decided.chunks.count)
-        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked)
+        change = None
+        if decided.changes_ranks:
+            change = functools.partial(
+                rank_graph, decided=decided, options=self.options, axes=self.mesh.axes
+            )
+        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked, change)
 
     @cached_property
     def _decided(self) -> tuple[Decided, Partitioner]:
@@ -117,10 +121,6 @@ class Program:
         axes = self.mesh.axes if is_ascending else {}
         decided = decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
         return decided, self._partitioner_of(decided)
-
-    @cached_property
-    def _changed(self) -> dict[fx.GraphModule, LocalProgram]:
-        return {}
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
@@ -180,35 +180,20 @@ class Program:
     @collection_paused()
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
-        coordinate = self._own_coordinate if coordinate is None else coordinate
-        o = self.options
-        decided, partitioner = self._in_use
-        local = partitioner.program(coordinate)
-        if decided is None or not decided.changes_ranks:
-            return local
-        # With dynamic sizes the passes compare sizes for each rank anew, and note conditions.
-        if local.gm not in self._changed or self.plan.sizes is not None:
-            graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
-            issued = tuple(
-                node.meta["collective"] for node in graph.nodes if "collective" in node.meta
-            )
-            is_same = graph is local.gm.graph
-            gm = local.gm if is_same else as_module(graph)
-            self._changed[local.gm] = LocalProgram(gm, local.offsets, issued)
-        return self._changed[local.gm]
+        return self._in_use.program(self._own_coordinate if coordinate is None else coordinate)
 
     @property
-    def _in_use(self) -> tuple[Decided | None, Partitioner]:
-        """The decisions (None if the options ask for none) and the partitioner in use."""
+    def _in_use(self) -> Partitioner:
+        """The partitioner in use: that of the plan itself, if the options ask for no other."""
         o = self.options
         is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
         if is_plain and not (self.hardware.links and self._decided[0].spans):
-            return None, self.partitioner
-        return self._decided
+            return self.partitioner
+        return self._decided[1]
 
     def alike(self) -> list[list[list[int]]]:
         """Per mesh axis, its coordinates in groups within which all ranks have the same graph."""
-        return classes(self.mesh.axes, self._in_use[1].tables(self.mesh.axes))
+        return classes(self.mesh.axes, self._in_use.tables(self.mesh.axes))
 
     def decide(self) -> None:
         """Decide what to do with collectives, for all ranks."""

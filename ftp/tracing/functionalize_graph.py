@@ -305,13 +305,14 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             graph.erase_node(node)
             continue
         _make_constant(node)
-        node.args, node.kwargs = from_the_front(
-            node.target, node.args, node.kwargs, lambda n: n.meta["val"]
-        )
+        given = node.args, node.kwargs
+        counted = from_the_front(node.target, *given, lambda n: n.meta["val"])
+        if counted[0] is not given[0] or counted[1] is not given[1]:  # setting them takes long
+            node.args, node.kwargs = counted
         if _is_seed(node):
             _fill(node, _FILLED_LIKE[node.target](node))
-        given = node.kwargs.get("device")
-        if given is not None and torch.device(given).type in (traced_on.type, device.type):
+        made_on = node.kwargs.get("device")
+        if made_on is not None and torch.device(made_on).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
     fuse_silu_gradients(graph)
     _drop_unused(graph)

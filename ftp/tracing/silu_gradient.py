@@ -13,7 +13,7 @@ def fuse_silu_gradients(graph: fx.Graph) -> None:
     ``silu_backward(grad, x)``. Intermediate results of the formula stay, unused.
     """
     for node in graph.nodes:
-        if (operands := _operands(node)) is not None:
+        if node.target is aten.mul.Tensor and (operands := _operands(node)) is not None:
             node.target, node.args = aten.silu_backward.default, operands
 
 

@@ -28,9 +28,9 @@ from ftp.passes import onednn_matmuls
 from ftp.passes.aliasing import families
 from ftp.passes.bucket_collectives import choose_buckets
 from ftp.passes.buffer_reuse import reuse_memory, with_values
-from ftp.passes.copy_elimination import drop_copies
+from ftp.passes.copy_elimination import copied, drop_copies
 from ftp.passes.fuse_optimizer_updates import merge_updates
-from ftp.passes.schedule import schedule
+from ftp.passes.schedule import schedule_in
 from ftp.runtime.program import Program, groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
@@ -109,10 +109,16 @@ def written_in_flight(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
+def scheduled(graph: fx.Graph) -> fx.Graph:
+    made, _ = copied(graph)
+    schedule_in(made)
+    return made
+
+
 PASSES = [
     drop_copies,
-    schedule,
-]  # after `prefetch` and `bucket_collectives`, which a program does itself
+    scheduled,
+]  # after `prefetch` and `bucket_collectives_in`, which a program does itself
 
 
 @few_or_many(programs(gradients=False), few=12, many=400)
@@ -369,7 +375,7 @@ def test_buckets_keep_to_their_sizes(limit: int):
 
 def test_products_for_weights_stand_between_a_start_and_its_wait():
     made, _, _ = lowered("tp", 2)
-    graph = schedule(drop_copies(made.graph.graph))
+    graph = scheduled(drop_copies(made.graph.graph))
     nodes = list(graph.nodes)
     assert [n.meta["origin"] for n in nodes if "collective" in n.meta] == [
         n.meta["origin"] for n in made.graph.graph.nodes if "collective" in n.meta
@@ -437,7 +443,7 @@ def test_what_a_collective_still_reads_is_not_written(collective: str):
 
 def test_updates_that_are_ready_together_are_one_call():
     made, leaves, _ = lowered("tp", 2, FUSED)
-    graph = schedule(drop_copies(made.graph.graph))
+    graph = scheduled(drop_copies(made.graph.graph))
     inputs = [*leaves, *made._program.constants, *made._program.local().offsets_at({"tp": 0})]
     shards = [
         shard_of(x, s, {"tp": 2}, {"tp": 0})
