@@ -9,6 +9,7 @@ import ast
 import dis
 import functools
 import linecache
+import warnings
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -48,7 +49,7 @@ def guard_at(frame: FrameType) -> Guard | None:
 @functools.lru_cache(maxsize=4096)
 def _is_caught(code: CodeType, instruction: int) -> bool:
     position = position_of(code, instruction)
-    caught = [] if position is None or None in position else _caught(code.co_filename)
+    caught = [] if position is None or None in position else _caught(source_of(code))
     return any(spans(statement, position) for statement in caught)  # type: ignore[arg-type]
 
 
@@ -57,7 +58,7 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
     position = position_of(code, instruction)
     if position is None or None in position:
         return None
-    for statement in _statements(code.co_filename):
+    for statement in _statements(source_of(code)):
         if not spans(statement.test, position) and _span(statement) != position:
             continue
         wanted = _wanted(statement)
@@ -87,13 +88,13 @@ def _is_of_none(code: CodeType, instruction: int) -> bool:
 
 def asks_for_any(code: CodeType, position: SourcePosition) -> bool:
     """Whether at ``position`` there is a ``len(...)`` that only tells whether there are any."""
-    return position in _asking_for_any(code.co_filename)
+    return position in _asking_for_any(source_of(code))
 
 
 @functools.lru_cache(maxsize=256)
-def _asking_for_any(file: str) -> set[SourcePosition]:
+def _asking_for_any(source: str) -> set[SourcePosition]:
     """The places of calls ``len(...)`` of which a file's code asks only whether they are zero."""
-    nodes = nodes_of(file)
+    nodes = nodes_of(source)
     asked: list[ast.expr] = [n.test for n in nodes if isinstance(n, ast.If | ast.While | ast.IfExp)]
     asked += [n.operand for n in nodes if isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)]
     asked += [
@@ -114,14 +115,14 @@ _COMPARED_TO_NONE = {
 def line_of_identity(code: CodeType) -> int | None:
     """The first line of a function that asks whether something ``is True`` or ``is False``."""
     lines = {line for *_, line in code.co_lines() if line is not None}
-    return min(lines & _asking_for_identity(code.co_filename), default=None)
+    return min(lines & _asking_for_identity(source_of(code)), default=None)
 
 
 @functools.lru_cache(maxsize=256)
-def _asking_for_identity(file: str) -> set[int]:
+def _asking_for_identity(source: str) -> set[int]:
     return {
         n.lineno
-        for n in nodes_of(file)
+        for n in nodes_of(source)
         if isinstance(n, ast.Compare)
         and any(isinstance(op, ast.Is | ast.IsNot) for op in n.ops)
         and any(isinstance(c, ast.Constant) and type(c.value) is bool for c in n.comparators)
@@ -142,26 +143,49 @@ def position_of(code: CodeType, instruction: int) -> SourcePosition | None:
     return None
 
 
+def source_of(code: CodeType) -> str:
+    """The text of a code's file; "" if the file has changed since the code was compiled."""
+    linecache.checkcache(code.co_filename)
+    source = "".join(linecache.getlines(code.co_filename))
+    # pytest rewrites the functions of tests that assert.
+    is_rewritten = any(name.startswith("@py") for name in (*code.co_varnames, *code.co_names))
+    return source if is_rewritten or code in _codes(source) else ""
+
+
 @functools.lru_cache(maxsize=256)
-def nodes_of(file: str) -> list[ast.AST]:
+def _codes(source: str) -> set[CodeType]:
+    """The code of all functions of a file, and of the file."""
     try:
-        return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [compile(source, "", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return set()
+    for code in found:  # the loop appends to it
+        found += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return {*found}
+
+
+@functools.lru_cache(maxsize=256)
+def nodes_of(source: str) -> list[ast.AST]:
+    try:
+        return [*ast.walk(ast.parse(source))]
     except (SyntaxError, ValueError):
         return []
 
 
 @functools.lru_cache(maxsize=256)
-def _statements(file: str) -> list[ast.If | ast.Assert]:
+def _statements(source: str) -> list[ast.If | ast.Assert]:
     """The conditional statements of a file, inner ones first."""
-    return [n for n in nodes_of(file)[::-1] if isinstance(n, ast.If | ast.Assert)]
+    return [n for n in nodes_of(source)[::-1] if isinstance(n, ast.If | ast.Assert)]
 
 
 @functools.lru_cache(maxsize=256)
-def _caught(file: str) -> list[ast.stmt]:
+def _caught(source: str) -> list[ast.stmt]:
     """The statements of a file whose errors are caught, so that the function continues."""
     return [
         statement
-        for n in nodes_of(file)
+        for n in nodes_of(source)
         if (
             any(not isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)
             if isinstance(n, ast.Try | ast.TryStar)

@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-from ftp.tracing.guards import asked_in, asks_for_any, nodes_of, position_of, spans
+from ftp.tracing.guards import asked_in, asks_for_any, nodes_of, position_of, source_of, spans
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _joinable(code: CodeType, instruction: int) -> Joinable | None:
     position = position_of(code, instruction)
     if position is None or None in position:
         return None
-    for statement, behind in _statements(code.co_filename):
+    for statement, behind in _statements(source_of(code)):
         if spans(statement.test, position):
             parts = {type(n) for n in ast.walk(statement.test)}
             asked = asked_in(statement.test, position, value=True)
@@ -70,11 +70,11 @@ def _joinable(code: CodeType, instruction: int) -> Joinable | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _statements(file: str) -> list[tuple[ast.If, list[ast.stmt]]]:
+def _statements(source: str) -> list[tuple[ast.If, list[ast.stmt]]]:
     """The ``if`` statements of a file, inner ones first, each with the statements behind it if it
     stands in a loop's body itself.
     """
-    nodes = nodes_of(file)
+    nodes = nodes_of(source)
     behind = {
         id(s): n.body[i + 1 :]
         for n in nodes

@@ -292,3 +292,29 @@ def test_adaptive_softmax():
     assert "targets of the adaptive softmax are in [0, 9)" in assumed
     alone = ftp.shard(loss, MESH, P())(params, X[0], targets[1])[0]
     torch.testing.assert_close(alone, loss(params, X[0], targets[1]), rtol=1e-11, atol=1e-12)
+
+
+def test_a_file_that_changed_since_its_code_was_compiled_is_not_read(tmp_path):
+    """A reloaded module, and one whose file is edited: what raises in one version may be a choice
+    in the other.
+    """
+    raises = "def f(x):\n    if x.sum() > 0:\n        raise ValueError\n    return x\n"
+    chooses = raises.replace("raise ValueError", "return -x")
+    file = tmp_path / "edited.py"
+
+    def loaded(text: str) -> Callable[..., Any]:
+        file.write_text(text)
+        own: dict[str, Any] = {"__name__": "edited"}
+        exec(compile(text, str(file), "exec"), own)
+        return own["f"]
+
+    def lowered(f: Callable[..., Any]) -> Any:
+        x = torch.ones(4, dtype=torch.float64)
+        step = ftp.spmd(lambda x: f(x), MESH, P("tp"), P("tp"))
+        return len(step.lower(x).assumptions), step(x)[0].item()
+
+    assert lowered(loaded(raises)) == (1, 1.0)
+    chosen = loaded(chooses)
+    assert lowered(chosen) == (0, -1.0)
+    file.write_text(raises)
+    assert lowered(chosen) == (0, -1.0)
