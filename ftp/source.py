@@ -74,6 +74,14 @@ def raised_line(error: BaseException) -> str:
     return line
 
 
+def raised_by_user(error: BaseException) -> bool:
+    """Whether the user's own code raised ``error``, rather than a function that it called."""
+    traceback, frame = error.__traceback__, None
+    while traceback is not None:
+        traceback, frame = traceback.tb_next, traceback.tb_frame
+    return frame is not None and _is_users_frame(frame)
+
+
 def told_line(stack_trace: str) -> str:
     """The innermost user's line of a stack trace that was kept as text; its innermost line at all
     if none is the user's.

@@ -105,7 +105,7 @@ class _Statement(TorchFunctionMode):
 
     def _as_entered(self, tree: Any) -> Any:
         if isinstance(tree, Selected):
-            return Selected(self._as_entered(tree.rows), tree.group, tree.below, tree.at)
+            return Selected(self._as_entered(tree.rows), tree.group, tree.upper_bound, tree.row_dim)
         if isinstance(tree, Tensor):
             if not _is_smooth(tree) or self._is_own(tree) or not torch.is_grad_enabled():
                 return tree
@@ -190,7 +190,7 @@ def _storing(x: Any) -> Tensor:
     """The tensor to which a write to ``x`` goes."""
     if not isinstance(x, Selected):
         return x
-    return x._rows if x.viewed is None else x.viewed
+    return x._rows if x.base is None else x.base
 
 
 class Either:

@@ -25,7 +25,7 @@ from ftp.functional.remat import Region, current_region
 from ftp.ops.assume import Condition, is_listening
 from ftp.ops.choose import CHOOSE, BranchPath, common, read_in
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.source import user_line
+from ftp.source import raised_by_user, user_line
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
 
@@ -79,6 +79,7 @@ class Paths:
     """The ways that the function of one trace goes.
 
     Attributes:
+        is_checked: whether assumptions are checked.
         asked: per sequence of outcomes, the next condition that is read: a tensor of each run.
         runs: how often the function was run.
         joins: the statements that are joined, in runs that join.
@@ -86,6 +87,7 @@ class Paths:
     """
 
     can_fork: bool
+    is_checked: bool
     new_joins: "Callable[[], Joins]"
     runs: int = 0
     asked: dict[Outcomes, list[Tensor]] = field(default_factory=dict)
@@ -124,16 +126,48 @@ class Paths:
         self._ways, self.runs = self._ways + 1, self.runs + 1
         self._given, self._outcomes, self._conds = given, (), 0
         self._begun = {}
-        with set_within(_current, self), self.joins or nullcontext():
-            ran = run()
-            if self.is_void:
-                raise Rerun
+        ran: Ran | None = None
+        failure: Exception | None = None
+        try:
+            with set_within(_current, self), self.joins or nullcontext():
+                ran = run()
+                if self.is_void:
+                    raise Rerun
+        except Exception as error:
+            if not raised_by_user(error):
+                raise
+            failure = error
         outcomes = self._outcomes
         for i in reversed(range(len(given), len(outcomes))):
             before = outcomes[:i]
-            other = self._of(run, (*before, not outcomes[i]))
-            ran = self._chosen(before, *((ran, other) if outcomes[i] else (other, ran)))
+            other: Ran | None = None
+            try:
+                other = self._of(run, (*before, not outcomes[i]))
+            except Exception as error:
+                if ran is None or not raised_by_user(error):
+                    raise
+            found = ran or other
+            if found is not None and (ran is None or other is None):
+                ran = self._only(before, found, outcomes[i] == (other is None))
+            elif ran is not None and other is not None:
+                ran = self._chosen(before, *((ran, other) if outcomes[i] else (other, ran)))
+        if ran is None:
+            assert failure is not None
+            raise failure
         return ran
+
+    def _only(self, before: Outcomes, ran: Ran, outcome: bool) -> Ran:
+        """The result where a condition has one ``outcome``: with the other one the function raises
+        an error, so that this one is assumed.
+        """
+        predicate = self.asked[before][0]
+        holds = None
+        if self.is_checked:
+            with torch.no_grad():
+                holds = predicate if outcome else ~predicate
+        claim = f"{self._lines[before]}: the condition is {outcome}; else the function raises"
+        key = claim, sum(text == claim for text, _ in ran.claims)
+        return replace(ran, claims={key: holds, **ran.claims})
 
     def decide(self, condition: Tensor, frame: FrameType | None) -> bool:
         """The outcome of a condition, which ``frame`` reads, on the way that is being run."""

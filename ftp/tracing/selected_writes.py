@@ -21,7 +21,7 @@ from ftp.tracing.selected import (
     write_rows,
 )
 from ftp.tracing.selected_slices import write_traced_slice
-from ftp.tracing.selecting import is_selection, mask_in, masked_first
+from ftp.tracing.selecting import is_selection, mask_in, masked_first, places
 
 
 def _setitem(group: SelectionGroup, x: Any, key: Any, value: Any) -> Any:
@@ -29,10 +29,22 @@ def _setitem(group: SelectionGroup, x: Any, key: Any, value: Any) -> Any:
         return write_rows(x, apply(_with_item, (x, key, value), {}))
     if write_traced_slice(x, key, value):
         return x
+    key = _with_indices(group, key)
     new = _put(group, x, key, value)
     if new is None:
         new = _write_to_mask(x, group, key, value)
     return x.copy_(new)
+
+
+def _with_indices(group: SelectionGroup, key: Any) -> Any:
+    """``key``, with selected indices for the group's mask if it stands beside such indices."""
+    if not isinstance(key, tuple) or not any(isinstance(k, Selected) for k in key):
+        return key
+    indices: list[Any] = []
+    for k in key:
+        is_mask = isinstance(k, Tensor) and k.dtype is torch.bool and k.shape == group.mask.shape
+        indices += places(group) if is_mask and holds_same(k, group.mask) else [k]
+    return tuple(indices)
 
 
 def _write_to_mask(x: Tensor, group: SelectionGroup, key: Any, value: Any) -> Tensor:

@@ -223,7 +223,7 @@ def _traced(
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Ran] = []
-    paths, means = Paths(not within, Joins), None if within else means_of_trace()
+    paths, means = Paths(not within, checked, Joins), None if within else means_of_trace()
 
     def run(filled: Sequence[Any]) -> Ran:
         assumed = Assumptions(recorder, checked)

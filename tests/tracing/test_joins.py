@@ -43,7 +43,7 @@ def _experts(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
         if counts[i] == 0:
             continue
         (at_rows,) = torch.where(chosen == i)
-        out[at_rows] += (x[at_rows] * w[i % 4, 0]) @ w
+        out[at_rows] += torch.nn.functional.linear(x[at_rows] * w[i % 4, 0], w.T)
     return out.square().sum()
 
 

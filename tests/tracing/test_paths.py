@@ -139,6 +139,45 @@ def test_an_assumption_of_one_way_is_checked_there_alone():
         step(W, X, high / 90)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_way_that_raises_is_assumed_not_to_be_taken(is_first: bool):
+    def loss(w, x, at):
+        h = x @ w
+        for _ in range(2):
+            if (h.mean() > at) == is_first:
+                found = h
+                break
+            h = h * 2
+        else:
+            raise RuntimeError("not found")
+        if at > 8:
+            return missing(found)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        return found.square().sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), check_inputs=True)
+    low, high = (torch.tensor(n, dtype=torch.float64) for n in (-9.0, 7.0))
+    good, bad = (low, high) if is_first else (high, low)
+    torch.testing.assert_close(step(W, X, good)[0], loss(W, X, good))
+    claims = step.lower(W, X, good).assumptions
+    assert len(claims) == 2 and all("else the function raises" in claim for claim in claims)
+    with pytest.raises(InputError, match="does not hold"):
+        step(W, X, bad)
+
+
+def test_a_function_that_raises_in_all_ways_raises_its_own_error():
+    def loss(w, x, at):
+        if at > 0:
+            raise KeyError("one")
+        x = x * 2
+        if at < -1:
+            return absent * 2  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+        raise ValueError("two")
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    with pytest.raises((ValueError, NameError)):
+        step(W, X, torch.tensor(0.0, dtype=torch.float64))
+
+
 def _endless(x):
     while x.sum() > 100:
         x = x / 2

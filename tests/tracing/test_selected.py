@@ -125,6 +125,14 @@ def _indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return loss + sum(parts) + both.max(-1).values.sum() + both.max(2 * both).sum()
 
 
+def _written_at_a_mask_beside_indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """One-hot targets of the rows that a detector matches."""
+    tokens, mask = (x @ w).flatten(0, 1), ids.flatten() >= 0
+    target = torch.zeros_like(tokens)
+    target[mask, ids.flatten()[mask]] = 1.0
+    return F.binary_cross_entropy_with_logits(tokens, target, reduction="sum")
+
+
 def _written_at_indices(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     """DeepSeek-V3's experts, as its own code writes them."""
     tokens = x.flatten(0, 1)
@@ -397,6 +405,7 @@ PROGRAMS = [
     _mask_written_twice,
     _indices,
     _written_at_indices,
+    _written_at_a_mask_beside_indices,
     _sum_of_logs,
     _mean,
     _losses,
