@@ -166,8 +166,8 @@ def _subgraphs_of(
 
 
 def _in_order(roots: Sequence[fx.Node], here: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes that are computed ``here`` and their operands, operands first, in an order that
-    does not depend on other nodes of the graph.
+    """The nodes that are computed ``here`` and their operands, operands first. The order depends on
+    no other nodes of the graph.
     """
     order: dict[fx.Node, None] = {}
     for root in roots:

@@ -118,8 +118,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
 
 
 def zero_bubble(ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
-    """1F1B with the parameters' gradients apart, which fill the time in which a rank would wait: a
-    third of 1F1B's wait is left, and each rank holds as many microbatches as 1F1B's first one.
+    """1F1B with parameters' gradients as separate actions, run while a rank would otherwise wait: a
+    third of 1F1B's idle time is left, and each rank holds as many microbatches as 1F1B's first.
 
     Source: Qi et al. (2023), the handcrafted schedule ZB-H1.
     """
@@ -205,7 +205,8 @@ class TimedAction:
 def simulate(
     actions: Actions, stages: int, duration: Duration, transfer: float = 0.0
 ) -> list[TimedAction]:
-    """The time of each action, if a rank starts its next one as soon as all its needs are met.
+    """The time of each action, if a rank starts each action as soon as the actions that it needs
+    have ended.
 
     Args:
         transfer: seconds from the end of an action to the arrival of its results at another rank.

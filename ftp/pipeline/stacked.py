@@ -1,8 +1,8 @@
-"""Stacks of layers that the ranks of a pipeline cut along dim 0: a graph in which such an input or
-output is one tensor a rank.
+"""Stacks of layers that the ranks of a pipeline cut along dim 0: rewrite a graph so that each such
+input or output is one tensor per rank.
 
-An op on a stack becomes one op a rank where its rule says that the layers do not meet in it, or are
-added up. Any other op reads the parts put together.
+An op on a stack becomes one op per rank if its rule keeps the layers separate or sums over them.
+Any other op reads the concatenated parts.
 """
 
 import operator
@@ -58,7 +58,7 @@ class Stacks:
         return not any((*self.inputs, *self.outputs))
 
     def apart(self, tensors: Sequence[Any], rank: int | None) -> list[torch.Tensor]:
-        """The inputs with each stack as one tensor a rank: of global ones, or of a rank's own."""
+        """The inputs with each stack as one tensor per rank, from global inputs or a rank's own."""
         found: list[torch.Tensor] = []
         for x, sizes in zip(tensors, self.inputs, strict=True):
             if sizes is None:
@@ -96,8 +96,8 @@ class Stacks:
         return found
 
     def places(self, of: Sequence[tuple[int, ...] | None]) -> list[tuple[int, int | None]]:
-        """Per tensor of the graph with parts: the index of its input or output, and its rank; None
-        if it is no stack.
+        """Per tensor of the rewritten graph: the index of its input or output in the original
+        graph, and its rank; None in place of the rank if the tensor is no stack.
 
         >>> Stacks((None, (2, 1)), ()).places((None, (2, 1)))
         [(0, None), (1, 0), (1, 1)]
@@ -141,8 +141,8 @@ def stacks_of(
 def with_parts(
     gm: fx.GraphModule, stacks: Stacks, names: Sequence[str] | None = None
 ) -> fx.GraphModule:
-    """The graph with each stack among its inputs and outputs as one tensor a rank. The meta
-    ``traced_as`` names the op that a node is of.
+    """The graph with each stack among its inputs and outputs as one tensor per rank. A node's meta
+    ``traced_as`` names the traced op that it is a part of.
 
     Args:
         names: of the inputs, where no op may read a stack as a whole.
@@ -346,14 +346,14 @@ def _puts_together(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors of a call, in order; one that it reads twice is there twice."""
+    """The tensors of a call, in order; one that it reads twice is listed twice."""
     found: list[fx.Node] = []
     replaced((node.args, dict(node.kwargs)), fx.Node, found.append)
     return found
 
 
 def _rule(node: fx.Node) -> BoundRule | None:
-    """The rule of an op with one result that runs on parts as it stands."""
+    """The rule of an op with one result that runs on parts unchanged."""
     val, target = node.meta["val"], node.target
     if not isinstance(val, torch.Tensor) or not isinstance(target, OpOverload):
         return None

@@ -11,16 +11,17 @@ from ftp.pipeline.schedule import Kind
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The graph that a stage runs in one action; of kind "R", a rank's reductions after all.
+    """The graph that a stage runs in one action; of kind "R", a rank's reductions after all
+    actions.
 
     Attributes:
         gm: its inputs are ``params``, ``batch``, ``values`` and ``constants``, in this order.
         params, batch, constants: which leaves of the parameters and of the batch, and which
             captured tensors.
-        values: received, or computed by this stage before.
+        values: that the stage has received or computed before.
         outputs: the names of the results.
-        sums: gradients that it adds up over microbatches: it takes their sums so far as its last
-            values, and returns them as its last outputs.
+        sums: gradients that the graph adds up over microbatches: its last values are the sums so
+            far, its last outputs the new sums.
     """
 
     kind: Kind | Literal["R"]

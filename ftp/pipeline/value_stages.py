@@ -102,8 +102,8 @@ class StepGraph:
         return StagedValue(ACTIVATION, first, first)
 
     def _sink(self) -> None:
-        """Move ops whose results only later stages read to the first of these stages, if it gets
-        their operands anyway: a norm of the residual stream.
+        """Move ops whose results only later stages read to the first of these stages, if it
+        receives their operands anyway: a norm of the residual stream.
         """
         target: dict[fx.Node, int] = {}  # of nodes that only later stages read
         for node in reversed(self.nodes):
@@ -131,12 +131,13 @@ class StepGraph:
         nearest: Callable[[Iterable[int]], int],
         gets: Callable[[fx.Node, int, Mapping[fx.Node, int]], bool],
     ) -> Mapping[fx.Node, int]:
-        """Of moves of nodes to the stages of their users those that can be made together: a node
-        whose operands do not get there stays, so that what it reads stays too.
+        """The moves of nodes to their users' stages that can be made together: a node stays if one
+        of its operands is not sent to that stage, and then its operands' moves are judged again.
 
         Args:
+            target: per node the stage to move to.
             nearest: of the stages of a node's users, the one that reads it first.
-            gets: whether an operand gets to a stage, after some moves.
+            gets: whether an operand is at, or sent to, a stage after some moves.
         """
         while True:
             moved: dict[fx.Node, int] = {}
@@ -176,7 +177,7 @@ class StepGraph:
             gradients = [v.first for v in operands if v.kind == GRADIENT]
             activations = [v for v in operands if v.kind == ACTIVATION]
             weights = [v for v in operands if v.kind == OF_PARAMETERS]
-            # Without a seed, all that reads activations is taken for a gradient.
+            # Without a seed, every node that reads activations counts as a gradient.
             is_seeded = not seeds or any(n in seeded for n in node.all_input_nodes)
             if node in seeds or not (gradients or activations or (weights and is_seeded)):
                 first = max((v.first for v in weights), default=0)
@@ -225,7 +226,7 @@ class StepGraph:
 
     def _sink_gradients(self, backward: Sequence[fx.Node]) -> None:
         """Move ops on gradients whose results only earlier stages read to the last of these
-        stages, if it gets their operands anyway: a view of the residual stream's gradient.
+        stages, if it receives their operands anyway: a view of the residual stream's gradient.
         """
         target: dict[fx.Node, int] = {}
         wanted = set(self.gradients.values())
@@ -252,8 +253,8 @@ class StepGraph:
 
 
 def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph in which the gradient of a loss by itself is a constant 1 that does not read the
-    loss: ranks that hold terms of the loss would otherwise wait for its sum.
+    """The graph with the seed of the backward pass, the loss's gradient by itself, as a constant 1.
+    If the seed read the loss, ranks that hold terms of the loss would wait for its sum.
     """
     graph = copied(gm.graph)
     for node in graph.nodes:
@@ -265,7 +266,7 @@ def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def with_computed_outputs(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with a copy of each input that is an output by itself, which a stage computes."""
+    """The graph with inputs that are also outputs copied, so that a stage computes the output."""
     outputs: Any = gm.graph.output_node().args[0]
     if not any(node.op == "placeholder" for node in outputs):
         return gm
@@ -284,15 +285,15 @@ _FILLED = (aten.ones_like.default, aten.full.default, aten.full_like.default)
 
 
 def _is_seed(node: fx.Node, results: Sequence[fx.Node]) -> bool:
-    """Whether a node is the gradient of the loss by itself."""
+    """Whether a node is the seed of the backward pass: the gradient of the loss by itself."""
     reads = node.all_input_nodes
     is_scalar = isinstance(v := node.meta.get("val"), torch.Tensor) and not v.ndim
     return node.target in _FILLED and is_scalar and all(x in results[:1] for x in reads)
 
 
 def _is_sum_over(node: fx.Node) -> bool:
-    """Whether a node reduces a tensor to one number. Such a number of a parameter is passed on from
-    the parameter's stage like an activation, in place of the parameter.
+    """Whether a node reduces a tensor to one number. A later stage that needs this number of a
+    parameter receives the number, like an activation, and not the parameter.
     """
     return _ndim(node) == 0 and any(_ndim(x) for x in node.all_input_nodes)
 

@@ -5,7 +5,8 @@ import torch
 from ftp.passes.aliasing import families, gives_view
 from ftp.planning.graph import Graph, Value
 
-_SPREAD = (torch.ops.aten.expand.default, torch.ops.aten.unfold.default)  # elements several times
+# Results that hold an element several times.
+_SPREAD = (torch.ops.aten.expand.default, torch.ops.aten.unfold.default)
 
 
 def renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, str], ...]:

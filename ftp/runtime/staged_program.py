@@ -49,8 +49,8 @@ class StagedProgram(ProgramOfSubgraphs):
 
     @cached_property
     def _is_copied(self) -> list[bool]:
-        """Per result whether a call copies it, as it shares memory with an argument or another one:
-        writing to one must not change the other.
+        """Per result whether a call copies it: a result that shares memory with an argument or with
+        another result, because writing to one must not change the other.
         """
         shared = {*self.inputs}
         for (at, rank), program in self.programs.items():

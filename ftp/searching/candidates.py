@@ -155,7 +155,7 @@ class Searching:
         return candidate
 
     def with_patterns(self, candidate: Candidate, patterns: Patterns) -> Candidate:
-        """The candidate with other specs, which no network chose."""
+        """The candidate with other specs than a network chose."""
         found = self.estimate_of(patterns, candidate.along)
         return self.noted(replace(candidate, patterns=patterns, solved=None, estimate=found))
 
@@ -163,13 +163,13 @@ class Searching:
         return self.memory is None or candidate.estimate.nbytes + self.excess <= self.memory
 
     def refuse(self, candidate: Candidate, nbytes: int) -> None:
-        """Record that a candidate that should fit takes ``nbytes`` when it is lowered in full."""
+        """Record that a candidate, estimated to fit, takes ``nbytes`` when lowered in full."""
         self.refused.add(candidate.key)
         self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
 
     def spared(self) -> list[Candidate]:
-        """The candidates that fit without buckets, if one is known to; then the search goes on
-        without them.
+        """The candidates that fit without buckets, if one is known to fit; then the search drops
+        buckets.
         """
         if self.spare is None or not self.bucket:
             return []
@@ -177,8 +177,8 @@ class Searching:
         return self.fitting() or [self.tried[self.spare.candidate.key]]
 
     def promising(self) -> list[Candidate]:
-        """The candidates that fit, fastest first, less those that are expected to be slower with
-        buckets than the one that is spared is without.
+        """The candidates that fit, fastest first, without those that are expected to be slower with
+        buckets than the `Spare` candidate is without.
         """
         found = self.fitting()
         if self.spare is None or not self.bucket:
@@ -192,7 +192,7 @@ class Searching:
         return sorted(found, key=lambda c: c.estimate.seconds)
 
     def leave_buckets(self) -> None:
-        """Go on without buckets: a limit may leave no room for the copies that they hold."""
+        """Search without buckets: a limit may leave no room for the copies that they hold."""
         self.bucket, self.excess = False, 0
         self.refused.clear()
         if self.net.folded is not None:  # estimates of repeated layers have no buckets anyway

@@ -92,8 +92,8 @@ def gaps(task: Searching, best: Candidate, solved: Solved) -> dict[str, float]:
     """Per axis, the most seconds by which its network may have a cheaper plan, given the axes
     folded before it.
 
-    With a limit, the price of the bytes that are still free is included: a plan that uses them
-    could cost so much less.
+    With a limit, the price of the bytes that are still free is added: a plan that uses them could
+    cost that much less.
     """
     free = best.price.seconds * max(0, (task.memory or 0) - best.estimate.nbytes)
     found = {}

@@ -132,8 +132,8 @@ def reaches(
     is_data: bool,
     forced: Mapping[str, Layout | None],
 ) -> tuple[Reach, Reach, dict[Node, Layout], dict[Node, Sequence[Layout]]]:
-    """(cuts that an axis may make, cuts that the batch alone reaches, fixed layouts, layouts that
-    parameters may have).
+    """Of an axis: the cuts that it may make, the cuts that the batch's specs lead to, the fixed
+    layouts, and the layouts that parameters may have.
     """
     n = axes[axis]
     pinned = {
@@ -195,8 +195,8 @@ def reaches(
 def _packs(
     net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
 ) -> dict[tuple[str, str], list[Layout]]:
-    """Per axis and pattern the packed cuts that views and matmuls ask for, no other axis having
-    cut anything: an axis that cuts within another's shards reaches packs that no tensor has.
+    """Per axis and pattern the packed cuts that views and matmuls ask for if no other axis cuts
+    anything: an axis that cuts within another's shards would ask for packs that no tensor has.
     """
     found: dict[tuple[str, str], list[Layout]] = {}
     for axis, n in axes.items():

@@ -1,7 +1,7 @@
 """Operands of functions of selected rows where the mask selects no row.
 
-torch computes nothing then. A trace computes on rows all the same: an inf or nan among them would
-stay in gradients, where it is multiplied by zero.
+torch then computes on an empty tensor. A program computes on all rows: an inf or nan among them
+would reach gradients, because inf and nan times zero are nan.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _FORMS = {
     *(aten.permute.default, aten.unsqueeze.default, aten.select.int, aten.slice.Tensor),
     *(aten.expand.default, aten._to_copy.default, aten.detach.default, aten.alias.default),
 }
-# Functions that, or whose derivatives, are inf or nan at some finite operands.
+# Functions with values or derivatives that are inf or nan at some finite operands.
 _DIVISIONS = {"div", "divide", "true_divide"}
 _NAMES = """
     floor_divide fmod remainder pow reciprocal sqrt rsqrt log log2 log10 log1p tan asin acos atan2
@@ -52,7 +52,9 @@ def finite(x: Tensor, is_any: Tensor, is_singular: bool) -> Tensor:
 
 
 def unless_none(x: Tensor, is_any: Tensor) -> Tensor:
-    """``x`` if any row is selected; else halves, at which most functions are smooth, or zeros."""
+    """``x`` if any row is selected. Otherwise 0.5 for floats, where most functions are smooth, or
+    0.
+    """
     floats = x.dtype.is_floating_point or x.dtype.is_complex
     spare = torch.full((), 0.5 if floats else 0, dtype=x.dtype, device=x.device)
     return torch.where(is_any, x, spare)

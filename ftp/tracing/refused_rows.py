@@ -1,11 +1,11 @@
-"""Errors about values that decide, and about rows that a mask selects."""
+"""Errors about decisions by a tensor's values, and about rows that a mask selects."""
 
 from contextvars import ContextVar
 
 from ftp.errors import TraceError
 from ftp.source import user_line
 
-# A line that has asked for a number, and whether it was one of selected rows.
+# The line that last used a traced number as a size, and whether it was a number of selected rows.
 _ASKED_AT: ContextVar[tuple[str, bool]] = ContextVar("ftp_number_asked_at", default=("", False))
 
 
@@ -33,6 +33,12 @@ def numpy_refused(kind: str) -> TraceError:
 
 
 def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> TraceError:
+    """The error for a use of selected rows that no program of fixed shapes can run.
+
+    Args:
+        what: the use: a function's name, or the whole subject of the message if ``as_it_is``.
+        instead: what the user can write; default, advice on selected rows.
+    """
     line = user_line()
     instead = instead or (
         "Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"

@@ -1,5 +1,5 @@
-"""Whether two tensors of a trace hold the same values, because the same ops made them of the same
-tensors, such as a mask that is written twice.
+"""Whether two tensors of a trace hold the same values because equal ops computed them from the same
+tensors, as when code computes one mask twice.
 """
 
 import operator

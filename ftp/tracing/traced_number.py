@@ -1,5 +1,5 @@
-"""A number that a function reads from a tensor, as ``x.item()`` and ``x[mask].shape[0]`` give it: a
-number to the function, a value of the program.
+"""Traced numbers: what ``x.item()`` and ``x[mask].shape[0]`` return while a function is traced. The
+function computes with them as with Python numbers; the program computes their values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class TracedNumber:
 
     Attributes:
         value: 0-d, bool, int64 or float64.
-        mask: whose rows it is the number of; None if it is another number.
+        mask: the mask whose selected rows it counts; None for any other number.
     """
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
@@ -149,13 +149,13 @@ for _sign, _name in {
 
 
 def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The arguments of a call with tensors in the place of counts."""
+    """The arguments of a call with each traced number replaced by a tensor."""
     return _without((args, dict(kwargs)), _other(args, kwargs))
 
 
 def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """A function of a count and a 0-d tensor of less than 32 bits, to which the count would be
-    rounded; None for another call.
+    """The result of a call on a traced number and a 0-d tensor of less than 32 bits, to whose dtype
+    the number would be rounded; None for another call.
     """
     other = _other(args, kwargs)
     if not isinstance(other, Tensor) or other.ndim or other.dtype not in _NARROW:

@@ -144,7 +144,7 @@ def named_layers(graph: Graph) -> dict[Node, str]:
 
 
 def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Source lines before the first layer or after the last one that read a layer's result, such as
+    """Source lines that are labelled as of the first or last layer but stand outside of it, such as
     the head's: (layer, line).
 
     No other layer has such a line, and the line reads no parameter of the layer. Backward ops have
@@ -221,8 +221,8 @@ def is_stack_of(node: Node, slices: int) -> bool:
 
 
 def stack_shift(node: Node, layers: Layers, layer: int) -> int:
-    """The offset between the slices of a stack and the layers that compute them: a bias' gradient
-    is computed in a neighbouring layer.
+    """The number of layers from a slice of a stack to the layer that computes it: 0, or 1 or -1 for
+    a bias' gradient, which a neighbouring layer computes.
     """
     found = {v.node: layers.of.get(v.node) for v in node.operands}
     return next(
