@@ -31,7 +31,8 @@ from ftp.source import at_line
 from ftp.tracing.explain_errors import COPY
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, SelectionGroup, group_of, select
+from ftp.tracing.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, select
+from ftp.tracing.selection_group import SelectionGroup, group_of
 
 
 @dataclass(frozen=True)

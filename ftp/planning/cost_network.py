@@ -1,13 +1,9 @@
-"""The cost network of one mesh axis: the planning problem as variables and tables of seconds, which
-`minimize` solves.
+"""The cost network of one mesh axis: variables, and tables of seconds, which `minimize` solves.
 
 - A variable per op: its strategy, which fixes the layouts of its operands and results.
-- A variable per value: the layouts in which users read it, its copies. The op that computes the
-  value gives it one layout; every other copy is made by a reshard.
-- A table per pair (op, value): the seconds of the reshards that make the copies, paid once for all
-  users.
-- A table per pair (value, user): 0 if a copy has the layout that the user's strategy needs,
-  infinity if none has.
+- A variable per value: its copies, the layouts in which users read it.
+- A table per pair (op, value): the seconds of the reshards that make the copies, for all users.
+- A table per pair (value, user): 0 if a copy has the layout that the user needs, else infinity.
 """
 
 import math

@@ -50,7 +50,7 @@ _TEXTS = {
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
-    Meaning.SIZE_OF_ROWS: r"_ShapeOfSelection",
+    Meaning.SIZE_OF_ROWS: r"ShapeOfSelection",
     Meaning.NUMBER: r"TracedNumber",
     Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",

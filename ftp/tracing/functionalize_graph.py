@@ -269,8 +269,7 @@ def _make_constant(node: fx.Node) -> None:
         val = node.meta["val"]
         if like.target in _EMPTY_LIKE and like.args[0].meta["val"].shape == val.shape:
             like = like.args[0]
-        number = node.args[1] if len(node.args) > 1 else 0
-        node.target, node.args = aten.full_like.default, (like, number)
+        node.target, node.args = aten.full_like.default, (like, *(node.args[1:] or (0,)))
         node.kwargs = {} if like.meta["val"].dtype == val.dtype else {"dtype": val.dtype}
 
 
@@ -282,11 +281,9 @@ def _fill(node: fx.Node, number: Any) -> None:
 
 
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
-    """Normalise a graph: no aliases, fills as constants, dims counted from the front, devices
-    without an index, no unused nodes.
-
-    Dims are not negative because some kernels read the size of a negative dim from foreign memory,
-    and raise by chance where a shard is empty.
+    """Normalise a graph: no aliases, fills as constants, no negative dims, devices without an
+    index, no unused nodes. Some kernels read the size of a negative dim from foreign memory, and
+    raise by chance where a shard is empty.
     """
     graph = gm.graph
     without_strides(graph)

@@ -19,7 +19,8 @@ from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
 from ftp.tracing.python_draws import python_draws
-from ftp.tracing.selected import Selected, SelectionGroup
+from ftp.tracing.selected import Selected
+from ftp.tracing.selection_group import SelectionGroup
 from ftp.tracing.varlen_attention import varlen_attention
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.row_functions import FACTORIES
-from ftp.tracing.selected import OF_ALL_ROWS, Selected, SelectionGroup, group_of, select
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, select
+from ftp.tracing.selection_group import SelectionGroup, group_of
 from ftp.tracing.traced_number import TracedNumber
 
 _MAKING = {torch.zeros, torch.ones, torch.full, torch.empty}

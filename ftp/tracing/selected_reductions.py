@@ -20,16 +20,13 @@ from ftp.tracing.selected import (
     OF_ALL_ROWS,
     OF_DIMS,
     Selected,
-    SelectionGroup,
     apply,
     fill_unselected,
-    group_of,
     is_over_rows,
     selected,
-    selected_indices,
-    spread_rows,
 )
 from ftp.tracing.selected_slices import join_split
+from ftp.tracing.selection_group import SelectionGroup, group_of, selected_indices, spread_rows
 
 
 def _sum(

@@ -10,7 +10,8 @@ from ftp.errors import TraceError
 from ftp.ops.microbatch_means import means_of_trace
 from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
-from ftp.tracing.selected import Selected, selected_indices
+from ftp.tracing.selected import Selected
+from ftp.tracing.selection_group import selected_indices
 from ftp.tracing.traced_number import TracedNumber
 
 

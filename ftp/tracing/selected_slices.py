@@ -14,7 +14,8 @@ from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import unwrapped
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import Selected, broadcast_mask, group_of, selected
+from ftp.tracing.selected import Selected, selected
+from ftp.tracing.selection_group import broadcast_mask, group_of
 from ftp.tracing.traced_number import TracedNumber
 
 

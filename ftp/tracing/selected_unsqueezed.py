@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.refused_rows import refused
-from ftp.tracing.selected import (
-    OF_ALL_ROWS,
-    Selected,
-    SelectionGroup,
-    apply,
-    broadcast_mask,
-    group_of,
-    select,
-)
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, apply, select
 from ftp.tracing.selected_reductions import index_rows
+from ftp.tracing.selection_group import SelectionGroup, broadcast_mask, group_of
 
 
 class UnsqueezedRows:

@@ -10,18 +10,10 @@ from torch import Tensor
 from ftp.ops.assume import assume
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import (
-    OF_ALL_ROWS,
-    Selected,
-    SelectionGroup,
-    apply,
-    broadcast_mask,
-    fill_unselected,
-    selected_indices,
-    write_rows,
-)
+from ftp.tracing.selected import OF_ALL_ROWS, Selected, apply, fill_unselected, write_rows
 from ftp.tracing.selected_slices import write_traced_slice
 from ftp.tracing.selecting import is_selection, mask_in, masked_first, places
+from ftp.tracing.selection_group import SelectionGroup, broadcast_mask, selected_indices
 
 
 def _setitem(group: SelectionGroup, x: Any, key: Any, value: Any) -> Any:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.packed_sequences import packed_steps
-from ftp.tracing.selected import Selected, SelectionGroup, group_of, select
+from ftp.tracing.selected import Selected, select
 from ftp.tracing.selected_slices import read_traced_slice, split
+from ftp.tracing.selection_group import SelectionGroup, group_of
 
 _PACK: Any = torch._VF._pack_padded_sequence
 _UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
