@@ -38,7 +38,7 @@ def build(
         traced: the function's trace, where a report has made it already.
     """
     is_lowered = traced is not None
-    traced = traced or traced_for(definition, inputs)
+    traced = traced or inputs.traced or traced_for(definition, inputs)
     planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
 
     def make() -> Program:

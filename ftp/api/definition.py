@@ -26,6 +26,7 @@ from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.global_shapes import abstract, global_shape
 from ftp.tensors.placement import check_alive, check_placed
+from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.trace import Traced, trace
 
@@ -113,11 +114,14 @@ def traced_for(
     formulas: Sequence[Shape | None] | None = None,
     sizes: Sizes | None = None,
     mesh: Mesh | None = None,
+    keeps_recording: bool = False,
+    replayed: Alike | None = None,
 ) -> Traced:
     """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims.
 
     Args:
         mesh: that the function finds around it; default the definition's.
+        keeps_recording, replayed: as of `trace`.
     """
     call = inputs.call
     if calls is None and definition.options.explicit:
@@ -141,6 +145,8 @@ def traced_for(
                 calls=calls,
                 shapes=formulas,
                 symbolic=None if sizes is None else families.symbolic_of(sizes),
+                keeps_recording=keeps_recording,
+                replayed=replayed,
             )
         except (AttributeError, TypeError) as e:
             names = nones(call)

@@ -12,6 +12,7 @@ from ftp.api.dynamic_shapes import Dynamic, SeenShapes
 from ftp.api.families import Family, FamilyPlan, FamilyTrace, ShapeCounts
 from ftp.api.graph_checks import check_programs
 from ftp.api.inputs import Inputs
+from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
 from ftp.dynamic_int import Sizes
 from ftp.paused_gc import collection_paused
@@ -138,7 +139,58 @@ def _built(
             made = build(inputs)  # an error of the function is one here too
             family.give_up(families.reason(error))
             return made
-    return build(inputs)
+    if families.option_apart(definition.options) or definition.options.explicit:
+        return build(inputs)
+    return _with_numbers_read(family.numbers_read, definition, inputs, dynamic, values, build)
+
+
+def _with_numbers_read(
+    read: NumbersRead,
+    definition: Definition,
+    inputs: Inputs,
+    dynamic: Dynamic,
+    values: tuple[int, ...],
+    build: Callable[[Inputs], Planned],
+) -> Planned:
+    """The program of a function that reads sizes as numbers: recorded at these sizes, and planned
+    with other sizes whose recordings are alike.
+    """
+    traced = traced_for(definition, inputs, keeps_recording=True)
+    found = traced.recording and read.find(values, traced.recording, dynamic)
+    if found:
+        group, values = found
+        try:
+            planned = _like_others(group, definition, inputs, values)
+        except Exception:  # as of a rule that does not compute with formulas
+            group.is_closed, planned = True, None
+        if planned is not None:
+            return planned
+    return build(replace(inputs, traced=traced))
+
+
+def _like_others(
+    group: AlikeSizes, definition: Definition, inputs: Inputs, values: tuple[int, ...]
+) -> Planned | None:
+    """The program of a group for these sizes and numbers; None where it makes no more programs."""
+    trace = group.trace_for(values)
+    plan = trace and next((p for p in trace.plans if p.holds(values)), None)
+    if plan is not None:
+        return _at_size(plan, inputs.call, values, definition.mesh)
+    if group.is_closed:
+        return None
+    if trace is None:
+        if len(group.traces) == families.MOST_TRACES:
+            return None
+        sizes = families.sizes_for(group.dynamic, values)
+        formulas = families.shapes_with(group.dynamic, inputs.shapes, sizes)
+        traced = traced_for(
+            definition, inputs, formulas=formulas, sizes=sizes, replayed=group.alike
+        )
+        trace = FamilyTrace(traced, sizes)
+        group.traces.append(trace)
+    if len(trace.plans) == MOST_PLANS:
+        return None
+    return _planned(trace, definition, inputs, group.dynamic, values)
 
 
 def _key(call: Arguments, dynamic: Dynamic) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.numbers_read import NumbersRead
 from ftp.dynamic_int import Sizes, in_multiples, symbol
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
@@ -90,7 +91,7 @@ class ShapeCounts:
 
 def counts(families: Iterable["Family"]) -> ShapeCounts:
     known = list(families)
-    traces = [trace for family in known for trace in family.traces]
+    traces = [trace for family in known for trace in family.all_traces()]
     reasons = [family.why_not for family in known]
     reasons += [plan.ranks.why_not for trace in traces for plan in trace.plans]
     return ShapeCounts(
@@ -107,12 +108,14 @@ class Family:
     Attributes:
         alone: the number of sizes that were traced for many and serve one.
         why_not: why sizes are traced and planned one by one; "" where they are not.
+        numbers_read: the sizes that are, and those of them that are planned together.
     """
 
     dynamic: Dynamic
     traces: list[FamilyTrace] = field(default_factory=list)
     alone: int = 0
     why_not: str = ""
+    numbers_read: NumbersRead = field(default_factory=NumbersRead)
 
     def find(self, values: Sequence[int]) -> FamilyPlan | None:
         """The plan that serves these sizes."""
@@ -122,6 +125,10 @@ class Family:
     def trace_for(self, values: Sequence[int]) -> FamilyTrace | None:
         """The trace that serves these sizes."""
         return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
+
+    def all_traces(self) -> list[FamilyTrace]:
+        groups = self.numbers_read.groups
+        return [*self.traces, *(trace for group in groups for trace in group.traces)]
 
     def add(self, trace: FamilyTrace) -> None:
         """Keep a trace, unless its conditions allow one size only, as of ``if x.shape[1] == 4``.

@@ -10,6 +10,7 @@ from ftp.api.arguments import Arguments
 from ftp.distributed.handed_out import HandedOut
 from ftp.sharding.arguments import Shape
 from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import Traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,12 +20,14 @@ class Inputs:
     Attributes:
         shapes: None for static leaves.
         handed_out: how the first rank's plan reaches ranks of other hosts, where there are several.
+        traced: the function's trace for them, where it is made already.
     """
 
     call: Arguments
     specs: Sequence[PartitionSpec]
     shapes: Sequence[Shape | None]
     handed_out: HandedOut | None = None
+    traced: Traced | None = None
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

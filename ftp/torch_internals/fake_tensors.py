@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,3 +20,18 @@ def mode_for(env: Any) -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     mode.cache_enabled = mode.cache_enabled and env is None
     return mode
+
+
+def index_in_slice(size: Any, index: Any) -> Any:
+    """torch's place of a slice's bound within a dim. Where sizes leave it open, as in
+    ``x[: s - 1]`` for an ``s`` that may be zero, comparisons of sizes decide: they become guards.
+    """
+    found = _index_in_slice(size, index)
+    if found is not None:
+        return found
+    index = index if index >= 0 else index + size
+    return 0 if index < 0 else index if index <= size else size
+
+
+_index_in_slice = fake_impls._compute_slice_index
+SLICES = fake_impls, {"_compute_slice_index": index_in_slice}

@@ -61,6 +61,7 @@ NEEDED = {
     "torch._library.simple_registry": "singleton",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._prims_common": "is_non_overlapping_and_dense_or_false",
+    "torch._subclasses.fake_impls": "_compute_slice_index",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",

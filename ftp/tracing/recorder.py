@@ -266,13 +266,22 @@ class Recorder(TorchDispatchMode):
                     " argument."
                 )
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
-            proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
-            proxy.node.meta["ftp_constant"] = len(self.constants)
             with disable_current_modes():
-                self.constants.append(tensor if is_outer else tensor.detach())
-            track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+                self._capture(tensor if is_outer else tensor.detach(), fake)
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]
+
+    def _capture(self, tensor: Tensor, fake: FakeTensor) -> None:
+        proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
+        proxy.node.meta["ftp_constant"] = len(self.constants)
+        self.constants.append(tensor)
+        track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+
+    def number(self, size: Any) -> Any:
+        """A dynamic size as the symbolic number that ops of the recording take."""
+        fake = self.fake((size,), torch.bool)
+        self._capture(fake, fake)  # without users once numbers are formulas
+        return fake.shape[0]
 
     def _turn(self) -> tuple[int, Any, BranchPath]:
         """The current pass (even numbers forward, odd ones backward), recomputation and branch."""

@@ -28,6 +28,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from ftp.dynamic_float import FUNCTIONS, DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
+from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
 from ftp.tracing.replaced import replaced
@@ -343,7 +344,8 @@ class Symbolic:
         # Some ops take symbolic ints in their Python form only.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}
-        with oblivious, enable_python_dispatcher(), replaced(math, of_sizes):
+        numbers = replaced(math, of_sizes)
+        with oblivious, enable_python_dispatcher(), numbers, replaced(*SLICES):
             yield
 
 

@@ -25,6 +25,7 @@ from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten
 from ftp.source import describe_line, user_line
 from ftp.torch_internals import deferred_compiler
+from ftp.tracing.alike import Alike, RecordedOps, recording_of
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
@@ -70,6 +71,7 @@ class Traced:
         assumptions: claims about values that the function takes as true. Where they are to be
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
+        recording: what was recorded, where it is kept.
     """
 
     gm: fx.GraphModule
@@ -80,6 +82,7 @@ class Traced:
     captured: tuple[Tensor, ...]
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
+    recording: RecordedOps | None = None
 
     @cached_property
     def out_shapes(self) -> list[tuple[int, ...]]:
@@ -104,6 +107,8 @@ def trace(
     calls: TorchCalls | None = None,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
+    keeps_recording: bool = False,
+    replayed: Alike | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -121,6 +126,8 @@ def trace(
         calls: numbers torch's calls in the lines of the nodes.
         shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
         symbolic: the dynamic sizes.
+        keeps_recording: whether the trace has its recording, where that can be replayed.
+        replayed: recordings of the function to trace instead of it.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -146,6 +153,8 @@ def trace(
         calls=calls,
         shapes=shapes,
         symbolic=symbolic,
+        keeps_recording=keeps_recording,
+        replayed=replayed,
     )
     try:
         return _by_either_way(made)
@@ -211,6 +220,8 @@ def _traced(
     calls: TorchCalls | None,
     shapes: Sequence[tuple[int, ...] | None] | None,
     symbolic: "Symbolic | None",
+    keeps_recording: bool,
+    replayed: Alike | None,
 ) -> Traced:
     """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
     check_leaves(leaves, names)
@@ -244,6 +255,11 @@ def _traced(
         )
 
     def flat(*values: Tensor) -> list[Tensor]:
+        if replayed is not None:
+            first = replayed.first
+            result[:] = [Ran(first.out_tree, list(first.statics), [], dict.fromkeys(first.claims))]
+            with recorder.recording():
+                return replayed.run(recorder, values)
         filled = list(leaves)
         for i, value in zip(at, values, strict=True):
             filled[i] = value
@@ -275,6 +291,10 @@ def _traced(
             f"The trace has {len(inputs)} inputs for {len(at)} tensors: an argument is in a"
             " container that optree does not know. Register its class, or use a dict or list."
         )
+    (ran,) = result
+    recording = None
+    if keeps_recording and not paths.asked:
+        recording = recording_of(gm, recorder, ran)
     check_writes(gm.graph)
     check_copied_views(gm.graph)
     check_reshaped_views(gm.graph)
@@ -285,10 +305,9 @@ def _traced(
         merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
     as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
     clean(gm, recorder.device, torch.device(device_type))
-    constants = constants_last(gm, recorder, [names[i] for i in at])
     if symbolic is not None:
         symbolic.inline(gm.graph)
-    (ran,) = result
+    constants = constants_last(gm, recorder, [names[i] for i in at])
     index = iter(range(len(ran.statics)))
     numbered = tuple(next(index) if s is None else s.value for s in ran.statics)
     return Traced(
@@ -300,4 +319,5 @@ def _traced(
         recorder.captured,
         tuple(claim for claim, _ in ran.claims),
         symbolic,
+        recording,
     )

@@ -420,6 +420,62 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
     assert "range(tokens.shape[1])" in reason
 
 
+def test_a_slice_up_to_a_size_less_one():
+    """Of a size that may be zero torch does not know the slice's length."""
+
+    def loss(params, x):
+        return (x[:, : x.shape[1] - 1] @ params).square().sum()
+
+    step = ftp.shard(loss, on({"tp": 2}), P(), batch_specs=P())
+    params = torch.eye(4, dtype=torch.float64) + 1
+    for size in (8, 12, 7, 1, 5):
+        x = torch.randn(2, size, 4, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+    assert step.shapes.traces and not step.shapes.one_by_one
+
+
+def capacity(params, x):
+    """Rows up to a capacity, as of a mixture of experts."""
+    rows = x.flatten(0, 1)
+    weight, at = (rows @ params)[:, 0].topk(int(1.25 * rows.shape[0] / 3))
+    return (rows[at] * weight[:, None]).square().sum()
+
+
+def window(params, x):
+    """A window of the root of the length, and another line for long ones."""
+    width, at = int(x.shape[1] ** 0.5), torch.arange(x.shape[1])
+    mask = (at[:, None] - at).abs() <= width
+    y = F.scaled_dot_product_attention(x @ params, x, x, attn_mask=mask)
+    return y[:, width:].square().sum() if width < 5 else y[:, -width].sum()
+
+
+def falls_short(params, x):
+    """The first sizes equal the number that is read, later ones do not."""
+    n = int(1.0 * x.shape[1])
+    return (x[:, : n - (n > 12)] @ params).square().mean()
+
+
+@pytest.mark.parametrize("name", slow_after(1, ["context", "tp"]))
+@pytest.mark.parametrize("fn", slow_after(1, [capacity, window, falls_short]))
+def test_numbers_that_code_reads_from_sizes(fn, name, monkeypatch):
+    """Each size is recorded, and planned with others whose recordings are alike."""
+    planned, build = [], build_module.plan_prepared
+    monkeypatch.setattr(
+        build_module, "plan_prepared", lambda *a, **k: planned.append(a) or build(*a, **k)
+    )
+    spec = P(None, "cp") if name == "context" else P()
+    step = ftp.shard(fn, LAYOUTS[name][0], P(), batch_specs=spec)
+    generator, params = torch.Generator().manual_seed(0), torch.eye(4, dtype=torch.float64) + 1
+    sizes = [8, 12, 7, 9, 16, 21, 10, 24, 14, 40, 3, 2, 18, 30, 27, 33, 22]
+    for size in sizes:
+        x = torch.randn(2, size, 4, generator=generator, dtype=torch.float64)
+        loss, grad = step(params, x)
+        want_grad, want = torch.func.grad_and_value(fn)(params, x)
+        assert torch.allclose(loss, want, rtol=1e-12)
+        assert torch.allclose(grad, want_grad, rtol=1e-12)
+    assert step.shapes.one_by_one and 1 <= step.shapes.plans < len(planned) < len(sizes)
+
+
 def test_plans_are_kept_for_the_values_used_last(monkeypatch):
     made, trace = [], dynamic_programs.traced_for
     counted = lambda *args, **kwargs: made.append(args) or trace(*args, **kwargs)  # noqa: E731

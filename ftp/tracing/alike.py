@@ -1,0 +1,231 @@
+"""Recordings of one function that differ in numbers alone.
+
+A function may read a size as a Python number, as ``int(0.75 * x.shape[1])`` does. Each size is
+recorded then, but the recordings are often one graph with other numbers. Such a graph is traced and
+planned for many sizes like any other: the numbers are formulas of the sizes and of unknown numbers,
+whose values each new recording gives. Formulas are found from examples, and hold for a recording
+only where every number in it equals its formula.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor, fx
+
+from ftp.rules.local_op import as_module, copied
+
+if TYPE_CHECKING:
+    from ftp.tracing.paths import Ran, Static
+    from ftp.tracing.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class RecordedOps:
+    """A function's ops as recorded, writes included, before a trace makes a functional graph of
+    them.
+
+    Attributes:
+        graph: its placeholders are the tensor leaves and the captured tensors.
+        captured: the captured tensors, in the order of their placeholders.
+        out_tree, statics, claims: of the run, see `paths.Ran`.
+    """
+
+    graph: fx.Graph
+    captured: tuple[Tensor, ...]
+    out_tree: optree.PyTreeSpec
+    statics: "tuple[Static | None, ...]"
+    claims: tuple[Any, ...]
+
+    def differs(self, other: "RecordedOps") -> bool:
+        """Whether the results differ in more than sizes."""
+        return (
+            self.out_tree != other.out_tree
+            or list(map(_static, self.statics)) != list(map(_static, other.statics))
+            or self.claims != other.claims
+            or len(self.captured) != len(other.captured)
+            or any(a is not b for a, b in zip(self.captured, other.captured, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Formula:
+    """``factor`` times an unknown, or two unknowns joined, ``plus`` a number."""
+
+    factor: int
+    of: tuple[int, ...]
+    join: Callable[[Any, Any], Any] = operator.add
+    plus: int = 0
+
+    def at(self, unknowns: Sequence[Any]) -> Any:
+        return self.factor * reduce(self.join, (unknowns[i] for i in self.of)) + self.plus
+
+
+class Alike:
+    """Recordings that differ in numbers alone.
+
+    Args:
+        samples: recordings, each with the sizes of the dynamic dims.
+
+    Attributes:
+        first: a recording.
+        formulas: of each number in it, in terms of the unknowns; None for a number that is the same
+            in all samples.
+        unknown: the places in the recordings of the unknown numbers that are no sizes, and their
+            signs.
+    """
+
+    def __init__(self, samples: Sequence[tuple[Sequence[int], RecordedOps]]):
+        self.first = samples[0][1]
+        self._form, numbers = _read(self.first.graph)
+        self._numbers = numbers
+        columns = [list(column) for column in zip(*(sizes for sizes, _ in samples), strict=True)]
+        of_samples = zip(*(_read(one.graph)[1] for _, one in samples), strict=True)
+        self.unknown: list[tuple[int, int]] = []
+        self.formulas: list[Formula | None] = []
+        known: dict[tuple[int, ...], Formula | None] = {}
+        for place, found in enumerate(of_samples):
+            if found not in known:
+                known[found] = _formula(found, columns)
+                if known[found] is None and len(set(found)) > 1:
+                    sign = -1 if max(found) < 0 else 1
+                    self.unknown.append((place, sign))
+                    known[found] = Formula(sign, (len(columns),))
+                    columns.append([sign * x for x in found])
+            self.formulas.append(known[found])
+
+    def numbers(self, sizes: Sequence[int], recording: RecordedOps) -> tuple[int, ...] | None:
+        """The unknown numbers of a recording at these sizes; None where it differs in more."""
+        if recording is self.first or not recording.differs(self.first):
+            form, numbers = _read(recording.graph)
+            if form == self._form:
+                found = tuple(sign * numbers[place] for place, sign in self.unknown)
+                at = (*sizes, *found)
+                expected = (
+                    own if formula is None else formula.at(at)
+                    for own, formula in zip(self._numbers, self.formulas, strict=True)
+                )
+                if min(found, default=0) >= 0 and all(map(int.__eq__, numbers, expected)):
+                    return found
+        return None
+
+    def run(self, recorder: "Recorder", inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call the ops of the first recording, with symbolic numbers for the formulas."""
+        assert recorder.symbolic is not None
+        unknowns = [recorder.number(symbol) for symbol in recorder.symbolic.sizes.symbols]
+        given = iter(
+            own if formula is None else formula.at(unknowns)
+            for own, formula in zip(self._numbers, self.formulas, strict=True)
+        )
+        captured = (recorder.known(tensor) for tensor in self.first.captured)
+
+        class OpsAgain(fx.Interpreter):
+            extra_traceback = False  # errors name the user's line
+
+            def run_node(self, n: fx.Node) -> Any:
+                recorder.replayed = n.meta
+                filled: Any = _filled((n.args, dict(n.kwargs)), given)
+                args, kwargs = filled
+                if n.op == "output":
+                    return self.map_nodes_to_values(args[0], n)
+                if n.op == "placeholder" and "ftp_constant" in n.meta:
+                    return next(captured)
+                filled = self.map_nodes_to_values(filled, n)
+                args, kwargs = filled
+                return getattr(self, n.op)(n.target, args, kwargs)
+
+        try:
+            return list(OpsAgain(as_module(self.first.graph)).run(*inputs))
+        finally:
+            recorder.replayed = None
+
+
+def recording_of(gm: fx.GraphModule, recorder: "Recorder", ran: "Ran") -> RecordedOps | None:
+    """The recording that a recorder has made; None where it holds tensors made from lists."""
+    if any(node.op == "get_attr" for node in gm.graph.nodes):
+        return None
+    of_run = ran.tree, tuple(ran.statics), tuple(ran.claims)
+    return RecordedOps(copied(gm.graph), recorder.captured, *of_run)
+
+
+def are_alike(a: RecordedOps, b: RecordedOps) -> bool:
+    return not a.differs(b) and _read(a.graph)[0] == _read(b.graph)[0]
+
+
+def _formula(found: Sequence[int], columns: Sequence[Sequence[int]]) -> Formula | None:
+    """A number's formula in terms of unknowns, by its values and theirs in the samples; None where
+    there is none, or where it needs none.
+    """
+    if len(set(found)) == 1:
+        return None
+    places = range(len(columns))
+    candidates = [((i,), operator.add) for i in places]
+    joins = (operator.sub, operator.add, operator.mul)
+    candidates += [((i, j), join) for i in places for j in places for join in joins]
+    for of, join in candidates:
+        given = [reduce(join, (columns[i][k] for i in of)) for k in range(len(found))]
+        at = next((k for k, x in enumerate(given) if x != given[0]), None)
+        if at is not None and (found[at] - found[0]) % (given[at] - given[0]) == 0:
+            factor = (found[at] - found[0]) // (given[at] - given[0])
+            plus = found[0] - factor * given[0]
+            if all(factor * x + plus == y for x, y in zip(given, found, strict=True)):
+                return Formula(factor, of, join, plus)
+    return None
+
+
+def _static(leaf: "Static | None") -> tuple[type, str] | None:
+    return None if leaf is None else (type(leaf.value), repr(leaf.value))
+
+
+def _read(graph: fx.Graph) -> tuple[list[Any], list[int]]:
+    """What a recording has beside numbers, and its numbers."""
+    form: list[Any] = []
+    numbers: list[int] = []
+    places: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        meta = node.meta
+        form.append((node.op, None if node.op == "placeholder" else node.target))
+        form.append([meta.get(k) for k in ("source", "phase", "branch", "ftp_constant")])
+        form.append(meta.get("region") is None)
+        _add((node.args, node.kwargs), form, numbers, places)
+        places[node] = len(places)
+    return form, numbers
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) is int or (type(x) is float and x.is_integer() and 0 < abs(x) < 2**53)
+
+
+def _add(x: Any, form: list[Any], numbers: list[int], places: dict[fx.Node, int]) -> None:
+    if isinstance(x, fx.Node):
+        form.append(("node", places[x]))
+    elif _is_number(x):
+        form.append(type(x))
+        numbers.append(int(x))
+    elif isinstance(x, tuple | list):
+        form.append((isinstance(x, tuple), len(x)))
+        for part in x:
+            _add(part, form, numbers, places)
+    elif isinstance(x, dict):
+        form.append(tuple(x))
+        for part in x.values():
+            _add(part, form, numbers, places)
+    else:
+        form.append(x.hex() if type(x) is float else (type(x), x))
+
+
+def _filled(x: Any, numbers: Iterator[Any]) -> Any:
+    """Arguments with the given numbers in place of theirs, in the order of `_add`."""
+    if _is_number(x):
+        number = next(numbers)
+        return number if type(x) is int else torch.sym_float(number)
+    if isinstance(x, tuple | list):
+        parts = [_filled(part, numbers) for part in x]
+        return tuple(parts) if isinstance(x, tuple) else parts
+    if isinstance(x, dict):
+        return {k: _filled(part, numbers) for k, part in x.items()}
+    return x
