@@ -262,8 +262,7 @@ def _make_constant(node: fx.Node) -> None:
     elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
         _fill(node, node.args[0])  # a number that meets a tensor which torch.vmap maps over
     elif target is aten._efficientzerotensor.default:
-        # Autograd's zero tensor without memory; a rank's program has real zeros.
-        node.target = aten.zeros.default
+        node.target = aten.zeros.default  # autograd's zero tensor, which has no memory
     elif target in (aten.fill.Scalar, aten.zero.default):
         like: Any = node.args[0]
         val = node.meta["val"]
