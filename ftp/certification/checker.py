@@ -11,6 +11,7 @@ Data movement between two ops is followed element by element, through the collec
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -216,6 +217,9 @@ class Checker:
         except (Unsound, KeyError) as e:
             raise e if isinstance(e, Refused) else Refused(f"{what} {e}") from None
         if expected.is_empty and held.shape == expected.shape:
+            # Any value's, but of one dtype: it may be padded, and sent beside other ranks' parts.
+            if self.dtype_of(held) != self.dtype_of(expected):
+                raise Refused(f"{what} is {self.dtype_of(held)}; expected is another dtype")
             return
         if held.value != expected.value:
             raise Refused(
@@ -226,6 +230,19 @@ class Checker:
             raise Refused(f"{what} is of shape {held.shape}; expected is {expected.shape}")
         if not is_same(held, expected):
             raise Refused(f"{what} holds other elements than expected")
+
+    def dtype_of(self, x: ElementMap) -> torch.dtype | None:
+        """The dtype of the value that a tensor holds parts of; None of no value of the program."""
+        return self.dtypes.get(x.value, self.dtypes.get(x.value.rpartition("@")[0]))
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {
+            self.forms.key_in(self.forms.names, ref): meta.dtype
+            for op in self.operations.values()
+            for i, meta in enumerate(op.results)
+            for ref in (Ref(op.name, i),)
+        }
 
     def single(self, cell: Cell, node: fx.Node) -> ElementMap:
         held = self.map_of(cell, node)

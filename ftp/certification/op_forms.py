@@ -160,9 +160,11 @@ class OpForms:
                 if any(x not in values for x in node.all_input_nodes):
                     raise Refused(f"{node.name} of {op} is written in place, and nothing reads it")
                 args, kwargs = mapped_arguments(node, values.__getitem__)
-                values[node] = node.target(
-                    *args, **{k: "meta" if k == "device" else v for k, v in kwargs.items()}
-                )  # type: ignore[operator]
+                options = {k: "meta" if k == "device" else v for k, v in kwargs.items()}
+                try:
+                    values[node] = node.target(*args, **options)  # type: ignore[operator]
+                except (IndexError, RuntimeError, TypeError, ValueError) as e:
+                    raise Refused(f"{node.name} of {op} does not run: {e}") from None
             if node in written:
                 before = values[node.args[0]]  # type: ignore[index]
                 if (values[node].shape, values[node].dtype) != (before.shape, before.dtype):

@@ -868,6 +868,32 @@ def test_an_offset_that_is_used_as_a_tensor(target: Any, args: Any, kwargs: Any)
         check(certificate)
 
 
+@pytest.mark.parametrize("out", [P("tp"), P()], ids=str)
+def test_an_empty_part_of_another_dtype(out: P):
+    """A rank without elements that leaves out a cast: what it pads and sends is of another size."""
+    mesh = ftp.simulated_mesh((3,), ("tp",))
+    step = ftp.spmd(lambda x: x.float().flip(1), mesh, (P("tp"),), out)
+    certificate = certify(step.lower(torch.randn(4, 2, dtype=torch.float64)))
+    *_, last = certificate.ranks.graphs
+    (cast,) = last.find_nodes(op="call_function", target=aten._to_copy.default)
+    cast.replace_all_uses_with(cast.args[0])
+    last.erase_node(cast)
+    with pytest.raises(CertificateError, match="float64; expected is another dtype"):
+        check(certificate)
+
+
+def test_a_form_with_writes_that_does_not_run():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(lambda x, i: x.index_copy(0, i, x[:2] + 1), mesh, (P("tp"), P()))
+    x, index = torch.randn(4, 3, dtype=torch.float64), torch.tensor([3, 0])
+    certificate = certify(step.lower(x, index))
+    for graph in certificate.ranks.graphs:
+        (padded,) = (n for n in graph.nodes if n.target is aten.constant_pad_nd.default)
+        padded.args = (graph.find_nodes(op="placeholder")[1], *padded.args[1:])
+    with pytest.raises(CertificateError, match="does not run"):
+        check(certificate)
+
+
 @pytest.mark.slow
 def test_blocks_of_rows_of_a_product_without_terms():
     """Of 3 rows of a batch over 4 ranks, the last has none: its blocks of the weight's gradient are
