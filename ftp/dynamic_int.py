@@ -229,6 +229,16 @@ class Sizes:
         """Record conditions that were recorded separately."""
         self._noting.include(conditions)
 
+    def ask_again(self, conditions: "Conditions") -> None:
+        """Record conditions on formulas of other `Sizes` with the same names."""
+        for question, x, answer in conditions.each():
+            here = moved(x, self)
+            if is_dynamic(here):
+                is_above = question == "positive" and self._bounds(here.terms)[0] == 0
+                if (question == "zero" and answer) or (is_above and not answer):
+                    self.is_zero(here)
+            self.note(question, here, answer)
+
     def count(self, x: "DynamicInt") -> "DynamicInt":
         """The number that a symbol's size is a multiple of."""
         (atoms,) = x.terms
@@ -297,6 +307,8 @@ class Sizes:
             return self._opaque("//", x, y) if whole is None else whole
         if y <= 0:
             return self.quotient(-x, -y) if y else x.value // y
+        if (exact := self._exact(x, y)) is not None:
+            return exact
         whole = {atoms: c // y for atoms, c in x.terms.items() if c % y == 0}
         rest = self._made({atoms: c for atoms, c in x.terms.items() if c % y})
         rest = self._floor_of(rest, y) if is_dynamic(rest) else rest // y
@@ -320,10 +332,13 @@ class Sizes:
         return self._opaque("//", x, y)
 
     def _divided(self, terms: Terms, y: "DynamicInt") -> Any:
-        """``terms / y`` where ``y`` is one product and divides each of them, else None."""
+        """``terms / y`` where ``terms`` is a multiple of ``y`` by a number, or ``y`` is one product
+        and divides each of them; else None.
+        """
         (atoms, by), *more = y.terms.items()
         if more:
-            return 1 if terms == y.terms else None
+            times = terms.get(atoms, 0) // by
+            return times if terms == {a: times * c for a, c in y.terms.items()} else None
         found: Terms = {}
         for product, c in terms.items():
             left = list(product)
@@ -344,8 +359,58 @@ class Sizes:
             return self._opaque("%", x, y) if self._divided(_terms(x), y) is None else 0
         if y <= 0:
             return x - y * (x // y)
-        rest = self._made({atoms: c % y for atoms, c in x.terms.items()})
+        if self._exact(x, y) is not None:
+            return 0
+        rest = self._of_remainders(x, y)
         return self._opaque("%", rest, y) if is_dynamic(rest) else rest % y
+
+    def _exact(self, x: "DynamicInt", y: int) -> Any:
+        """``x // y`` where ``y`` divides ``x`` at all sizes, as a size and its padding to a
+        multiple of ``y``; else None.
+        """
+        if any(c % y for c in x.plain.values()):
+            return None
+        return self._made({atoms: c // y for atoms, c in x.plain.items()})
+
+    def plain(self, terms: Terms) -> Terms:
+        """Terms of the same value, equal for more of the sums that are equal at all sizes: a
+        remainder is written by its quotient, and a quotient by coefficients below its divisor.
+        """
+        if not any(self._plain(a) is not None for product in terms for a in product):
+            return terms
+        total: Any = 0
+        for atoms, c in terms.items():
+            product: Any = c
+            for a in atoms:
+                factor = self._plain(a)
+                product = product * (self.alone(a) if factor is None else factor)
+            total = total + product
+        return _terms(total)
+
+    def _plain(self, atom: int) -> Any:
+        """As `plain`, for one atom; None where it is so."""
+        kind, of = self.made_of(atom)
+        if kind not in ("//", "%") or is_dynamic(of[1]):
+            return None
+        terms, n = of[0].plain, of[1]
+        if kind == "//" and terms is of[0].terms and all(0 <= c < n for c in terms.values()):
+            return None
+        whole = self._made({atoms: c // n for atoms, c in terms.items()})
+        rest = self._made({atoms: c % n for atoms, c in terms.items()})
+        quotient = whole + (self._opaque("//", rest, n) if is_dynamic(rest) else rest // n)
+        return quotient if kind == "//" else self._made(terms) - n * quotient
+
+    def _of_remainders(self, x: "DynamicInt", y: int) -> Any:
+        """Equal to ``x`` modulo ``y``, with ``a`` for ``a % n`` where ``y`` divides n."""
+        total: Any = 0
+        for atoms, c in x.terms.items():
+            product: Any = c % y
+            for a in atoms:
+                kind, of = self.made_of(a)
+                is_free = kind == "%" and not is_dynamic(of[1]) and of[1] % y == 0
+                product = product * (of[0] if is_free else self.alone(a))
+            total = total + product
+        return self._made({atoms: c % y for atoms, c in _terms(total).items()})
 
     def _opaque(self, kind: str, x: Any, y: Any) -> Any:
         low, high = self._bounds(_terms(x))
@@ -453,11 +518,19 @@ class DynamicInt:
     that treats two sizes as different must be right if they are equal too.
     """
 
-    __slots__ = ("_hash", "sizes", "terms")
+    __slots__ = ("_hash", "_plain", "sizes", "terms")
 
     def __init__(self, sizes: Sizes, terms: Terms):
         self.sizes, self.terms = sizes, terms
-        self._hash = hash(frozenset(terms.items()))
+        self._hash: int | None = None
+        self._plain: Terms | None = None
+
+    @property
+    def plain(self) -> Terms:
+        """The terms to compare by; see `Sizes.plain`."""
+        if self._plain is None:
+            self._plain = self.sizes.plain(self.terms)
+        return self._plain
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -487,6 +560,8 @@ class DynamicInt:
         return format(repr(self), spec)
 
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(frozenset(self.plain.items()))
         return self._hash
 
     def __eq__(self, other: object) -> bool:
@@ -494,7 +569,9 @@ class DynamicInt:
             return NotImplemented
         if is_dynamic(other):
             of: Any = other
-            return self.sizes is of.sizes and self.terms == of.terms
+            if self.sizes is not of.sizes:
+                return False
+            return self.terms == of.terms or self.plain == of.plain
         return other == 0 and self.sizes.is_zero(self)
 
     def __bool__(self) -> bool:

@@ -39,6 +39,10 @@ def test_a_formula_has_the_value_that_python_computes(multiple, steps, counts):
         (lambda s: (s // 2 + 5) // 3, lambda s: (s + 10) // 6),
         (lambda s: -(-2 * s // 4), lambda s: -(-s // 2)),
         (lambda s: (6 * s + 9) // 3, lambda s: 2 * s + 3),
+        (lambda s: s + (4 - s % 4) % 4, lambda s: (s + (4 - s % 4) % 4) // 4 * 4),
+        (lambda s: (4 - s % 4) % 4, lambda s: -s % 4),
+        (lambda s: s + -s % 4, lambda s: -(-s // 4) * 4),
+        (lambda s: s % 4, lambda s: s - 4 * (s // 4)),
     ],
 )
 def test_equal_quotients_are_written_alike(one, other):

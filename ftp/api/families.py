@@ -54,8 +54,14 @@ class FamilyPlan:
         """The plan of a trace for sizes such as ``values``. A size that a mesh axis must divide is
         written as a multiple of the axis' size, so that shards have formulas too.
         """
-        program = in_multiples(lambda multiples: sizes_for(dynamic, values, multiples), make)
         assert traced.symbolic is not None
+        asked = traced.symbolic.sizes.conditions
+
+        def made(sizes: Sizes) -> Program:
+            sizes.ask_again(asked)  # where the trace is of multiples, so is the plan
+            return make(sizes)
+
+        program = in_multiples(lambda multiples: sizes_for(dynamic, values, multiples), made)
         return cls(dynamic, RankPrograms(program, traced.symbolic))
 
     def program(self, values: tuple[int, ...]) -> SizedProgram:

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
-from ftp.dynamic_int import Sizes, in_multiples, moved, value_of
+from ftp.dynamic_int import Sizes, in_multiples, value_of
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.exported.build import KEY, Build, SignatureEntry, is_training, quiet
 from ftp.exported.check import check_program
@@ -384,6 +384,5 @@ def _planned(
         return traced, plan(None)
     made = in_multiples(open_dims.sizes, plan)
     assert made.sizes is not None
-    for question, x, answer in sizes.conditions.each():
-        made.sizes.note(question, moved(x, made.sizes), answer)
+    made.sizes.ask_again(sizes.conditions)
     return traced, made

@@ -6,7 +6,7 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.dynamic_int import gcd
+from ftp.dynamic_int import gcd, is_dynamic
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
@@ -227,7 +227,9 @@ along_dims(aten.slice_scatter.default, linear=[(0, 1)])
 @rule(aten.constant_pad_nd.default)
 def pad(call: Call) -> Rule:
     x, amounts = call.operands[0], call.arg("pad")
-    at = [x.ndim - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
+    pairs = enumerate(zip(amounts[::2], amounts[1::2], strict=True))
+    # An amount that dynamic sizes decide may be zero: the dim is whole then too.
+    at = [x.ndim - 1 - i for i, pair in pairs if any(is_dynamic(n) or n for n in pair)]
     return acting_on(call, at, linear=[(0,)] if call.arg("value") == 0 else ())
 
 

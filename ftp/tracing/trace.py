@@ -6,7 +6,7 @@ separate fake tensor.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
@@ -272,15 +272,18 @@ def _traced(
             asked = [x for runs in paths.asked.values() for x in runs]
             return [*ran.tensors[:own], *checks, *ran.tensors[own:], *asked]
 
+    def sizes_asked() -> AbstractContextManager[None]:
+        if symbolic is None:
+            return nullcontext()
+        return symbolic.generic(lambda: user_line() or recorder.line)
+
     # The gradient of a write to a view replays the view's op, rather than strides that a shard does
     # not have.
     with (
         nested_traces(),
         patched_libraries(),
         noted_gradients(),
-        nullcontext()
-        if symbolic is None
-        else symbolic.generic(lambda: user_line() or recorder.line),
+        sizes_asked(),
         recorder.mode,
         _force_original_view_tracking(True),
     ):
@@ -299,7 +302,8 @@ def _traced(
     check_copied_views(gm.graph)
     check_reshaped_views(gm.graph)
     check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
-    gm = functional_form(gm, recorder)
+    with sizes_asked():
+        gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
     if paths.runs > 1:
         merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))

@@ -87,6 +87,35 @@ def test_a_size_is_what_one_device_computes(name, size):
     assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
 
 
+@pytest.mark.parametrize("spec", [P(), P(None, "cp")], ids=str)
+def test_chunks_of_a_padded_sequence(spec):
+    """As Mamba-2 has them: padded to a multiple of the chunk's length, viewed as chunks, and cut
+    back; with labels that are shifted, in a program that writes in place.
+    """
+
+    def loss(params, x):
+        size = x.shape[1]
+        padding = (4 - size % 4) % 4
+        chunks = F.pad(x @ params["w"], (0, 0, 0, padding)).reshape(2, -1, 4, 3)
+        states = chunks.sum(2)
+        before = torch.cat([torch.zeros_like(states), states], 1).cumsum(1)[:, : chunks.shape[1]]
+        y = (chunks.cumsum(2) + before[:, :, None]).reshape(2, -1, 3)
+        if padding > 0:
+            y = y[:, :size]
+        labels = F.pad(x.sum(-1), (0, 1), value=-1.0)
+        labels[:, :1] = 0
+        return (y.sum(-1) - labels[:, 1:]).square().mean()
+
+    step = ftp.shard(loss, on({"cp": 2}), batch_specs=spec, dynamic_shapes=DIMS)
+    params = {"w": torch.randn(3, 3, dtype=torch.float64)}
+    for size in (8, 6, 12, 10, 20, 14):
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        value, grads = step(params, x)
+        want_grads, want = torch.func.grad_and_value(loss)(params, x)
+        torch.testing.assert_close((value, grads["w"]), (want, want_grads["w"]))
+    assert step.shapes.traces == 2 and step.shapes.plans <= 4 and not step.shapes.one_by_one
+
+
 DRAWN = {
     "dropout": lambda x: F.dropout(x, 0.3, True),
     "rand_like": lambda x: x * torch.rand_like(x),
