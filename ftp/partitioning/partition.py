@@ -304,12 +304,11 @@ class _Emission:
         if node.rule.ring:
             starts = {at: offset.at(self.coordinate) for offset, at in self.offsets.items()}
             record_rings(last, node, self.coordinate, starts)
-        is_one = len(node.results) == 1 and not isinstance(made, tuple)
-        if is_one and not _returns_tuple(node.target):
-            self.env[Value(node)] = made
-            return
         if isinstance(made, tuple):
             self._give(node, made)
+            return
+        if len(node.results) == 1 and not _returns_tuple(node.target):
+            self.env[Value(node)] = made
             return
         for index in range(len(node.results)):
             self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
