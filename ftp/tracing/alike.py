@@ -45,7 +45,7 @@ class RecordedOps:
         """Whether the results differ in more than sizes."""
         return (
             self.out_tree != other.out_tree
-            or list(map(_static, self.statics)) != list(map(_static, other.statics))
+            or not all(map(_are_same, self.statics, other.statics))
             or self.claims != other.claims
             or len(self.captured) != len(other.captured)
             or any(a is not b for a, b in zip(self.captured, other.captured, strict=True))
@@ -177,8 +177,12 @@ def _formula(found: Sequence[int], columns: Sequence[Sequence[int]]) -> Formula 
     return None
 
 
-def _static(leaf: "Static | None") -> tuple[type, str] | None:
-    return None if leaf is None else (type(leaf.value), repr(leaf.value))
+def _are_same(a: "Static | None", b: "Static | None") -> bool:
+    """Whether two leaves of results are equal: 1, True and 1.0 are not, nor are 0.0 and -0.0."""
+    if a is None or b is None:
+        return a is b
+    x, y = a.value, b.value
+    return type(x) is type(y) and bool(x == y) and repr(x) == repr(y)
 
 
 def _read(graph: fx.Graph) -> tuple[list[Any], list[int]]:

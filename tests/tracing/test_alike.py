@@ -1,5 +1,7 @@
 """Recordings that differ in numbers alone: a number that does not fit its formula is seen."""
 
+from dataclasses import dataclass, field
+
 import torch
 
 from ftp.sharding.pytree import flatten
@@ -47,3 +49,17 @@ def test_another_op_line_or_captured_tensor_is_no_other_number():
     small, middle, large = (recorded(fn, size)[1] for size in (8, 12, 24))
     assert are_alike(small, recorded(fn, 9)[1])
     assert not are_alike(small, middle) and not are_alike(small, large)
+
+
+def test_another_static_result_is_seen_where_it_prints_alike():
+    @dataclass(frozen=True)
+    class Kept:
+        tokens: int = field(repr=False)
+
+    def fn(x):
+        n = x.shape[1] // 2
+        return x[:, :n].sum(), Kept(n)
+
+    small, large = (recorded(fn, size)[1] for size in (8, 12))
+    assert are_alike(small, recorded(fn, 9)[1])
+    assert not are_alike(small, large)
