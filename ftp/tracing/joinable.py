@@ -34,7 +34,7 @@ def joinable_at(frame: FrameType) -> Joinable | None:
     code = frame.f_code
     found = _joinable(code, frame.f_lasti)
     is_own = found is not None and found.names <= {*code.co_varnames, *code.co_cellvars}
-    return found if is_own else None
+    return found if is_own and not asks_for_identity(code) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,10 +87,12 @@ def _statements(source: str) -> list[tuple[ast.If, list[ast.stmt]]]:
 # Methods that change Python's objects. They are no part of what can be chosen.
 _METHODS = """
     append appendleft extend insert pop popleft popitem remove discard clear update setdefault
-    register_buffer register_parameter add_module put send write backward __setattr__
+    register_buffer register_parameter add_module put send write backward __setattr__ add sort
+    reverse extendleft rotate move_to_end difference_update intersection_update
+    symmetric_difference_update __setitem__ __delitem__ __iadd__ __ior__ heappush heappop insort
 """
 _CHANGING = frozenset(_METHODS.split())
-_CALLED = ("next", "setattr", "exec", "eval", "print")
+_CALLED = ("next", "setattr", "delattr", "exec", "eval", "print")
 
 
 def _computes(statement: ast.stmt) -> bool:
@@ -161,13 +163,34 @@ def _written(body: list[ast.stmt]) -> list[str]:
     ]
 
 
+_STORING = (
+    "STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR",
+    "STORE_SLICE",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def asks_for_identity(code: CodeType) -> bool:
+    """Whether a function asks whether something ``is`` another object than None, True and False. A
+    chosen value is neither of the two objects.
+    """
+    before = ""
+    for each in dis.get_instructions(code):
+        if each.opname == "IS_OP" and before != "LOAD_CONST":
+            return True
+        before = each.opname
+    return False
+
+
 @functools.lru_cache(maxsize=4096)
 def changes_objects(code: CodeType) -> bool:
     """Whether a function may change objects other than those it makes: attributes, items, names of
     other scopes.
     """
     for each in dis.get_instructions(code):
-        if each.opname in ("STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"):
+        if each.opname in _STORING or (each.opname == "BINARY_OP" and each.argrepr.endswith("=")):
+            return True
+        if each.opname == "LOAD_GLOBAL" and each.argval in (*_CALLED, *_CHANGING):
             return True
         if each.opname == "STORE_DEREF" and each.argval in code.co_freevars:
             return True

@@ -9,10 +9,11 @@ the function are followed.
 The end of a statement is seen as a debugger sees it, by ``sys.settrace``.
 """
 
+import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from ftp.functional.purity import version, written_by
 from ftp.ops.assume import Condition
 from ftp.source import is_users, user_line
+from ftp.torch_internals.autograd_state import current_graph_task_id
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.modes import DisableTorchFunction
 from ftp.tracing.joinable import Joinable, changes_objects, joinable_at
@@ -58,6 +60,7 @@ def _or_zero(is_taken: Tensor, x: Tensor) -> Tensor:
     return torch.where(is_taken, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+_ASKED_BY_IDENTITY = enum.Enum, type, FunctionType, MethodType, BuiltinFunctionType
 _REFUSED = ("grad", "backward", "requires_grad_", "set_", "__set__")
 
 
@@ -71,8 +74,11 @@ class _Statement(TorchFunctionMode):
         own: tensors that it made, by their memory.
     """
 
-    def __init__(self, frame: FrameType, statement: Joinable, is_taken: Tensor, line: str):
+    def __init__(
+        self, joins: "Joins", frame: FrameType, statement: Joinable, is_taken: Tensor, line: str
+    ):
         super().__init__()
+        self.joins = joins
         self.frame, self.statement, self.is_taken, self.line = frame, statement, is_taken, line
         self.before: dict[str, Any] = dict(frame.f_locals)
         self.is_entered, self.own = False, dict[int, Tensor]()
@@ -92,9 +98,12 @@ class _Statement(TorchFunctionMode):
             return out
         if name in VIEWING:
             return func(*args, **kwargs)
-        args, kwargs = self._as_entered(args), self._as_entered(kwargs)
-        out = func(*args, **kwargs)
+        entered, by_name = self._as_entered(args), self._as_entered(kwargs)
+        out = func(*entered, **by_name)
         given = {_memory(x) for x in flat((args, kwargs)) if isinstance(x, Tensor)}
+        results = [x for x in flat(out) if isinstance(x, Tensor)]
+        if any(_memory(x) in given and not self._is_own(x) for x in results):
+            out = func(*args, **kwargs)  # a view, to which the statement may write
         for x in flat(out):
             if isinstance(x, Tensor) and (memory := _memory(x)) not in given:
                 self.own[memory] = x
@@ -120,8 +129,10 @@ class _Statement(TorchFunctionMode):
             return {key: self._as_entered(value) for key, value in tree.items()}
         return tree
 
-    def chosen(self, after: Mapping[str, Any]) -> dict[str, Any]:
-        """The names that the statement binds, as the function goes on with them."""
+    def check_written(self, after: Mapping[str, Any]) -> None:
+        """End the run where the statement writes to the elements of something else than a tensor,
+        such as a dict.
+        """
         for path in self.statement.written:
             name, *attributes = path.split(".")
             target = after.get(name, self.frame.f_globals.get(name))
@@ -129,6 +140,9 @@ class _Statement(TorchFunctionMode):
                 target = getattr(target, attribute, None)
             if not isinstance(target, Tensor | Selected):
                 raise Rerun
+
+    def chosen(self, after: Mapping[str, Any]) -> dict[str, Any]:
+        """The names that the statement binds, as the function goes on with them."""
         return {
             name: self._either(self.before[name], after[name])
             for name in self.statement.names
@@ -140,6 +154,8 @@ class _Statement(TorchFunctionMode):
             return Either()
         if (was is None) != (now is None):
             raise Rerun  # ``is None`` cannot be asked of both
+        if was is not now and isinstance(now, _ASKED_BY_IDENTITY):
+            raise Rerun
         if was is now:
             if isinstance(was, list | dict | set):
                 raise Rerun  # it may have other elements now
@@ -150,7 +166,9 @@ class _Statement(TorchFunctionMode):
             return TracedNumber(torch.where(self.is_taken, _value(now), _value(was)))
         pair = self._as_tensors(was, now)
         if pair is not None:
-            return torch.where(self.is_taken, *pair)
+            chosen = torch.where(self.is_taken, *pair)
+            self.joins.outside.of.append((chosen, *pair))
+            return chosen
         if type(was) is type(now) is tuple and len(was) == len(now):
             return tuple(map(self._either, was, now))
         return Either()
@@ -165,6 +183,16 @@ class _Statement(TorchFunctionMode):
             return None
         is_alike = (was.shape, was.dtype, was.device) == (now.shape, now.dtype, now.device)
         return (now, was) if is_alike else None
+
+
+def _held(x: Any) -> list[Tensor]:
+    if type(x) is Either:
+        return []
+    if isinstance(x, Selected):
+        return [_storing(x)]
+    if type(x) in (list, tuple):
+        return [y for item in x for y in _held(item)]
+    return [x] if isinstance(x, Tensor) else []
 
 
 def _memory(x: Tensor) -> int:
@@ -221,20 +249,70 @@ for _name in ("neg", "pos", "abs", "invert"):
     setattr(Either, f"__{_name}__", Either._used)
 
 
+class _Outside(TorchFunctionMode):
+    """Ends the run where an op reads memory that other values have on one device.
+
+    Attributes:
+        of: tensors chosen between two values, with both. On one device a chosen tensor has the
+            memory of one of them, so that a write to one of the three changes the others.
+        stale: tensors that no op may read, by their memory: these, and what a statement made and
+            kept elsewhere than in its names, such as a cached property, which has a gradient only
+            where the statement is taken.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.stale: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (self.of or self.stale) and current_graph_task_id() == -1:
+            self.check(flat((args, kwargs)))
+            for x in map(_storing, written_by(func, args, kwargs)):
+                self._write(_memory(x))
+        return func(*args, **kwargs)
+
+    def check(self, tensors: Iterable[Any]) -> None:
+        if self.stale and any(isinstance(x, Tensor) and _memory(x) in self.stale for x in tensors):
+            raise Rerun
+
+    def _write(self, memory: int) -> None:
+        found = {memory}
+        linked = [{_memory(x): x for x in group} for group in self.of]
+        while more := [g for g in linked if found & g.keys() and g.keys() - found]:
+            found.update(*more)
+        self.stale |= {
+            m: x for g in linked if found & g.keys() for m, x in g.items() if m != memory
+        }
+
+
+_DRAW = "ftp.random.draws", "next_key"
+_LIBRARIES = ("ftp", "torch", "optree")  # what they change is no part of the function's results
+
+
 @dataclass
 class Joins:
     """The statements of one run that are being run for both values of their conditions."""
 
+    outside: _Outside = field(default_factory=_Outside)
     _open: list[_Statement] = field(default_factory=list)
 
     def __enter__(self) -> "Joins":
+        self.outside = _Outside()
+        self.outside.__enter__()
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         is_open = bool(self._open)
         self._abandon()
+        self.outside.__exit__(None, None, None)
         if is_open and kind is None:
             raise Rerun  # the end of a statement was not seen
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
 
     def begin(self, condition: Tensor, frame: FrameType | None) -> bool | None:
         """Begin the statement whose condition ``frame`` evaluates: the condition's value in the
@@ -245,7 +323,7 @@ class Joins:
         if frame is None or statement is None or other_tracer:
             return None
         is_taken = condition if statement.value else ~condition
-        region = _Statement(frame, statement, is_taken, user_line())
+        region = _Statement(self, frame, statement, is_taken, user_line())
         self._open.append(region)
         frame.f_trace, frame.f_trace_opcodes = self._enter(region), True
         sys.settrace(self._call)
@@ -275,8 +353,11 @@ class Joins:
             if event == "line" and inside:
                 break
             self._close()
+            region.check_written(names)
             if event == "line":
                 names.update(region.chosen(names))
+                kept = {_memory(x) for n in region.statement.names for x in _held(names.get(n))}
+                self.outside.stale |= {m: x for m, x in region.own.items() if m not in kept}
         return self._line
 
     def _close(self) -> None:
@@ -287,13 +368,19 @@ class Joins:
             sys.settrace(None)
 
     def _abandon(self, frame: FrameType | None = None) -> None:
-        """End the open statements of ``frame``, or of all frames, after an error."""
+        """End the open statements of ``frame``, or of all frames, after an error, and with them
+        the use of the run.
+        """
         while self._open and (frame is None or self._open[-1].frame is frame):
             self._close()
+            Rerun()
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        is_called = event == "call" and self._open and module not in ("ftp", "torch")
+        name = frame.f_globals.get("__name__", "")
+        if (name, frame.f_code.co_name) == _DRAW and self._open:
+            raise Rerun  # the numbers of later draws depend on whether it is made
+        module = name.partition(".")[0]
+        is_called = event == "call" and self._open and module not in _LIBRARIES
         if is_called and is_users(frame.f_code) and changes_objects(frame.f_code):
             raise Rerun
         return None

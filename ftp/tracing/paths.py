@@ -131,9 +131,13 @@ class Paths:
         try:
             with set_within(_current, self), self.joins or nullcontext():
                 ran = run()
+                if self.joins:
+                    self.joins.outside.check(ran.tensors)
                 if self.is_void:
                     raise Rerun
         except Exception as error:
+            if self.is_void:
+                raise Rerun from None
             if not raised_by_user(error):
                 raise
             failure = error
@@ -192,6 +196,8 @@ class Paths:
 
     def new_number(self) -> int:
         """The number of a new cond; the same one for the same cond of another run."""
+        if self.joins and self.joins.is_open:
+            raise Rerun  # its branches compute what a statement reads only in one of them
         self._conds += 1
         return self._number(self._outcomes, self._conds)
 

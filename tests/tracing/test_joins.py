@@ -1,5 +1,7 @@
 """Statements that only compute are run once for both values of their conditions."""
 
+import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -122,7 +124,161 @@ def _caught(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
     return total * (1 + len(seen))
 
 
+def _of_calls(note: Callable[[Any, int], Any], new: Callable[[], Any]) -> Callable[..., Tensor]:
+    """A function that notes in a Python object, in calls, which statements it takes."""
+
+    def fn(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+        seen, total = new(), w.sum()
+
+        def noted(i: int) -> Tensor:
+            note(seen, i)
+            return (x[i] @ w).square().sum()
+
+        for i in range(3):
+            if (x[i] @ w).sum() > at:
+                total = total + noted(i)
+        return total / (5 + len(seen))
+
+    return fn
+
+
+def _extend(seen: list[int], i: int) -> None:
+    seen += [i]
+
+
+def _delete(seen: dict[int, int], i: int) -> None:
+    del seen[i]
+
+
+def _set_by_name(seen: Any, i: int) -> None:
+    setattr(seen, "size", i + 1)  # noqa: B010
+
+
+class _Sized:
+    size = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+
+NOTED = [
+    _of_calls(lambda seen, i: seen.add(i), set),
+    _of_calls(_extend, list),
+    _of_calls(_delete, lambda: {0: 0, 1: 1, 2: 2}),
+    _of_calls(_set_by_name, _Sized),
+    _of_calls(lambda seen, i: next(seen.items), lambda: _Drawn()),
+]
+
+
+class _Drawn:
+    def __init__(self) -> None:
+        self.items = iter(range(9))
+
+    def __len__(self) -> int:
+        return next(self.items)
+
+
+def _alias(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """A write to a name of two tensors, one of which has another name."""
+    y = x @ w
+    h = y
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            h = h * 2
+    h += 1
+    return (h * y).square().sum()
+
+
+def _alias_written(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    y = x @ w
+    h = y
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            h = h * 2
+    y += 1
+    return (h * y).square().sum()
+
+
+def _view(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    y = x @ w
+    row = y[0]
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            row = y[i + 1]
+    row += 1
+    return y.square().sum()
+
+
+def _view_in_it(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """Functions that return their operand or a view of it."""
+    y = x @ w
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            torch.hsplit(y, 2)[0].mul_(3)
+            h = nn.functional.dropout(y, 0.5, training=False)
+            h += 1
+    return y.square().sum()
+
+
+class _Mode(enum.Enum):
+    A = 1
+    B = 2
+
+
+def _identity(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    mode, y = _Mode.A, w.square()
+    z = y
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            mode, z = _Mode.B, z * 2
+    return y.sum() * (3 if mode is _Mode.B else 1) + z.sum() * (1 if z is y else 5)
+
+
+def _items(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    found: dict[int, Tensor] = {}
+
+    def put(i: int, is_taken: Tensor) -> None:
+        if is_taken:
+            found[i] = (x[i] @ w).square().sum()
+
+    for i in range(3):
+        put(i, (x[i] @ w).sum() > at)
+    return w.sum() + sum(found.values(), at * 0)
+
+
+class _Cached:
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+
+    @functools.cached_property
+    def norm(self) -> Tensor:
+        return self.w.square().sum()
+
+
+def _cached(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    kept, total = _Cached(w), w.sum()
+    for i in range(3):
+        if (x[i] @ w).sum() > at:
+            total = total + kept.norm
+    return total * kept.norm
+
+
+def _caught_after_a_binding(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    total, found = w.sum(), {0: 0}
+    for i in range(3):
+        try:
+            if (x[i] @ w).sum() > at:
+                total = total * 2
+                total = total + found[i]
+        except KeyError:
+            pass
+    return total
+
+
 FOLLOWED = [_appended, _in_a_call, _best, _last, _caught]
+SOUND = [
+    _alias, _alias_written, _view, _view_in_it, _identity, _items, _cached, _caught_after_a_binding,
+]  # fmt: skip
 
 
 def _equals_one_device(fn: Callable[..., Tensor], mesh: Any, spec: P) -> None:
@@ -154,6 +310,34 @@ def test_on_two_axes(fn: Callable[..., Tensor]):
 @pytest.mark.parametrize("fn", FOLLOWED)
 def test_statements_that_do_more_are_followed_in_each_way(fn: Callable[..., Tensor]):
     _equals_one_device(fn, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"))
+
+
+@pytest.mark.parametrize("fn", [*NOTED, *SOUND])
+def test_what_a_statement_shares_with_others_is_followed_in_each_way(fn: Callable[..., Tensor]):
+    step = ftp.shard(fn, ftp.simulated_mesh((1,), ("tp",)), P())
+    for at in map(torch.tensor, (3.0, 30.0)):
+        w = W.clone().requires_grad_()
+        expected = fn(w, X, at.double())
+        (grad,) = torch.autograd.grad(expected, w)
+        value, found = step(W, X, at.double())
+        torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, grad, rtol=1e-11, atol=1e-11)
+
+
+def test_draws_are_those_of_one_device_whichever_statements_are_taken():
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor, at: Tensor) -> Tensor:
+            for i in range(3):
+                if x[i].sum() > at + i:
+                    x = x + torch.randn_like(x)
+            return x + torch.randn_like(x)
+
+    fn, params = ftp.functionalize(Noisy())
+    mesh, key = ftp.simulated_mesh((1,), ("tp",)), ftp.random.key(0)
+    step = ftp.spmd(lambda *args: fn(params, *args, rng=key), mesh, (P(), P()))
+    for at in map(torch.tensor, (-30.0, 1.0, 30.0)):
+        at = at.double()
+        torch.testing.assert_close(step(X, at), fn(params, X, at, rng=key))
 
 
 class _Norms(nn.Module):
