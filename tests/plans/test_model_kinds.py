@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_or_many import slow_unless
 from model_kinds import KINDS, case_of, model_of
 from torch import nn
 
@@ -21,29 +22,17 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
-def check(kind: str, mesh: str) -> None:
-    """Loss and every gradient of one certified step equal plain torch on one device."""
-    case = case_of(kind)
-    (batch,) = case.batch
-    shape, axes = MESHES[mesh]
-    constraints: Any = {}
+def plan_of(case: Any) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # norms are much of a model of width 16
-        specs, constraints = ftp.from_hf(case.model)
-    fn, params = ftp.functionalize(case.model, constraints=constraints if "tp" in axes else {})
-    if mesh == "ZeRO-3":
-        specs = {path: P("dp") if p.ndim else P() for path, p in params.items()}
+        return ftp.from_hf(case.model)
+
+
+def check_step(case: Any, step: Any, params: Any, batch: Any) -> None:
+    """Loss and every gradient equal plain torch on one device."""
     expected = case.loss(lambda params, **batch: case.model(**batch))(params, batch)
     trained = {path: p for path, p in case.model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
-    batch_specs = P("dp") if "dp" in axes else P()
-    step = ftp.shard(
-        case.loss(fn),
-        ftp.simulated_mesh(shape, axes),
-        specs,
-        batch_specs=batch_specs,
-        certify=True,
-    )
     loss, grads = step(params, batch)
     close("the loss", loss, expected.detach(), float(expected.detach().abs()), 1e-10)
     reference = {
@@ -54,6 +43,26 @@ def check(kind: str, mesh: str) -> None:
     for path, grad in reference.items():
         scale = max(float(grad.abs().max()), 1e-3 * largest)
         close(f"gradient of {path}", grads[path], grad, scale, 1e-10)
+
+
+def check(kind: str, mesh: str) -> None:
+    """One certified step equals one device."""
+    case = case_of(kind)
+    (batch,) = case.batch
+    shape, axes = MESHES[mesh]
+    specs, constraints = plan_of(case)
+    fn, params = ftp.functionalize(case.model, constraints=constraints if "tp" in axes else {})
+    if mesh == "ZeRO-3":
+        specs = {path: P("dp") if p.ndim else P() for path, p in params.items()}
+    batch_specs = P("dp") if "dp" in axes else P()
+    step = ftp.shard(
+        case.loss(fn),
+        ftp.simulated_mesh(shape, axes),
+        specs,
+        batch_specs=batch_specs,
+        certify=True,
+    )
+    check_step(case, step, params, batch)
 
 
 FEW = {("gpt_oss", "tp3"), ("deepseek_v3", "tp2")}
@@ -71,6 +80,25 @@ FEW = {("gpt_oss", "tp3"), ("deepseek_v3", "tp2")}
 def test_equal_to_one_device(kind: str, mesh: str):
     pytest.importorskip("transformers")
     check(kind, mesh)
+
+
+OF_TOKENS = [k for k in KINDS if KINDS[k][1] != "ForImageClassification" and k != "whisper"]
+BY_LENGTH = {"mamba", "rwkv", "recurrent_gemma"}  # Python loops over the positions
+
+
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind == "gpt2", OF_TOKENS))
+def test_lengths_share_a_plan(kind: str):
+    pytest.importorskip("transformers")
+    case = case_of(kind)
+    (batch,) = case.batch
+    size = batch["input_ids"].shape[1]
+    specs, constraints = plan_of(case)
+    fn, params = ftp.functionalize(case.model, constraints=constraints)
+    step = ftp.shard(case.loss(fn), ftp.simulated_mesh((2,), ("tp",)), specs)
+    for n in (size, size - 1, size - 2, size + 2, size + 5, size - 3):
+        cut = {k: torch.cat([x, x], 1)[:, :n].contiguous() for k, x in batch.items()}
+        check_step(case, step, params, cut)
+    assert bool(step.shapes.one_by_one) == (kind in BY_LENGTH), step.shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)
