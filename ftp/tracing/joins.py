@@ -62,6 +62,12 @@ def _or_zero(is_taken: Tensor, x: Tensor) -> Tensor:
 
 _ASKED_BY_IDENTITY = enum.Enum, type, FunctionType, MethodType, BuiltinFunctionType
 _REFUSED = ("grad", "backward", "requires_grad_", "set_", "__set__")
+# Writes whose gradients are those of the written values, times one or zero.
+_PLAIN_WRITES = {
+    "__setitem__", "copy_", "fill_", "zero_", "add_", "__iadd__", "sub_", "__isub__",
+    "masked_fill_", "index_put_", "index_add_", "index_copy_", "index_fill_", "scatter_",
+    "scatter_add_",
+}  # fmt: skip
 
 
 class _Statement(TorchFunctionMode):
@@ -91,6 +97,8 @@ class _Statement(TorchFunctionMode):
             raise Rerun
         written = [x for x in map(_storing, written_by(func, args, kwargs)) if not self._is_own(x)]
         if written:
+            if name not in _PLAIN_WRITES and any(map(_is_smooth, written)):
+                return self._computed_in_place(func, written, args, kwargs)
             before = [x.clone() for x in written]
             out = func(*args, **kwargs)
             for x, was in zip(written, before, strict=True):
@@ -108,6 +116,18 @@ class _Statement(TorchFunctionMode):
             if isinstance(x, Tensor) and (memory := _memory(x)) not in given:
                 self.own[memory] = x
         return out
+
+    def _computed_in_place(self, func: Any, written: list[Any], args: Any, kwargs: Any) -> Tensor:
+        """Compute a tensor in place, as ``mul_`` does. Where the statement is not taken the op's
+        gradient may be zero times infinity: the tensor enters as other operands do.
+        """
+        x = args[0] if args else None
+        if len(written) != 1 or written[0] is not x:
+            raise Rerun
+        new = self._as_entered(x).clone()
+        func(new, *self._as_entered(args[1:]), **self._as_entered(kwargs))
+        x.copy_(torch.where(self.is_taken, new, x))
+        return x
 
     def _is_own(self, x: Tensor) -> bool:
         return _memory(x) in self.own

@@ -69,7 +69,17 @@ def _halved(y: Tensor, at: int) -> Tensor:
     return y.sqrt() if at < 0 else y * y
 
 
-JOINED = [_clusters, _experts, _steps]
+def _scaled_in_place(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """Where it is not taken, a factor is infinite."""
+    y = x @ w
+    for i in range(N):
+        left = (y[:, i].sum() - 10 * at).clamp(min=0)
+        if left > 0:
+            y.mul_(1 / left)
+    return y.square().sum()
+
+
+JOINED = [_clusters, _experts, _steps, _scaled_in_place]
 
 
 def _appended(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
