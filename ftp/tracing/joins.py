@@ -121,7 +121,7 @@ class _Statement(TorchFunctionMode):
         """Compute a tensor in place, as ``mul_`` does. Where the statement is not taken the op's
         gradient may be zero times infinity: the tensor enters as other operands do.
         """
-        x = args[0] if args else None
+        x: Any = args[0] if args else None
         if len(written) != 1 or written[0] is not x:
             raise Rerun
         new = self._as_entered(x).clone()
