@@ -5,18 +5,20 @@ They are arguments of ops, and nothing decides by them: code that asks for the v
 it, gets an error, and the program is planned size by size.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved
 
+OPERATORS = {"/": operator.truediv, "*": operator.mul, "+": operator.add, "**": operator.pow}
 FUNCTIONS = ("sqrt", "log", "log2", "exp")  # of Python's math
 
 
 @dataclass(frozen=True, repr=False)
 class DynamicFloat:
-    """An operator between two numbers, of which one at least is a formula; or one of ``FUNCTIONS``
-    of ``left``.
+    """One of ``OPERATORS`` between two numbers, of which one at least is a formula; or one of
+    ``FUNCTIONS`` of ``left``.
 
     >>> from ftp.dynamic_int import Symbol
     >>> sizes = Sizes([Symbol("S", 7, 1, 512)])

@@ -183,6 +183,7 @@ class Sizes:
             NotDivisible: they are.
         """
         names = {self.made_of(a)[1][0] for product in of.terms for a in product}
+        n //= math.gcd(n, *of.terms.values())
         found = {}
         for s in self.given:
             # Of multiples of 2, half of the size is asked for a factor of 2: multiples of 4.

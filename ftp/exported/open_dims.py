@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ftp.dynamic_float import DynamicFloat, is_formula
+from ftp.dynamic_float import OPERATORS, DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, symbol, value_of
 from ftp.errors import InputError, raise_all
 from ftp.sharding.arguments import Shape
@@ -70,7 +70,7 @@ class OpenDims:
             value = _typical(max(low, _GENERIC), high, ranks, taken)
             taken.add(value)
             ranges[s] = (
-                next((dim for dim, expr in sizes.items() if expr == s), str(s)),
+                _named(s, sizes),
                 value,
                 low,
                 high,
@@ -88,7 +88,11 @@ class OpenDims:
 
     def example(self, numbers: Sequence[Any]) -> Shape:
         """A shape in the exported program, at the sizes to plan for."""
-        return tuple(map(value_of, self.formulas(numbers, self.sizes())))
+        return tuple(map(value_of, self.formulas(numbers, self._example_sizes)))
+
+    @cached_property
+    def _example_sizes(self) -> Sizes:
+        return self.sizes()
 
     def formulas(self, numbers: Sequence[Any], sizes: Sizes) -> Shape:
         """A shape or strides in the exported program as formulas of ``sizes``."""
@@ -109,8 +113,8 @@ class OpenDims:
         """
         failures = [
             f"The plan cuts {one.name} into {one.multiple} equal parts, and torch.export left its"
-            f" size open. Export with {one.multiple} * torch.export.Dim(...) for it, or with its"
-            " size."
+            f" size open. Export with {one.multiple} * torch.export.Dim(...) in place of its Dim,"
+            " or with its size."
             for one in sizes.given
             if one.multiple > 1
         ]
@@ -133,6 +137,12 @@ class OpenDims:
             ends = [low, low + 1, value, value + 1, min(high, 4096), min(high, 4095)]
             several.append(sorted({int(x) for x in ends if low <= x <= high}))
         return itertools.product(*several)
+
+
+def _named(symbol: Any, sizes: Mapping[str, Any]) -> str:
+    """The input's dim whose size a symbol is, or the symbol and a dim that is computed from it."""
+    dims = [dim for dim, expr in sizes.items() if symbol in expr.free_symbols]
+    return next((dim for dim in dims if sizes[dim] == symbol), f"{symbol} of {dims[0]}")
 
 
 def _typical(low: int, high: int, ranks: int, taken: set[int]) -> int:
@@ -216,12 +226,12 @@ class SizeNodes:
         return self._made[key]
 
     def _of_float(self, x: DynamicFloat) -> Any:
-        if x.operator not in _ARITHMETIC:
+        if x.operator not in OPERATORS:
             raise InputError(
                 f"The program computes {x!r} of its sizes, which has no form in a rank's graph."
                 " Export without dynamic_shapes, once for each size."
             )
-        return self._call(_ARITHMETIC[x.operator], self(x.left), self(x.right))
+        return self._call(OPERATORS[x.operator], self(x.left), self(x.right))
 
     def _of_int(self, x: DynamicInt) -> Any:
         total: Any = None
@@ -261,12 +271,6 @@ _COMPARED = {
     ("zero", False): operator.ne,
     ("positive", True): operator.gt,
     ("positive", False): operator.le,
-}
-_ARITHMETIC = {
-    "/": operator.truediv,
-    "*": operator.mul,
-    "+": operator.add,
-    "**": operator.pow,
 }
 _FUNCTIONS = {
     "//": operator.floordiv,

@@ -7,7 +7,6 @@ a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 
 import functools
 import math
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from ftp.dynamic_float import FUNCTIONS, DynamicFloat, is_formula
+from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
@@ -35,12 +34,6 @@ from ftp.tracing.replaced import replaced
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
-_ARITHMETIC = {
-    "/": operator.truediv,
-    "*": operator.mul,
-    "+": operator.add,
-    "**": operator.pow,
-}
 
 _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
 
@@ -123,7 +116,7 @@ class Symbolic:
             if x.operator in FUNCTIONS:
                 return _function(x.operator, self.symint(x.left))
             left, right = (torch.sym_float(self.symint(part)) for part in (x.left, x.right))
-            return _ARITHMETIC[x.operator](left, right)
+            return OPERATORS[x.operator](left, right)
         if not is_dynamic(x):
             return x
         if x not in self._symints:

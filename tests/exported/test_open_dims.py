@@ -163,6 +163,10 @@ def test_a_cut_sequence():
     message = r"cuts input.shape\[1\] into 2 equal parts.*Export with 2 \* torch.export.Dim"
     with pytest.raises(ftp.errors.InputError, match=message):
         ranks_of(export(model, (x,), {"input": {1: Dim("time")}}), TP, styles, **options)
+    four = ftp.simulated_mesh((4,), ("tp",))
+    message = r"cuts s\d+ of input.shape\[1\] into 2 equal parts.*2 \* .* in place of its Dim"
+    with pytest.raises(ftp.errors.InputError, match=message):
+        ranks_of(export(model, (x,), {"input": {1: 2 * Dim("half")}}), four, styles, **options)
 
 
 def test_two_inputs_of_one_size_and_a_longer_one():
