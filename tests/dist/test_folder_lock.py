@@ -265,22 +265,31 @@ def test_who_is_slow_to_take_over_takes_nothing_from_a_later_owner(
 
 
 def _two_jobs(folder, is_locked):
-    """Two jobs save for a while: how often each was told that it has, and which of these saves
-    do not load.
+    """Two jobs save for a while, longer on a slow disk: how often each was told that it has, and
+    which of these saves do not load.
     """
-    mesh, end = ftp.simulated_mesh((2,), ("tp",)), time.monotonic() + 2.0
+    mesh, begun = ftp.simulated_mesh((2,), ("tp",)), time.monotonic()
     like = {name: torch.empty(256, 16, device="meta") for name in "abcd"}
+    told = Path(folder).parent / "told"  # the number of a job for each of its saves
+    told.touch()
+
+    def is_enough():
+        counts = [told.read_text().count(str(which)) for which in range(2)]
+        is_seen = max(counts) > 5 and (is_locked or min(counts) > 0)
+        return time.monotonic() - begun > (2.0 if is_seen else 30.0)
 
     def job(which):
         if not is_locked:
             draft.hold = lambda *args, **options: True
             draft.check_held = lambda folder: None
         done = []
-        while time.monotonic() < end:
+        while not is_enough():
             state = {name: torch.full((256, 16), float(len(done))) for name in like}
             with suppress(ftp.errors.CheckpointError):
                 saved = ftp.save(folder, state, mesh, step=1000 * which + len(done)).result()
                 done.append((len(done), saved))
+                with told.open("a") as file:
+                    file.write(str(which))
         time.sleep(1.0)
         lost = []
         for value, saved in done:
@@ -301,7 +310,8 @@ def test_what_two_jobs_were_told_is_saved_is_there(tmp_path, is_locked):
     """Without the lock too: a folder that is to be deleted loses its name first, so that nobody
     can complete it meanwhile.
     """
-    (rank,) = launch(_two_jobs, 1, str(tmp_path), is_locked, timeout=60)
+    (tmp_path / "saves").mkdir()
+    (rank,) = launch(_two_jobs, 1, str(tmp_path / "saves"), is_locked, timeout=120)
     assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     saved = sorted(count for count, _ in rank.value)
     assert saved[1] > 5 and (saved[0] == 0) == is_locked
