@@ -10,7 +10,7 @@ only where every number in it equals its formula.
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -41,10 +41,16 @@ class RecordedOps:
     statics: "tuple[Static | None, ...]"
     claims: tuple[Any, ...]
 
+    @cached_property
+    def read(self) -> tuple[list[Any], list[int]]:
+        """What the recording has beside numbers, and its numbers."""
+        return _read(self.graph)
+
     def differs(self, other: "RecordedOps") -> bool:
-        """Whether the results differ in more than sizes."""
+        """Whether there are other numbers of ops, or the results differ in more than sizes."""
         return (
-            self.out_tree != other.out_tree
+            len(self.graph.nodes) != len(other.graph.nodes)
+            or self.out_tree != other.out_tree
             or not all(map(_are_same, self.statics, other.statics))
             or self.claims != other.claims
             or len(self.captured) != len(other.captured)
@@ -81,10 +87,9 @@ class Alike:
 
     def __init__(self, samples: Sequence[tuple[Sequence[int], RecordedOps]]):
         self.first = samples[0][1]
-        self._form, numbers = _read(self.first.graph)
-        self._numbers = numbers
+        self._form, self._numbers = self.first.read
         columns = [list(column) for column in zip(*(sizes for sizes, _ in samples), strict=True)]
-        of_samples = zip(*(_read(one.graph)[1] for _, one in samples), strict=True)
+        of_samples = zip(*(one.read[1] for _, one in samples), strict=True)
         self.unknown: list[tuple[int, int]] = []
         self.formulas: list[Formula | None] = []
         known: dict[tuple[int, ...], Formula | None] = {}
@@ -101,7 +106,7 @@ class Alike:
     def numbers(self, sizes: Sequence[int], recording: RecordedOps) -> tuple[int, ...] | None:
         """The unknown numbers of a recording at these sizes; None where it differs in more."""
         if recording is self.first or not recording.differs(self.first):
-            form, numbers = _read(recording.graph)
+            form, numbers = recording.read
             if form == self._form:
                 found = tuple(sign * numbers[place] for place, sign in self.unknown)
                 at = (*sizes, *found)
@@ -153,7 +158,7 @@ def recording_of(gm: fx.GraphModule, recorder: "Recorder", ran: "Ran") -> Record
 
 
 def are_alike(a: RecordedOps, b: RecordedOps) -> bool:
-    return not a.differs(b) and _read(a.graph)[0] == _read(b.graph)[0]
+    return not a.differs(b) and a.read[0] == b.read[0]
 
 
 def _formula(found: Sequence[int], columns: Sequence[Sequence[int]]) -> Formula | None:
@@ -186,7 +191,6 @@ def _are_same(a: "Static | None", b: "Static | None") -> bool:
 
 
 def _read(graph: fx.Graph) -> tuple[list[Any], list[int]]:
-    """What a recording has beside numbers, and its numbers."""
     form: list[Any] = []
     numbers: list[int] = []
     places: dict[fx.Node, int] = {}
