@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ftp.ops.assume import assume
 from ftp.tracing.no_rows import unless_none
-from ftp.tracing.packed_sequences import BatchSizes, padded, recurrent
+from ftp.tracing.packed_sequences import BatchSizes, padded
+from ftp.tracing.recurrent_layers import recurrent
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.row_functions import CONCATENATING
 from ftp.tracing.same_values import holds_same, is_same_along_last
@@ -311,8 +312,10 @@ def _recurrent(name: str) -> Callable[..., Any]:
     def of(group: SelectionGroup, data: Any, sizes: Any, *args: Any) -> Any:
         if not _are_packed(data, sizes, group):
             return None
-        rows, *states = recurrent(name, data.rows, group.valid, sizes, *args)
-        return (selected(rows, group), *states)
+        shape = sizes.steps, sizes.sequences
+        x, kept = data.rows.reshape(*shape, -1), group.valid.reshape(*shape, 1)
+        x, *states = recurrent(name, x, kept, *args)
+        return (selected(x.flatten(0, 1), group), *states)
 
     return of
 

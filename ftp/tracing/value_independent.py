@@ -27,7 +27,6 @@ from ftp.functional.remat import ModeOfBlocks
 from ftp.ops.assume import assume, assumptions_to, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.source import at_line, describe_line, users_frame
-from ftp.torch_internals.dispatch import DispatchKey
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
@@ -37,6 +36,7 @@ from ftp.tracing.index_ranges import index_range
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
 from ftp.tracing.paths import decided
+from ftp.tracing.recurrent_layers import of_sequences
 from ftp.tracing.selected import Selected, apply
 from ftp.tracing.selected_factories import sized_by_row_count
 from ftp.tracing.selected_slices import write_traced_slice
@@ -44,8 +44,6 @@ from ftp.tracing.selecting import SELECTING, selection
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
 from ftp.tracing.traced_number import TracedNumber, beside_narrow, without_numbers
-
-aten = torch.ops.aten
 
 
 class unchecked(ModeOfBlocks):
@@ -377,20 +375,6 @@ def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
     return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
 
 
-def step_by_step(network: Callable[..., Any], op: Any) -> Callable[..., Any]:
-    """A recurrent network as matmuls and pointwise functions, even where cuDNN has a fused kernel
-    for it.
-    """
-
-    def fn(*args: Any, **kwargs: Any) -> Any:
-        first = (*args, *kwargs.values())[0]
-        is_packed = "batch_sizes" in kwargs or any(isinstance(a, list | tuple) for a in args[3:4])
-        run = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
-        return (network if first.device.type == "cpu" or is_packed else run)(*args, **kwargs)
-
-    return fn
-
-
 def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
 
@@ -428,10 +412,10 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.istft: istft,
     Tensor.istft: istft,
     torch.stft: stft,
-    torch.lstm: step_by_step(torch.lstm, aten.lstm.input),
-    torch.gru: step_by_step(torch.gru, aten.gru.input),
-    torch.rnn_tanh: step_by_step(torch.rnn_tanh, aten.rnn_tanh.input),
-    torch.rnn_relu: step_by_step(torch.rnn_relu, aten.rnn_relu.input),
+    torch.lstm: of_sequences("lstm"),
+    torch.gru: of_sequences("gru"),
+    torch.rnn_tanh: of_sequences("rnn_tanh"),
+    torch.rnn_relu: of_sequences("rnn_relu"),
     Tensor.stft: stft,
     Tensor.polygamma_: _in_place(
         lambda input, n: torch.polygamma(n, input.clone())

@@ -15,13 +15,10 @@ from torch.nn.utils.rnn import (
     pack_sequence,
     pad_packed_sequence,
 )
-from torch.utils._pytree import tree_map
 
 import ftp
 from ftp import P
 from ftp.errors import InputError, TraceError
-from ftp.torch_internals.dispatch import DispatchKey
-from ftp.tracing.value_independent import step_by_step
 
 IDS = torch.tensor([[1, 4, 2, 0, 0], [3, 3, 1, 5, 2], [6, 0, 0, 0, 0], [2, 5, 4, 1, 0]])
 CLASSES = torch.tensor([[0, 2, 1, 0, 0], [1, 1, 0, 2, 2], [2, 0, 0, 0, 0], [0, 1, 2, 1, 0]])
@@ -221,24 +218,3 @@ def test_batch_sizes_are_values():
     x = torch.ones(3, 5, 4, dtype=torch.float64)
     with pytest.raises(TraceError, match="batch_sizes of a packed sequence depend on values"):
         ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())(x[0, :4], x, LENGTHS[:3])
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_other_devices_take_networks_step_by_step(kind: Any):
-    """A GPU's kernel takes a network whole; a trace holds the ops of each step there too."""
-    module = kind(4, 3, num_layers=2, bidirectional=True, dtype=torch.float64)
-    network = torch.rnn_tanh if kind is nn.RNN else getattr(torch, kind.__name__.lower())
-    state = torch.zeros(4, 2, 3, dtype=torch.float64)
-    states = (state, state) if kind is nn.LSTM else state
-    given = [torch.randn(5, 2, 4, dtype=torch.float64), states, [*module.parameters()]]
-    options = (True, 2, 0.0, False, True, False)
-    op = getattr(torch.ops.aten, network.__name__).input
-    by_step = op.py_kernels[DispatchKey.CompositeImplicitAutograd]
-    torch.testing.assert_close(by_step(*given, *options), network(*given, *options))
-
-    def taken_whole(*args: Any) -> Any:
-        raise AssertionError
-
-    elsewhere = tree_map(lambda x: x.detach().to("meta"), given)
-    made = step_by_step(taken_whole, op)(*elsewhere, *options)
-    assert [x.shape for x in made] == [x.shape for x in network(*given, *options)]
