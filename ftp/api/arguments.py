@@ -21,21 +21,22 @@ from ftp.tensors.placement import Placement, known_of, placement
 from ftp.torch_internals.dispatch import dispatch_keys
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
+from ftp.tracing.settings import settings
 
 
 class Arguments:
     """Positional arguments of a step, flat.
 
     Attributes:
-        key: equal for calls that one program serves. It holds the tree, the static leaves, and each
-            tensor's shape, dtype and placement; of a tensor without a placement its dispatch keys
-            (device, layout, wrappers).
+        key: equal for calls that one program serves. It holds the tree with the settings of torch
+            that a trace takes, the static leaves, and each tensor's shape, dtype and placement; of
+            a tensor without a placement its dispatch keys (device, layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
         self.args, self.leaves, self.treedef = flatten_entries(args)
         self.roots = roots
-        self.key = (self.treedef, *map(_describe, self.leaves))
+        self.key = ((self.treedef, settings()), *map(_describe, self.leaves))
 
     def key_without(self, dims: DynamicDims) -> tuple[Any, ...]:
         """The key without the sizes of these dims."""
@@ -49,11 +50,11 @@ class Arguments:
         return tuple(described)
 
     def key_without_sizes(self) -> tuple[Any, ...]:
-        """The tree, the static leaves, and of each tensor the number of its dims and its dtype."""
+        """The key with the number of its dims and its dtype for each tensor."""
         tensors = [isinstance(leaf, torch.Tensor) for leaf in self.leaves]
         described = zip(self.key[1:], tensors, strict=True)
         return (
-            self.treedef,
+            self.key[0],
             *((len(of[0]), of[1]) if is_tensor else of for of, is_tensor in described),
         )
 
@@ -85,8 +86,8 @@ class Arguments:
         """Whether a program made for arguments of ``key`` and global ``shapes`` serves these, as
         far as this rank can tell.
         """
-        treedef, *described = key
-        if self.treedef != treedef:
+        head, *described = key
+        if self.key[0] != head:
             return False
         return all(
             _is_alike(

@@ -244,7 +244,7 @@ def is_like(family: Family, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> bo
     if not family.traces or not family.traces[0].plans or family.dynamic != dynamic:
         return False
     known = family.traces[0].plans[0].planned
-    if call.treedef != known.key[0]:
+    if call.key[0] != known.key[0]:
         return False
     sized = sizes_of(call.leaves, dynamic, family, mesh)
     if sized is None:

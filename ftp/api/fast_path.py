@@ -9,19 +9,20 @@ from collections.abc import Callable, Sequence
 from operator import call, is_, itemgetter
 from typing import Any
 
-import optree
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from ftp.tensors.placement import Fact, Returned, known_of
 from ftp.torch_internals.storages import is_shared
+from ftp.tracing.settings import settings
 
 
 class Expected:
     """The call that is expected next: one like the last.
 
     Args:
-        treedef, leaves: of the last call's arguments, which a program served.
+        key: of the last call, see `Arguments`.
+        leaves: of its arguments, which a program served.
         facts: per leaf its recorded fact.
         before: the results of the call before the last, if it ran the same program.
         outputs: the facts of a call's outputs, until something changes them.
@@ -30,7 +31,7 @@ class Expected:
 
     def __init__(
         self,
-        treedef: optree.PyTreeSpec,
+        key: tuple[Any, ...],
         leaves: Sequence[Any],
         facts: Sequence[Fact | None],
         before: Returned | None,
@@ -52,7 +53,7 @@ class Expected:
             and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
             and len(leaves) > 0
         )
-        self._treedef, self._donated = treedef, sorted(donated)
+        (self._treedef, self._settings), self._donated = key[0], sorted(donated)
         self._returned = _getter(returned)
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
@@ -71,7 +72,7 @@ class Expected:
         """The leaves of a call that is like the last one, which returned ``last``; None if it is
         not. Dicts with the same keys are alike, whatever their class.
         """
-        if not self.is_likely or last.facts is not self.outputs:
+        if not self.is_likely or last.facts is not self.outputs or self._settings != settings():
             return None
         try:
             leaves: list[Any] = self._treedef.flatten_up_to(args)  # type: ignore[arg-type]

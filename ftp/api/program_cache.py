@@ -77,7 +77,7 @@ class ProgramCache:
 
     def _describe_changes(self, call: Arguments) -> str:
         """The warning that names the leaves which change between calls, and what to do."""
-        alike = [planned for planned in self.used if planned.key[0] == call.treedef]
+        alike = [planned for planned in self.used if planned.key[0] == call.key[0]]
         changes, advice = [], dict[str, None]()
         for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
             seen = [*dict.fromkeys(planned.describe_leaf(i) for planned in alike)]
@@ -86,7 +86,7 @@ class ProgramCache:
                 changes.append(f"{name} was {', '.join(shown)}")
                 advice[_PAD if isinstance(leaf, torch.Tensor) else _AS_TENSOR] = None
         if len(alike) < len(self.used):
-            changes.append("the tree of the arguments changed")
+            changes.append("the tree of the arguments, torch.autocast or the default dtype changed")
         more = f"; and {len(changes) - 4} more" if len(changes) > 4 else ""
         return (
             f"The step has planned {self._count} programs, as its arguments change:"

@@ -107,7 +107,7 @@ class Step:
             self._cache.count(planned, first_source, call)
         before = self._last[2] if self._last is not None and self._last[0] is planned else None
         expected = Expected(
-            call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated)
+            call.key, call.leaves, facts, before, planned.placements, dict(planned.donated)
         )
         for leaf, fact in planned.donated:
             remember(call.leaves[leaf], fact)

@@ -172,7 +172,7 @@ def _modes_of_blocks() -> Again:
     torch has left them.
     """
     modes = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
-    casts = _autocast()
+    casts = autocast_now()
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -181,23 +181,24 @@ def _modes_of_blocks() -> Again:
             for mode in modes:
                 if id(mode) not in entered:
                     stack.enter_context(mode)
-            for device, now in _autocast().items():
-                if now != casts[device]:
-                    enabled, dtype = casts[device]
-                    stack.enter_context(
-                        torch.autocast(device, dtype, enabled=enabled, cache_enabled=False)
-                    )
+            for device, then, now in zip(_CASTING, casts, autocast_now(), strict=True):
+                if now != then:
+                    on = then is not None
+                    stack.enter_context(torch.autocast(device, then, on, cache_enabled=False))
             yield
 
     return again
 
 
-def _autocast() -> dict[str, tuple[bool, torch.dtype]]:
-    """Per device type, whether ``torch.autocast`` is on, and its dtype."""
-    return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
-    }
+_CASTING = ("cpu", "cuda")  # device types
+
+
+def autocast_now() -> tuple[torch.dtype | None, ...]:
+    """Per device type the dtype to which ``torch.autocast`` casts; None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in _CASTING
+    )
 
 
 def run_again() -> Again:

@@ -45,6 +45,7 @@ from ftp.sharding.pytree import (
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.torch_internals.functorch import peek_interpreter_stack
+from ftp.tracing.settings import settings
 from ftp.tracing.trace import Traced
 
 
@@ -132,6 +133,7 @@ def local(
             tree,
             tuple(of_mesh.items()),
             tensors[0].device.type,
+            settings(),
             *((x.shape, x.dtype) if isinstance(x, Tensor) else key_of_static(x) for x in leaves),
         )
         if key not in known:

@@ -156,13 +156,14 @@ def trace(
         keeps_recording=keeps_recording,
         replayed=replayed,
     )
-    try:
+    with torch.autograd.set_detect_anomaly(False):  # it reads gradients
+        try:
+            return _by_either_way(made)
+        except Exception as error:
+            if not (deferred_compiler.is_deferred() and _lacks_module(error)):
+                raise
+        deferred_compiler.load()
         return _by_either_way(made)
-    except Exception as error:
-        if not (deferred_compiler.is_deferred() and _lacks_module(error)):
-            raise
-    deferred_compiler.load()
-    return _by_either_way(made)
 
 
 def _by_either_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
