@@ -20,9 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a first step imports. Nothing runs before the fork: autograd's threads would not survive it.
+# What tests and a first step import. Nothing runs before the fork: autograd's threads would not
+# survive it.
 IMPORTED = [
+    "hypothesis",
+    "hypothesis.strategies",
+    "pytest",
     "torch",
+    "torch._inductor.compiler_bisector",
     "torch.distributed.device_mesh",
     "torch.distributed._functional_collectives",
     "torch.distributed.tensor",
