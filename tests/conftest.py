@@ -5,8 +5,8 @@
 - A test's values depend neither on the tests before it nor on the process that runs it: torch's
   random numbers come from a seed of its own, hypothesis draws the same examples each time.
   FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
-- The garbage collector looks at young objects seldom, and at all of them after every 250th
-  test.
+- The garbage collector looks at young objects seldom, after every 100th test at all but those that
+  were there after the 100th before.
 - Of a test marked ``cases_by_default(n)``, n cases run by default, the others among the slow tests.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
@@ -43,15 +43,16 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 def pytest_collection_finish(session: Any) -> None:
     gc.collect()
     gc.freeze()  # what was imported stays: no later collection looks at it
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(500_000, 20, 100)
 
 
 _since_collection = itertools.count(1)
 
 
 def pytest_runtest_teardown() -> None:
-    if next(_since_collection) % 250 == 0:
+    if next(_since_collection) % 100 == 0:
         gc.collect()
+        gc.freeze()
 
 
 def pytest_addoption(parser: Any) -> None:
