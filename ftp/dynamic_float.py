@@ -5,11 +5,12 @@ They are arguments of ops, and nothing decides by them: code that asks for the v
 it, gets an error, and the program is planned size by size.
 """
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
 
-from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved, value_of
 
 OPERATORS = {"/": operator.truediv, "*": operator.mul, "+": operator.add, "**": operator.pow}
 FUNCTIONS = ("sqrt", "log", "log2", "exp")  # of Python's math
@@ -64,6 +65,23 @@ class DynamicFloat:
 def is_formula(x: Any) -> bool:
     """Whether a number, int or float, is a formula of dynamic sizes."""
     return type(x) in (DynamicInt, DynamicFloat)
+
+
+def evaluated(x: Any) -> Any:
+    """The number that a formula has at the sizes at hand, as `Sizes.function` computes it: for
+    what serves these sizes alone.
+
+    >>> from ftp.dynamic_int import Symbol
+    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
+    >>> evaluated(s + 1), evaluated(DynamicFloat("/", 1.0, s + 1)), evaluated("S")
+    (8, 0.125, 'S')
+    """
+    if type(x) is not DynamicFloat:
+        return value_of(x)
+    left = evaluated(x.left)
+    if x.operator in FUNCTIONS:
+        return getattr(math, x.operator)(left)
+    return OPERATORS[x.operator](left, evaluated(x.right))
 
 
 def moved_number(x: Any, to: Sizes) -> Any:

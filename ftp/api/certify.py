@@ -1,6 +1,6 @@
 """``certify``: from a program to its checked certificate."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,21 @@ from ftp.certification.certificate import (
     Spec,
     Unreduced,
 )
+from ftp.certification.certificate_file import NOTES
 from ftp.certification.checker import check
 from ftp.certification.rank_code import unproven
 from ftp.certification.ranks import Ranks, shrunk
 from ftp.certification.value_numbering import check_traced
-from ftp.errors import InputError
+from ftp.dynamic_float import DynamicFloat, evaluated
+from ftp.dynamic_int import DynamicInt
+from ftp.errors import CertificateError, InputError
 from ftp.per_rank.program import LOCAL, RankCode
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.call import replaced
 from ftp.runtime.executed import executed
 from ftp.runtime.program import Program, axes_of_groups
+from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.layout import Size
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
@@ -68,8 +72,29 @@ def certify(lowered: Lowered) -> Certificate:
 def certified(program: Program) -> Certificate:
     """The checked certificate of a program."""
     certificate = certificate_of(program)
-    check_traced(program.traced, certificate)
-    return check(certificate)
+    check_traced(program.traced_graph, certificate)
+    try:
+        return check(certificate)
+    except CertificateError:
+        if not isinstance(program, SizedProgram):
+            raise
+    # Where sizes are equal by coincidence, as a length to the model's width, or one, ops may have
+    # other rules than those by which they were planned.
+    with program.ranks.sizes.noting(program.values):
+        return check(_with_formulas(certificate, program))
+
+
+def _with_formulas(certificate: Certificate, program: Program) -> Certificate:
+    nodes = {node.name: node for node in program.plan.graph.nodes}
+    operations = []
+    for op in certificate.operations:
+        node = nodes[op.name]
+        given = op.args, op.kwargs
+        if node.kind == "op":
+            given = tuple(_arguments(x, lambda n: n) for x in (node.args, dict(node.kwargs)))
+        formulas = replace(op, args=given[0], kwargs=given[1], results=node.results)
+        operations.append(replace(op, formulas=formulas))
+    return replace(certificate, operations=tuple(operations))
 
 
 def certificate_of(program: Program) -> Certificate:
@@ -84,7 +109,31 @@ def certificate_of(program: Program) -> Certificate:
         )
     if program.options.async_tp:
         program = program.with_options(async_tp=False)
-    plan, mesh = program.plan, program.mesh
+    if isinstance(program, SizedProgram):
+        return _at_sizes(program)
+    return _certificate(program, _ranks(program))
+
+
+def _at_sizes(program: SizedProgram) -> Certificate:
+    """The certificate of a program at its sizes: of the graphs that serve them, with their numbers
+    in place of formulas.
+    """
+    graphs: dict[str, int] = {}
+    made: list[fx.Graph] = []
+    at: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
+    for coordinate in program.mesh.coordinates():
+        graph, offsets = program.written(coordinate)
+        text = "\n".join(f"{n.format_node()} {[n.meta.get(k) for k in NOTES]}" for n in graph.nodes)
+        number = graphs.setdefault(text, len(graphs))
+        if number == len(made):
+            made.append(graph)
+        at[tuple(coordinate.values())] = number, offsets
+    with program.ranks.sizes.noting(program.values):
+        return _certificate(program, Ranks.of(made, at))
+
+
+def _ranks(program: Program) -> Ranks:
+    mesh = program.mesh
     numbers: dict[fx.GraphModule, int] = {}
     graphs: list[fx.Graph] = []
     offsets: list[tuple[np.ndarray, ...]] = []
@@ -105,6 +154,11 @@ def certificate_of(program: Program) -> Certificate:
                 [next(k for k, c in enumerate(classes) if i in c) for i in range(mesh.shape[dim])],
                 dim,
             )
+    return Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets))
+
+
+def _certificate(program: Program, ranks: Ranks) -> Certificate:
+    plan, mesh = program.plan, program.mesh
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
     made = Certificate(
         dict(mesh.axes),
@@ -126,17 +180,17 @@ def certificate_of(program: Program) -> Certificate:
             ),
             tuple(spec.unreduced for spec in plan.out_specs),
         ),
-        Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets)),
+        ranks,
         program.donated,
     )
     return replace(made, trusted=tuple(left.key for left in unproven(made)))
 
 
 def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
+    results = tuple(replace(m, shape=tuple(map(evaluated, m.shape))) for m in node.results)
     if node.kind == "input":
-        return Operation(
-            node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec()))
-        )
+        spec = _cuts(in_specs.get(node, PartitionSpec()))
+        return Operation(node.name, None, (), {}, results, spec=spec)
     if node.kind == "local":
         program: RankCode = node.target
         ports = Ports(
@@ -149,7 +203,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             LOCAL,
             args,
             {},
-            node.results,
+            results,
             source=node.source,
             ports=ports,
             body=_body(program.gm.graph),
@@ -168,9 +222,9 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
     return Operation(
         node.name,
         node.target,
-        replaced(node.args, Value, _ref),
-        replaced(dict(node.kwargs), Value, _ref),
-        node.results,
+        _arguments(node.args),
+        _arguments(dict(node.kwargs)),
+        results,
         claims,
         slots,
         (),
@@ -208,6 +262,15 @@ def _pending(value: Value) -> tuple[tuple[str, str], ...]:
     return (*others, (reshard.axis, reshard.dst.op)) if reshard.dst.kind == "P" else others
 
 
+def _arguments(given: Any, number: Callable[[Any], Any] = evaluated) -> Any:
+    """An op's arguments with references for values, and numbers for formulas of dynamic sizes."""
+    return replaced(
+        given,
+        (Value, DynamicInt, DynamicFloat),
+        lambda x: _ref(x) if isinstance(x, Value) else number(x),
+    )
+
+
 def _ref(value: Value) -> Ref:
     while value.node.kind in ("reshard", "constrain"):
         value = value.node.operands[0]
@@ -215,11 +278,10 @@ def _ref(value: Value) -> Ref:
 
 
 def _size(size: Size) -> Any:
-    return (
-        size
-        if isinstance(size, int)
-        else [size.const, [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]]
-    )
+    if isinstance(size, int):
+        return evaluated(size)
+    chunks = [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]
+    return [evaluated(size.const), chunks]
 
 
 def _cuts(spec: PartitionSpec) -> Spec:

@@ -10,11 +10,12 @@ from ftp.api.build import Planning, planned_of
 from ftp.api.definition import Definition, specs_of_results, traced_for
 from ftp.api.dynamic_shapes import Dynamic, SeenShapes
 from ftp.api.families import Family, FamilyPlan, FamilyTrace, ShapeCounts
-from ftp.api.graph_checks import check_programs
+from ftp.api.graph_checks import check_certified, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
 from ftp.dynamic_int import Sizes
+from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
@@ -81,7 +82,10 @@ class DynamicPrograms:
         plan = family.find(values)
         if plan is None:
             return None
-        planned = _at_size(plan, call, values, mesh)
+        try:
+            planned = _at_size(plan, call, values, mesh)
+        except CertificateError:  # `build` says so, and plans these sizes alone
+            return None
         self._key_of[planned] = _key(call, dynamic)
         return planned
 
@@ -200,6 +204,8 @@ def _key(call: Arguments, dynamic: Dynamic) -> tuple[object, ...]:
 
 def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: Mesh) -> Planned:
     program, like = plan.program(values), plan.planned
+    if program.options.certify:
+        check_certified(program)
     placements = tuple(
         placement(mesh, spec, shape) if is_dynamic else known
         for spec, shape, is_dynamic, known in zip(

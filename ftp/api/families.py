@@ -173,7 +173,6 @@ def reason(error: Exception) -> str:
 def option_apart(options: Options) -> str:
     """An option under which a program serves one size only; "" if none is set."""
     given = {
-        "certify=True": options.certify,
         "cuda_graph=True": options.cuda_graph,
         "async_tp=True": options.async_tp,
     }

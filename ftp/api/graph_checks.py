@@ -11,6 +11,7 @@ from ftp.planning.graph import Graph, Node
 from ftp.planning.prepare import Prepared
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
+from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
 
@@ -24,10 +25,19 @@ def check_programs(programs: Iterable[Program], options: Options) -> None:
         for program in once:
             check_strictly(program)
     if options.certify:
-        from ftp.api.certify import certified
-
         for program in once:
-            certified(program)
+            check_certified(program)
+
+
+def check_certified(program: Program) -> None:
+    """Certify a program; one that serves many sizes, at its sizes, once."""
+    from ftp.api.certify import certified
+
+    proven = program.ranks.proven if isinstance(program, SizedProgram) else set()
+    at = program.values if isinstance(program, SizedProgram) else ()
+    if at not in proven:
+        certified(program)
+        proven.add(at)
 
 
 def check_prepared(prepared: Prepared, mesh: Mesh) -> None:

@@ -71,6 +71,8 @@ class Operation:
         found: a rule that trials found, for an op without a stated one; ``linear`` are its
             groups of operands.
         strides: of the results of a recorded op.
+        formulas: in a program of dynamic sizes the op with formulas in place of numbers, which are
+            their values at the sizes at hand; None where the claims are those of the numbers' rule.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Operation:
     linear: tuple[tuple[int, ...], ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
     body: fx.Graph | None = None
+    formulas: "Operation | None" = None
 
     @property
     def operands(self) -> list[Ref]:

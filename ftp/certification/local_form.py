@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from ftp.certification.certificate import Operation, Ref
 from ftp.certification.element_map import DimPart
 from ftp.certification.positions import Index
+from ftp.certification.unsound import Refused
+from ftp.dynamic_float import DynamicFloat, evaluated
+from ftp.dynamic_int import DynamicInt
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, localize
@@ -19,6 +23,34 @@ from ftp.rules.rule import BoundRule, Rule
 
 
 def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
+    """The rule of an op. Of one with formulas, it is the formulas' rule: two dims have one factor
+    if they have one size at all sizes, not by coincidence.
+    """
+    stated = _rule_of(op, operations)
+    if op.formulas is None:
+        return stated
+    every = {name: o.formulas or o for name, o in operations.items()}
+    for name in (op.name, *(ref.name for ref in op.operands)):
+        if _numbers(every[name]) != _numbers(operations[name]):
+            raise Refused(f"{operations[name]} is not what its formulas give at these sizes")
+    general = _rule_of(op.formulas, every)
+    if str(general) == str(stated) and general.ring == stated.ring:
+        return stated
+    sizes = {f: evaluated(size) for f, size in general.sizes.items()}
+    return replace(general, sizes=sizes, call=stated.call)
+
+
+def _numbers(op: Operation) -> str:
+    """An op's call as text, with numbers for formulas."""
+    given = replaced(
+        (op.args, dict(op.kwargs), [list(m.shape) for m in op.results]),
+        (DynamicInt, DynamicFloat),
+        evaluated,
+    )
+    return f"{op.target} {given}"
+
+
+def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
     def meta(ref: Ref) -> Meta:
         return operations[ref.name].results[ref.index]
 
@@ -99,6 +131,9 @@ def local_form(
             graph, op.target, args, kwargs, rule, sizes, begun, device, lambda *axes: names[axes]
         )
     )
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), evaluated)
     if isinstance(made, tuple):
         results = list(made)
     elif len(op.results) > 1 or _returns_tuple(op.target):

@@ -26,7 +26,7 @@ from ftp.tracing.decompose import decompose
 aten = torch.ops.aten
 
 
-def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
+def check_traced(graph: fx.Graph, certificate: Certificate) -> None:
     """Checks that the certificate's program is the traced one, up to merged common subexpressions
     and decompositions.
 
@@ -43,10 +43,10 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
             )
             numbers.of[Ref(op.name, index)] = numbers.classes.setdefault(key, len(numbers.classes))
     inputs = iter([o for o in certificate.operations if o.target is None])
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             numbers.of[node] = numbers.of[Ref(next(inputs).name)]
-    outputs = numbers.run(gm.graph)
+    outputs = numbers.run(graph)
     wrong = [
         f"output {i}, {ref.name}, is not what the traced program returns there"
         for i, (traced, (ref, _)) in enumerate(zip(outputs, certificate.outputs, strict=True))

@@ -11,7 +11,6 @@ from torch._guards import TracingContext, tracing
 from torch.fx.graph import _BoxedCodeGen
 
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.passes.arrived_rows import only_arrived
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.onednn_matmuls import Choose
@@ -19,7 +18,7 @@ from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together
-from ftp.runtime.lowering import for_inductor, ordered, with_writes
+from ftp.runtime.lowering import for_eager, for_inductor, ordered
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler
@@ -48,9 +47,7 @@ def eager(
             is freed after its last use.
     """
     inputs = _dense(inputs, donated)
-    gm = with_values(as_module(ordered(graph)), inputs)
-    fitted = only_arrived(gm.graph, exchanges_of_rows())
-    written = _direct(with_writes(fitted, donated))
+    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()))
     written = outline_branches(written) if host else written
     if not empties:
         forward = fx.GraphModule({}, written).forward

@@ -15,9 +15,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
+from ftp.passes.arrived_rows import only_arrived
 from ftp.passes.branch_order import mark
 from ftp.passes.bucket_collectives import (
     Buckets,
@@ -25,7 +27,7 @@ from ftp.passes.bucket_collectives import (
     choose_buckets,
     reordered,
 )
-from ftp.passes.buffer_reuse import reuse_memory
+from ftp.passes.buffer_reuse import reuse_memory, with_values
 from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
 from ftp.passes.copy_elimination import drop_copies
 from ftp.passes.fuse_matmul_collectives import Joint, fuse_matmuls, joints
@@ -39,6 +41,7 @@ from ftp.passes.schedule import schedule_in
 from ftp.passes.span_hosts import Span, span_buckets, span_hosts, spans
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
+from ftp.rules.local_op import as_module
 from ftp.runtime.options import Options
 
 
@@ -150,6 +153,20 @@ def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
     written = reuse_memory(graph, donated)
     merge_updates_in(written, donated)  # on the copy that `reuse_memory` made
     return mark(written)
+
+
+def for_eager(
+    graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], exchanges: Sequence[Any]
+) -> fx.Graph:
+    """A rank's graph as eager runs take it: in order, with the rows of exchanges that arrive, and
+    with writes.
+
+    Args:
+        inputs: of the shapes and strides that it will be given.
+        exchanges: the ops that exchange rows, whose counts are values.
+    """
+    gm = with_values(as_module(ordered(graph)), inputs)
+    return with_writes(only_arrived(gm.graph, exchanges), donated)
 
 
 def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.Graph:

@@ -162,7 +162,12 @@ class Program:
     @cached_property
     def index_bounds(self) -> dict[int, list[IndexBound]]:
         """The ranges of inputs that index a dim."""
-        return index_bounds(self.traced.graph)
+        return index_bounds(self.traced_graph)
+
+    @property
+    def traced_graph(self) -> fx.Graph:
+        """The single-device program, of the sizes that this program is for."""
+        return self.traced.graph
 
     @property
     def description(self) -> str:

@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ftp.dynamic_int import Conditions, is_dynamic
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.partitioning.local_program import Coordinate, LocalProgram
 from ftp.partitioning.rank_tables import Table, table
 from ftp.passes.number_inputs import number_inputs
 from ftp.passes.onednn_matmuls import Matmul, at_any_size, at_one_size
 from ftp.runtime.compile import Run, compiled, eager
+from ftp.runtime.lowering import for_eager
 from ftp.runtime.process_groups import faster_by_onednn
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
-from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.torch_internals.fake_tensors import mode_for
 
 if TYPE_CHECKING:
@@ -53,16 +55,40 @@ class RankProgram:
 
     Attributes:
         local: takes the local tensors, then offsets, then sizes.
-        taken: the ints that it takes, as formulas.
+        taken: the ints that it takes, as formulas: ``offsets`` offsets, then sizes.
         numbers: function from sizes to the values of ``taken``.
         run: the function that runs the graph; None before its first run.
+        written: the graph as the eager runner runs it; None before it is asked for.
     """
 
     conditions: Conditions
     local: LocalProgram
     taken: Sequence[int]
+    offsets: int
     numbers: Callable[[Sequence[int]], tuple[int, ...]]
     run: Run | None = None
+    written: fx.Graph | None = None
+
+    def written_at(self, values: Sequence[int]) -> tuple[fx.Graph, tuple[int, ...]]:
+        """``written`` with the numbers of these sizes in place of formulas, and the offsets that it
+        takes.
+        """
+        assert self.written is not None
+        given, new, env = self.numbers(values), fx.Graph(), dict[fx.Node, Any]()
+        inputs = [node for node in self.written.nodes if node.op == "placeholder"]
+        sizes = len(inputs) - len(given) + self.offsets
+        env.update(zip(inputs[sizes:], given[self.offsets :], strict=True))
+        for node in self.written.nodes:
+            if node not in env:
+                made = env[node] = new.create_node(
+                    node.op,
+                    node.target,
+                    map_arg(node.args, env.__getitem__),
+                    map_arg(node.kwargs, env.__getitem__),
+                    node.name,
+                )
+                made.meta = {key: x for key, x in node.meta.items() if key != "val"}
+        return new, given[: self.offsets]
 
 
 class RankPrograms:
@@ -74,6 +100,9 @@ class RankPrograms:
 
     Attributes:
         why_not: why graphs are compiled for every size by itself; "" where they are not.
+        proven: the sizes at which the graphs of all ranks have a certificate.
+        written: the graphs as the eager runner runs them, with their conditions on sizes, by
+            what they are made of: a graph without its offsets.
     """
 
     def __init__(self, program: Program, symbolic: "Symbolic"):
@@ -84,6 +113,8 @@ class RankPrograms:
         program.decide()  # its conditions on sizes hold for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
         self.why_not = ""
+        self.proven: set[tuple[int, ...]] = set()
+        self.written: dict[str, tuple[fx.Graph, Conditions]] = {}
         self._by_onednn: set[Matmul] | None = None
         self._ndims = [len(shape) for shape in shapes]
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
@@ -113,8 +144,10 @@ class RankPrograms:
             asked,
             LocalProgram(fx.GraphModule({}, graph), (), local.collectives),
             taken,
+            len(offsets),
             self.sizes.function(taken),
         )
+        self.proven.clear()  # it may serve sizes that another graph served before
         known.insert(0, made)
         del known[self.program.options.programs :]
         return made
@@ -177,9 +210,39 @@ class SizedProgram(Program):
         """Ranks do not share graphs."""
         return [[[i] for i in range(n)] for n in self.mesh.axes.values()]
 
-    @cached_property
-    def index_bounds(self) -> dict[int, list[IndexBound]]:
-        return index_bounds(self.ranks.symbolic.at(self.traced.graph, self.values))
+    @property
+    def traced_graph(self) -> fx.Graph:
+        return self.ranks.symbolic.at(self.traced.graph, self.values)
+
+    def written(self, coordinate: Coordinate) -> tuple[fx.Graph, tuple[int, ...]]:
+        """The graph of the rank at ``coordinate`` at these sizes, as the eager runner runs it for
+        contiguous inputs, and the offsets that it takes.
+        """
+        found, ranks = self.ranks.at(coordinate, self.values), self.ranks
+        if found.written is None:
+            graph = found.local.gm.graph
+            with ranks.sizes.noting(self.values) as asked:
+                shapes = self._local_shapes(coordinate)
+            found.conditions.include(asked)
+            key = f"{graph}{shapes}{list(found.taken[found.offsets :])}"
+            known = ranks.written.get(key)
+            if known is None or not known[1].holds(self.values):
+                noting = ranks.sizes.noting(self.values)
+                with noting as asked, self._symbolic(coordinate) as given:
+                    form = for_eager(graph, given, self.donated, (ALL_TO_ALL_ROWS,))
+                known = ranks.written[key] = form, asked
+            found.written = known[0]
+            found.conditions.include(known[1])
+        return found.written_at(self.values)
+
+    def _local_shapes(self, coordinate: Coordinate) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that a rank's graph takes, as formulas."""
+        nodes, axes = self.plan.graph.inputs, dict(self.mesh.axes)
+        specs = [*self.in_specs, *[PartitionSpec()] * (len(nodes) - len(self.in_specs))]
+        return [
+            local_shape(spec, node.results[0].shape, axes, dict(coordinate))
+            for spec, node in zip(specs, nodes, strict=True)
+        ]
 
     def make_graph(self) -> None:
         """Make this rank's graph, so that errors are known before the ranks agree."""
@@ -218,7 +281,7 @@ class SizedProgram(Program):
         choose = functools.partial(ranks.by_onednn, self.mesh)
         if not ranks.why_not:
             try:
-                with self._symbolic(given, for_inductor=True) as symbolic:
+                with self._symbolic(self._own_coordinate, for_inductor=True) as symbolic:
                     return compiled(graph, symbolic, self.donated, choose, host=host)
             except Exception as error:
                 ranks.compile_one_by_one(f"{type(error).__name__}: {error}")
@@ -228,31 +291,32 @@ class SizedProgram(Program):
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         """As `Program`, with memory reuse decided for all sizes that the graph serves."""
-        with self._symbolic(given) as symbolic:
+        with self._symbolic(self._own_coordinate) as symbolic:
             return eager(graph, symbolic, self.donated, host=True)
 
     @contextmanager
-    def _symbolic(self, given: Sequence[Any], *, for_inductor: bool = False) -> Iterator[list[Any]]:
-        """The arguments of this rank's graph with symbolic sizes. What the block asks about sizes
-        is noted as conditions. Inductor may take it that no symbolic size is zero or one.
+    def _symbolic(
+        self, coordinate: Coordinate, *, for_inductor: bool = False
+    ) -> Iterator[list[Any]]:
+        """The arguments of a rank's graph with symbolic sizes. What the block asks about sizes is
+        noted as conditions. Inductor may take it that no symbolic size is zero or one.
         """
         from ftp.tracing.symbolic import Symbolic
 
-        symbolic, coordinate = Symbolic(self.ranks.sizes), dict(self._own_coordinate)
-        nodes, axes = self.plan.graph.inputs, dict(self.mesh.axes)
-        specs = [*self.in_specs, *[PartitionSpec()] * (len(nodes) - len(self.in_specs))]
-        shapes = [
-            local_shape(spec, node.results[0].shape, axes, coordinate)
-            for spec, node in zip(specs, nodes, strict=True)
-        ]
+        symbolic, device = Symbolic(self.ranks.sizes), mesh_device(self.mesh)
+        nodes, shapes = self.plan.graph.inputs, self._local_shapes(coordinate)
         if for_inductor:
             symbolic.keeps_ones = True
             shapes = [[s if s > 1 else int(s) for s in shape] for shape in shapes]
         mode = mode_for(symbolic.env)
         with mode:
             fakes = [
-                torch.empty([symbolic.symint(s) for s in shape], dtype=x.dtype, device=x.device)
-                for shape, x in zip(shapes, given, strict=False)
+                torch.empty(
+                    [symbolic.symint(s) for s in shape],
+                    dtype=node.results[0].dtype,
+                    device=device,
+                )
+                for shape, node in zip(shapes, nodes, strict=True)
             ]
         numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
         yield [*fakes, *numbers]

@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, is_formula
+from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
@@ -182,7 +182,7 @@ class Symbolic:
         new = copied(graph)
         with self.sizes.noting(values):
             for node in new.nodes:
-                given = map_aggregate((node.args, dict(node.kwargs)), value_of)
+                given = map_aggregate((node.args, dict(node.kwargs)), evaluated)
                 node._update_args_kwargs(*given)
                 node.meta["val"] = tree_map(tensor, node.meta.get("val"))
         return new

@@ -391,7 +391,9 @@ def test_dims_of_one_size_so_far_may_differ_later():
 
 
 @pytest.mark.parametrize(
-    "options", slow_after(1, [{"dynamic_shapes": {}}, {"certify": True}]), ids=str
+    "options",
+    slow_after(1, [{"dynamic_shapes": {}}, {"dynamic_shapes": {}, "certify": True}]),
+    ids=str,
 )
 def test_no_dims_are_found_where_none_are_to_change(options):
     step = ftp.shard(statistics, on({"cp": 2}), batch_specs=P(None, "cp"), **options)

@@ -1,0 +1,200 @@
+"""Certificates of programs that serve many sizes: each size is proven, and no change is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mutants import check_mutants_of
+
+import ftp
+from ftp import P
+from ftp.api import certify as certify_module
+from ftp.api.certify import certificate_of, certified
+from ftp.certification.checker import check
+from ftp.errors import CertificateError
+
+MOST = 512
+DIMS = {1: torch.export.Dim("S", min=1, max=MOST)}
+TP = {"up": P(None, "tp"), "down": P("tp")}
+
+
+def loss_fn(params, x):
+    """A mean and a cumulative sum over the dynamic dim, and a view that splits the width."""
+    h = torch.relu(x @ params["up"]).unflatten(-1, (3, 2)).flatten(2) @ params["down"]
+    return (h - h.mean(1, keepdim=True) + 0.1 * x.cumsum(1)).square().mean()
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"down": (6, 4), "up": (4, 6)}
+    return {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
+
+
+def tokens(size):
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(2, size, 4, generator=generator, dtype=torch.float64)
+
+
+def on(**axes):
+    return ftp.simulated_mesh(tuple(axes.values()), tuple(axes))
+
+
+LAYOUTS = {
+    "uncut": (on(tp=3), TP, P()),
+    "context": (on(cp=3), P(), P(None, "cp")),
+    "one axis for both": (on(tp=3), TP, P(None, "tp")),
+    "two axes on a dim": (on(dp=2, cp=3), P(), P(None, ("dp", "cp"))),
+    "both": (on(cp=2, tp=3), TP, P(None, "cp")),
+}
+
+
+def step_of(name, **options):
+    mesh, specs, spec = LAYOUTS[name]
+    options = {"dynamic_shapes": DIMS, "certify": True, **options}
+    return ftp.shard(loss_fn, mesh, specs, batch_specs=spec, **options)
+
+
+STEPS = {name: step_of(name) for name in LAYOUTS}
+
+
+def check_size(step, size):
+    loss, grads = step(weights(), tokens(size))
+    want_grads, want = torch.func.grad_and_value(loss_fn)(weights(), tokens(size))
+    torch.testing.assert_close((loss, grads), (want, want_grads), rtol=1e-12, atol=1e-12)
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
+
+
+def program_at(step, size):
+    """The program that serves a size, unproven."""
+    (family,) = step._dynamic.families.values()
+    return family.find((size,)).program((size,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=20)
+@given(size=st.integers(1, 64))
+@example(size=1)
+@example(size=4)  # the width too
+def test_a_step_is_certified_and_what_one_device_computes(name, size):
+    check_size(STEPS[name], size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_sizes(name):
+    for size in range(1, MOST + 1 if name == "context" else 65):
+        check_size(STEPS[name], size)
+
+
+def moved(w, x):
+    """Sums that move the dynamic dim between ranks."""
+    return (x.cumsum(0) - x.mean(0)) @ w
+
+
+def moving(spec=P("cp"), **options):
+    dims = None, {0: torch.export.Dim("S", min=1, max=MOST)}
+    return ftp.spmd(moved, on(cp=3), (P(None, "cp"), spec), spec, dynamic_shapes=dims, **options)
+
+
+def arguments(size):
+    generator = torch.Generator().manual_seed(size)
+    shapes = ((4, 3), (size, 4))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def test_sizes_are_certified_and_what_one_device_computes():
+    step = moving(certify=True)
+    for size in (7, 8, 6, 4, 1, 25):
+        torch.testing.assert_close(step(*arguments(size)), moved(*arguments(size)))
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "most"),
+    [
+        (P("cp"), 7, 12),
+        (P("cp"), 6, 6),
+        *(
+            pytest.param(spec, size, 10_000, marks=pytest.mark.slow)
+            for spec in (P("cp"), P())
+            for size in (1, 2, 6, 7, 8)
+        ),
+    ],
+    ids=str,
+)
+def test_changed_programs_are_refused_at_each_size(spec, size, most):
+    """Even, uneven, shorter than the axis."""
+    step = moving(spec)
+    for first in (size + 3, size):
+        step(*arguments(first))
+    changed, _, _ = check_mutants_of(program_at(step, size), arguments(size), size, most)
+    assert changed > 1
+
+
+def off_by_one(numbers, at, size):
+    def wrong(values):
+        found = list(numbers(values))
+        found[at] += tuple(values) == (size,)
+        return tuple(found)
+
+    return wrong
+
+
+def test_a_number_that_is_wrong_at_one_size_is_refused_there():
+    """An offset, or a size that a formula gives."""
+    step = moving()
+    for size in (7, 8):
+        step(*arguments(size))
+    wrong = program_at(step, 8)
+    for index in range(3):
+        rank = wrong.ranks.at({"cp": index}, (8,))
+        right = rank.numbers
+        for at in range(len(rank.taken)):
+            rank.numbers = off_by_one(right, at, 8)
+            certified(program_at(step, 7))
+            with pytest.raises(CertificateError):
+                certified(wrong)
+        rank.numbers = right
+    certified(wrong)
+
+
+def test_a_size_whose_certificate_is_refused_is_planned_alone():
+    step = moving(certify=True)
+    step(*arguments(7))
+    rank = program_at(step, 8).ranks.at({"cp": 1}, (8,))
+    rank.numbers = off_by_one(rank.numbers, 0, 8)
+    with pytest.warns(UserWarning, match=r"every size of S .*planned for itself: CertificateError"):
+        found = step(*arguments(8))
+    torch.testing.assert_close(found, moved(*arguments(8)))
+    torch.testing.assert_close(step(*arguments(10)), moved(*arguments(10)))
+
+
+def test_a_size_is_proven_once(monkeypatch):
+    made = []
+
+    def proven(program):
+        made.append(program.values[0])
+        return certified(program)
+
+    monkeypatch.setattr(certify_module, "certified", proven)
+    step = moving(certify=True, programs=2)
+    for size in (8, 11, 14, 8, 11, 14):
+        step(*arguments(size))
+    assert made == [8, 11, 14]
+
+
+def test_formulas_that_give_other_numbers_are_refused():
+    step = moving(P())
+    step(*arguments(4))
+    program = program_at(step, 4)
+    found = certify_module._with_formulas(certificate_of(program), program)
+    with program.ranks.sizes.noting((5,)), pytest.raises(CertificateError, match="its formulas"):
+        check(found)
+    op = next(o for o in found.operations if o.target is torch.ops.aten.cumsum.default)
+    other = replace(op, formulas=replace(op.formulas, args=(*op.args[:1], 1)))
+    changed = tuple(other if o is op else o for o in found.operations)
+    with program.ranks.sizes.noting((4,)), pytest.raises(CertificateError, match="its formulas"):
+        check(replace(found, operations=changed))
