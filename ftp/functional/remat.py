@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
+from ftp.functional.closures import bound_now
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.sharding.pytree import flatten, kind_of
 from ftp.source import user_line
@@ -88,7 +89,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
         leaves, treedef = flatten((args, kwargs))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         out: list[Any] = []
-        transforms, modes = _transforms(), _modes_of_blocks()
+        transforms, modes, now = _transforms(), _modes_of_blocks(), bound_now(fn)
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             filled = list(leaves)
@@ -96,7 +97,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
                 filled[i] = tensor
             given, by_name = treedef.unflatten(filled)
             with _called_within(transforms):
-                out[:] = flatten(fn(*given, **by_name))
+                out[:] = flatten(now(*given, **by_name))
             own = set(map(id, tensors))
             # An argument that is returned unchanged would lose its place in autograd's graph.
             return tuple(

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures, raise_all
+from ftp.functional.closures import bound_now
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
@@ -60,7 +61,7 @@ class Conds:
 
             return call
 
-        fns = given(true_fn), given(false_fn)
+        fns = given(bound_now(true_fn)), given(bound_now(false_fn))
         operands = [leaves[i] for i in at]
         again = run_again()
         before = nodes_so_far()

@@ -49,8 +49,14 @@ def guard_at(frame: FrameType) -> Guard | None:
 @functools.lru_cache(maxsize=4096)
 def _is_caught(code: CodeType, instruction: int) -> bool:
     position = position_of(code, instruction)
-    caught = [] if position is None or None in position else _caught(source_of(code))
-    return any(spans(statement, position) for statement in caught)  # type: ignore[arg-type]
+    if position is None or None in position:
+        return False
+    source = source_of(code)
+    within = [part for part in _run_later(source) if spans(part, position)]
+    return any(
+        spans(statement, position) and not any(spans(statement, _span(part)) for part in within)
+        for statement in _caught(source)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -194,6 +200,17 @@ def _caught(source: str) -> list[ast.stmt]:
         )
         for statement in n.body
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _run_later(source: str) -> list[ast.stmt | ast.expr]:
+    """The bodies of a file's functions: they run where they are called."""
+    functions = [
+        n.body
+        for n in nodes_of(source)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    ]
+    return [part for body in functions for part in (body if isinstance(body, list) else [body])]
 
 
 def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:

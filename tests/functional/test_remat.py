@@ -500,3 +500,19 @@ def test_autocast_holds_when_a_block_is_computed_again():
     again, once = gradients({"1": "nothing"}), gradients(None)
     torch.testing.assert_close(again[0], once[0], rtol=0, atol=0)
     torch.testing.assert_close(again[1], once[1], rtol=1e-2, atol=1e-4)
+
+
+def test_a_block_of_a_loop_has_its_variable_as_it_was():
+    def loss(again: Any, w: torch.Tensor) -> torch.Tensor:
+        h = w
+        for i in range(3):
+
+            def scaled(z: torch.Tensor) -> torch.Tensor:
+                return z * (i + 1)  # noqa: B023
+
+            h = again(lambda h, w: scaled(h @ w).sin())(h, w)
+        return h.sum()
+
+    w = torch.randn(4, 4, dtype=torch.float64)
+    wanted = torch.func.grad(partial(loss, lambda f: f))(w)
+    torch.testing.assert_close(torch.func.grad(partial(loss, ftp.remat))(w), wanted)

@@ -745,3 +745,26 @@ def test_a_loop_that_does_not_end_within_its_steps():
         step(x)
     with pytest.raises(ftp.errors.InputError, match="max_steps=None"):
         ftp.static.while_loop(lambda x: x, lambda x: x, (x,), max_steps=None)  # type: ignore
+
+
+def test_branches_of_a_loop_have_its_variables_as_they_were_in_the_gradient_too():
+    def run(cond: Callable[..., Tensor], p: Params, x: Tensor) -> Tensor:
+        h = x
+        for i, name in enumerate("ab"):
+
+            def scaled(z: Tensor) -> Tensor:
+                return (z @ p[name] * (i + 1)).roll(i)  # noqa: B023
+
+            h = cond(h.sum() > 0, lambda z: scaled(z), lambda z: scaled(z).sin(), (h,))
+        return h.square().mean()
+
+    def by_hand(predicate: Tensor, if_true: Any, if_false: Any, operands: Any) -> Tensor:
+        return (if_true if predicate else if_false)(*operands)
+
+    p, x = inputs(6, 4, 0)
+    value, grads = ftp.shard(
+        lambda p, x: run(torch.cond, p, x), ftp.simulated_mesh((2,), ("tp",)), P(None, "tp")
+    )(p, x)
+    expected, wanted = on_one_device(lambda p, x: run(by_hand, p, x), p, x)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(grads, wanted)

@@ -197,6 +197,30 @@ def test_distributions_with_their_validation():
         step(W * torch.nan, X, actions)
 
 
+try:
+    import math as _math
+
+    def _defined_in_try(x):
+        if x.sum() < (n := x.max().item()):
+            raise ValueError(n)
+        return _math.pi * n * x
+
+except ImportError:
+    pass
+
+
+def test_a_function_that_a_try_block_defines_is_not_caught_by_it():
+    def loss(w, x):
+        return (_defined_in_try(x) @ w).sum()
+
+    step = ftp.shard(loss, MESH, P("tp"))
+    value, grad = step(W, X)
+    torch.testing.assert_close(value, loss(W, X), rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad, _gradient(loss, W, X), rtol=1e-12, atol=0)
+    (assumed,) = step.lower(W, X).assumptions
+    assert assumed.endswith("x.sum() < (n := x.max().item()) is False")
+
+
 def _gradient(loss, w, *args):
     w = w.clone().requires_grad_()
     return torch.autograd.grad(loss(w, *args), w)[0]
