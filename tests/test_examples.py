@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from own_process import run_file  # type: ignore[import-not-found]
 
 import ftp
 from ftp import P
@@ -35,32 +36,30 @@ TINY = [
 TINY += ["--eval-every", "2", "--eval-batches", "1", "--sample-bytes", "3"]
 
 
-def python(*arguments: str, cwd: Path) -> str:
-    environment = {
-        k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
-    }
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def environment() -> dict[str, str]:
+    own = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    return own | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def python(script: str, *arguments: str, cwd: Path) -> str:
+    """What the script prints; its name is relative to ``cwd``."""
+    done = run_file(cwd / script, *arguments, folder=cwd, env=environment())
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def torchrun(processes: int, *arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [*command, f"--nproc-per-node={processes}", *arguments],
         cwd=cwd,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def torchrun(processes: int, *arguments: str, cwd: Path) -> str:
-    return python(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        *arguments,
-        cwd=cwd,
-    )
 
 
 def tour() -> str:

@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 
 import ftp
@@ -140,13 +141,7 @@ def test_import_loads_nothing_but_torch_and_itself():
         "import torch, sys; before = set(sys.modules); import ftp;"
         " print(sorted(set(sys.modules) - before))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=PACKAGE.parent,
-    )
+    found = own_process.run(program)
     assert found.stdout.strip() == "['ftp', 'ftp.torch_internals', 'ftp.torch_internals.support']"
 
 
@@ -156,8 +151,7 @@ def test_loading_a_public_name_collects_no_garbage_of_all_that_is_loaded():
         " gc.callbacks.append(lambda phase, facts: found.append(facts['generation']));"
         " ftp.spmd; gc.callbacks.clear(); print(2 in found)"
     )
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    found = own_process.run(program)
     assert found.stdout.strip() == "False"
 
 
@@ -169,8 +163,7 @@ def test_a_step_loads_what_it_is_asked_for():
         " loaded = lambda: [name for name in asked if 'ftp.' + name in sys.modules];"
         " print(loaded()); step.lower(torch.ones(4)); print(loaded())"
     )
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    found = own_process.run(program)
     assert found.stdout.splitlines() == ["[]", "['report']"]
 
 
@@ -208,8 +201,7 @@ def test_per_rank_code_runs_on_whole_tensors_in_a_process_that_uses_nothing_else
         "import torch, ftp; mesh = ftp.simulated_mesh((2,), ('tp',));"
         " print(ftp.local(lambda x: 2 * x, mesh, ftp.P('tp'), ftp.P('tp'))(torch.ones(4)).tolist())"
     )
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    found = own_process.run(program)
     assert found.stdout.strip() == "[2.0, 2.0, 2.0, 2.0]", found.stderr
 
 

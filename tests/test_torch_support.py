@@ -4,12 +4,11 @@ lacks.
 
 import ast
 import re
-import subprocess
-import sys
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 from few_or_many import slow_after
 
@@ -22,8 +21,7 @@ NAMES = ROOT / "ftp" / "torch_internals" / "support.py"
 def imported(change: str, then: str = "") -> str:
     """The last line of an ``import ftp`` on a torch that is changed before."""
     program = f"import torch\n{change}\nimport ftp\n{then}"
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found = own_process.run(program)
     return (found.stdout + found.stderr).strip().splitlines()[-1]
 
 

@@ -4,12 +4,11 @@ one device, and claims are checked.
 
 import itertools
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 import torch
 import torch.nn.functional as F
@@ -637,9 +636,7 @@ def test_local_may_be_the_first_name_that_a_program_uses():
         "import torch, ftp; double = ftp.local(lambda x: 2 * x, ftp.simulated_mesh(2, 'tp'),"
         " ftp.P('tp'), ftp.P('tp')); print(double(torch.ones(2)).tolist())"
     )
-    command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[2.0, 2.0]"
+    own_process.check(program, ["[2.0, 2.0]"])
 
 
 def test_nesting_and_tensors_of_the_surrounding_function():

@@ -1,12 +1,11 @@
 """Plans that are kept: found for the same program only, and right whatever the cache holds."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 import torch
 from few_or_many import few_or_many
@@ -153,7 +152,7 @@ step(torch.ones(2, 2), torch.ones(2, 2))
 """
     with tempfile.TemporaryDirectory() as cache:
         env = {**os.environ, "FTP_CACHE": cache, KEEP: "1"}
-        subprocess.run([sys.executable, "-c", code], check=True, env=env)
+        assert own_process.run(code, env=env).returncode == 0
         assert not list(Path(cache).glob("plans/*.ftp"))
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 import torch
 from hypothesis import given, settings
@@ -160,9 +161,7 @@ def test_without_hypothesis():
         "    try: use()\n"
         "    except ImportError as e: print(e)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = own_process.run(program)
     assert done.stdout.count("pip install hypothesis") == 2, done.stdout
 
 
