@@ -17,8 +17,9 @@ from ftp.ops import attention, attention_flex, attention_ring
 from ftp.ops.attention import blocks, sum_dtype
 from ftp.ops.attention_flex import GIVEN, Given
 from ftp.ops.define import define, register_fake
-from ftp.ops.key_ring import Needs, Ring, Sees, Steps, pass_keys, return_gradients, steps_of
+from ftp.ops.key_ring import Steps, pass_keys, return_gradients, steps_of
 from ftp.ops.listed_blocks import known_blocks
+from ftp.ops.ring_pieces import Needs, Ring, Sees
 from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.

@@ -22,16 +22,8 @@ from ftp.ops.attention import (
     sum_dtype,
 )
 from ftp.ops.define import define
-from ftp.ops.key_ring import (
-    EVERY,
-    Needs,
-    PartSums,
-    Ring,
-    Sees,
-    pass_keys,
-    return_gradients,
-    steps_of,
-)
+from ftp.ops.key_ring import PartSums, pass_keys, return_gradients, steps_of
+from ftp.ops.ring_pieces import EVERY, Needs, Ring, Sees
 from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.

@@ -13,7 +13,8 @@ from ftp.ops import attention, attention_varlen
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_varlen import GIVEN, Documents
 from ftp.ops.define import define
-from ftp.ops.key_ring import EVERY, Needs, Ring, Sees, Steps, pass_keys, return_gradients, steps_of
+from ftp.ops.key_ring import Steps, pass_keys, return_gradients, steps_of
+from ftp.ops.ring_pieces import EVERY, Needs, Ring, Sees
 from ftp.ops.sends import OneRank, on_processes
 
 # ``columns`` is a `Ring`, as ints.

@@ -8,7 +8,7 @@ from ftp.ops import attention_flex_ring, attention_ring, attention_varlen_ring
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
-from ftp.ops.key_ring import Needs
+from ftp.ops.ring_pieces import Needs
 from ftp.ops.sends import OneRank, side_by_side
 
 

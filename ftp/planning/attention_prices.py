@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from ftp.ops.attention import pieces_of
-from ftp.ops.key_ring import EVERY, Needs, Ring, RingAxis, Sees
+from ftp.ops.ring_pieces import EVERY, Needs, Ring, RingAxis, Sees
 from ftp.planning.cost import Hardware, collective_seconds
 from ftp.planning.graph import FactorCut, Node
 from ftp.planning.reachable_cuts import Cut

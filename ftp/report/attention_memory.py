@@ -12,7 +12,8 @@ from ftp.ops import attention
 from ftp.ops.attention import PART, PART_BACKWARD, Block, blocks, pieces_of, sum_dtype, tiles
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
-from ftp.ops.key_ring import Needs, Steps
+from ftp.ops.key_ring import Steps
+from ftp.ops.ring_pieces import Needs
 from ftp.ops.rings import RINGS
 from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 

@@ -9,7 +9,7 @@ from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD, sees_of
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
-from ftp.ops.key_ring import RingAxis
+from ftp.ops.ring_pieces import RingAxis
 from ftp.rules.call import Call, Meta
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
@@ -237,7 +237,7 @@ def _by_position(
 
 def ring_of(op: LocalOp) -> tuple[list[int], str]:
     """The cuts of queries and keys over the axes whose ranks pass keys and values around, as
-    numbers for `ftp.ops.key_ring.Ring`, and the group of these ranks.
+    numbers for `ftp.ops.ring_pieces.Ring`, and the group of these ranks.
     """
     keys, queries = op.cuts["t"], op.cuts["s"]
     at = {cut.axis: i for i, cut in enumerate(queries)}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftp.ops.key_ring import Sees
+from ftp.ops.ring_pieces import Sees
 from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation
 
@@ -26,7 +26,7 @@ class Rule:
         ring: pairs of factors that one axis may cut together; the second is never cut by itself.
             The local form then passes parts around the ranks of the axis.
         sees: for attention, the most keys that given queries see, as far as the trace knows
-            (`ftp.ops.key_ring.Sees`). None: all.
+            (`ftp.ops.ring_pieces.Sees`). None: all.
         resized: factors that are whole dims whose size the op changes, so that each rank's chunk
             changes too. ``sizes`` has the result's size; an operand's chunks follow its own size.
         together: pairs of whole dims of different sizes, of an operand and of a result, that one

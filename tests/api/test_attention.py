@@ -73,7 +73,7 @@ RINGS = [
 
 @pytest.fixture
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
+    monkeypatch.setattr("ftp.ops.ring_pieces.SHORTEST", 2)
     forget_steps(monkeypatch)
 
 

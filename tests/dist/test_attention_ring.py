@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ftp
 from ftp import P, zigzag
-from ftp.ops import key_ring
+from ftp.ops import ring_pieces
 
 pytestmark = pytest.mark.dist
 # Computing takes so long that every transfer hides behind it.
@@ -55,7 +55,7 @@ ON_TWO_BY_TWO = [
 
 
 def _on_a_rank(shape: tuple[int, ...], cases: Any) -> Any:
-    key_ring.SHORTEST = 2
+    ring_pieces.SHORTEST = 2
     torch.manual_seed(0)
     mesh = ftp.make_mesh(shape, ("cp", "in")[: len(shape)], device_type="cpu")
     full = [torch.randn(1, 2, 13, 4, dtype=torch.float64) for _ in range(4)]

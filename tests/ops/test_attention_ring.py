@@ -16,9 +16,10 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import CertificateError
-from ftp.ops import attention, key_ring
+from ftp.ops import attention, key_ring, ring_pieces
 from ftp.ops.attention_ring import RING, RING_BACKWARD, needs_of, one_rank, one_rank_backward
-from ftp.ops.key_ring import PartSums, Ring
+from ftp.ops.key_ring import PartSums
+from ftp.ops.ring_pieces import Ring
 from ftp.ops.rings import RINGS
 from ftp.ops.sends import over, run
 from ftp.sharding.layout import pieces
@@ -43,7 +44,7 @@ def part(size: int, n: int, rank: int, is_zigzag: bool) -> tuple[list[int], list
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
     """Several pieces and tiles of few tokens."""
-    monkeypatch.setattr(key_ring, "SHORTEST", 3)
+    monkeypatch.setattr(ring_pieces, "SHORTEST", 3)
     forget_steps(monkeypatch)
     for name, size in {"QUERIES": 4, "KEYS": 5, "TILE": 3}.items():
         monkeypatch.setattr(attention, name, size)
@@ -150,7 +151,7 @@ CUT = P(None, None, "cp")
 
 
 def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: bool = True) -> Any:
-    key_ring.SHORTEST = 1
+    ring_pieces.SHORTEST = 1
 
     def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
         if not has_gradients:

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ftp
 from ftp import P
-from ftp.ops.key_ring import Needs, Ring, RingAxis
+from ftp.ops.ring_pieces import Needs, Ring, RingAxis
 
 CUT, ZIGZAG = P(None, None, "cp"), P(None, None, ftp.zigzag("cp"))
 

@@ -30,7 +30,7 @@ Attend = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
+    monkeypatch.setattr("ftp.ops.ring_pieces.SHORTEST", 2)
     monkeypatch.setattr("ftp.ops.attention.TILE", 3)
     forget_steps(monkeypatch)
 
