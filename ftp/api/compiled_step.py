@@ -19,10 +19,11 @@ from ftp.report.lowered import Lowered
 from ftp.rules.call import Meta
 from ftp.runtime.program import Program
 from ftp.sharding.arguments import Shape
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.make_mesh import make_mesh
 from ftp.sharding.mesh import AnyMesh, Mesh, current_mesh, resolve
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import check_alive, check_placed
 from ftp.tracing.trace import Traced
 

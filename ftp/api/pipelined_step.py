@@ -34,8 +34,9 @@ from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import plan_stages, within_stage
 from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.arguments import Shape
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import P, PartitionSpec, local_shape, staged, without_stage
+from ftp.sharding.spec import P, PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
 
 

@@ -16,8 +16,9 @@ from ftp.checkpoint.manifest import SavedTensor
 from ftp.checkpoint.safetensors_io import BYTES, TensorFile
 from ftp.checkpoint.source import Source
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Shape, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
 from ftp.tensors.transfer import ReshardedTensor, reshard_shards

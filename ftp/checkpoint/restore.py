@@ -22,10 +22,10 @@ from ftp.errors import (
     raise_all,
 )
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.sharding.patterns import dotted, nearest
 from ftp.sharding.pytree import cut_value, kind_of, leaf_paths, tied_paths
-from ftp.sharding.spec import local_shape
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.sharded_tree import Leaf, ShardedTree, flatten_with_specs
 

@@ -22,9 +22,10 @@ from ftp.equivalence.recorder import ProgramRecorder, recording
 from ftp.errors import FtpError, InputError, SpecError, TraceError
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.dtensor_placements import is_placements
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.source import raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.fake_tensors import (

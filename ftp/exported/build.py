@@ -22,8 +22,9 @@ from ftp.partitioning.local_program import LocalProgram
 from ftp.planning.graph import Node
 from ftp.planning.plan import Plan
 from ftp.sharding.arguments import Shape
+from ftp.sharding.local_pieces import local_pieces, local_shape
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import P, local_pieces, local_shape
+from ftp.sharding.spec import P
 from ftp.tensors.device_put import take
 from ftp.torch_internals import pytree
 from ftp.tracing.recorder import PROVENANCE

@@ -25,7 +25,7 @@ from torch import Tensor
 from ftp.ops import tile_kernels
 from ftp.ops.define import define, register_fake
 from ftp.ops.tile_kernels import like_heads, over_heads
-from ftp.sharding.spec import Interval
+from ftp.sharding.local_pieces import Interval
 from ftp.torch_internals.op_types import OpOverload
 
 QUERIES, KEYS = 1024, 8192  # sizes of a tile, forward

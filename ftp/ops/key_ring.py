@@ -22,7 +22,7 @@ from torch import Tensor
 from ftp.ops.attention import Block, sum_dtype
 from ftp.ops.ring_pieces import Needs
 from ftp.ops.sends import OneRank, Send, Sends
-from ftp.sharding.spec import Interval
+from ftp.sharding.local_pieces import Interval
 
 
 class PartSums:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ftp.ops.attention import Block, pieces_of
 from ftp.sharding.layout import pieces
-from ftp.sharding.spec import Interval
+from ftp.sharding.local_pieces import Interval
 
 # Pieces in which a rank sends its keys and values, one step per piece. The forward pass sums and
 # sends back no gradients, so that there is memory for larger pieces.

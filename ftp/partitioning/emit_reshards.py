@@ -17,7 +17,7 @@ from torch import fx
 
 from ftp.partitioning.reshard_site import CutDim, Offset, ReshardSite
 from ftp.partitioning.zigzag import from_zigzag, pad_chunks, to_zigzag, trim_chunks
-from ftp.sharding.spec import Interval
+from ftp.sharding.local_pieces import Interval
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftp.partitioning.local_program import Coordinate
-from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, is_factored
+from ftp.sharding.local_pieces import Interval, cut_pieces, is_factored
+from ftp.sharding.spec import PartitionSpec, Units
 
 
 @dataclass(frozen=True)

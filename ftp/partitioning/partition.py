@@ -39,7 +39,8 @@ from ftp.planning.plan import Plan
 from ftp.rules.call import Meta, replaced
 from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, as_module, localize
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
-from ftp.sharding.spec import PartitionSpec, cut_pieces
+from ftp.sharding.local_pieces import cut_pieces
+from ftp.sharding.spec import PartitionSpec
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

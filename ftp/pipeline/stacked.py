@@ -19,7 +19,8 @@ from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.local_op import as_module
 from ftp.rules.rule import BoundRule
-from ftp.sharding.spec import P, PartitionSpec, Stage, local_shape
+from ftp.sharding.local_pieces import local_shape
+from ftp.sharding.spec import P, PartitionSpec, Stage
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ from dataclasses import replace
 from ftp.planning.graph import Graph
 from ftp.planning.plan import FixedLayouts
 from ftp.sharding.layout import PARTIAL, Layout, R, Size, cut_shape, div, shard
-from ftp.sharding.spec import PartitionSpec, Units, is_factored
+from ftp.sharding.local_pieces import is_factored
+from ftp.sharding.spec import PartitionSpec, Units
 
 
 def spec_layout(

@@ -20,7 +20,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.rings import RINGS
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
-from ftp.sharding.spec import Interval
+from ftp.sharding.local_pieces import Interval
 
 _FORWARD = (PART, FLEX, VARLEN)
 _BACKWARD = (PART_BACKWARD, FLEX_BACKWARD, VARLEN_BACKWARD)

@@ -11,7 +11,8 @@ from ftp.report.causes import Origins, Users, describe
 from ftp.report.memory import in_bytes
 from ftp.report.names import without_numbers
 from ftp.rules.op_kinds import VIEWS
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.local_pieces import local_shape
+from ftp.sharding.spec import PartitionSpec
 
 LARGE = 1 << 20  # bytes from which waste is a warning rather than a note
 SHARE = 0.01  # of all parameters, from which one of them is large

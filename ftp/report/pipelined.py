@@ -18,7 +18,7 @@ from ftp.report.staged import lowered_once
 from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.subgraph_planner import StoredValue
-from ftp.sharding.spec import local_shape
+from ftp.sharding.local_pieces import local_shape
 
 
 @dataclass(frozen=True)

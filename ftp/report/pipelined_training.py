@@ -8,7 +8,8 @@ from ftp.report.collectives import Collectives
 from ftp.report.pipelined import LoweredPipeline
 from ftp.report.staged import LoweredRounds
 from ftp.runtime.training_program import TrainingProgram
-from ftp.sharding.spec import local_shape, staged, without_stage
+from ftp.sharding.local_pieces import local_shape
+from ftp.sharding.spec import staged, without_stage
 
 
 class LoweredTraining(LoweredPipeline):

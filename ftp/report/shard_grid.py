@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import product
 
-from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.sharding.local_pieces import local_pieces
+from ftp.sharding.spec import PartitionSpec
 
 MOST = 64  # shards that are listed
 

@@ -11,7 +11,7 @@ from ftp.report.lowered import Lowered
 from ftp.report.startable import Startable
 from ftp.runtime.program import Program
 from ftp.runtime.staged_program import StagedProgram
-from ftp.sharding.spec import local_shape
+from ftp.sharding.local_pieces import local_shape
 
 Key = TypeVar("Key")
 

@@ -12,8 +12,9 @@ from ftp.passes.arrived_rows import only_arrived
 from ftp.runtime.local_shapes import LocalShapes, annotate, local_shapes
 from ftp.runtime.lowering import ordered, with_writes
 from ftp.runtime.program import Program
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import mesh_device
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)

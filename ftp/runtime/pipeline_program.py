@@ -26,8 +26,8 @@ from ftp.runtime.stage_messages import (
 )
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, StagePrograms, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import mesh_device, require_coordinate
-from ftp.sharding.spec import local_shape
 
 
 @dataclass(kw_only=True)

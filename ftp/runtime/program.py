@@ -44,8 +44,9 @@ from ftp.runtime.process_groups import (
 from ftp.runtime.renewed_outputs import renewed
 from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
+from ftp.sharding.local_pieces import local_pieces, local_shape
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
-from ftp.sharding.spec import PartitionSpec, local_pieces, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 from ftp.torch_internals.fake_tensors import FakeTensorMode

@@ -27,8 +27,9 @@ from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.lowering import for_eager
 from ftp.runtime.process_groups import faster_by_onednn
 from ftp.runtime.program import Program
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.fake_tensors import mode_for
 
 if TYPE_CHECKING:

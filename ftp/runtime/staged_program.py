@@ -12,8 +12,8 @@ from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.program import Program
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
-from ftp.sharding.spec import local_shape
 
 Values = dict[str, torch.Tensor]
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ftp.sharding.spec import PartitionSpec, Units, cut_length
+from ftp.sharding.local_pieces import cut_length
+from ftp.sharding.spec import PartitionSpec, Units
 
 
 def check_spec(

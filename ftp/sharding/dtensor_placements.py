@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ftp.errors import InputError, SpecError, join_failures
+from ftp.sharding.local_pieces import Interval, chunk, local_pieces, pieces_within
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import Interval, P, Units, chunk, local_pieces, pieces_within
+from ftp.sharding.spec import P, Units
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 

@@ -1,9 +1,5 @@
-"""PartitionSpec: which mesh axes cut which dim of a tensor.
+"""PartitionSpec: which mesh axes cut which dim of a tensor."""
 
-Above 450 lines: entries, specs and the pieces that a rank holds are defined in terms of each other.
-"""
-
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
@@ -111,6 +107,7 @@ def zigzag(axis: str) -> Zigzag:
 
     >>> P(None, zigzag("cp"))
     P(None, zigzag('cp'))
+    >>> from ftp.sharding.local_pieces import local_pieces
     >>> [local_pieces(P(zigzag("cp")), (8,), {"cp": 2}, {"cp": i}) for i in range(2)]
     [[[(0, 2), (6, 8)]], [[(2, 6)]]]
     """
@@ -139,6 +136,7 @@ def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
 
     >>> P(units("tp", 64), None), P(units("tp", 64, pack=3))
     (P(units('tp', 64), None), P(units('tp', 64, pack=3)))
+    >>> from ftp.sharding.local_pieces import local_pieces
     >>> local_pieces(P(units("tp", 2, pack=2)), (8,), {"tp": 2}, {"tp": 1})
     [[(2, 4), (6, 8)]]
     """
@@ -320,112 +318,6 @@ def _repeated(spec: PartitionSpec) -> str:
     )
 
 
-def local_shape(
-    spec: PartitionSpec,
-    shape: Sequence[int],
-    axes: dict[str, int],
-    coordinate: dict[str, int] | None = None,
-) -> tuple[int, ...]:
-    """The shape of the shard at ``coordinate`` {axis: index}; by default the largest in each dim,
-    which is the first rank's, except in a zigzag.
-
-    >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
-    ((3, 3), (2, 3))
-    """
-    if coordinate is None and any(c.zigzag for d in range(len(spec)) for c in spec.cuts(d)):
-        ranges = [range(n) if axis in spec.axes else range(1) for axis, n in axes.items()]
-        places = [dict(zip(axes, at, strict=True)) for at in itertools.product(*ranges)]
-        shapes = [local_shape(spec, shape, axes, place) for place in places]
-        return tuple(map(max, zip(*shapes, strict=True)))
-    pieces = local_pieces(spec, shape, axes, coordinate or dict.fromkeys(axes, 0))
-    return tuple(sum(stop - start for start, stop in dim) for dim in pieces)
-
-
-Interval = tuple[int, int]  # offset in a dim, and length
-
-
-def local_pieces(
-    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
-) -> list[list[Interval]]:
-    """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
-    order. Only packed dims and zigzags have several.
-
-    Dims are cut like ``torch.chunk``, one axis after another.
-
-    >>> local_pieces(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
-    [[(3, 5)], [(0, 3)]]
-    """
-    found = []
-    for dim, size in enumerate(shape):
-        held: list[Interval] = [(0, size)]
-        for cut in spec.cuts(dim):
-            length = sum(stop - start for start, stop in held)
-            held = [
-                p
-                for piece in cut_pieces(length, axes[cut.axis], coordinate[cut.axis], cut)
-                for p in pieces_within(held, *piece) or [(held[0][0], held[0][0])]
-            ]
-        found.append(held)
-    return found
-
-
-def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Interval]:
-    """The pieces (start, stop) of a dim of ``size`` that rank ``index`` of ``n`` holds, pack after
-    pack; at least one, which may be empty.
-
-    >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
-    [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
-    """
-    if isinstance(cut, Stage):
-        return [(0, size if index == cut.stage % n else 0)]
-    found, begin = [], 0
-    if cut.zigzag:
-        dealt = [chunk(size, 2 * n, i) for i in (index, 2 * n - 1 - index)]
-        found = [(start, start + length) for start, length in dealt]
-        joined = found[0][1] == found[1][0]
-        found = [(found[0][0], found[1][1])] if joined else found
-    for pack in () if cut.zigzag else cut.sizes(size):
-        repeats = cut.repeats(pack, n)
-        start, length = chunk(pack, n // repeats, index // repeats, cut.size)
-        found.append((begin + start, begin + start + length))
-        begin += pack
-    return [p for p in found if p[0] < p[1]] or found[:1]
-
-
-def pieces_within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """The pieces of the global dim at (start, stop) of the concatenation of ``held``; none of them
-    is empty.
-    """
-    found, before = [], 0
-    for a, b in held:
-        low, high = max(start, before), min(stop, before + b - a)
-        if low < high:
-            found.append((a + low - before, a + high - before))
-        before += b - a
-    return found
-
-
-def cut_length(size: int, n: int, index: int, cut: Units) -> int:
-    return sum(stop - start for start, stop in cut_pieces(size, n, index, cut))
-
-
-def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) -> bool:
-    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``. False if packs
-    differ in size, or ranks share units.
-    """
-    sizes = {size}
-    for cut in spec.cuts(dim):
-        n = axes[cut.axis]
-        if isinstance(cut, Stage) and n > 1:
-            return False
-        for held in sizes:
-            packs = cut.sizes(held)
-            if n > 1 and (len(set(packs)) > 1 or cut.repeats(packs[0], n) > 1):
-                return False
-        sizes = {cut_length(held, n, i, cut) for held in sizes for i in range(n)}
-    return True
-
-
 def staged(spec: PartitionSpec) -> Stage | None:
     """The entry that gives a tensor to stages of a pipeline, if it has one."""
     found = (cut for dim in range(len(spec)) for cut in spec.cuts(dim) if isinstance(cut, Stage))
@@ -455,15 +347,3 @@ def known_size(spec: PartitionSpec, dim: int) -> int | None:
     """
     cuts = spec.cuts(dim)
     return sum(cuts[0].pack) if cuts and isinstance(cuts[0].pack, tuple) else None
-
-
-def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Offset and length of chunk ``index`` of ``n``, like ``torch.chunk`` in whole units; the last
-    unit may be short.
-
-    >>> [chunk(5, 4, i) for i in range(4)]
-    [(0, 2), (2, 2), (4, 1), (5, 0)]
-    """
-    step = -(-size // (unit * n)) * unit
-    start = min(index * step, size)
-    return start, min(step, size - start)

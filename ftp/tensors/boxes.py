@@ -6,8 +6,9 @@ from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
+from ftp.sharding.local_pieces import Interval, local_pieces
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import Interval, PartitionSpec, local_pieces
+from ftp.sharding.spec import PartitionSpec
 
 Shape = tuple[int, ...]
 

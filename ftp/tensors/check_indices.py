@@ -22,8 +22,9 @@ from torch.fx.node import map_arg
 
 from ftp.distributed.agreement import Calls
 from ftp.errors import InputError, raise_all
+from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import Mesh, require_coordinate
-from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.device_put import take
 
 aten = torch.ops.aten

@@ -14,10 +14,11 @@ from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.errors import InputError, PlacementError, SpecError, raise_all
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.local_pieces import Interval, cut_pieces, local_pieces
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.sparse_matrix import with_entries, with_tensors
-from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, local_pieces
+from ftp.sharding.spec import PartitionSpec, Units
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.replicas import compare_copies
 from ftp.tensors.sharded_tree import Leaf, ShardedTree, agree_on_shapes, sharded_tree

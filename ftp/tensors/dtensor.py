@@ -11,9 +11,9 @@ from ftp.sharding.dtensor_placements import (
     placements_of_spec,
     spec_of_placements,
 )
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
-from ftp.sharding.spec import local_shape
 from ftp.tensors.placement import leaf_like, placement, remember
 from ftp.tensors.sharded_tree import agree_on_shapes, sharded_tree
 

@@ -9,9 +9,10 @@ import torch
 
 from ftp.errors import MismatchError, raise_all
 from ftp.sharding.arguments import Shape
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import PartitionSpec, Stage, known_size, local_shape
+from ftp.sharding.spec import PartitionSpec, Stage, known_size
 from ftp.tensors.placement import placement_of
 from ftp.torch_internals.fake_tensors import FakeTensor
 

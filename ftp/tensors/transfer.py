@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Box, Shape, ShardBox, parts_on
 
 ALIGNMENT = 16  # bytes; enough for an element of any dtype

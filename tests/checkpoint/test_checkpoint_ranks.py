@@ -18,9 +18,9 @@ import ftp
 from ftp import P
 from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.process_group import Timeouts
-from ftp.sharding.spec import local_pieces
 from ftp.tensors.boxes import parts_on
 from ftp.tensors.device_put import put, take
 from ftp.tensors.placement import placement, remember

@@ -25,9 +25,9 @@ from torch.utils import _pytree as pytree
 import ftp
 from ftp import P, plans
 from ftp.exported import simulate
+from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import resolve
 from ftp.sharding.patterns import matches
-from ftp.sharding.spec import local_pieces
 
 TP = ftp.simulated_mesh((3,), ("tp",))
 GRID = ftp.simulated_mesh((2, 2), ("dp", "tp"))

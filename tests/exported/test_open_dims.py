@@ -22,8 +22,8 @@ from torch.export import Dim
 import ftp
 from ftp import P
 from ftp.exported import simulate
+from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import resolve
-from ftp.sharding.spec import local_pieces
 from ftp.tensors.device_put import take
 
 TP, TP3 = ftp.simulated_mesh((2,), ("tp",)), ftp.simulated_mesh((3,), ("tp",))

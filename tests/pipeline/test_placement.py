@@ -9,7 +9,8 @@ import torch
 import ftp
 from ftp import P
 from ftp.errors import MeshError, SpecError
-from ftp.sharding.spec import local_shape, staged
+from ftp.sharding.local_pieces import local_shape
+from ftp.sharding.spec import staged
 from tests.support.staged_models import Model, plan_of
 
 MESH = ftp.AbstractMesh((2, 2), ("pp", "tp"))

@@ -16,8 +16,8 @@ import ftp
 from ftp import P
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.dtensor_placements import placements_of_spec, spec_of_placements
+from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import resolve
-from ftp.sharding.spec import local_pieces
 
 
 def as_dtensor_cuts(size, placements, mesh, coordinate):

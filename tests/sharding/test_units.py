@@ -17,8 +17,8 @@ from ftp import P, units
 from ftp.exported import simulate
 from ftp.ops.constrain import Pin, pin_from_str, pin_to_str
 from ftp.sharding.check_spec import check_spec
+from ftp.sharding.local_pieces import local_pieces, local_shape
 from ftp.sharding.mesh import resolve
-from ftp.sharding.spec import local_pieces, local_shape
 from ftp.tensors.device_put import put, take
 
 

@@ -20,8 +20,8 @@ from ftp.ops.constrain import Pin, pin_from_str, pin_to_str
 from ftp.report.flops import flops_of
 from ftp.runtime.executed import local_inputs
 from ftp.runtime.local_shapes import local_shapes
+from ftp.sharding.local_pieces import local_pieces, local_shape
 from ftp.sharding.mesh import resolve
-from ftp.sharding.spec import local_pieces, local_shape
 from ftp.tensors.device_put import put, take
 
 Z = zigzag("a")

@@ -12,7 +12,8 @@ import torch
 from ftp.report.memory import in_bytes
 from ftp.report.names import dtype_name
 from ftp.report.shard_grid import as_html
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.local_pieces import local_shape
+from ftp.sharding.spec import PartitionSpec
 
 MOST_RANKS = 256  # of a mesh whose shards are drawn
 _KEYS = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
