@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from ftp.sharding.balance import balance
     from ftp.sharding.make_mesh import make_mesh, simulated_mesh
     from ftp.sharding.mesh import AbstractMesh, use_mesh
+    from ftp.sharding.plan import plan
     from ftp.sharding.process_group import destroy_process_group, init_process_group
-    from ftp.sharding.pytree import plan
     from ftp.sharding.spec import P, PartitionSpec, units, zigzag
     from ftp.tensors.device_put import device_get, device_put, local_slice, specs_of
     from ftp.tensors.dtensor import from_dtensor, to_dtensor
@@ -99,8 +99,8 @@ _HOMES = {
     "ftp.sharding.balance": "balance",
     "ftp.sharding.make_mesh": "make_mesh simulated_mesh",
     "ftp.sharding.mesh": "AbstractMesh use_mesh",
+    "ftp.sharding.plan": "plan",
     "ftp.sharding.process_group": "destroy_process_group init_process_group",
-    "ftp.sharding.pytree": "plan",
     "ftp.sharding.spec": "P PartitionSpec units zigzag",
     "ftp.tensors.device_put": "device_get device_put local_slice specs_of",
     "ftp.tensors.dtensor": "from_dtensor to_dtensor",

@@ -16,8 +16,8 @@ from torch import nn
 
 from ftp.errors import PlanWarning
 from ftp.plans.model_config import config_of, cut_at, value_of
+from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs
-from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
 
 FEW = 0.9  # a share below this is told

@@ -14,8 +14,8 @@ from ftp.plans.expert_axis import ExpertAxis
 from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
 from ftp.plans.model_config import config_of, cut_at, head_dim_of, value_of
 from ftp.sharding.patterns import matches, nearest
+from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs, kind_of
-from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
 
 # The dim that a style shards. Styles that also split inputs or gather outputs need no more: the

@@ -10,8 +10,8 @@ from torch import nn
 from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.sharding.patterns import match_patterns
+from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs, kind_of, leaf_names, tied_paths
-from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P
 
 _ADAPTER = re.compile(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
+from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs, kind_of
-from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import P, units
 
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")

@@ -13,7 +13,7 @@ from ftp.planning.cost import Hardware
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
 from ftp.report.timing import in_seconds
-from ftp.sharding.pytree import plan
+from ftp.sharding.plan import plan
 from ftp.sharding.spec import PartitionSpec
 
 

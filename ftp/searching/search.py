@@ -27,7 +27,8 @@ from ftp.searching.opened import Opened
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import flatten, kind_of, leaf_names, plan
+from ftp.sharding.plan import plan
+from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement_of
 

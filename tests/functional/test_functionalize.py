@@ -25,7 +25,8 @@ import ftp.functional.module_constraints
 from ftp.errors import InputError, SpecError, StaleCaptureWarning, TraceError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
-from ftp.sharding.pytree import flatten, plan
+from ftp.sharding.plan import plan
+from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import P
 
 

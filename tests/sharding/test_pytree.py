@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from ftp.errors import SpecError
 from ftp.sharding.patterns import matches, narrows
+from ftp.sharding.plan import plan
 from ftp.sharding.pytree import (
     broadcast_specs,
     check_specs,
     flatten,
     leaf_names,
     leaf_paths,
-    plan,
     remember_tied,
 )
 from ftp.sharding.spec import P
