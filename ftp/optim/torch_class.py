@@ -1,0 +1,280 @@
+"""A torch.optim class as a pure function of gradients, state and parameters."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from ftp.errors import InputError
+from ftp.optim.slots import Slots
+from ftp.optim.traceable_step import CAPTURABLE, traceable_step
+from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals.functorch import is_batchedtensor, is_functorch_wrapped_tensor
+
+deferred_compiler.defer()
+
+_IMPURE = (
+    "{name} is not a function of its state per parameter: its step {step} on a small matrix"
+    " differs from a step that starts from self.state[param] alone. Keep all state there as tensors"
+    " and numbers, not in param_groups or attributes, with initial values from which the first step"
+    " is like all others."
+)
+
+
+class TorchClass:
+    """A torch.optim class with options, run on clones of parameters whose state is set beforehand.
+
+    Args:
+        owned: whether each leaf of more than two dims is a stack of matrices, as Muon's may be.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], owned: bool):
+        self.cls, self.owned, self.options = cls, owned, dict(options)
+        taken = inspect.signature(cls).parameters
+        # `differentiable` formulas do without .item(); without `foreach` each op is on one tensor,
+        # and has a rule.
+        self.forced = {
+            k: v for k, v in {"differentiable": True, "foreach": False}.items() if k in taken
+        }
+        if issubclass(cls, CAPTURABLE):
+            # Their other formulas branch on values, or write through a mask.
+            self.forced["capturable"] = True
+        if "foreach" in taken:  # the same numbers either way
+            self.options.pop("foreach", None)
+        for key in {"capturable": 0, **self.forced}:
+            if self.options.get(key):
+                raise InputError(
+                    f"{cls.__name__}({key}=True) has no meaning in a program; leave it out."
+                )
+        self.prototype = self._make(torch.zeros(1, 1))
+        # Whether the class counts its steps itself.
+        self.owns_step = not issubclass(cls, torch.optim.SGD | torch.optim.Muon)
+        if not cls.__module__.startswith("torch.optim"):
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """Take three steps of somebody's own class on a small matrix, by itself and as pure
+        functions.
+
+        Raises:
+            InputError: the results differ: the class needs more than its state of each parameter.
+        """
+        start = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], device="cpu")
+        if get_proxy_mode() is not None or type(start) is not Tensor:
+            return
+        rate: Any = self.options.get("lr")
+        theirs, ours = start.clone(), start
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            try:
+                self.owns_step = "step" in self._recorded(start)
+                opt, slots = self._make(theirs), self.first_slots(ours)
+                for step in range(3):
+                    grad = start.roll(step, 1) * (step + 1)
+                    theirs.grad = grad.clone()
+                    if callable(rate):
+                        now: Any = rate(torch.tensor(float(step)))
+                        opt.param_groups[0]["lr"] = float(now)
+                    torch.manual_seed(step)
+                    opt.step()
+                    torch.manual_seed(step)
+                    ((ours, slots),) = self.updated([grad], [slots], [ours])
+                    if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4, equal_nan=True):
+                        raise InputError(_IMPURE.format(name=self.cls.__name__, step=step + 1))
+            except InputError:
+                raise
+            except Exception:
+                return  # it cannot be tried here, such as a class for GPUs alone
+
+    def _make(self, param: Tensor, *, is_unfused: bool = False) -> torch.optim.Optimizer:
+        options = {k: v for k, v in self.options.items() if not (is_unfused and k == "fused")}
+        if callable(rate := options.get("lr")):
+            options["lr"] = torch.as_tensor(rate(torch.zeros(()))).item()
+        options |= {} if options.get("fused") else self.forced
+        make: Any = self.cls
+        try:
+            return make([param], **options)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"torch.optim.{self.cls.__name__} refuses its options: {error}"
+            ) from None
+
+    def is_value_independent(self, param: Tensor) -> bool:
+        """Whether the first state depends only on the parameter's shape, as with torch's classes.
+
+        In a trace each parameter makes its own: a shared one would be sharded for all of them.
+        """
+        is_known = self.cls.__module__.startswith("torch.optim") or param.device.type == "meta"
+        return (
+            is_known
+            and type(param) in (Tensor, torch.nn.Parameter)
+            and not is_functorch_wrapped_tensor(param)
+        )
+
+    def first_slots(self, param: Tensor) -> Slots:
+        """The state before the first step: the value that each slot has when a step first reads it.
+
+        A step with a zero gradient is run, and the first value of each slot recorded.
+        """
+        if self.owned and param.ndim > 2:  # a stack of matrices; Muon's momentum starts at zero
+            of_one = self.first_slots(param.new_zeros(param.shape[-2:]))
+            return Slots(
+                {k: v.new_zeros(param.shape) if k in of_one.like else v for k, v in of_one.items()},
+                of_one.like,
+            )
+        first = self._recorded(param)
+        if "step" not in first and (callable(self.options.get("lr")) or self._is_dampened()):
+            first["step"] = torch.zeros(())
+        # A scalar's moments have the shape of a counter: a vector's tell which they are.
+        of_vector = () if param.ndim else self.first_slots(param.new_zeros(2)).like
+        found, like = {}, []
+        for name, value in first.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                value = torch.tensor(float(value))
+            if not isinstance(value, Tensor):
+                continue
+            if name in of_vector or (param.ndim and value.shape == param.shape):
+                like.append(name)
+                found[name] = value.to(param.device)
+            else:
+                found[name] = value.to(param.device, self._slot_dtype(value, param.device))
+        return Slots(found, like)
+
+    def _recorded(self, param: Tensor) -> dict[str, Any]:
+        """The value that each slot of the class has when a step first reads it."""
+        # SGD's first momentum is its first gradient. Zero gives the same update, unless dampened
+        # (see ``updated``).
+        mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
+        opt = self._make(mine, is_unfused=True)
+        first: dict[str, Any] = {}
+        for values in opt.state.values():
+            first.update(_cloned(values))
+        recording: Any = defaultdict(lambda: _RecordedState(first))
+        opt.state = recording
+        if first:
+            dict.update(opt.state[mine], _cloned(first))
+        mine.grad = torch.zeros_like(mine)
+        traceable_step(opt)
+        return first
+
+    def _slot_dtype(self, value: Tensor, device: torch.device) -> torch.dtype:
+        """The dtype of a slot of another shape than the parameter's: step counters in float64, so
+        that a schedule computes its rate in it; torch's fused kernels read float32.
+        """
+        if value.ndim or not value.dtype.is_floating_point or device.type == "mps":
+            return value.dtype
+        return torch.float32 if self.options.get("fused") else torch.float64
+
+    def updated(
+        self, grads: Sequence[Tensor], slots: Sequence[Slots], params: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Slots]]:
+        """Per parameter its new value and state."""
+        dampened = self.run(grads, slots, params)
+        if not self._is_dampened():
+            return dampened
+        # At step 0 SGD's momentum is the gradient itself, not dampened.
+        bare = [
+            Slots({k: v for k, v in s.items() if k != "momentum_buffer"}, s.like) for s in slots
+        ]
+        first = self.run(grads, bare, params)
+        return [
+            _select(s["step"] == 0, a, b) for s, a, b in zip(slots, first, dampened, strict=True)
+        ]
+
+    def run(
+        self, grads: Sequence[Tensor], slots: Sequence[Slots], params: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Slots]]:
+        """One step on clones: per parameter its new value and state."""
+        clones = [param.clone() for param in params]
+        for clone, grad in zip(clones, grads, strict=True):
+            clone.grad = grad.to(clone.dtype)
+        opt = self._set_up(clones, slots)
+        before = [dict(opt.state[clone]) for clone in clones]
+        traceable_step(opt)
+        return [
+            (clone, self._kept(mine, was, opt.state[clone]))
+            for clone, mine, was in zip(clones, slots, before, strict=True)
+        ]
+
+    def _set_up(self, clones: list[Tensor], slots: Sequence[Slots]) -> torch.optim.Optimizer:
+        """An optimizer of the clones, with their state and the rate of this step."""
+        opt = object.__new__(self.cls)  # a copy by torch's means lacks attributes
+        vars(opt).update(vars(self.prototype))
+        rate = self.options.get("lr")
+        options = {"lr": rate(_widened(slots[0].get("step")))} if callable(rate) else {}
+        # torch.vmap does not see into a kernel.
+        unfused = bool(self.options.get("fused")) and any(map(is_batchedtensor, clones))
+        if unfused:
+            options |= {**self.forced, "fused": False}
+        opt.param_groups = [{**self.prototype.param_groups[0], **options, "params": clones}]
+        opt.state = defaultdict(dict)
+        for clone, mine in zip(clones, slots, strict=True):
+            opt.state[clone] = {
+                name: _widened(v).clone() if unfused and name == "step" else v.clone()
+                for name, v in mine.items()
+            }
+        return opt
+
+    def _kept(self, old: Slots, before: Mapping[str, Any], now: Mapping[str, Any]) -> Slots:
+        """A parameter's state after a step, in the dtypes of ``old``."""
+        kept = {
+            name: now[name]
+            for name in {**old, **dict.fromkeys(old.like)}
+            if isinstance(now.get(name), Tensor)
+        }
+        step = old.get("step")
+        if step is not None and kept["step"] is before["step"] and not self.owns_step:
+            kept["step"] = step + 1
+        return Slots(
+            {name: v.to(old[name].dtype) if name in old else v for name, v in kept.items()},
+            old.like,
+        )
+
+    def _is_dampened(self) -> bool:
+        options = self.options
+        return (
+            issubclass(self.cls, torch.optim.SGD)
+            and bool(options.get("momentum"))
+            and bool(options.get("dampening"))
+        )
+
+
+class _RecordedState(dict):
+    """State of one parameter that records the first value of each slot."""
+
+    def __init__(self, first: dict[str, Any]):
+        super().__init__()
+        self.first = first
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.first:
+            self.first[name] = value.clone() if isinstance(value, Tensor) else value
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def _widened(step: Any) -> Any:
+    """A step counter in float64 where the device has it."""
+    return step if step.device.type == "mps" else step.double()
+
+
+def _select(
+    condition: Tensor, a: tuple[Tensor, Slots], b: tuple[Tensor, Slots]
+) -> tuple[Tensor, Slots]:
+    slots = {name: torch.where(condition, a[1][name], value) for name, value in b[1].items()}
+    return torch.where(condition, a[0], b[0]), Slots(slots, b[1].like)
