@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ftp.rules.proof.prove import Sample, results_of
+from ftp.rules.proof.case import results_of
+from ftp.rules.proof.prove import Sample
 from ftp.rules.proof.trial import resized
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.make_mesh import simulated_mesh

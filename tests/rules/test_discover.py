@@ -17,9 +17,9 @@ from ftp import P
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning
 from ftp.rules.call import Call
 from ftp.rules.proof import discover as discovery
+from ftp.rules.proof.case import call_of
 from ftp.rules.proof.discover import discover, signature
 from ftp.rules.proof.findings import TrialFinding, cache_file, load, save
-from ftp.rules.proof.prove import call_of
 from ftp.rules.proof.sandbox import Ended, apart
 
 aten = torch.ops.aten

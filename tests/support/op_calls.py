@@ -22,7 +22,8 @@ import ftp.rules  # noqa: F401
 from ftp.errors import RuleError
 from ftp.rules.call import tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.rules.proof.prove import Case, prove, results_of
+from ftp.rules.proof.case import Case, results_of
+from ftp.rules.proof.prove import prove
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import holding, resized, stated
 from ftp.rules.registry import RULES

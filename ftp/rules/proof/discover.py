@@ -21,8 +21,9 @@ from ftp.errors import RuleError
 from ftp.rules.bind import bind
 from ftp.rules.call import Call, Meta, tensors
 from ftp.rules.notation import Notation, parse
+from ftp.rules.proof.case import Case, results_of
 from ftp.rules.proof.findings import FORMAT, TrialFinding, finding_of, load, save
-from ftp.rules.proof.prove import Case, prove, results_of
+from ftp.rules.proof.prove import prove
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import SoundPlacement, holding, resized, size_arguments
 from ftp.rules.rule import Rule

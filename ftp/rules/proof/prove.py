@@ -1,7 +1,4 @@
-"""Proofs of sharding rules: the op on every rank's shards, joined, equals the op on the whole.
-
-Above 450 lines: `_join` undoes what `_run` cuts, and reads the choices that it records.
-"""
+"""Proofs of sharding rules: the op on every rank's shards, joined, equals the op on the whole."""
 
 import itertools
 import math
@@ -12,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.rules.bind import bind, lookup
-from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.rules.call import replaced, tensors
 from ftp.rules.local_op import LocalCut, LocalOp, localize
 from ftp.rules.notation import Dims
-from ftp.rules.rule import BoundRule, Rule
+from ftp.rules.proof.case import Case, as_tuple
+from ftp.rules.rule import BoundRule
 from ftp.torch_internals.op_types import OpOverload
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
@@ -73,7 +69,7 @@ def check_rule(
     return list(proven)
 
 
-def prove(case: "Case", ranks: Sequence[int], pairs: bool, generator: torch.Generator) -> list[str]:
+def prove(case: Case, ranks: Sequence[int], pairs: bool, generator: torch.Generator) -> list[str]:
     """Every strategy of one call's rule, as ``check_rule`` proves it."""
     proven = []
     _prove(case, (), None)
@@ -109,74 +105,6 @@ class _TrialCut:
             else f" of {self.size}"
         )
         return f"cut {self.factor}{seen} in {self.n}"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call on the whole, with its results and the rule that is to be proven for it."""
-
-    op: OpOverload
-    kernel: Callable[..., Any]
-    args: list[Any]
-    kwargs: dict[str, Any]
-    results: tuple[Any, ...]
-    rule: BoundRule
-
-    @classmethod
-    def of(
-        cls,
-        op: OpOverload,
-        args: list[Any],
-        kwargs: dict[str, Any],
-        kernel: Callable[..., Any] | None = None,
-        rule: Rule | None = None,
-    ) -> "Case":
-        """Runs the op; ``rule`` is by default the rule stated for it."""
-        kernel = kernel or op
-        results = results_of(kernel, args, kwargs)
-        call = call_of(op, args, kwargs, results)
-        found = (
-            lookup(call)
-            if rule is None
-            else bind(
-                rule, [m.shape for m in call.operands], [m.shape for m in call.results], str(op)
-            )
-        )
-        if found is None:
-            raise RuleError(
-                f"{op} has no sharding rule to prove. State one with ftp.rule(torch.ops.{op},"
-                " 'operands -> results')."
-            )
-        case = cls(op, kernel, args, kwargs, results, found)
-        for dims in (*found.operands, *found.results):
-            named = [f for dim in dims for f in dim]
-            if len(set(named)) < len(named):
-                raise RuleError(
-                    f"The rule {str(found)!r} of {op} has a factor twice in one tensor, so that a"
-                    " cut of it would be two cuts."
-                )
-        for group in found.linear:
-            if any(i >= len(found.operands) for i in group):
-                raise RuleError(
-                    f"The rule {str(found)!r} of {op} says that operands {group} are linear; the"
-                    f" call has {len(found.operands)}."
-                )
-        return case
-
-
-def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """The op's results on copies of the arguments."""
-    return _tuple(
-        kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone))
-    )
-
-
-def call_of(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
-) -> Call:
-    """A call as a rule sees it."""
-    given, named = replaced((tuple(args), dict(kwargs)), Tensor, Meta.of)
-    return Call(op, given, named, tuple(map(Meta.of, results)))
 
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_TrialCut, ...]]:
@@ -332,7 +260,7 @@ def _run(
     value = (
         tuple(None if m is None else env[m] for m in made)
         if isinstance(made, tuple)
-        else _tuple(env[made])
+        else as_tuple(env[made])
     )
     for r, dims in zip(value, rule.results, strict=True):
         shape = tuple(math.prod(sizes[f] for f in dim) for dim in dims)
@@ -462,7 +390,3 @@ def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
             for _ in range(n - 1)
         ]
     return [*parts, x - sum(parts[1:], parts[0])]
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
