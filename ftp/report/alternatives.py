@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ftp.planning.attention_ways import axes_of_queries
+from ftp.planning.attention_ways import axes_of_queries, cost_of
+from ftp.planning.cost import Hardware
 from ftp.planning.cost_network import form_of, layout_costs
 from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.plan import Plan
 from ftp.planning.problem import Problem
 from ftp.report.causes import Origins, describe
 from ftp.report.collectives import Collectives
@@ -17,6 +19,9 @@ from ftp.report.timing import in_seconds
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.layout import Layout
 from ftp.sharding.spec import PartitionSpec, Units
+
+if TYPE_CHECKING:
+    from ftp.report.lowered import Lowered
 
 
 @dataclass(frozen=True)
@@ -219,19 +224,67 @@ def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
     )
 
 
-# Per-rank bytes sent and held by the plan in which a value has a layout on an axis, by a ring or
-# not, and the seconds of the plan as a whole.
-Measure = Callable[[str, Layout, bool], tuple[int, int, float]]
+def other_specs(
+    node: Node,
+    chosen: PartitionSpec,
+    axes: Mapping[str, int],
+    here: "Lowered",
+    planned_with: Callable[[PartitionSpec], "Lowered"],
+) -> list[Alternative]:
+    """The specs of an input that differ in the dim that one axis cuts, cheapest plan first.
+
+    Args:
+        chosen, here: the spec that the input has, and the program with it.
+    """
+    found = []
+    for spec in neighbours(chosen, node.results[0].shape, axes):
+        there = here if spec == chosen else planned_with(spec)
+        cost, sent = there.plan.cost, there.collectives.wire_nbytes
+        extra, memory = cost - here.plan.cost, int(there.memory)
+        found.append(Alternative(str(spec), "", cost, extra, sent, memory, spec == chosen))
+    return sorted(found, key=lambda a: a.seconds or 0.0)
 
 
-def with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> None:
+def other_layouts(
+    value: Value, plan: Plan, hardware: Hardware, again: Callable[..., "Lowered"]
+) -> list[Alternative]:
+    """Every layout of a value on each axis, with the least cost of a plan that has it.
+
+    Args:
+        again: plans the program anew, with other specs and a function that watches each problem.
+    """
+    found: list[Alternative] = []
+
+    def measure(axis: str, layout: Layout, is_ring: bool) -> tuple[int, int, float]:
+        def restrict(problem: Problem) -> None:
+            if problem.axis == axis:
+                _with_form(problem, value, layout, is_ring)
+
+        planned = again({}, restrict)
+        seconds = cost_of(planned.plan, hardware).seconds
+        return planned.collectives.wire_nbytes, int(planned.memory), seconds
+
+    def watch(problem: Problem) -> None:
+        own, whole = plan.solutions[problem.axis].cost, cost_of(plan, hardware)
+        found.extend(_layouts_on(problem, value, own, whole.seconds, measure))
+
+    again({}, watch)
+    return found
+
+
+def _with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> None:
     """Let a value have this layout only, by a ring or not."""
     for node in problem.graph.nodes:
         if node.name == value.node.name:
             problem.forms[node] = lambda s: form_of(s, value.index) == (layout, is_ring)
 
 
-def layouts_on(
+# Per-rank bytes sent and held by the plan in which a value has a layout on an axis, by a ring or
+# not, and the seconds of the plan as a whole.
+Measure = Callable[[str, Layout, bool], tuple[int, int, float]]
+
+
+def _layouts_on(
     problem: Problem, value: Value, chosen_cost: float, whole: float, measure: Measure
 ) -> Iterator[Alternative]:
     """Every layout of a value on one axis, each with the least cost of a plan that has it. Where

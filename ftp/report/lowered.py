@@ -1,12 +1,8 @@
-"""``Lowered``: a program before it runs, to be read, counted, priced and compared.
-
-Above 450 lines: ``Lowered`` has every report of a program; what each computes is in its own file.
-"""
+"""``Lowered``: a program before it runs, to be read, counted, priced and compared."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -18,12 +14,9 @@ from ftp.errors import ReportError
 from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.local_program import LocalProgram
 from ftp.paused_gc import collection_paused
-from ftp.planning.attention_ways import cost_of
-from ftp.planning.graph import Node, Value
 from ftp.planning.layers.labels import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.planning.plan import Plan
-from ftp.planning.problem import Problem
 from ftp.report.alternatives import (
     Alternative,
     Difference,
@@ -31,32 +24,29 @@ from ftp.report.alternatives import (
     chain_of,
     counts,
     find,
-    layouts_on,
-    neighbours,
-    with_form,
+    other_layouts,
+    other_specs,
 )
 from ftp.report.attention_memory import of_attention
-from ftp.report.causes import Origins, of_reshards
-from ftp.report.collectives import Collectives, broken_claims, members_of, part_of, resharded_name
+from ftp.report.collectives import Collectives, broken_claims, members_of, part_of
 from ftp.report.flex_memory import of_flex
 from ftp.report.lint import Finding
 from ftp.report.loads import Loads, loads_of, whole_tensors
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
-from ftp.report.program_lint import lint_of, origins_of
+from ftp.report.printed_program import PrintedProgram
+from ftp.report.program_lint import lint_of
 from ftp.report.rank_shapes import on_busiest, with_equal_loads
 from ftp.report.startable import CallableProgram, Startable
 from ftp.report.summary import summary
-from ftp.report.text import folded, program_lines, typed
+from ftp.report.text import folded, typed
 from ftp.report.timing import Cost, estimate
 from ftp.report.work import Work, work_of
 from ftp.runtime.executed import executed, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
-from ftp.sharding.layout import Layout
 from ftp.sharding.mesh import mesh_device, require_coordinate
 from ftp.sharding.patterns import nearest
-from ftp.sharding.pytree import flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.pytree import flatten
 
 
 class Lowered(Startable):
@@ -96,21 +86,7 @@ class Lowered(Startable):
         """One record per issued collective, in order, unfolded; printed as a table that folds
         repeats.
         """
-        names = {n.name: resharded_name(n) for n in self.plan.graph.nodes if n.kind == "reshard"}
-        return Collectives(
-            replace(
-                n.meta["collective"],
-                cause=self._why(n),
-                members=tuple(
-                    Member(
-                        names.get(m.name, m.name), m.nbytes, self._reasons.get(m.name) or m.cause
-                    )
-                    for m in members_of(n)
-                ),
-            )
-            for n in self.graph.graph.nodes
-            if "collective" in n.meta
-        )
+        return self._printed.collectives()
 
     @cached_property
     def by_layer(self) -> dict[str, Collectives]:
@@ -119,8 +95,7 @@ class Lowered(Startable):
         """
         layers = {node.name: name for node, name in named_layers(self.plan.graph).items()}
         found: dict[str, list[Collective]] = {}
-        issued = [n for n in self.graph.graph.nodes if "collective" in n.meta]
-        for node, record in zip(issued, self.collectives, strict=True):
+        for node, record in zip(self._printed.issued, self.collectives, strict=True):
             of_layer: dict[str, list[Member]] = {}
             for issued_as, member in zip(members_of(node), record.members, strict=True):
                 of_layer.setdefault(layers.get(issued_as.name, ""), []).append(member)
@@ -283,7 +258,7 @@ class Lowered(Startable):
         broken = broken_claims(self.collectives, claims, max_bytes, none_over)
         if not broken:
             return
-        lines = dict(zip(map(id, self.collectives), self._collective_lines(), strict=True))
+        lines = dict(zip(map(id, self.collectives), self._printed.collective_lines(), strict=True))
         text = []
         for claim, collectives in broken:
             text.append(f"{claim}:")
@@ -299,7 +274,7 @@ class Lowered(Startable):
         shards with their waste, activations gathered whole, ops with inputs that disagree on their
         layout. With ``strict=True`` a warning is an error.
         """
-        return lint_of(self._program, self._local, self._origins)
+        return lint_of(self._program, self._local, self._printed.origins)
 
     def why(self, name: str) -> Why:
         """The decisions behind the layout of a value or a parameter, and the whole plan's cost with
@@ -332,14 +307,19 @@ class Lowered(Startable):
             )
         specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
         layout = str(specs[value.node]) if value.node in specs else typed(value)
-        chain = chain_of(value, self._origins, specs, list(axes))
-        if self._again is None:
-            return Why(value.node.name, layout, tuple(chain), ())
-        found = (
-            self._other_specs(value.node, specs)
-            if value.node in specs
-            else self._other_layouts(value)
-        )
+        chain = chain_of(value, self._printed.origins, specs, list(axes))
+        found: list[Alternative] = []
+        if self._again is not None and value.node in specs:
+            leaf = self._program.tensor_leaves[graph.inputs.index(value.node)]
+            found = other_specs(
+                value.node,
+                specs[value.node],
+                self._program.mesh.axes,
+                self,
+                lambda spec, again=self._again: again({leaf: spec}),
+            )
+        elif self._again is not None:
+            found = other_layouts(value, self.plan, self._program.hardware, self._again)
         return Why(value.node.name, layout, tuple(chain), tuple(found))
 
     def diff(self, other: "Lowered") -> Difference:
@@ -370,54 +350,12 @@ class Lowered(Startable):
             float(other.cost()) - float(self.cost()),
         )
 
-    def _other_specs(self, node: Node, specs: Mapping[Node, PartitionSpec]) -> list[Alternative]:
-        assert self._again is not None
-        leaf = self._program.tensor_leaves[self.plan.graph.inputs.index(node)]
-        found = []
-        for spec in neighbours(specs[node], node.results[0].shape, self._program.mesh.axes):
-            lowered = self if spec == specs[node] else self._again({leaf: spec})
-            cost, delta = lowered.plan.cost, lowered.plan.cost - self.plan.cost
-            found.append(
-                Alternative(
-                    str(spec),
-                    "",
-                    cost,
-                    delta,
-                    lowered.collectives.wire_nbytes,
-                    int(lowered.memory),
-                    spec == specs[node],
-                )
-            )
-        return sorted(found, key=lambda a: a.seconds or 0.0)
-
-    def _other_layouts(self, value: Value) -> list[Alternative]:
-        assert self._again is not None
-        found: list[Alternative] = []
-
-        again, hardware = self._again, self._program.hardware
-
-        def measure(axis: str, layout: Layout, is_ring: bool) -> tuple[int, int, float]:
-            def restrict(problem: Problem) -> None:
-                if problem.axis == axis:
-                    with_form(problem, value, layout, is_ring)
-
-            lowered = again({}, restrict)
-            seconds = cost_of(lowered.plan, hardware).seconds
-            return lowered.collectives.wire_nbytes, int(lowered.memory), seconds
-
-        def watch(problem: Problem) -> None:
-            own, whole = self.plan.solutions[problem.axis].cost, cost_of(self.plan, hardware)
-            found.extend(layouts_on(problem, value, own, whole.seconds, measure))
-
-        again({}, watch)
-        return found
-
     @collection_paused()
     def text(self, *, fold: bool = True) -> str:
         """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written
         out.
         """
-        lines = self._lines
+        lines = self._printed.lines
         head = f"program on {self._program.mesh}"
         return "\n".join(
             [
@@ -433,6 +371,10 @@ class Lowered(Startable):
     @cached_property
     def _local(self) -> LocalProgram:
         return self._program.local()
+
+    @cached_property
+    def _printed(self) -> PrintedProgram:
+        return PrintedProgram(self._program, self._local)
 
     @cached_property
     def _coordinate(self) -> dict[str, int]:
@@ -475,57 +417,3 @@ class Lowered(Startable):
         """Bytes of each input on this rank."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._local_inputs]
         return dict(zip([node.name for node in self.plan.graph.inputs], sizes, strict=True))
-
-    @cached_property
-    def _origins(self) -> Origins:
-        return origins_of(self._program)
-
-    @cached_property
-    def _reasons(self) -> dict[str, str]:
-        graph = self.plan.graph
-        specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
-        return of_reshards(graph, self._origins, specs, self._output_names)
-
-    @cached_property
-    def _output_names(self) -> list[str]:
-        program = self._program
-        result = program.out_tree.unflatten(program.out_leaves)
-        leaves = zip(
-            program.out_leaves, program.is_static, leaf_names(result, "the result"), strict=True
-        )
-        names = {leaf: name for leaf, static, name in leaves if not static}
-        checked = range(len(names), len(self.plan.graph.outputs))
-        names |= {i: f"assumption {i - checked.start}" for i in checked}
-        return [names[i] for i in range(len(self.plan.graph.outputs))]
-
-    def _why(self, node: fx.Node) -> str:
-        first, *others = members_of(node)
-        why = self._reasons.get(first.name) or first.cause
-        return f"{why}, and {len(others)} more" if others else why
-
-    @cached_property
-    def _lines(self) -> list[str]:
-        issued: dict[str, list[Collective]] = {}
-        for node in self.graph.graph.nodes:
-            if "collective" in node.meta:
-                for m in members_of(node):
-                    record = replace(node.meta["collective"], nbytes=m.nbytes)
-                    issued.setdefault(m.name, []).append(record)
-        return program_lines(self.plan.graph, issued, lambda node: self._reasons.get(node.name, ""))
-
-    def _collective_lines(self) -> list[str]:
-        """Per issued collective its line in the printed program."""
-        lines = {
-            line.split(":")[0].removeprefix("  >> %"): line
-            for line in self._lines
-            if line.startswith("  >> %")
-        }
-        return [
-            lines.get(
-                node.meta.get("origin", ""),
-                f"  >> {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes, for {self._why(node)}",
-            )
-            for node in self.graph.graph.nodes
-            if "collective" in node.meta
-            for c in [node.meta["collective"]]
-        ]
