@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         env = None if symbolic is None else symbolic.env
         self.mode = mode_for(env)
         self._recall = Recall(self.mode)
-        self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
+        self.device = torch.device(device_type if _is_available(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
         self.line = ""
@@ -360,17 +360,14 @@ def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return FIXED.get(func, func)(*args, **kwargs)
 
 
-def _has_guard(device_type: str) -> bool:
-    """Whether this build of torch knows the device: autograd aborts the process on an unknown one.
-    CPU kernels stand in for those.
+def _is_available(device_type: str) -> bool:
+    """Whether this machine has the device: on one that it lacks, even where this build of torch
+    knows it, autograd aborts the process or fails. CPU kernels stand in for those.
     """
     if device_type in ("cpu", "meta"):
         return True
     module = getattr(torch, device_type, None)
-    return bool(
-        getattr(module, "_is_compiled", lambda: False)()
-        or getattr(module, "is_available", lambda: False)()
-    )
+    return bool(getattr(module, "is_available", lambda: False)())
 
 
 def record(

@@ -294,6 +294,7 @@ def _of_every_kind(x, at):
     }
 
 
+@pytest.mark.filterwarnings("ignore:Bitwise inversion")  # of a bool: Python 3.12 and later
 def test_numbers_count_as_those_of_python():
     step = ftp.spmd(_of_every_kind, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), P())
     for at in torch.tensor([-3.0, 0.1, 1.7], dtype=torch.float64):
