@@ -49,7 +49,7 @@ class DynamicPrograms:
         """The dims that change size, these inputs among those seen; None where none do."""
         if definition.dynamic is not None:
             return definition.dynamic(inputs.call.args)
-        if not definition.finds_dynamic or families.option_apart(definition.options):
+        if not definition.finds_dynamic:
             return None
         return self._seen.add(inputs.call, inputs.shapes)
 
@@ -127,8 +127,6 @@ def _built(
 ) -> Planned:
     call = inputs.call
     values = dynamic.values(inputs.shapes, call.names)
-    if not family.why_not and (apart := families.option_apart(definition.options)):
-        family.give_up(f"{apart} asks for a program of each size.")
     if not family.why_not:
         try:
             if (plan := family.find(values)) is not None:
@@ -143,7 +141,7 @@ def _built(
             made = build(inputs)  # an error of the function is one here too
             family.give_up(families.reason(error))
             return made
-    if families.option_apart(definition.options) or definition.options.explicit:
+    if definition.options.explicit:
         return build(inputs)
     return _with_numbers_read(family.numbers_read, definition, inputs, dynamic, values, build)
 

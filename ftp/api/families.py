@@ -15,7 +15,6 @@ from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.numbers_read import NumbersRead
 from ftp.dynamic_int import Sizes, in_multiples, symbol
-from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.sized_program import RankPrograms, SizedProgram
 from ftp.sharding.arguments import Shape
@@ -168,15 +167,6 @@ class Family:
 def reason(error: Exception) -> str:
     """Why a program could not be made for many sizes."""
     return str(error) if isinstance(error, NotDynamic) else f"{type(error).__name__}: {error}"
-
-
-def option_apart(options: Options) -> str:
-    """An option under which a program serves one size only; "" if none is set."""
-    given = {
-        "cuda_graph=True": options.cuda_graph,
-        "async_tp=True": options.async_tp,
-    }
-    return next((text for text, is_given in given.items() if is_given), "")
 
 
 def symbolic_of(sizes: Sizes) -> Any:

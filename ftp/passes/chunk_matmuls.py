@@ -61,7 +61,7 @@ def chunks(graph: Graph, count: int) -> Chunks:
                 and _is_divisible(m := matmul.shape[0], count)
             ):
                 reshards.append(node.name)
-                rows[node.name] = int(m)  # type: ignore[arg-type]
+                rows[node.name] = m
     return Chunks(count, tuple(reshards), rows)
 
 

@@ -129,6 +129,7 @@ def local(
                 f"{at_line()}ftp.local takes at least one tensor: without one there is nothing to"
                 " shard."
             )
+        _refuse_dynamic(tensors)
         key = (
             tree,
             tuple(of_mesh.items()),
@@ -142,6 +143,17 @@ def local(
         return known[key](tensors)
 
     return call
+
+
+def _refuse_dynamic(tensors: Sequence[Tensor]) -> None:
+    """Raise in a trace for all sizes, where a tensor has some: each size is traced for itself."""
+    if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
+        from ftp.tracing.symbolic import NotSymbolic  # which takes long to import
+
+        raise NotSymbolic(
+            f"{at_line()}ftp.local traces one rank's code for shards of one size, and is given a"
+            " tensor of a dynamic size."
+        )
 
 
 @dataclass

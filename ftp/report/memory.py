@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.dynamic_int import value_of
 from ftp.ops.choose import BranchPath
 from ftp.passes.branch_order import branches, conds
 from ftp.report.names import Reported
@@ -159,6 +160,7 @@ def in_bytes(n: float) -> str:
     >>> in_bytes(1536), in_bytes(7)
     ('1.50 KiB', '7 B')
     """
+    n = value_of(n)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(n) < 1024 or unit == "TiB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"

@@ -228,7 +228,7 @@ class Program:
             if self.given_up:
                 inputs.clear()  # type: ignore[attr-defined]
             if not prepared:
-                prepared.append(self._prepared(self.local(), given))
+                prepared.append(self._recorded(self._prepared(self.local(), given)))
             return prepared[0](given)
 
         return run
@@ -272,7 +272,7 @@ class Program:
                     for meta, spec in zip(metas, self.in_specs, strict=True)
                 ]
             given = [*inputs, *self._beside_inputs()]
-            self._runs.append(self._prepared(self.local(), given))
+            self._runs.append(self._recorded(self._prepared(self.local(), given)))
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """The function that runs this rank's graph; ``given`` are its first inputs."""
@@ -285,11 +285,15 @@ class Program:
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
-        made = self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
+        return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
+
+    def _recorded(self, run: Run) -> Run:
+        """The function that runs this rank's graph, recorded as one CUDA graph if asked for."""
         if not self.options.cuda_graph:
-            return made
+            return run
         names = [node.name for node in self.plan.graph.inputs]
-        return RecordedRun(made, self.donated, names, graphs_of(device), describe_op)
+        graphs = graphs_of(mesh_device(self.mesh))
+        return RecordedRun(run, self.donated, names, graphs, describe_op)
 
     @property
     def _has_host(self) -> bool:

@@ -116,6 +116,7 @@ class RankPrograms:
         self.why_not = ""
         self.proven: set[tuple[int, ...]] = set()
         self.written: dict[str, tuple[fx.Graph, Conditions]] = {}
+        self._others: dict[str, list[tuple[Conditions, RankPrograms]]] = {}
         self._by_onednn: set[Matmul] | None = None
         self._ndims = [len(shape) for shape in shapes]
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
@@ -153,6 +154,17 @@ class RankPrograms:
         del known[self.program.options.programs :]
         return made
 
+    def with_options(self, values: Sequence[int], changes: Mapping[str, Any]) -> "RankPrograms":
+        """The graphs of the same plan, run with other options at these sizes."""
+        known = self._others.setdefault(repr(changes), [])
+        for conditions, others in known:
+            if conditions.holds(values):
+                return others
+        with self.sizes.noting(values) as asked:
+            made = RankPrograms(self.program.with_options(**changes), self.symbolic)
+        known.append((asked, made))
+        return made
+
     def by_onednn(self, mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
         """The matmuls for oneDNN: those that it computes faster at the sizes at hand, at half and
         at twice of them. The ranks choose them together for the first graph, which all make at one
@@ -188,6 +200,9 @@ class SizedProgram(Program):
         program = ranks.program
         given = {f.name: getattr(program, f.name) for f in fields(Program)}
         return cls(**given, ranks=ranks, values=values)
+
+    def with_options(self, **changes: Any) -> "SizedProgram":
+        return SizedProgram.of(self.ranks.with_options(self.values, changes), self.values)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -264,7 +279,9 @@ class SizedProgram(Program):
     def _ready(
         self, inputs: Sequence[torch.Tensor], constants: Sequence[torch.Tensor]
     ) -> tuple[Run, list[Any]]:
-        """The function that runs this rank's graph, and its arguments after the inputs."""
+        """The function that runs this rank's graph, and its arguments after the inputs. A CUDA
+        graph is recorded of each size.
+        """
         found = self.ranks.at(self._own_coordinate, self.values)
         extra = [*constants, *found.numbers(self.values)]
         if found.run is None:
@@ -272,7 +289,7 @@ class SizedProgram(Program):
                 made = self._prepared(found.local, [*inputs, *extra])
             found.conditions.include(asked)
             found.run = made
-        return found.run, extra
+        return self._recorded(found.run), extra
 
     def _compiled(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         """As `Program`, compiled for all sizes that the graph serves; only for these sizes where
@@ -293,7 +310,7 @@ class SizedProgram(Program):
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         """As `Program`, with memory reuse decided for all sizes that the graph serves."""
         with self._symbolic(self._own_coordinate) as symbolic:
-            return eager(graph, symbolic, self.donated, host=True)
+            return eager(graph, symbolic, self.donated, host=self._has_host)
 
     @contextmanager
     def _symbolic(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from few_or_many import slow_unless
 from pages import run_examples
 from torch import nn
 
@@ -69,7 +70,6 @@ def made(mesh, remat=None, **options):
 
 
 @pytest.mark.cases_by_default(26)
-@pytest.mark.filterwarnings("ignore:dynamic_shapes. every size")
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids=" × ".join)
 def test_every_pair_works_or_is_refused(pair):
     given = {name: OPTIONS[name] for name in pair}
@@ -84,15 +84,33 @@ def test_every_pair_works_or_is_refused(pair):
         assert len(step.lower(params, x.to("meta")).collectives) > 4
         return
     step, params, x = made(ftp.simulated_mesh((2, 2), ("dp", "tp")), **given)
+    check(step, params, x, 2**-7 if "reduce_dtype" in pair else 1e-5)
+
+
+def check(step, params, x, bound):
+    """Checks that loss and gradients are what one device computes."""
     want_grads, want = torch.func.grad_and_value(
         lambda p: (torch.relu(x @ p["up.weight"].T) @ p["down.weight"].T).square().mean()
     )(params)
     want_grads = {k: v.clone() for k, v in want_grads.items()}
     loss, grads = step(params, x)
-    bound = 2**-7 if "reduce_dtype" in pair else 1e-5
     assert abs(float(loss - want)) <= 1e-5 * abs(float(want))
     for name, grad in grads.items():
         assert (grad - want_grads[name]).abs().max() <= bound * want_grads[name].abs().max(), name
+
+
+FEW = {name: OPTIONS[name] for name in OPTIONS if name not in ("dynamic_shapes", "cuda_graph")}
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("chunks", "async_tp"), FEW))
+def test_one_plan_serves_all_sizes_beside_each_option(name):
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    given = {name: OPTIONS[name], "dynamic_shapes": OPTIONS["dynamic_shapes"]}
+    step, params, _ = made(mesh, **given)
+    for size in (4, 7, 6, 9, 12):
+        x, own = torch.randn(4, size, 8), {k: v.clone() for k, v in params.items()}
+        check(step, own, x, 2**-7 if name == "reduce_dtype" else 1e-5)
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
 
 
 def test_each_refusal_says_why_and_nothing_else_is_on_the_page():

@@ -104,6 +104,29 @@ def test_another_shape_is_recorded_by_itself(stands_in: Any):
     assert graphs.replays == [4 - WARM_UP] * 2
 
 
+@pytest.mark.parametrize("compile", slow_after(1, [False, True]))
+def test_each_size_of_one_plan_is_recorded_by_itself(stands_in: Any, compile: bool):
+    graphs = stands_in(Again() if compile else Tape())
+    dims = {0: torch.export.Dim("B", min=1, max=64)}
+    step = ftp.spmd(
+        lambda x: x.square() / x.shape[0] + torch.arange(x.shape[0])[:, None],
+        ONE,
+        P(),
+        cuda_graph=True,
+        compile=compile,
+        dynamic_shapes=dims,
+        programs=2,
+    )
+    for x in [torch.randn(rows, 2) for rows in (2, 3) * 4]:  # all held: no two at one address
+        want = x.square() / x.shape[0] + torch.arange(x.shape[0])[:, None]
+        torch.testing.assert_close(step(x), want)
+    assert graphs.replays == [4 - WARM_UP] * 2
+    assert (step.shapes.traces, step.shapes.plans, step.shapes.one_by_one) == (1, 1, ())
+    for rows in (5, 6, 7):
+        step(torch.randn(rows, 2))
+    assert len(step._cache.used) == 2
+
+
 def test_ranks_replay_their_collectives():
     for rank in launch(_two_ranks, 2):
         assert rank.exit == 0, rank.error
