@@ -61,7 +61,7 @@ def chunks(graph: Graph, count: int) -> Chunks:
                 and _is_divisible(m := matmul.shape[0], count)
             ):
                 reshards.append(node.name)
-                rows[node.name] = m
+                rows[node.name] = m  # type: ignore[assignment]
     return Chunks(count, tuple(reshards), rows)
 
 
