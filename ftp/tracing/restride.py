@@ -1,9 +1,10 @@
-"""Replace ``as_strided``, whose strides hold on one device only (shards and gathered values have
-others), by permutations and a reshape, which have sharding rules, or apply it to a flat tensor.
+"""Replace ``as_strided``, whose strides and offset hold on one device only (shards, gathered values
+and parts of a bucket have others), by permutations and a reshape, or by unfolds of a flat tensor.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,11 +65,39 @@ def _of_flat(graph: fx.Graph, node: fx.Node) -> fx.Node:
         )
     x = of.meta["val"]
     flat = _laid_out(graph, of, order, [x.numel()], [0], node)
+    if not source:
+        return _windows(graph, flat, size, stride, start, last, node)
     given = (flat, *source, size, stride, start)
     made = graph.call_function(node.target, given)  # type: ignore[arg-type]
     values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in given]
     made.meta = {**node.meta, "val": node.target(*values)}  # type: ignore[operator]
-    return _laid_out(graph, made, [0], x.shape, order, node) if source else made
+    return _laid_out(graph, made, [0], x.shape, order, node)
+
+
+def _windows(
+    graph: fx.Graph,
+    flat: fx.Node,
+    size: Sequence[int],
+    stride: Sequence[int],
+    start: int,
+    last: int,
+    like: fx.Node,
+) -> fx.Node:
+    """``flat.as_strided(size, stride, start)``: for each dim, windows of what all later dims span.
+    The rest of a window, at the end, is one element.
+    """
+    if 0 in size:
+        return _call(graph, like, aten.new_empty.default, flat, list(size))
+    node = _call(graph, like, aten.slice.Tensor, flat, 0, start, last + 1)
+    span = last + 1 - start
+    for at, (n, step) in enumerate(zip(size, stride, strict=True)):
+        span -= (n - 1) * step
+        if n == 1 or step == 0:
+            node = _call(graph, like, aten.unsqueeze.default, node, -2)
+            node = _call(graph, like, aten.expand.default, node, [*size[: at + 1], span])
+        else:
+            node = _call(graph, like, aten.unfold.default, node, at, span, step)
+    return _call(graph, like, aten.select.int, node, -1, 0)
 
 
 def _order_of_all(x: torch.Tensor, last: int) -> list[int] | None:
@@ -95,17 +124,25 @@ def _laid_out(
     """``value``, read in the ``order`` of its dims, as a tensor of ``size`` whose dims are in
     ``wanted`` order.
     """
-
-    def call(target: Callable[..., Any], node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, (node, *args), kwargs)
-        made.meta = {**like.meta, "val": target(node.meta["val"], *args, **kwargs)}
-        return made
-
+    call = partial(_call, graph, like)
     node = call(aten.permute.default, value, list(order))
     if not node.meta["val"].is_contiguous():
         node = call(aten.clone.default, node, memory_format=torch.contiguous_format)
     node = call(aten.view.default, node, [int(size[d]) for d in wanted])
     return call(aten.permute.default, node, [wanted.index(d) for d in range(len(wanted))])
+
+
+def _call(
+    graph: fx.Graph,
+    like: fx.Node,
+    target: Callable[..., Any],
+    node: fx.Node,
+    *args: Any,
+    **kwargs: Any,
+) -> fx.Node:
+    made = graph.call_function(target, (node, *args), kwargs)
+    made.meta = {**like.meta, "val": target(node.meta["val"], *args, **kwargs)}
+    return made
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:

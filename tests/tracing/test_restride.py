@@ -1,4 +1,4 @@
-"""as_strided of all of a tensor is permutations and a reshape; of a part, of a flat tensor."""
+"""as_strided of all of a tensor is permutations and a reshape; of a part or of windows, unfolds."""
 
 import math
 
@@ -60,12 +60,47 @@ def test_reading_and_writing_all_of_a_tensor(drawn):
     torch.testing.assert_close(write(whole, src)[0], due, rtol=0, atol=0)
 
 
-def test_windows_and_parts_stay():
-    x = torch.randn(6)
-    assert is_left(traced(lambda x: x.as_strided((4, 3), (1, 1)), x))
-    assert is_left(traced(lambda x: x.as_strided((3,), (2,)), x))
-    assert is_left(traced(lambda x: x.as_strided((2, 2), (1, 2), 1), x))
+@st.composite
+def windows(draw):
+    """A shape, strides of none or more elements, and where to start."""
+    size = draw(st.lists(st.integers(1, 4), max_size=4))
+    return size, [draw(st.integers(0, 4)) for _ in size], draw(st.integers(0, 3))
+
+
+@settings(max_examples=30)
+@given(windows())
+def test_reading_windows_and_parts(drawn):
+    size, stride, start = drawn
+    x = torch.arange(64, dtype=torch.float64)
+    read = traced(lambda x: x.as_strided(size, stride, start), x)
+    assert not is_left(read)
+    torch.testing.assert_close(read(x)[0], x.as_strided(size, stride, start), rtol=0, atol=0)
+
+
+def test_an_empty_read():
+    x = torch.randn(3, 4)
+    read = traced(lambda x: x.as_strided((2, 0, 3), (9, 9, 1)), x)
+    assert read(x)[0].shape == (2, 0, 3)
     assert memory_order((2, 3), (0, 1)) is None
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_tensors_that_arrive_in_one_bucket(n):
+    """A rank holds them one behind the other, so that the second starts behind the first."""
+
+    def loss(p, x):
+        q, k = ((x @ w).as_strided((4, 3, 4), (8, 2, 1)) for w in (p["q"], p["k"]))
+        return (q * k.cos()).sum()
+
+    def with_gradients(p):
+        p = {name: w.clone().requires_grad_() for name, w in p.items()}
+        total = loss(p, x)
+        return total.detach(), dict(zip(p, torch.autograd.grad(total, [*p.values()]), strict=True))
+
+    x = torch.randn(4, 5, dtype=torch.float64)
+    params = {name: torch.randn(5, 8, dtype=torch.float64) for name in "qk"}
+    step = ftp.shard(loss, ftp.simulated_mesh((n,), ("tp",)), P("tp"))
+    torch.testing.assert_close(step(params, x), with_gradients(params))
 
 
 def _of_a_part(w, x):
@@ -76,7 +111,7 @@ def _of_a_part(w, x):
     return y[1:, 1:3].as_strided((2, 3), (3, 1)), y.t().cos().as_strided((2, 2), (3, 1), 1), z
 
 
-@pytest.mark.filterwarnings("ignore:aten.as_strided:ftp.errors.ReplicationWarning")
+@pytest.mark.filterwarnings("ignore:aten.as_strided_sc:ftp.errors.ReplicationWarning")
 def test_a_part_of_memory_is_that_of_one_device():
     w, x = torch.randn(5, 6, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     step = ftp.spmd(_of_a_part, ftp.simulated_mesh((2,), ("a",)), (P(None, "a"), P("a")), P())
