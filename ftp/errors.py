@@ -35,7 +35,13 @@ class MeshError(FtpError):
 
 
 class TraceError(FtpError):
-    """A function that cannot be traced into one functional graph."""
+    """A function that cannot be traced into one functional graph.
+
+    Attributes:
+        needs_value: whether the function needs a value, or a shape that depends on one.
+    """
+
+    needs_value = False
 
 
 class RuleError(FtpError):
@@ -146,6 +152,10 @@ class DiscoveryWarning(UserWarning):
 
 class PlanWarning(UserWarning):
     """A plan that leaves much of a model whole on every rank, or ranks of a pipeline idle."""
+
+
+class ReadWarning(UserWarning):
+    """A function needs a value as a Python number, so that each value has a program of its own."""
 
 
 class StaleCaptureWarning(UserWarning):

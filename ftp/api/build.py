@@ -55,8 +55,8 @@ def build(
 def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: Any) -> Planned:
     """The `Planned` of a program: the program, and what each of its calls has to do."""
     captured = places_of(definition.fn, traced.captured)
-    donated = definition.donated_names
-    return planned_for(inputs, program, definition.mesh, donated, captured)
+    donated = {} if traced.asked else definition.donated_names
+    return planned_for(inputs, program, definition.mesh, donated, captured, traced.asked)
 
 
 def result_facts(inputs: Inputs, traced: Traced) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Planning:
     def facts(self, traced: Traced) -> dict[str, Any]:
         """The attributes of a program that are known without its plan."""
         definition, positions = self.definition, self.inputs.tensor_positions
-        donate = definition.options.donate
+        donate = () if traced.asked else definition.options.donate
         return {
             **result_facts(self.inputs, traced),
             "in_specs": tuple(self.inputs.tensor_specs),

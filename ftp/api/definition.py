@@ -29,6 +29,7 @@ from ftp.tensors.placement import check_alive, check_placed
 from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.trace import Traced, trace
+from ftp.tracing.values_read import ValuesRead
 
 _tracing = threading.RLock()  # torch.fx patches modules while it traces
 
@@ -50,6 +51,7 @@ class Definition:
             names none.
         finds_dynamic: whether dims that change are found by the shapes of calls, where the user
             names none.
+        reads: the values that a call has read so far; None where functions read none.
     """
 
     fn: Callable[..., Any]
@@ -61,6 +63,7 @@ class Definition:
     options: Options
     dynamic: Callable[[tuple[Any, ...]], Dynamic] | None = None
     finds_dynamic: bool = False
+    reads: ValuesRead | None = None
 
     @property
     def function_name(self) -> str:
@@ -147,6 +150,7 @@ def traced_for(
                 symbolic=None if sizes is None else families.symbolic_of(sizes),
                 keeps_recording=keeps_recording,
                 replayed=replayed,
+                reads=definition.reads if sizes is None else None,
             )
         except (AttributeError, TypeError) as e:
             names = nones(call)
@@ -175,6 +179,8 @@ def specs_of_results(
     that the result returns.
     """
     call, specs = inputs.call, inputs.specs
+    if traced.asked is not None:
+        return [PartitionSpec()] * len(traced.out_shapes), ()
     out_specs = _checked_out_specs(definition, inputs, traced)
     trees = returned_trees(call.treedef, inputs.shapes, specs, traced, out_specs)
     given = {

@@ -16,6 +16,7 @@ from ftp.sharding.counted_rows import are_counted, cut
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
 from ftp.tracing.captured import Captured
+from ftp.tracing.values_read import Asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Planned:
         donated: leaves whose memory is reused, and the fact to record of each.
         captured: tensors that the function reads and that are no arguments, and where it finds
             them.
+        asked: the program returns a value that the function reads, rather than its result.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class Planned:
     renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     donated: tuple[tuple[int, Donated], ...]
     captured: list[Captured]
+    asked: Asked | None = None
 
     @property
     def is_stale(self) -> bool:
@@ -76,6 +79,7 @@ def planned_for(
     mesh: Mesh,
     donated: dict[int, str],
     captured: list[Captured],
+    asked: Asked | None = None,
 ) -> Planned:
     """The `Planned` of a program.
 
@@ -100,4 +104,5 @@ def planned_for(
             if call.positions[i] in facts
         ),
         captured,
+        asked,
     )

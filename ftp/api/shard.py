@@ -18,10 +18,11 @@ from ftp.random.distributions import check_key, is_key
 from ftp.random.draws import keyed
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
-from ftp.sharding.mesh import AnyMesh, resolve
+from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.values_read import ValuesRead
 
 if TYPE_CHECKING:
     from ftp.report.lowered import Lowered
@@ -77,7 +78,8 @@ def shard(
         strict: raise an error for what ``lowered.lint`` warns of: large parameters on every rank,
             uneven shards that waste much, activations gathered whole, ops whose inputs disagree on
             their layout with no constraint to decide. An op without a sharding rule is an error
-            too; by default it is replicated with a warning.
+            too; by default it is replicated with a warning. So is a value that the function needs
+            as a Python number; by default it is read, with a warning (see docs/values.md).
         explicit: refuse collectives that no line asks for; the error names the lines to add. Asked
             for are gathers of parameters, sums of gradients, reshards that the specs of inputs and
             outputs need, and those of ``ftp.constrain``, with their transposes in the backward pass
@@ -178,8 +180,9 @@ def shard(
             " place() made them."
         )
     dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
+    state, reads = frozenset({0}), _reads(m, options)
     return Step(
-        Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic, True)
+        Definition(fn, m, in_specs, out_specs, arguments, state, options, dynamic, True, reads)
     )
 
 
@@ -271,8 +274,9 @@ def spmd(
             " fixed shapes. Leave it out; each size is planned for itself."
         )
     state = frozenset({0, *donate})
+    reads = None if in_stages else _reads(m, options)
     definition = Definition(
-        fn, m, input_specs, output_specs, names, state, options, dynamic, not in_stages
+        fn, m, input_specs, output_specs, names, state, options, dynamic, not in_stages, reads
     )
     if pipeline is not None:
         from ftp.api.pipelined_train_step import PipelinedTrainStep
@@ -314,6 +318,11 @@ def lower(
     ['all_reduce']
     """
     return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
+
+
+def _reads(mesh: Mesh, options: Options) -> ValuesRead | None:
+    """An abstract mesh runs nothing, and so reads no values."""
+    return None if mesh.kind == "abstract" or options.strict else ValuesRead()
 
 
 def _before_key(

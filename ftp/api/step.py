@@ -24,6 +24,7 @@ from ftp.api.fast_path import Expected
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
 from ftp.api.program_cache import ProgramCache, next_source
+from ftp.api.steps_by_values import StepsByValues
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.paused_gc import collection_paused
@@ -79,7 +80,7 @@ class Step:
                 outputs = self._run(planned, leaves, record)
                 last.facts = expected.afterwards
                 self._last = planned, expected, returned(outputs, planned.placements, record.call)
-                return planned.result(outputs)
+                return self._result(planned, outputs, record, args)
         try:
             call = Arguments(args, self._definition.arguments)
             planned = self._look_up(call, unexpected)
@@ -113,7 +114,21 @@ class Step:
             remember(call.leaves[leaf], fact)
         made = returned(outputs, planned.placements, record.call)
         self._last = None if self._options.check_inputs else (planned, expected, made)
-        return planned.result(outputs)
+        return self._result(planned, outputs, record, args)
+
+    def _result(
+        self, planned: Planned, outputs: list[torch.Tensor], record: Calls, args: tuple[Any, ...]
+    ) -> Any:
+        """The function's result; where the program returns a value that the function reads, the
+        result of the step that goes on with it.
+        """
+        if planned.asked is None:
+            return planned.result(outputs)
+        return self._by_values.step_for(planned.asked, outputs[0], record)(*args)
+
+    @cached_property
+    def _by_values(self) -> StepsByValues:
+        return StepsByValues(replace(self._definition, finds_dynamic=False), Step)
 
     def _run(
         self,
@@ -181,6 +196,11 @@ class Step:
         if definition.dynamic is not None:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
         known = traced or traced_for(definition, inputs)
+        if known.asked is not None:
+            if self._by_values.last is None:  # the error that names the line
+                traced_for(replace(definition, reads=None), inputs)
+            assert self._by_values.last is not None
+            return self._by_values.last.lower_traced(None, *args)
 
         def lowered(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]

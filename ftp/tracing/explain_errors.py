@@ -15,7 +15,7 @@ from ftp.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from ftp.tracing.refused_rows import number_asked_at, value_refused
+from ftp.tracing.refused_rows import number_asked_at, value_error, value_refused
 
 aten = torch.ops.aten
 
@@ -143,21 +143,21 @@ def _of_values(error: Exception, meaning: Meaning | None, line: str, at: str) ->
     if asked_of is False:
         return value_refused(line)
     if meaning is Meaning.NUMBER and not asked_of:
-        return TraceError(
+        return value_error(
             f"A number that the function reads from a tensor is asked for its value{at}: it can"
             " only be used in arithmetic, in comparisons and with tensors. Instead of"
             " torch.tensor(n) keep the tensor itself; for a tensor as long as selected rows use"
             " zeros_like(rows), ones_like or full_like."
         )
     if meaning is Meaning.SIZE_OF_ROWS or asked_of:
-        return TraceError(
+        return value_error(
             f"The function makes a tensor of the shape of rows that a mask selects{at}, whose"
             " number depends on values. Make it from the rows: torch.zeros_like(rows),"
             " ones_like or full_like."
         )
     if isinstance(error, DynamicOutputShapeException) and meaning is not Meaning.MAPS_ROWS:
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
-        return TraceError(
+        return value_error(
             f"{error.func} gives a shape that depends on values{at}.{_advice_on(error) or rewrite}"
         )
     return None

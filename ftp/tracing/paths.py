@@ -28,6 +28,8 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.source import raised_by_user, user_line
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
+from ftp.tracing.refused_rows import value_error
+from ftp.tracing.values_read import Level, is_reading, read
 
 if TYPE_CHECKING:
     from ftp.tracing.joins import Joins
@@ -182,7 +184,7 @@ class Paths:
         if max(self._ways, len(before)) >= self._most:
             if self._most < MOST:
                 raise Rerun
-            raise TraceError(
+            raise value_error(
                 f"The function decides by values in more than {MOST} ways at {line}: each is traced"
                 " and planned. A loop that ends by a value is one op with"
                 " ftp.static.while_loop(cond_fn, body_fn, carried, max_steps=n); write choices"
@@ -193,6 +195,10 @@ class Paths:
         outcome = self._given[len(before)] if len(before) < len(self._given) else False
         self._outcomes = (*before, outcome)
         return outcome
+
+    def has_decided(self) -> bool:
+        """Whether the run has taken one of several ways by now."""
+        return bool(self._outcomes) or (self.joins is not None and self.joins.is_open)
 
     def new_number(self) -> int:
         """The number of a new cond; the same one for the same cond of another run."""
@@ -255,6 +261,8 @@ def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
         or not is_fake(unwrapped(condition))
     ):
         return None
+    if is_reading(Level.DECISIONS):
+        return read(condition.detach().reshape(()) != 0)
     return paths.decide(condition, frame)
 
 

@@ -9,8 +9,15 @@ from ftp.source import user_line
 _ASKED_AT: ContextVar[tuple[str, bool]] = ContextVar("ftp_number_asked_at", default=("", False))
 
 
+def value_error(message: str) -> TraceError:
+    """The error of a function that needs a value, or a shape that depends on one."""
+    error = TraceError(message)
+    error.needs_value = True
+    return error
+
+
 def value_refused(line: str, advice: str = "") -> TraceError:
-    return TraceError(
+    return value_error(
         "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
         " .tolist(), .numpy())"
         f"{f' at {line}' if line else ''}.{advice or NO_VALUES}"
@@ -26,7 +33,7 @@ NO_VALUES = (
 
 def numpy_refused(kind: str) -> TraceError:
     line = user_line()
-    return TraceError(
+    return value_error(
         f"A number that the function reads from a tensor is used beside numpy's {kind}"
         f"{f' at {line}' if line else ''}. Use a Python number or a tensor."
     )
@@ -47,7 +54,7 @@ def refused(what: str, as_it_is: bool = False, instead: str | None = None) -> Tr
     )
     does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
     where = f" at {line}" if line else ""
-    return TraceError(f"{does} depends on values{where}: a program has fixed shapes.\n  {instead}")
+    return value_error(f"{does} depends on values{where}: a program has fixed shapes.\n  {instead}")
 
 
 def number_refused(is_of_rows: bool, what: str = "the number of selected rows") -> TraceError:

@@ -47,6 +47,7 @@ from ftp.tracing.selection_group import (
     spread_rows,
 )
 from ftp.tracing.traced_number import TracedNumber, without_numbers
+from ftp.tracing.values_read import read_count
 
 # Functions of all rows, by name; the files named above fill the table. Each is called with
 # (group, *args, **kwargs), and returns None if this call acts on each row by itself.
@@ -151,6 +152,9 @@ class Selected:
             return self.size(0)
         if asks_whether_any(sys._getframe(1)):
             return int(bool(self.group.valid.any()))
+        count = read_count(self.group.mask, self.group.valid.sum, holds_same)
+        if count is not None:
+            return count
         raise number_refused(True, "len()")
 
     def __iter__(self) -> Any:
@@ -212,6 +216,23 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(func, name.removesuffix("_"), args, kwargs)
     return _row_by_row(func, name, given, args, kwargs)
+
+
+def _counted(x: Selected) -> Any:
+    """The rows that are selected, as a plain tensor, where their number may be read."""
+    group = x.group
+    count = read_count(group.mask, group.valid.sum, holds_same)
+    if count is None or x.base is not None:
+        return x
+    at = torch.nonzero_static(group.valid, size=count)[:, 0]
+    return _move_rows(x.rows.index_select(0, at), x.row_dim)
+
+
+def all_counted(found: Any) -> Any:
+    """What a selection gives, with its rows as plain tensors."""
+    if isinstance(found, list | tuple):
+        return type(found)(map(all_counted, found))
+    return _counted(found) if isinstance(found, Selected) else found
 
 
 def _by_torchs_names(

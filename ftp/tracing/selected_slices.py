@@ -17,6 +17,7 @@ from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected import Selected, selected
 from ftp.tracing.selection_group import broadcast_mask, group_of
 from ftp.tracing.traced_number import TracedNumber
+from ftp.tracing.values_read import python_value
 
 
 def is_traced_slice(key: Any) -> bool:
@@ -34,6 +35,26 @@ def is_traced_int(end: Any) -> bool:
         return False
     end = unwrapped(end)
     return is_fake(end) and getattr(end, "constant", None) is None
+
+
+def slices_read(tree: Any) -> Any:
+    """A tree of arguments with the bounds of its traced slices as Python numbers, as far as they
+    may be read.
+    """
+    if isinstance(tree, dict):
+        return {key: slices_read(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(slices_read, tree))
+    if not is_traced_slice(tree):
+        return tree
+    return slice(*(_bound_read(end) for end in (tree.start, tree.stop, tree.step)))
+
+
+def _bound_read(end: Any) -> Any:
+    if not is_traced_int(end):
+        return end
+    number = python_value(Tensor.__index__, getattr(end, "value", end))
+    return end if number is None else number
 
 
 def read_traced_slice(x: Tensor, key: Any) -> Selected | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ftp.tracing.packed_sequences import packed_steps
-from ftp.tracing.selected import Selected, select
+from ftp.tracing.selected import Selected, all_counted, select
 from ftp.tracing.selected_slices import read_traced_slice, split
 from ftp.tracing.selection_group import SelectionGroup, group_of
 
@@ -52,6 +52,13 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         found = places(group)
         return found if func is torch.where or kwargs.get("as_tuple") else _stacked(found, group)
     return None
+
+
+def with_counts(func: Any, found: Any) -> Any:
+    """A selection with its rows as plain tensors, as all numbers of rows are read; packed sequences
+    stay as they are.
+    """
+    return found if func is _PACK else all_counted(found)
 
 
 _NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)

@@ -47,6 +47,13 @@ from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.reshaped_views import check_reshaped_views
 from ftp.tracing.selected_results import counted
 from ftp.tracing.value_independent import unchecked
+from ftp.tracing.values_read import (
+    Asked,
+    Reading,
+    ValueAsked,
+    ValuesRead,
+    reading_to,
+)
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -72,6 +79,7 @@ class Traced:
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
         recording: what was recorded, where it is kept.
+        asked: the program returns a value that the function reads, rather than its result.
     """
 
     gm: fx.GraphModule
@@ -83,6 +91,7 @@ class Traced:
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
     recording: RecordedOps | None = None
+    asked: Asked | None = None
 
     @cached_property
     def out_shapes(self) -> list[tuple[int, ...]]:
@@ -109,6 +118,7 @@ def trace(
     symbolic: "Symbolic | None" = None,
     keeps_recording: bool = False,
     replayed: Alike | None = None,
+    reads: ValuesRead | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -128,6 +138,8 @@ def trace(
         symbolic: the dynamic sizes.
         keeps_recording: whether the trace has its recording, where that can be replayed.
         replayed: recordings of the function to trace instead of it.
+        reads: the values that the function has read so far, if it may read values as Python
+            numbers: the trace ends at the next one. None: a function that needs one is refused.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -158,12 +170,40 @@ def trace(
     )
     with torch.autograd.set_detect_anomaly(False):  # it reads gradients
         try:
-            return _by_either_way(made)
+            return _with_reads(made, reads)
         except Exception as error:
             if not (deferred_compiler.is_deferred() and _lacks_module(error)):
                 raise
         deferred_compiler.load()
-        return _by_either_way(made)
+        return _with_reads(made, reads)
+
+
+class _FollowsDecision(Exception):
+    """A value is read after a decision, so that each way would read another one."""
+
+
+def _with_reads(made: Callable[..., Traced], reads: ValuesRead | None) -> Traced:
+    """A trace that reads as few values as it can."""
+    refused: TraceError | None = None
+    if reads is None or not reads.values:
+        try:
+            return _by_either_way(partial(made, reads=None))
+        except TraceError as error:
+            if not error.needs_value or reads is None:
+                raise
+            refused = error
+    while reads is not None:
+        try:
+            return _by_either_way(partial(made, reads=reads))
+        except _FollowsDecision:
+            pass
+        except TraceError as error:
+            if not error.needs_value:
+                raise
+            refused = refused or error
+        reads = reads.more()
+    assert refused is not None
+    raise refused
 
 
 def _by_either_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
@@ -223,6 +263,7 @@ def _traced(
     symbolic: "Symbolic | None",
     keeps_recording: bool,
     replayed: Alike | None,
+    reads: ValuesRead | None,
 ) -> Traced:
     """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
     check_leaves(leaves, names)
@@ -236,6 +277,7 @@ def _traced(
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Ran] = []
     paths, means = Paths(not within, checked, Joins), None if within else means_of_trace()
+    reading = None if reads is None else Reading(reads)
 
     def run(filled: Sequence[Any]) -> Ran:
         assumed = Assumptions(recorder, checked)
@@ -243,7 +285,9 @@ def _traced(
             means.begin()
         recorder.begin()
         with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
-            out = counted(fn(*in_tree.unflatten(filled)))
+            out = _result(fn, in_tree.unflatten(filled), reading, paths)
+        if reading is not None and reading.asked is not None:
+            return Ran(flatten(out)[1], [None], [recorder.known(out)], {})
         out_leaves, out_tree = flatten(out)
         check_results(out_leaves, out)
         tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
@@ -297,7 +341,7 @@ def _traced(
         )
     (ran,) = result
     recording = None
-    if keeps_recording and not paths.asked:
+    if keeps_recording and not paths.asked and reading is None:
         recording = recording_of(gm, recorder, ran)
     check_writes(gm.graph)
     check_copied_views(gm.graph)
@@ -325,4 +369,23 @@ def _traced(
         tuple(claim for claim, _ in ran.claims),
         symbolic,
         recording,
+        None if reading is None or reading.asked is None else reading.made(),
     )
+
+
+def _result(fn: Callable[..., Any], args: Any, reading: Reading | None, paths: Paths) -> Any:
+    """The function's result; the value that it asks for, where it asks for one."""
+    if reading is None:
+        return counted(fn(*args))
+    reading.begin()
+    out: Any = None
+    try:
+        with reading_to(reading, paths.has_decided):
+            out = counted(fn(*args))
+    except (ValueAsked, Exception):
+        # torch may raise an error of its own in place of one that it meets where it takes a size.
+        if not reading.is_over:
+            raise
+    if reading.follows_decision:
+        raise _FollowsDecision
+    return out if reading.asked is None else reading.asked

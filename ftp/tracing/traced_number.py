@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ftp.tracing.refused_rows import number_refused, numpy_refused
 from ftp.tracing.same_values import holds_same
+from ftp.tracing.values_read import python_value, read_count
 
 
 class Text(str):
@@ -62,10 +63,30 @@ class TracedNumber:
     def __bool__(self) -> bool:
         return bool(self.value)
 
-    def _asked(self, *_: Any) -> Any:
-        raise number_refused(self.mask is not None)
+    def read(self, func: Any = Tensor.__index__) -> Any:
+        """The number as one of Python, which the program reads before it runs."""
+        if self.mask is None:
+            number = python_value(func, self.value)
+        else:
+            number = read_count(self.mask, lambda: self.value, holds_same)
+        if number is None:
+            raise number_refused(self.mask is not None)
+        return number
 
-    __int__ = __float__ = __index__ = __round__ = __hash__ = _asked
+    def __int__(self) -> int:
+        return int(self.read(Tensor.__int__))
+
+    def __index__(self) -> int:
+        return self.read()
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __hash__(self) -> int:
+        return hash(self.read())
+
+    def __round__(self, *digits: Any) -> Any:
+        return round(self.read(), *digits)
 
     def __format__(self, spec: str) -> str:
         return Text("a value of the program")
@@ -151,6 +172,15 @@ for _sign, _name in {
 def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The arguments of a call with each traced number replaced by a tensor."""
     return _without((args, dict(kwargs)), _other(args, kwargs))
+
+
+def numbers_read(tree: Any) -> Any:
+    """A tree of arguments with traced numbers read as Python's."""
+    if isinstance(tree, dict):
+        return {key: numbers_read(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(numbers_read, tree))
+    return tree.read() if isinstance(tree, TracedNumber) else tree
 
 
 def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -20,30 +20,30 @@ from torch.nn import functional as F
 import ftp.tracing.selected_operators
 import ftp.tracing.selected_unsqueezed
 import ftp.tracing.selected_writes  # noqa: F401  (they fill the tables of selected rows)
-from ftp import static
 from ftp.axis import is_inside
 from ftp.errors import TraceError
 from ftp.functional.remat import ModeOfBlocks
-from ftp.ops.assume import assume, assumptions_to, is_listening
+from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.source import at_line, describe_line, users_frame
-from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.fake_tensors import DataDependentOutputException, is_fake
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
+from ftp.tracing.counted_classes import bincount, one_hot
 from ftp.tracing.covariance import corrcoef, cov
 from ftp.tracing.guards import guard_at, line_of_identity
-from ftp.tracing.index_ranges import index_range
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
 from ftp.tracing.paths import decided
 from ftp.tracing.recurrent_layers import of_sequences
 from ftp.tracing.selected import Selected, apply
 from ftp.tracing.selected_factories import sized_by_row_count
-from ftp.tracing.selected_slices import write_traced_slice
-from ftp.tracing.selecting import SELECTING, selection
+from ftp.tracing.selected_slices import slices_read, write_traced_slice
+from ftp.tracing.selecting import SELECTING, selection, with_counts
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
-from ftp.tracing.traced_number import TracedNumber, beside_narrow, without_numbers
+from ftp.tracing.traced_number import TracedNumber, beside_narrow, numbers_read, without_numbers
+from ftp.tracing.values_read import Level, is_reading, python_value
 
 
 class unchecked(ModeOfBlocks):
@@ -61,13 +61,25 @@ class unchecked(ModeOfBlocks):
                 return found
             if (found := beside_narrow(func, args, kwargs or {})) is not None:
                 return found
-            args, kwargs = without_numbers(args, kwargs or {})
+            given, (args, kwargs) = (args, kwargs or {}), without_numbers(args, kwargs or {})
+            try:
+                return self._called(func, types, args, kwargs)
+            except (TypeError, DataDependentOutputException):
+                if not is_reading():
+                    raise
+            args, kwargs = numbers_read(given)  # torch takes them as sizes
+            types = ()
+        return self._called(func, types, args, kwargs or {})
+
+    def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if Selected in types:
             return apply(func, args, kwargs or {})
         if func in SELECTING and is_listening():
+            if is_reading(Level.INTEGERS):
+                args, kwargs = slices_read((args, kwargs or {}))
             found = selection(func, args, kwargs or {})
             if found is not None:
-                return found
+                return with_counts(func, found) if is_reading(Level.INTEGERS) else found
         if func in MATMULS and (found := matmul(args)) is not None:
             return found
         if func is Tensor.data_ptr:
@@ -90,15 +102,22 @@ class unchecked(ModeOfBlocks):
             return None
         if (known := self._known.read(x, func)) is not None:
             return known
+        if is_reading(Level.INTEGERS) and func in _OF_NUMBERS:
+            value = python_value(func, x)
+            if value is not None:
+                return value
         frame = _asking_frame() if func in _ASKING else None
         if frame is not None and (guarded := _guarded(x, frame)) is not None:
             return guarded
         if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
             numbers = self._read(Tensor.tolist, x)
             return None if numbers is None else np.array(numbers, dtype=object)
-        if func in (Tensor.item, Tensor.tolist):
-            return None if x.is_complex() or x.numel() > _MOST_NUMBERS else _numbers(func, x)
-        return decided(x, frame) if func in _ASKING else None
+        is_short = not x.is_complex() and x.numel() <= _MOST_NUMBERS
+        if func in (Tensor.item, Tensor.tolist) and is_short:
+            return _numbers(func, x)
+        if func in _ASKING and (found := decided(x, frame)) is not None:
+            return found
+        return python_value(func, x)
 
 
 # The methods by which code reads one value of a tensor, and all that read values.
@@ -110,6 +129,7 @@ _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
 }
+_OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
 _MOST_NUMBERS = 64  # of a list
 
 
@@ -133,7 +153,7 @@ def _asking_frame() -> FrameType | None:
     """The frame that reads a condition's value."""
     frame = sys._getframe(2)
     while frame is not None and (
-        frame.f_code.co_name in ("_compared", "_read", "__torch_function__")
+        frame.f_code.co_name in ("_compared", "_read", "_called", "__torch_function__")
         or frame.f_code in (TracedNumber.__bool__.__code__, Selected.__len__.__code__)
     ):
         frame = frame.f_back
@@ -154,34 +174,6 @@ def _guarded(condition: Tensor, frame: FrameType) -> Any:
 
 def _assert_async(condition: Tensor, message: str = "torch._assert_async: not zero") -> None:
     assume(condition.detach() != 0, message)
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes < 1 or tensor.dtype is not torch.int64:
-        return F.one_hot(tensor, num_classes)  # for its error
-    # The layout marks these classes, so that check_inputs=True can find classes out of range
-    # (ftp.tensors.check_indices).
-    classes = torch.arange(num_classes, layout=torch.strided, device=tensor.device)
-    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
-
-
-def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """``torch.bincount`` with ``minlength`` counts: all values are known or assumed to be below."""
-    if input.ndim != 1 or type(minlength) is not int or not minlength or input.is_floating_point():
-        return torch.bincount(input, weights, minlength)
-    found = index_range(input)
-    if found is not None and 0 < found <= minlength:
-        with assumptions_to(None):
-            return static.bincount(input, weights, minlength)
-    if found is not None or is_inside() or not is_listening():
-        return torch.bincount(input, weights, minlength)
-    warnings.warn(
-        f"{at_line()}torch.bincount of a tensor whose values are not known gives more than"
-        f" {minlength} counts where one is {minlength} or more: it is assumed that all are in [0,"
-        f" {minlength}). check_inputs=True checks it.",
-        stacklevel=2,
-    )
-    return static.bincount(input, weights, minlength)
 
 
 def _gaussian_nll_loss(
@@ -311,6 +303,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
+    if is_reading(Level.INTEGERS):
+        key = slices_read(key)
     if write_traced_slice(input, key, value):
         return
     if (at := _place_by_tensor(input, key)) is not None:
@@ -385,12 +379,12 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor._is_all_true: torch.all,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
-    F.one_hot: _one_hot,
+    F.one_hot: one_hot,
     F.linear: _linear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
-    torch.bincount: _bincount,
-    Tensor.bincount: _bincount,
+    torch.bincount: bincount,
+    Tensor.bincount: bincount,
     torch.narrow: narrow,
     Tensor.narrow: narrow,
     torch.cov: cov,

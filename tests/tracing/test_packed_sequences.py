@@ -137,7 +137,7 @@ def test_padded_to_a_total_length_by_any_lengths():
 
 
 def lengths_of(loss: Any, *args: Any) -> ftp.Step:
-    return ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())(*args)
+    return ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P(), strict=True)(*args)
 
 
 def test_lengths_that_are_numbers_are_checked_at_once():

@@ -223,7 +223,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("fn", REFUSED)
 def test_what_is_refused(fn: Callable[[Tensor], Any]):
-    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P(), P(), strict=True)
     with pytest.raises(TraceError, match=REFUSED[fn]) as error:
         step(X)
     assert "test_paths.py" in str(error.value)
@@ -247,10 +247,9 @@ def test_a_number_is_one_beside_tensors_and_in_messages():
 
 
 def test_the_error_of_a_list_names_what_may_be_done():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
     with pytest.raises(TraceError, match=re.escape("keep numbers as tensors")):
-        ftp.spmd(
-            lambda x: x.reshape(x[0].long().tolist()), ftp.simulated_mesh((2,), ("tp",)), P(), P()
-        )(X)
+        ftp.spmd(lambda x: x.reshape(x[0].long().tolist()), mesh, P(), P(), strict=True)(X)
 
 
 def test_an_assumption_of_one_way_says_so():

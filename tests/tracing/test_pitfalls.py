@@ -645,6 +645,6 @@ def test_rows_whose_number_depends_on_values_are_returned(fn: Callable[[Tensor],
 
 @pytest.mark.parametrize("fn", [lambda a: a.sign().long().bincount(), lambda a: a[a > 0].cumsum(0)])
 def test_shapes_that_depend_on_values_are_refused(fn: Callable[[Tensor], Tensor]):
-    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("x",)), (P("x"),))
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("x",)), (P("x"),), strict=True)
     with pytest.raises(ftp.errors.TraceError, match=r"depends? on values(.|\n)*test_pitfalls.py"):
         step(x(5))

@@ -37,17 +37,17 @@ def function(source: str) -> Any:
     return eval(f"lambda w, x, m, k: {source}", dict(NAMES))
 
 
-def sharded(source: str) -> Any:
+def sharded(source: str, *, strict: bool = False) -> Any:
     mesh = ftp.simulated_mesh((2,), ("tp",))
     specs = (P(None, "tp"), P("tp"), P(), P("tp"))
-    return ftp.spmd(function(source), mesh, specs)(*arguments())
+    return ftp.spmd(function(source), mesh, specs, strict=strict)(*arguments())
 
 
 @pytest.mark.parametrize(("source", "text", "instead"), ROWS, ids=[row[0] for row in ROWS])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_refusal(source: str, text: str, instead: str):
     with pytest.raises(ftp.FtpError, match=re.escape(text)):
-        sharded(source)
+        sharded(source, strict=True)
     if found := re.fullmatch("`(.+?)`(, or a key)?", instead):
         expected = function(found[1])(*arguments())
         torch.testing.assert_close(sharded(found[1]), expected)

@@ -604,7 +604,8 @@ def test_rows_behind_a_dim_of_one_are_no_result():
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_depends_on_the_number_of_rows_is_refused(what: str):
-    step = ftp.shard(REFUSED[what], ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    step = ftp.shard(REFUSED[what], mesh, P(), batch_specs=P("dp"), strict=True)
     with pytest.raises(TraceError, match="depends on values") as error:
         step(W, X, IDS)
     assert what in str(error.value) or what == "matmul"

@@ -134,7 +134,7 @@ def _set(x: Tensor, n: Any, value: Any) -> Tensor:
 
 @pytest.mark.parametrize("fn", REFUSED)
 def test_what_no_copy_can_be_is_refused(fn: Callable[..., Any]):
-    step = ftp.spmd(lambda x, n: fn(x, n.item()), MESH, P(), P())
+    step = ftp.spmd(lambda x, n: fn(x, n.item()), MESH, P(), P(), strict=True)
     with pytest.raises(TraceError, match=REFUSED[fn]):
         step(X, LENGTHS[3])
 

@@ -1,0 +1,212 @@
+"""Values that a function needs as Python numbers: ``int(mask.sum())`` as a size, ``len(x[mask])``.
+
+A trace has no values. Where it cannot go on without one, its program ends there and returns the
+value; a step runs that program, and traces the function again with the number. So each number has
+a program of its own.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.axis import is_inside
+from ftp.context import set_within
+from ftp.errors import TraceError
+from ftp.functional.remat import current_region
+from ftp.ops.assume import assume, is_listening
+from ftp.ops.choose import current_branch
+from ftp.source import user_line
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import is_batched, unwrapped
+
+MOST = 32  # values of one call
+_MOST_ELEMENTS = 4096  # of one value
+
+
+class Level(IntEnum):
+    """Which values are read: as few as the function can be traced with."""
+
+    NEEDED = 0  # those that torch or Python want as numbers
+    INTEGERS = 1  # all results of item() and tolist() of integers, and all numbers of selected rows
+    DECISIONS = 2  # conditions too, which are followed both ways otherwise
+
+
+@dataclass(frozen=True)
+class ValuesRead:
+    """The values that a call has read so far, in order: numbers, and nested tuples of them."""
+
+    values: tuple[Any, ...] = ()
+    level: Level = Level.NEEDED
+
+    def then(self, value: Any) -> "ValuesRead":
+        return ValuesRead((*self.values, _frozen(value)), self.level)
+
+    def more(self) -> "ValuesRead | None":
+        """To begin anew with more kinds of values; None if all are read."""
+        return None if self.level is max(Level) else ValuesRead((), Level(self.level + 1))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a program returns in place of the function's result: a value that the function reads at
+    ``line``, after those that are ``given``.
+    """
+
+    line: str
+    given: ValuesRead
+
+
+class ValueAsked(BaseException):
+    """Ends a run of the function, which asks for a value that is not known."""
+
+
+@dataclass
+class Reading:
+    """The values that one trace may read.
+
+    Attributes:
+        asked: the tensor whose value the run asks for.
+        follows_decision: whether it asks after a decision, so that that more is to be read.
+        counts: masks, and how many rows each selects, as far as it was read.
+    """
+
+    given: ValuesRead
+    asked: Tensor | None = None
+    follows_decision: bool = False
+    line: str = ""
+    _at: int = 0
+    counts: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin a run of the function, of which a trace may have several."""
+        self.asked, self._at = None, 0
+        self.counts.clear()
+
+    @property
+    def is_over(self) -> bool:
+        return self.asked is not None or self.follows_decision
+
+    def next(self, x: Tensor) -> Any:
+        if self._at < len(self.given.values):
+            value, self._at = self.given.values[self._at], self._at + 1
+            claim = f"a value that the function needs as a Python number is {value}"
+            assume(lambda: x == torch.tensor(value, device=x.device), claim)
+            return value
+        self.line = user_line()
+        if self._at >= MOST:
+            raise TraceError(
+                f"The function reads more than {MOST} values as Python numbers, the last one at"
+                f" {self.line}: each is computed by a program of its own before the function goes"
+                " on. Keep numbers as tensors or as x.item(), or read them all by one .tolist(). A"
+                " loop that ends by a value is one op with ftp.static.while_loop(cond_fn, body_fn,"
+                " carried, max_steps=n)."
+            )
+        self.asked = x
+        raise ValueAsked
+
+    def made(self) -> Asked:
+        return Asked(self.line, self.given)
+
+
+_reading: ContextVar[Reading | None] = ContextVar("ftp_reading", default=None)
+_has_decided: ContextVar[Callable[[], bool]] = ContextVar("ftp_decided", default=lambda: False)
+
+
+@contextmanager
+def reading_to(reading: Reading | None, has_decided: Callable[[], bool]) -> Iterator[None]:
+    """Within the block functions read values.
+
+    Args:
+        has_decided: whether the run of the function has taken one of several ways by now.
+    """
+    with set_within(_reading, reading), set_within(_has_decided, has_decided):
+        yield
+
+
+def is_reading(level: Level = Level.NEEDED) -> bool:
+    """Whether functions may read values, and those of a level."""
+    reading = _reading.get()
+    return reading is not None and reading.given.level >= level
+
+
+def read(x: Tensor) -> Any:
+    """The value of a tensor of integers or bools: a Python number, or nested tuples of them; None
+    where none may be read.
+    """
+    if (reading := _of(x)) is None or x.is_floating_point() or x.is_complex():
+        return None
+    return reading.next(_plain(x))
+
+
+def read_count(
+    mask: Tensor, count: Callable[[], Tensor], is_same: Callable[[Tensor, Tensor], bool]
+) -> int | None:
+    """The number of rows that a mask selects, read once for masks that are the same; None where it
+    may not be read.
+    """
+    if (reading := _of(mask)) is None:
+        return None
+    for known, number in reading.counts:
+        if is_same(known, mask):
+            return number
+    number = reading.next(_plain(count()))
+    reading.counts.append((mask, number))
+    return number
+
+
+def _of(x: Tensor) -> Reading | None:
+    reading = _reading.get()
+    if (
+        reading is None
+        or not is_listening()
+        or is_inside()
+        or current_region() is not None
+        or current_branch()
+        or x.numel() > _MOST_ELEMENTS
+        or is_batched(x)
+        or not is_fake(unwrapped(x))
+    ):
+        return None
+    if _has_decided.get()():
+        reading.follows_decision = True
+        raise ValueAsked
+    return reading
+
+
+def _plain(x: Tensor) -> Tensor:
+    return unwrapped(x.detach())
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def as_lists(value: Any) -> Any:
+    return [*map(as_lists, value)] if isinstance(value, tuple) else value
+
+
+def python_value(func: Any, x: Tensor) -> Any:
+    """The result of a method of a tensor that gives Python numbers; None where none may be read.
+    Fractions are not read: a step would have a program for each.
+    """
+    if func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1:
+        x = x.long()
+    value = as_lists(read(x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x))
+    if value is None or func in _OF_ALL:
+        return value
+    return _CONVERTED.get(func, lambda number: number)(value)
+
+
+_OF_ALL = (Tensor.tolist, Tensor.numpy)
+_CONVERTED: dict[Any, Callable[[Any], Any]] = {
+    Tensor.__int__: int,
+    Tensor.__index__: int,
+    Tensor.__float__: float,
+    Tensor.__bool__: bool,
+}

@@ -1,0 +1,224 @@
+"""Values that a function needs as Python numbers are read before it goes on: each value has a
+program of its own, equal to one device.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+import ftp
+from ftp import P
+from ftp.errors import InputError, ReadWarning, TraceError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:ftp.errors.ReadWarning", "ignore:(.|\\n)*torch.bincount of a tensor:UserWarning"
+)
+W = torch.linspace(-1, 2, 24, dtype=torch.float64).sin().reshape(4, 6)
+X = torch.linspace(-2, 3, 24, dtype=torch.float64).cos().reshape(6, 4)
+MESHES = [((2,), ("tp",)), ((3,), ("tp",)), ((2, 2), ("dp", "tp"))]
+
+
+def _a_size(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    """Pooling of graphs, whose number is read."""
+    n = int(k.max()) + 1
+    sums = x.new_zeros(n, x.shape[1]).index_add(0, k, x)
+    return (sums @ w / torch.bincount(k, minlength=n).clamp(min=1)[:, None]).square().mean()
+
+
+def _a_loop(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    parts = [(x[k == i] @ w).logsumexp(0) for i in range(int(k.max().item()) + 1)]
+    return torch.stack(parts).square().mean()
+
+
+def _a_prefix(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    scores = x @ w
+    n = int((scores.detach().sum(1) > 0).long().cumprod(0).sum())
+    return scores[:n].square().sum() / max(n, 1) + scores[n:].sum() + 0.1 * n
+
+
+def _sorted_rows(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    rows, order = (x[k > 0] @ w).sum(1).sort(descending=True)
+    weights = torch.arange(len(rows), dtype=x.dtype).cos()
+    return (rows.cumsum(0) * weights).sum() + (k[k > 0][order] * rows).sum()
+
+
+def _rows_one_by_one(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    total = x.new_zeros(6)
+    for i in (k > 0).nonzero():
+        total = torch.tanh(total + x[i[0]] @ w)
+    return total.square().sum()
+
+
+def _padded(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    lengths = torch.bincount(k)
+    padded = pad_sequence(list((x @ w).split(lengths.tolist())), batch_first=True)
+    return padded.softmax(1).square().sum() + F.one_hot(k).cumsum(0).sum()
+
+
+def _after_decisions(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    y = x @ w
+    if y.sum() > 0:
+        y = y * 2
+    return y[: int(k.sum()) // 2].square().sum()
+
+
+def _in_many_ways(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    y, step = x @ w, torch.tensor(0.5, dtype=x.dtype)
+    for _ in range(6):
+        error = (y.detach() * step).sin().norm()
+        if error < 1:
+            y = y + step * y.cos()
+        else:
+            step = step / 2
+    return y.square().mean() * step
+
+
+def _views(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    y = x @ w
+    y = y.clone()
+    part = y[: k.max() + 1]
+    turned = part.reshape(3, -1) if part.numel() % 3 == 0 else part
+    y.mul_(2)
+    part.add_(1)
+    return (turned.sort(0).values * turned).sum() + y.sum()
+
+
+FUNCTIONS = [
+    _a_size, _a_loop, _a_prefix, _sorted_rows, _rows_one_by_one, _padded, _after_decisions,
+    _in_many_ways, _views,
+]  # fmt: skip
+INDICES = [torch.tensor([0, 0, 1, 2, 1, 0]), torch.tensor([1, 0, 3, 2, 0, 2])]
+
+
+def expected(fn: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, Tensor]:
+    w = args[0].clone().requires_grad_()
+    loss = fn(w, *args[1:])
+    return loss.detach(), torch.autograd.grad(loss, w)[0]
+
+
+@pytest.mark.cases_by_default(9)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("fn", FUNCTIONS)
+def test_equal_to_one_device_for_each_value(fn: Callable[..., Tensor], mesh: Any):
+    shape, names = mesh
+    batch = (P("dp"), P()) if "dp" in names else P()
+    mesh = ftp.simulated_mesh(shape, names)
+    step = ftp.shard(fn, mesh, P("tp"), batch_specs=batch, certify=True)
+    for k in (*INDICES, INDICES[0]):
+        for x in (X, -X):
+            torch.testing.assert_close(step(W, x, k), expected(fn, W, x, k), rtol=1e-10, atol=1e-12)
+
+
+def test_no_rows():
+    step = ftp.shard(_sorted_rows, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    k = torch.zeros(6, dtype=torch.int64)
+    torch.testing.assert_close(step(W, X, k), expected(_sorted_rows, W, X, k))
+
+
+def test_a_value_is_planned_once():
+    traced = []
+
+    def fn(x: Tensor, k: Tensor) -> Tensor:
+        traced.append(1)
+        return x[: int(k.sum())].sort(0).values
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P())
+    for k in (INDICES[0], INDICES[0], INDICES[0]):
+        assert torch.equal(step(X, k), fn(X, k))
+    once = len(traced)
+    step(X, INDICES[0])
+    assert len(traced) == once
+    step(X, INDICES[1])
+    assert len(traced) > once
+
+
+def test_it_is_warned_of_and_again_at_many_values():
+    step = ftp.spmd(lambda x: x.new_zeros(int(x.sum())), ftp.simulated_mesh((2,), ("tp",)), P())
+    with pytest.warns(ReadWarning, match=r"test_values_read.py:(.|\n)*as a Python number"):
+        step(torch.tensor([1, 2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(8):
+            assert step(torch.tensor([n + 2, 2])).shape == (n + 4,)
+    with pytest.warns(ReadWarning, match="has read 10 different values here"):
+        step(torch.tensor([20, 2]))
+
+
+def _row_count(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    return w.new_zeros(int(k.sum())).sum() + w.sum()
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_refused_where_nothing_can_be_read(is_strict: bool):
+    meshes = ftp.simulated_mesh((2,), ("tp",)), ftp.AbstractMesh((2,), ("tp",))
+    step = ftp.shard(_row_count, meshes[not is_strict], P(), strict=is_strict)
+    with pytest.raises(TraceError, match="needs a tensor's value"):
+        step.lower(W, X, INDICES[0])
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.vmap(lambda r: r.new_zeros(int(r.sum())))(x),
+        lambda x: torch.func.grad(ftp.remat(lambda x: x[: int(x.sum())].sort(0).values.sum()))(x),
+        lambda x: x * float(x.sum()),
+        lambda x: torch.from_numpy(x.numpy()),
+    ],
+)
+def test_what_is_refused(fn: Callable[[Tensor], Tensor]):
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P())
+    with pytest.raises(TraceError, match=r"needs a tensor's value|depends on values"):
+        step(X.abs())
+
+
+def test_reports_are_of_the_values_read_last():
+    step = ftp.shard(_a_size, ftp.simulated_mesh((2,), ("tp",)), P("tp"), check_inputs=True)
+    with pytest.raises(TraceError, match=r"test_values_read.py"):
+        step.lower(W, X, INDICES[0])
+    for k in INDICES:
+        step(W, X, k)
+        claims = step.lower(W, X, k).assumptions
+        assert any(f"as a Python number is {int(k.max())}" in claim for claim in claims)
+
+
+def test_a_function_that_computes_another_value_when_it_is_run_again():
+    runs: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.new_zeros(int(x.sum()) + int(x.sum() * 0 + len(runs)))
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P(), check_inputs=True)
+    with pytest.raises(InputError, match="as a Python number is"):
+        step(torch.tensor([1, 2]))
+
+
+def test_donated_arguments_are_kept_until_the_result():
+    def fn(w: Tensor, k: Tensor) -> Tensor:
+        return w * w.new_ones(int(k.sum()), 1).sum()
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), P("tp"), donate=(0,))
+    w, due = W.clone(), W.clone()
+    for k in (*INDICES, *INDICES):
+        w, due = step(w, k), fn(due, k)
+        torch.testing.assert_close(w, due)
+
+
+def test_draws_are_those_of_one_program():
+    def fn(x: Tensor, *, n: int | None = None) -> Tensor:
+        y = x + torch.rand_like(x)
+        n = int((y > 0.5).sum()) if n is None else n
+        return torch.cat([y.flatten(), x.new_zeros(n)])
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P(), rng=True)
+    found = step(X, key := ftp.random.key(3))
+    count = found.numel() - X.numel()
+    assert count == int((found[: X.numel()] > 0.5).sum())
+    plain = ftp.spmd(lambda x: fn(x, n=count), step.mesh, P("tp"), P(), rng=True)(X, key)
+    assert torch.equal(plain, found)
