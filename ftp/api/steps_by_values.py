@@ -41,7 +41,7 @@ class StepsByValues:
         rank's: it decides what they run.
         """
         own = json.dumps(output.tolist())
-        value = json.loads(record.exchange(f"value {record.next()}", own)[0])
+        value = json.loads(record.exchange("value read", own)[0])
         reads = asked.given.then(value)
         if not self._made:
             warnings.warn(
