@@ -1,9 +1,8 @@
 """The slow tests that a commit's continuous integration adds to the default ones."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 from hypothesis import settings
 from slow_slice import parse, slice_of
@@ -60,12 +59,9 @@ def run(tmp_path: Path, body: str, *options: str) -> tuple[int, str]:
         f"[pytest]\npythonpath = {SUPPORT}\nmarkers = slow: slow\n"
     )
     (tmp_path / "test_file.py").write_text(FILE.replace("BODY", body))
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    arguments = ["-p", "no:cacheprovider", "-rs", *options]
+    program = f"import pytest\nraise SystemExit(int(pytest.main({arguments})))"
+    found = own_process.run(program, folder=tmp_path)
     return found.returncode, found.stdout
 
 

@@ -75,6 +75,15 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
+def dotted(node: ast.expr) -> str:
+    """``a.b.c``, of attributes of a name; empty for others."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 def used(tree: ast.Module) -> set[str]:
     """The private names of torch that a file uses, with the modules that hold them."""
     found, modules = set(), {"torch": "torch"}
@@ -86,8 +95,7 @@ def used(tree: ast.Module) -> set[str]:
             found |= {alias.name for alias in node.names if alias.name.startswith("torch.")}
             modules |= {a.asname: a.name for a in node.names if a.asname and a.name[:6] == "torch."}
     for node in ast.walk(tree):
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if re.fullmatch(r"\w+(\.\w+)+", name):
+        if isinstance(node, ast.Attribute) and (name := dotted(node)):
             first, _, rest = name.partition(".")
             if first in modules and rest.split(".")[0] != "ops":
                 found.add(f"{modules[first]}.{rest}")
@@ -95,9 +103,14 @@ def used(tree: ast.Module) -> set[str]:
 
 
 @cache
-def used_by_file() -> dict[Path, set[str]]:
+def trees() -> dict[Path, ast.Module]:
     files = [path for path in (ROOT / "ftp").rglob("*.py") if path != NAMES]
-    return {path: used(ast.parse(path.read_text())) for path in files}
+    return {path: ast.parse(path.read_text()) for path in files}
+
+
+@cache
+def used_by_file() -> dict[Path, set[str]]:
+    return {path: used(tree) for path, tree in trees().items()}
 
 
 def test_names_are_found_through_other_names_of_their_modules():
@@ -126,11 +139,10 @@ def test_every_private_attribute_in_use_is_listed():
     """An object's class is not known here: an attribute that ftp defines nowhere is torch's, or the
     standard library's.
     """
-    trees = [ast.parse(p.read_text()) for p in (ROOT / "ftp").rglob("*.py") if p != NAMES]
-    own = set().union(*map(defined_names, trees))
+    own = set().union(*map(defined_names, trees().values()))
     in_use = {
         node.attr
-        for tree in trees
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and re.match(r"_[^_]", node.attr)

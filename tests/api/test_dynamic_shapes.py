@@ -87,7 +87,7 @@ def test_a_size_is_what_one_device_computes(name, size):
     assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
 
 
-@pytest.mark.parametrize("spec", [P(), P(None, "cp")], ids=str)
+@pytest.mark.parametrize("spec", slow_after(1, [P(None, "cp"), P()]), ids=str)
 def test_chunks_of_a_padded_sequence(spec):
     """As Mamba-2 has them: padded to a multiple of the chunk's length, viewed as chunks, and cut
     back; with labels that are shifted, in a program that writes in place.
@@ -642,7 +642,7 @@ def test_a_compiled_train_step(monkeypatch):
     assert made == ["compiled"]
 
 
-@pytest.mark.parametrize("slow", [0, 64, 128, 256])
+@pytest.mark.parametrize("slow", slow_unless(lambda slow: slow in (0, 64), [0, 64, 128, 256]))
 def test_onednn_is_chosen_where_it_is_faster_at_half_and_twice_the_size(slow, monkeypatch):
     """A choice for the first size alone took up to 1.17 of the time at others."""
     chosen, by_onednn = [], lowering.by_onednn

@@ -151,7 +151,7 @@ def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
     check_mutants(lowered, values, 0, 4)
 
 
-@few_or_many(programs(gradients=True), st.sampled_from(PASSES), few=5, many=1500)
+@few_or_many(programs(gradients=True), st.sampled_from(PASSES), few=3, many=1500)
 def test_gradients(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=True)
     require_own_programs(lowered._program, certify(lowered))
@@ -197,7 +197,7 @@ def mlp(
     return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("most", [30, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [15, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_every_mutant_of_a_model(most: int):
     """Some changes to one program, and all: at least one collective of each kind, and
     offsets.

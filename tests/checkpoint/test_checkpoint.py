@@ -83,7 +83,7 @@ def trees(draw):
     )
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(trees())
 def test_trees_come_back(tmp_path_factory, tree):
     folder = tmp_path_factory.mktemp("c")

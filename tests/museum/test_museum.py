@@ -43,6 +43,7 @@ def test_the_line_is_found_whatever_is_drawn():
         test_refused_on_its_line(bug)
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.thread)
 def test_mended_form_is_proven(bug: Bug):
     bug.case(is_mended=True).prove()

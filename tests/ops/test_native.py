@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from few_or_many import slow_after
 
 from ftp.ops import native, philox
 from ftp.ops.native import cache_folder, read_own
@@ -84,7 +85,8 @@ def a_pipe(kept: Path, whole: bytes) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "damage", [empty, cut_short, of_another_program, writable_by_all, a_link, a_pipe]
+    "damage",
+    slow_after(3, [cut_short, of_another_program, a_link, empty, writable_by_all, a_pipe]),
 )
 def test_what_is_damaged_or_not_ones_own_is_built_again(cache: Path, damage):
     assert works(compiled())

@@ -783,7 +783,7 @@ def part_of(x, spec, dp, tp):
     return tuple(found)
 
 
-@few_or_many(st.data(), few=6, many=100)
+@few_or_many(st.data(), few=4, many=100)
 def test_random_bodies_under_random_specs(data):
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
     x_spec, w_spec, y_spec = (data.draw(st.sampled_from(IN)) for _ in range(3))

@@ -28,7 +28,7 @@ from ftp.errors import (
 )
 from ftp.pipeline import check
 from ftp.pipeline.subgraphs import Stages
-from ftp.runtime.compile import compiled
+from ftp.runtime.compile import compiled, eager
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import resolve
 from tests.support.staged_models import Model, plan_of
@@ -179,15 +179,18 @@ def test_a_users_own_schedule_of_chunks():
     assert [sorted(stage) for stage in lowered.stages] == [["B", "F"], ["F", "I", "W"]] * 2
 
 
-def test_compiled_actions_equal_one_device(monkeypatch):
+@pytest.mark.parametrize("by_inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_actions_equal_one_device(by_inductor, monkeypatch):
     """The actions of two ranks are compiled, with the sums of gradients and without."""
     model, pipe = Model(2, tied=True, scaled=True), ftp.Pipeline("pp", 2, "zero_bubble")
     mesh, params = ftp.simulated_mesh((2,), ("pp",)), model.params()
     made = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(args)
-        return compiled(*args, **kwargs)
+    def noted(graph: Any, inputs: Any, donated: Any, choose: Any, *, host: bool) -> Any:
+        made.append(graph)
+        if not by_inductor:
+            return eager(graph, inputs, donated, host=host)
+        return compiled(graph, inputs, donated, choose, host=host)
 
     monkeypatch.setattr("ftp.runtime.program.compiled", noted)
     specs = pipe.place(params, P(), mesh)
@@ -376,7 +379,7 @@ def test_the_page(capsys, tmp_path, monkeypatch):
 
 def test_gradients_are_reduced_over_the_data_axis_once_a_step():
     """An action crosses it with a single number alone: how many targets count."""
-    model, pipe = Model(layers=4), ftp.Pipeline("pp", microbatches=2)
+    model, pipe = Model(layers=2), ftp.Pipeline("pp", microbatches=2)
     more = replace(pipe, microbatches=4)
     lowered, longer = (
         compare(model, (2, 2), ("pp", "dp"), lambda name: P(), P("dp"), p, 8) for p in (pipe, more)

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from few_or_many import slow_after
 from torch import nn
 from torch.nn import functional as F
 
@@ -56,11 +57,15 @@ def check_steps(one_device: Any, step: Any, args: Any, batches: Any, rtol: float
 
 
 @pytest.mark.parametrize(
-    "accumulates", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "accumulate"]
+    ("accumulates", "layers", "shape"),
+    [
+        pytest.param(True, 2, (2, 2, 1), id="small"),
+        *slow_after(0, [(accumulates, 3, (2, 2, 2)) for accumulates in (True, False)]),
+    ],
 )
-def test_clipping_and_adamw_inside_stages(accumulates):
-    model, opt, pipe = Model(3, tied=True), adamw(), ftp.Pipeline("pp", 2, "zero_bubble")
-    mesh, params = ftp.simulated_mesh((2, 2, 2), ("pp", "dp", "tp")), model.params()
+def test_clipping_and_adamw_inside_stages(accumulates, layers, shape):
+    model, opt, pipe = Model(layers, tied=True), adamw(), ftp.Pipeline("pp", 2, "zero_bubble")
+    mesh, params = ftp.simulated_mesh(shape, ("pp", "dp", "tp")), model.params()
     specs = pipe.place(params, plan_of(params, zero_with_tp), mesh)
     state_specs = opt.specs(params, specs)
     step = ftp.spmd(
@@ -100,7 +105,8 @@ class Dropped(nn.Module):
         return self.head(x)
 
 
-def test_twenty_steps_with_dropout():
+@pytest.mark.parametrize("steps", slow_after(1, [3, 20]))
+def test_steps_with_dropout(steps):
     """Each microbatch draws from a key of its own, the same numbers however it is cut."""
     fn, params = ftp.functionalize(Dropped().double().train())
     opt, mesh = adamw(), ftp.simulated_mesh((2, 2), ("pp", "dp"))
@@ -114,7 +120,7 @@ def test_twenty_steps_with_dropout():
     step = ftp.spmd(
         train_step(loss, opt, None), mesh, (specs, state_specs, P("dp"), P()), pipeline=PIPE
     )
-    keys = ftp.random.split(ftp.random.key(0), 20)
+    keys = ftp.random.split(ftp.random.key(0), steps)
     batches = [(torch.randint(11, (8, 6)), ftp.random.split(key, 2)) for key in keys]
     one_device = train_step(loss, opt, 2)
     check_steps(one_device, step, (params, opt.init(params)), batches)

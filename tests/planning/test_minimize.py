@@ -249,7 +249,7 @@ def test_wide_ones_have_an_answer(name: str) -> None:
     assert solution.largest_table <= 1_000_000
 
 
-@pytest.mark.parametrize("width", [3, 6])
+@pytest.mark.parametrize("width", slow_after(1, [3, 6]))
 def test_long_ones_are_exact(width: int) -> None:
     network = random_network(4, 1500, (3, 5), grid(1500 // width, width), 0.1)
     start = time.perf_counter()

@@ -261,26 +261,25 @@ def test_a_slice_from_0_keeps_chunks_that_start_alike(n):
     assert 2 * n in alike and len(alike) < 3
 
 
-def test_slices_from_0_and_their_gradients_on_uneven_chunks():
-    cut = P(None, "cp")
-    for n in (2, 3, 5):
-        mesh = ftp.simulated_mesh((n,), ("cp",))
-        for length in (n + 1, 2 * n, 3 * n - 1):
-            x = torch.randn(3, length, 2, dtype=torch.float64)
-            for kept in (length - 2, length - 1):
+@pytest.mark.parametrize("n", slow_after(1, [3, 2, 5]))
+def test_slices_from_0_and_their_gradients_on_uneven_chunks(n):
+    cut, mesh = P(None, "cp"), ftp.simulated_mesh((n,), ("cp",))
+    for length in (n + 1, 2 * n, 3 * n - 1):
+        x = torch.randn(3, length, 2, dtype=torch.float64)
+        for kept in (length - 2, length - 1):
 
-                def sliced(x, kept=kept):
-                    return x[:, :kept] ** 3
+            def sliced(x, kept=kept):
+                return x[:, :kept] ** 3
 
-                def gradient(x, kept=kept):
-                    return torch.func.grad(lambda x: (x[:, :kept] ** 3).sum())(x)
+            def gradient(x, kept=kept):
+                return torch.func.grad(lambda x: (x[:, :kept] ** 3).sum())(x)
 
-                is_alike = -(-kept // n) == -(-length // n) and math.gcd(kept, length) == 1 < kept
-                for fn in (sliced, gradient):
-                    step = ftp.spmd(fn, mesh, (cut,), cut, certify=True)
-                    if is_alike:
-                        assert not step.lower(x).collectives
-                    torch.testing.assert_close(step(x), fn(x), rtol=1e-12, atol=1e-12)
+            is_alike = -(-kept // n) == -(-length // n) and math.gcd(kept, length) == 1 < kept
+            for fn in (sliced, gradient):
+                step = ftp.spmd(fn, mesh, (cut,), cut, certify=True)
+                if is_alike:
+                    assert not step.lower(x).collectives
+                torch.testing.assert_close(step(x), fn(x), rtol=1e-12, atol=1e-12)
 
 
 def test_a_certificate_refuses_chunks_that_do_not_start_alike(monkeypatch):

@@ -58,7 +58,7 @@ def make(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@few_or_many(st.data(), few=4, many=60)
+@few_or_many(st.data(), few=2, many=60)
 def test_as_a_dense_softmax(data: Any):
     shape, cut = data.draw(st.sampled_from(MESHES))
     size, of_keys = data.draw(st.tuples(st.integers(3, 11), st.sampled_from([2, 4])))

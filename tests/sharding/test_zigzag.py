@@ -58,7 +58,7 @@ def moves(draw: Any) -> Any:
     return mesh, size, *(both if draw(st.booleans()) else both[::-1])
 
 
-@few_or_many(moves(), few=6, many=100)
+@few_or_many(moves(), few=3, many=100)
 def test_moves_keep_the_values_and_so_do_their_transposes(case: Any):
     mesh, shape, old, new = case
     made = torch.Generator().manual_seed(0)

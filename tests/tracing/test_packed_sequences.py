@@ -67,7 +67,7 @@ MODELS = {
 MESHES = {"tp3": ((3,), ("tp",)), "dp2×tp2": ((2, 2), ("dp", "tp"))}
 
 
-@pytest.mark.cases_by_default(2)
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("name", "mesh_name"),
     slow_unless(

@@ -97,6 +97,7 @@ def _clips(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
 FUNCTIONS = [_early_exit, _unsafe, _writes, _rows, _known, _after_cond, _clips]
 
 
+@pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_equal_to_one_device_in_every_way(fn: Callable[..., Tensor]):
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), certify=True)

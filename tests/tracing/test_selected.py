@@ -423,7 +423,7 @@ PROGRAMS = [
 MESHES = {"dp3": ((3,), ("dp",)), "dp2×tp2": ((2, 2), ("dp", "tp"))}
 
 
-@pytest.mark.cases_by_default(6)
+@pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize(
     ("program", "name"),
     slow_unless(
@@ -454,6 +454,7 @@ def test_a_mask_that_is_changed_after_it_selected():
     torch.testing.assert_close(step(X, IDS), program(X, IDS), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize(
     "program",
     [

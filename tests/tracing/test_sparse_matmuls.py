@@ -112,7 +112,7 @@ def test_as_an_argument(layout: str, cut: P):
     mesh=st.sampled_from([((2,), ("dp",)), ((3,), ("dp",)), ((2, 2), ("dp", "tp"))]),
     specs=st.tuples(*[st.sampled_from([P(), P("dp")])] * 2),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_gradients_of_values_and_dense_operands(entries: Any, mesh: Any, specs: Any):
     """A matrix made of values in the function; places that come twice add up; none at all."""
     indices = torch.tensor(entries, dtype=torch.int64).reshape(-1, 2).T.contiguous()
