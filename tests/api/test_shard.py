@@ -161,7 +161,7 @@ def is_typical(model: str, scheme: str) -> bool:
     return model == "llama, gqa" or scheme == of_all
 
 
-@pytest.mark.cases_by_default(7)
+@pytest.mark.cases_by_default(5)
 @pytest.mark.parametrize(("model", "scheme"), slow_unless(is_typical, CASES), ids=ids_of(CASES))
 def test_numbers(model: str, scheme: str):
     s = SCHEMES[scheme]
@@ -246,7 +246,7 @@ def is_most_uneven(model: str, scheme: str, shape: tuple[int, ...]) -> bool:
     return model == "odd everything" or scheme == "zero×tp, free"
 
 
-@pytest.mark.cases_by_default(5)
+@pytest.mark.cases_by_default(3)
 @pytest.mark.parametrize(
     ("model", "scheme", "shape"),
     slow_unless(is_most_uneven, UNEVEN_CASES),

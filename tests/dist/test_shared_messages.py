@@ -71,6 +71,7 @@ def job(name: str) -> Any:
     return loss, optree.tree_leaves(full), len(sends)
 
 
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_device_without_sockets(name: str):
     shape, _, model, pipe = CASES[name]
@@ -115,7 +116,7 @@ def queueing(room: int) -> None:
     ftp.destroy_process_group()
 
 
-@pytest.mark.parametrize("room", [1, 2, 7])
+@pytest.mark.parametrize("room", slow_after(1, [1, 2, 7]))
 def test_messages_of_a_queue(room: int):
     for rank in launch(queueing, 2, room, timeout=60, env=ASKED):
         assert rank.error is None, rank.error

@@ -93,7 +93,7 @@ def matrices(x: Tensor) -> list[Tensor]:
     return [m.clone() for m in x.reshape(-1, *x.shape[-2:])]
 
 
-@pytest.mark.cases_by_default(2)
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize("case", slow_after(5, CASES))
 def test_muon_has_the_bits_of_torch_on_one_device(case: str):
     (names, sizes), spec, count, shape, moved = CASES[case]

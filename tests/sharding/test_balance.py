@@ -38,7 +38,7 @@ def packed(draw: st.DrawFn) -> tuple[Tensor, int, int]:
     return torch.tensor([0, *sorted(cuts), length]), n, block
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(packed())
 def test_even_work(drawn: tuple[Tensor, int, int]):
     ends, n, block = drawn

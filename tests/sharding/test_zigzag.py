@@ -89,7 +89,7 @@ def decoder(params: Any, tokens: Tensor, targets: Tensor, key: Tensor) -> Tensor
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
 
 
-@pytest.mark.cases_by_default(2)
+@pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     ("shape", "names", "length"),
     [

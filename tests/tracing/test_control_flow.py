@@ -723,7 +723,7 @@ def _fixed_point(p: Params, x: Tensor) -> Tensor:
 def test_a_loop_that_ends_by_values(shape: tuple[int, ...]):
     """With its gradient; it ends after another number of iterations for other inputs."""
     trips = set()
-    for seed in (1, 2, 3):
+    for seed in (1, 3):
         p, x = inputs(6, 4, seed)
         check(_fixed_point, _fixed_point, shape, P(None, "tp"), p, x / 2**seed)
         ran = _fixed_point({"a": p["a"], "b": torch.zeros_like(p["b"])}, x / 2**seed)

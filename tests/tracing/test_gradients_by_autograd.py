@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from few_or_many import slow_after
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -150,7 +151,7 @@ class Net(nn.Module):
         return self.down(self.dropout(torch.tanh(self.up(x))))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("use_reentrant", slow_after(1, [True, False]))
 def test_a_checkpointed_module_recomputes_with_its_own_parameters_and_draws(use_reentrant):
     net = Net(use_reentrant)
     fn, params = ftp.functionalize(net)

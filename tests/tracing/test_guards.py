@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from few_or_many import slow_after
 from torch import nn
 
 import ftp
@@ -226,7 +227,7 @@ def _gradient(loss, w, *args):
     return torch.autograd.grad(loss(w, *args), w)[0]
 
 
-@pytest.mark.parametrize("name", ["encoder", "transformer"])
+@pytest.mark.parametrize("name", slow_after(1, ["transformer", "encoder"]))
 def test_transformers_of_torch_with_a_causal_mask(name: str):
     mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
     if name == "encoder":

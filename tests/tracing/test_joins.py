@@ -322,6 +322,7 @@ def test_statements_that_do_more_are_followed_in_each_way(fn: Callable[..., Tens
     _equals_one_device(fn, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"))
 
 
+@pytest.mark.cases_by_default(8)
 @pytest.mark.parametrize("fn", [*NOTED, *SOUND])
 def test_what_a_statement_shares_with_others_is_followed_in_each_way(fn: Callable[..., Tensor]):
     step = ftp.shard(fn, ftp.simulated_mesh((1,), ("tp",)), P())

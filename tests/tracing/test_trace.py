@@ -756,6 +756,7 @@ def write_through_a_view(h):
     h.view(2, 2, 3)[1, :, 2].copy_(h[:2, 0])
 
 
+@pytest.mark.cases_by_default(6)
 @pytest.mark.parametrize(
     "write", [write_row, write_columns, write_diagonal_of_transposed, write_through_a_view]
 )
