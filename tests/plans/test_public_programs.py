@@ -11,12 +11,13 @@ from public_recent import RECENT
 from public_science import SCIENCE
 from public_signals import SIGNALS
 from public_structure import STRUCTURE
+from public_values import VALUES
 from public_vision import VISION
 
 import ftp
 from ftp import P
 
-PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT
+PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT | VALUES
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),
@@ -55,6 +56,7 @@ FEW = {("nanoGPT", "dp2×tp2"), ("Hessian-vector product", "tp2")}
 @pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor is True:UserWarning",
     "ignore:Sparse CSR tensor support:UserWarning",
+    "ignore:(.|\\n)*as a Python number:ftp.errors.ReadWarning",
 )
 @pytest.mark.parametrize(
     ("name", "mesh"),
