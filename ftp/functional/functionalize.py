@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.gradient_hooks import gradient_hooks
+from ftp.functional.lost_state import join
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
     ModuleProgram,
     Slot,
     installed,
-    join,
     parameter_names,
     remat_modules,
     run,

@@ -1,9 +1,8 @@
 """Run a model with other tensors: swap its modules' attributes for one call, then restore them."""
 
 import inspect
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import InputError, StaleCaptureWarning, TraceError, raise_all
+from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks
+from ftp.functional.lost_state import EmptyAttributes, attributes_of, check_state, join
 from ftp.functional.module_constraints import (
     ConstrainedModule,
     change_outputs,
@@ -209,7 +209,8 @@ def _call_hooked(
     for block in program.blocks:
         if not any(block in outer.program.blocks for outer in program.blocks):
             block.module.forward = partial(_recomputed, block, draws, values, ran)
-    attributes = dict(_attributes(program))
+    modules = [(m.path, m.module) for m in program.modules]
+    attributes = dict(attributes_of(modules))
     held = {
         id(tensor): (tensor, names.get(id(tensor), f"attribute {path!r}"))
         for path, tensor in (*_registered(program), *attributes.items())
@@ -220,8 +221,13 @@ def _call_hooked(
     # A block of remat takes parameters from ``values``, which no swap reaches.
     swap = None if program.blocks else partial(_swap, program)
     guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
+    trained = {key for key, name in names.items() if name.startswith("parameter")}
+    empty = EmptyAttributes(
+        modules,
+        (x for _, x in _registered(program) if isinstance(x, Tensor) and id(x) not in trained),
+    )
     try:
-        with guard:
+        with guard, empty:
             out = call(*args, **kwargs)
     except TypeError as error:
         if unknown := _unknown_keywords(call, kwargs):
@@ -246,7 +252,7 @@ def _call_hooked(
     for key, (tensor, name) in held.items():
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
-    _check_state(program, attributes, guard.read)
+    check_state(program.name, modules, attributes, guard.read, empty)
     return out
 
 
@@ -263,28 +269,6 @@ def _memory_in_model(
         return None if path in given else path
 
     return name
-
-
-def _check_state(program: ModuleProgram, before: Mapping[str, Any], read: Collection[int]) -> None:
-    """Refuse attributes by which a tensor goes from call to call, and warn of those that count."""
-    now = dict(_attributes(program))
-    for path, value in before.items():
-        new = now.get(path, value)
-        if isinstance(value, Tensor):
-            if new is not value and id(value) in read:
-                raise TraceError(impure(program.name, f"attribute {path!r}", "replaces"))
-        elif (
-            type(value) in (int, float)
-            and new is not value
-            and (type(new) not in (int, float) or new != value)
-        ):
-            warnings.warn(
-                f"{program.name} changes attribute {path!r} from {value!r} to {new!r} while it"
-                f" runs. fn is pure: each call, and a traced step, begins with {value!r}. Make it"
-                " a buffer, a tensor, and use functionalize(model, buffers=True).",
-                StaleCaptureWarning,
-                stacklevel=2,
-            )
 
 
 def _unknown_keywords(call: Callable[..., Any], kwargs: Mapping[str, Any]) -> list[str]:
@@ -383,21 +367,6 @@ def _registered(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
                 yield join(m.path, name), value
 
 
-def _attributes(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
-    """What the modules' other attributes hold, also in plain containers, by path."""
-    for m in program.modules:
-        for name, value in m.module.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            path, kind = join(m.path, name), type(value)
-            if kind is dict or kind is OrderedDict:
-                yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
-            elif kind is list or kind is tuple:
-                yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
-            else:
-                yield path, value
-
-
 def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:
     """Put ``new`` in the place of ``old`` in all modules."""
     for m in program.modules:
@@ -438,7 +407,3 @@ def remat_modules(
 
 def parameter_names(values: Mapping[str, Tensor]) -> dict[int, str]:
     return {id(tensor): f"parameter {path!r}" for path, tensor in values.items()}
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

@@ -117,12 +117,12 @@ class WriteGuard(TorchFunctionMode):
         Raises:
             TraceError: it reads the memory that an argument of the call has in the model.
         """
-        for x in _tensors(args):
+        for x in tensors_of(args):
             key = id(x)
             if key in self.copies:
                 key = self.copies[key][0]
             if key in self.names:
-                if func not in _COPIES:
+                if func not in COPIES:
                     self.read.add(key)
                 elif isinstance(out, Tensor) and id(out) not in self.names:
                     self.copies[id(out)] = key, out
@@ -168,7 +168,7 @@ _OF: Any = Tensor  # its attributes are descriptors
 _SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
 _ALIASES = (_OF.data.__get__, Tensor.detach, torch.detach)
 # Conversions, whose result has the values of the first argument.
-_COPIES = frozenset(
+COPIES = frozenset(
     getattr(Tensor, name)
     for name in (
         "to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone",
@@ -183,7 +183,7 @@ def _reads_shape(func: Callable) -> bool:
     return name == "__get__" or name.startswith("new_") or name.endswith("_like")
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
     for x in args:
         if isinstance(x, Tensor):
             yield x

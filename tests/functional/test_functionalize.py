@@ -529,6 +529,9 @@ class Stateful(nn.Module):
         self.mean = torch.zeros(3)
         self.seen = {"mean": self.mean}
         self.calls = 0
+        self.cache = self.table = self.output = None
+        self.is_ready = False
+        self.register_buffer("scale", torch.ones(()))
         self.what = what
 
     def forward(self, x):
@@ -542,8 +545,22 @@ class Stateful(nn.Module):
             self.seen["mean"] = self.seen["mean"] + y.detach()
         elif self.what == "buffer":
             self.late = y.detach() if self.late is None else self.late + y.detach()
+        elif self.what == "none":
+            y = y if self.cache is None else y + self.cache
+            self.cache = y.detach()
+        elif self.what == "missing":
+            self.last = y.detach() + getattr(self, "last", 0)
         elif self.what == "number":
             self.calls += 1
+        elif self.what == "flag":
+            self.is_ready = True
+        elif self.what == "stored":
+            self.output = y
+            y = self.output * 1
+        elif self.what == "table":
+            if self.table is None:
+                self.table = torch.arange(3, dtype=x.dtype).to(x) / self.scale
+            y = y + 0 * self.table
         else:
             self.mean = self.mean.to(torch.float64)
         return y
@@ -556,6 +573,8 @@ class Stateful(nn.Module):
         ("converted", "Stateful replaces attribute 'mean' while it runs; fn is pure"),
         ("item", r"Stateful replaces attribute \"seen\['mean'\]\" while it runs; fn is pure"),
         ("buffer", "Stateful makes buffer 'late' while it runs: the next call would not have it"),
+        ("none", "Stateful fills attribute 'cache' while it runs; fn is pure"),
+        ("missing", "Stateful fills attribute 'last' while it runs; fn is pure"),
     ],
 )
 def test_state_that_would_be_lost_between_calls_is_an_error(what, message):
@@ -564,11 +583,18 @@ def test_state_that_would_be_lost_between_calls_is_an_error(what, message):
         fn(params, buffers, torch.ones(3))
 
 
-def test_numbers_that_a_model_counts_are_warned_of_and_conversions_are_not():
+def test_numbers_that_a_model_counts_are_warned_of():
     fn, params = functionalize(Stateful("number"))
     with pytest.warns(StaleCaptureWarning, match="changes attribute 'calls' from 0 to 1"):
         fn(params, torch.ones(3))
-    fn, params = functionalize(Stateful("conversion"))
+    fn, params = functionalize(Stateful("flag"))
+    with pytest.warns(StaleCaptureWarning, match="'is_ready' from False to True"):
+        fn(params, torch.ones(3))
+
+
+@pytest.mark.parametrize("what", ["conversion", "stored", "table"])
+def test_attributes_that_carry_no_state_are_left_to_the_model(what: str):
+    fn, params = functionalize(Stateful(what))
     assert fn(params, torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
 
 
