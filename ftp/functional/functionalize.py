@@ -32,7 +32,7 @@ from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.patterns import nearest
 from ftp.sharding.pytree import kind_of, remember_tied
 from ftp.sharding.spec import P
-from ftp.torch_internals.storages import Storages
+from ftp.torch_internals.storages import Storages, overlaps
 
 
 def functionalize(
@@ -126,10 +126,11 @@ def functionalize(
         ),
         hooks=gradient_hooks(model),
     )
-    mutable = frozenset(state) - frozen if buffers else frozenset()
+    overlapping = overlaps({**params, **state}) if buffers else {}
+    mutable = frozenset(state) - frozen - overlapping.keys() if buffers else frozenset()
     program = replace(program, blocks=remat_modules(program, remat or {}, mutable))
     fn = (
-        partial(_call_with_buffers, program, tuple(params), tuple(state), frozen)
+        partial(_call_with_buffers, program, tuple(params), tuple(state), frozen, overlapping)
         if buffers
         else partial(_call, program, tuple(params))
     )
@@ -267,6 +268,7 @@ def _call_with_buffers(
     params: tuple[str, ...],
     state: tuple[str, ...],
     frozen: frozenset[str],
+    overlapping: Mapping[str, str],
     draws: Draws,
     values: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
@@ -276,7 +278,7 @@ def _call_with_buffers(
     _check_paths(program, "params", values, params)
     _check_paths(program, "buffers", buffers, state)
     values = program.hooks.registered(program.name, values, (args, kwargs))
-    run = partial(_updating, program, draws, values, buffers, state, args, kwargs)
+    run = partial(_updating, program, draws, values, buffers, state, overlapping, args, kwargs)
     drawn = dict(draws.counts), list(draws.path)
     try:
         return run(frozen)  # which are not copied
@@ -291,6 +293,7 @@ def _updating(
     values: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     state: tuple[str, ...],
+    overlapping: Mapping[str, str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     frozen: frozenset[str],
@@ -301,13 +304,18 @@ def _updating(
     constants = parameter_names(values) | {
         id(buffers[path]): _describe(path, frozen) for path in frozen
     }
+    constants |= {
+        id(clones[path]): f"{path!r}, in whose memory {other!r} lies,"
+        for path, other in overlapping.items()
+        if path in clones
+    }
     with installed(program, {**values, **new}):
         out = run(
             program,
             draws,
             {**values, **new},
             constants,
-            frozenset(map(id, clones.values())),
+            frozenset(id(x) for path, x in clones.items() if path not in overlapping),
             args,
             kwargs,
         )

@@ -87,14 +87,15 @@ class EmptyAttributes:
             and not any(name in module.__dict__[kind] for kind in _REGISTERED)
         }
         self._read: set[tuple[int, str]] = set()
-        self._constants = _Constants(constants)
+        self._constants = _OfConstants(constants)
         self._stack = ExitStack()
 
     def __enter__(self) -> "EmptyAttributes":
         for (_, name), (_, module) in self._watched.items():
-            if not hasattr(type(module), name):  # in a call within a call it is watched already
-                setattr(type(module), name, _Watched(name, self._read))
-                self._stack.callback(delattr, type(module), name)
+            kind = type(module)
+            if not any(name in vars(owner) for owner in kind.__mro__):  # another call watches it
+                setattr(kind, name, _EmptyAttribute(name, self._read))
+                self._stack.callback(delattr, kind, name)
         if self._watched:
             self._stack.enter_context(self._constants)
         return self
@@ -115,7 +116,7 @@ class EmptyAttributes:
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-class _Watched:
+class _EmptyAttribute:
     """An attribute of a class that notes for which objects it is read while it holds nothing."""
 
     def __init__(self, name: str, read: set[tuple[int, str]]) -> None:
@@ -123,7 +124,7 @@ class _Watched:
 
     def __get__(self, module: Any, owner: type) -> Any:
         held = {} if module is None else module.__dict__
-        if held.get(self._name) is None:
+        if module is not None and held.get(self._name) is None:
             self._read.add((id(module), self._name))
         if self._name in held:
             return held[self._name]
@@ -138,7 +139,7 @@ class _Watched:
         del module.__dict__[self._name]
 
 
-class _Constants(TorchFunctionMode):
+class _OfConstants(TorchFunctionMode):
     """Notes which tensors are made of constants alone: a mask, a table of angles."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:

@@ -36,6 +36,11 @@ def impure(model: str, name: str, does: str) -> str:
             " fn. With fn, params, buffers = functionalize(model, buffers=True) it comes back"
             " updated."
         )
+    if name.startswith("'"):
+        return (
+            f"{model} {does} {name} in place while it runs: they are two values of fn, of which the"
+            " other would not change. Keep one of them, and take the other from it in forward."
+        )
     return (
         f"{model} {does} {name} in place while it runs; fn is pure and leaves its inputs"
         " as they are. Compute with a new tensor, weight = self.weight * mask, or change the"

@@ -45,3 +45,27 @@ class Storages:
         """The name of the tensor in whose storage a plain tensor lies; None if of none."""
         storage = storage_of(x) if self._names else None
         return None if storage is None else self._names.get(storage._cdata)
+
+
+def overlaps(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of each tensor between whose first and last element in memory another one has some: the name
+    of one such.
+
+    >>> x = torch.zeros(6)
+    >>> overlaps({"a": x[:4], "b": x[2:], "c": x.clone(), "d": x[5:]})
+    {'a': 'b', 'b': 'a', 'd': 'b'}
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for name, x in tensors.items():
+        if (storage := storage_of(x)) is not None and x.numel() and storage.data_ptr():
+            last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            spans[name] = x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    found: dict[str, str] = {}
+    furthest = ""
+    for name in sorted(spans, key=lambda name: spans[name]):
+        if furthest and spans[name][0] < spans[furthest][1]:
+            found.setdefault(furthest, name)
+            found[name] = furthest
+        if not furthest or spans[name][1] > spans[furthest][1]:
+            furthest = name
+    return {name: found[name] for name in tensors if name in found}

@@ -255,6 +255,7 @@ def _extremum(name: str, fill: Callable[[Any], float]) -> Callable[..., Any]:
         floats = x.rows.dtype.is_floating_point
         least = fill(torch.finfo(x.rows.dtype) if floats else torch.iinfo(x.rows.dtype))
         rows = fill_unselected(x, least if not floats else math.copysign(math.inf, least))
+        assume(group.is_any, f"the mask selects a row: {name}() of none is an error")
         function = getattr(torch, name)
         return function(rows) if is_full else function(rows, dim, keepdim)
 

@@ -112,9 +112,11 @@ class unchecked(ModeOfBlocks):
         if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
             numbers = self._read(Tensor.tolist, x)
             return None if numbers is None else np.array(numbers, dtype=object)
-        is_short = not x.is_complex() and x.numel() <= _MOST_NUMBERS
-        if func in (Tensor.item, Tensor.tolist) and is_short:
-            return _numbers(func, x)
+        if func in (Tensor.item, Tensor.tolist):
+            if x.is_complex() or x.dtype is torch.uint64:  # programs count in int64
+                return None
+            if x.numel() <= _MOST_NUMBERS:
+                return _numbers(func, x)
         if func in _ASKING and (found := decided(x, frame)) is not None:
             return found
         return python_value(func, x)

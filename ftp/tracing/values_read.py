@@ -139,7 +139,8 @@ def read(x: Tensor) -> Any:
     """The value of a tensor of integers or bools: a Python number, or nested tuples of them; None
     where none may be read.
     """
-    if (reading := _of(x)) is None or x.is_floating_point() or x.is_complex():
+    is_integer = not x.is_floating_point() and not x.is_complex()
+    if x.dtype is torch.uint64 or not is_integer or (reading := _of(x)) is None:
         return None
     return reading.next(_plain(x))
 

@@ -594,8 +594,10 @@ def test_numbers_that_a_model_counts_are_warned_of():
 
 @pytest.mark.parametrize("what", ["conversion", "stored", "table"])
 def test_attributes_that_carry_no_state_are_left_to_the_model(what: str):
-    fn, params = functionalize(Stateful(what))
+    model = nn.Sequential(Stateful(what), Stateful(what))
+    fn, params = functionalize(model)
     assert fn(params, torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+    assert not hasattr(Stateful, "table")
 
 
 class Following(nn.Module):
@@ -909,3 +911,26 @@ def test_errors_of_taps():
     assert "module 'idle' (Linear), tapped by 'idle', was not called" in error_of(
         lambda: fn(params, x), InputError
     )
+
+
+def test_a_write_to_a_buffer_in_whose_memory_another_lies_is_an_error():
+    """As two values, the other would not change."""
+
+    class Overlapping(nn.Module):
+        def __init__(self, writes: bool):
+            super().__init__()
+            both = torch.arange(6.0)
+            self.register_buffer("a", both[:4])
+            self.register_buffer("b", both[2:])
+            self.writes = writes
+
+        def forward(self, x):
+            if self.writes:
+                self.a.add_(x)
+            return x.sum() + self.b.sum()
+
+    fn, params, buffers = functionalize(Overlapping(False), buffers=True)
+    assert fn(params, buffers, torch.ones(4))[0] == 18
+    fn, params, buffers = functionalize(Overlapping(True), buffers=True)
+    with pytest.raises(TraceError, match="modifies 'a', in whose memory 'b' lies, in place"):
+        fn(params, buffers, torch.ones(4))

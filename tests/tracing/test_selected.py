@@ -800,3 +800,27 @@ def test_reductions_of_integer_rows_and_by_numpys_names():
     found = ftp.spmd(fn, ftp.simulated_mesh(2, "dp"), P("dp"), P())(x)
     for ours, theirs in zip(found, fn(x), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "max", "min"])
+def test_an_extremum_of_no_rows_is_an_error_of_checked_inputs(name: str):
+    """It is an error of torch's."""
+    step = ftp.spmd(
+        lambda x, mask: getattr(x[mask], name)(),
+        ftp.simulated_mesh(2, "dp"),
+        (P("dp"), P("dp")),
+        P(),
+        check_inputs=True,
+    )
+    x, mask = torch.arange(3.0), torch.tensor([True, False, True])
+    torch.testing.assert_close(step(x, mask), getattr(x[mask], name)())
+    with pytest.raises(InputError, match=f"the mask selects a row: {name}\\(\\) of none"):
+        step(x, mask & ~mask)
+
+
+@pytest.mark.parametrize("k", [torch.tensor(2**64 - 1, dtype=torch.uint64), torch.tensor(2 + 3j)])
+def test_numbers_of_uint64_and_complex_numbers_are_refused(k: Tensor):
+    """The program counts in int64 and float64."""
+    step = ftp.spmd(lambda x, k: x * k.item(), ftp.simulated_mesh(2, "dp"), P(), P())
+    with pytest.raises(TraceError, match="needs a tensor's value"):
+        step(torch.ones(2), k)
