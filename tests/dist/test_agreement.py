@@ -187,7 +187,7 @@ def test_a_rank_that_plans_anew_while_others_go_on(planner, switch):
         assert kind == again == "MismatchError"
         assert f"Rank {planner} changes its program at call 3, but rank " in message
         assert "goes on with the program of its last call (old) at call 3" in message
-        assert seconds < 5
+        assert seconds < 15  # it waits 20 s where nobody tells
 
 
 def _ending_at_once(planner):

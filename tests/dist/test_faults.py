@@ -594,7 +594,7 @@ def test_a_killed_rank_is_noticed_though_its_children_hold_its_connections(what,
         error, seconds = rank.value
         assert "Rank 1 has been killed, or has ended without a word: its process, " in error, rank
         assert error.startswith("CheckpointError" if what == "save" else "CollectiveError"), rank
-        assert seconds < 5
+        assert seconds < 20  # far less than step_timeout
 
 
 def _keys(folder):

@@ -276,7 +276,7 @@ def test_a_dead_rank_of_a_stage_is_named_by_all(dead, shape):
             assert rank.error is None, rank.error
             error, seconds = rank.value
             assert f"rank {dead}" in error.lower(), error
-            assert seconds < 5
+            assert seconds < 20
 
 
 def caught(call):

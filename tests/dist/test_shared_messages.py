@@ -129,7 +129,7 @@ def test_a_dead_rank_is_named_by_all(dead: int):
             assert rank.error is None, rank.error
             error, seconds = rank.value
             assert f"rank {dead}" in error.lower(), error
-            assert seconds < 5
+            assert seconds < 20
 
 
 def stopping() -> Any:
