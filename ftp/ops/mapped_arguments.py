@@ -1,6 +1,6 @@
-"""The arguments of a graph's node, with other values in place of its operands."""
+"""A graph's nodes with other values in place of their operands: one node, or node after node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import fx
@@ -14,3 +14,20 @@ def mapped_arguments(
     args: Any = map_arg(node.args, value_of)
     kwargs: Any = map_arg(dict(node.kwargs), value_of) if node.kwargs else {}
     return args, kwargs
+
+
+def evaluated(
+    graph: fx.Graph, inputs: Iterable[Any], call: Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
+) -> list[Any]:
+    """The values of a graph's outputs, from those of its placeholders. ``call(node, known)`` gives
+    that of any other node, from those of the nodes before it.
+    """
+    known: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(given)
+        elif node.op != "output":
+            known[node] = call(node, known)
+    outputs: Any = graph.output_node().args[0]
+    return [known[x] for x in outputs]

@@ -12,7 +12,7 @@ from torch import fx
 
 from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
-from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.per_rank.program import RankCode
@@ -82,30 +82,25 @@ def inline(site: InlineSite, program: RankCode, operands: Sequence[fx.Node]) -> 
     for slot, node in enumerate(given):
         node.meta["takes"] = slot
     given += [_index(site, axis) for axis in program.axes]
-    env: dict[fx.Node, Any] = {}
-    feed = iter(given)
-    for node in program.gm.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(feed)
-        elif node.op == "output":
-            return [env[n] for n in node.args[0]]
+
+    def emitted(node: fx.Node, known: Mapping[fx.Node, Any]) -> fx.Node:
+        source = node.meta.get("source", "")
+        before = len(site.graph.nodes)
+        axis = axis_of(node.target, node.args[1:])
+        args, kwargs = mapped_arguments(node, known.__getitem__)
+        if axis is None:
+            target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+            made = site.graph.call_function(target, args, kwargs)
         else:
-            source = node.meta.get("source", "")
-            before = len(site.graph.nodes)
-            axis = axis_of(node.target, node.args[1:])
-            args, kwargs = mapped_arguments(node, env.__getitem__)
-            if axis is None:
-                target = aten.reshape.default if node.target is aten.view.default else node.target
-                env[node] = site.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-            else:
-                operand: Any = node.args[0]
-                held = operand.meta["val"]
-                call = CollectiveCall(
-                    node.target, args[1:], program.axes[axis], tuple(map(int, held.shape))
-                )
-                env[node] = emit_collective(site, call, args[0], held.dtype, node.name, source)
-            _note(site.graph, len(site.graph.nodes) - before, source)
-    raise AssertionError(program)
+            operand: Any = node.args[0]
+            held = operand.meta["val"]
+            shape = tuple(map(int, held.shape))
+            call = CollectiveCall(node.target, args[1:], program.axes[axis], shape)
+            made = emit_collective(site, call, args[0], held.dtype, node.name, source)
+        _note(site.graph, len(site.graph.nodes) - before, source)
+        return made
+
+    return evaluated(program.gm.graph, given, emitted)
 
 
 @dataclass(frozen=True)

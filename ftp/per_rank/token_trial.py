@@ -8,7 +8,7 @@ for each.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 
 from ftp.errors import FtpError
 from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.ops.mapped_arguments import evaluated
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
 from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
@@ -195,16 +196,7 @@ def _drawn(like: Tensor, generator: torch.Generator, spread: float) -> Tensor:
 
 
 def _run(traced: Traced, given: Sequence[Tensor]) -> Tensor:
-    values: dict[fx.Node, Any] = {}
-    feed = iter(given)
-    for node in traced.gm.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = next(feed)
-        elif node.op == "output":
-            return values[node.args[0][0]].to(torch.float64)
-        else:
-            values[node] = _called(node, values)
-    raise AssertionError("a graph has an output")
+    return evaluated(traced.gm.graph, given, _called)[0].to(torch.float64)
 
 
 def _captured(x: Tensor, generator: torch.Generator, spread: float) -> Tensor:
@@ -216,7 +208,7 @@ def _has_values(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
-def _called(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     target: Any = node.target
     given: Any = (node.args, node.kwargs)
     given = map_aggregate(given, lambda x: values[x] if isinstance(x, fx.Node) else _on_cpu(x))

@@ -2,15 +2,15 @@
 for torch.vmap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.fx.node import map_arg
+from torch import Tensor, fx
 
 from ftp.ops.axis_collectives import axis_of, differentiable
+from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.per_rank.gradient import Pair, contributed, has_gradient, split
 from ftp.per_rank.program import Port, RankCode, program_of
 from ftp.sharding.pytree import flatten
@@ -69,19 +69,14 @@ def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str)
 
 def _run(program: RankCode, values: Sequence[Any]) -> list[Any]:
     """The results of a program's ops, whose collectives have gradients."""
-    env: dict[Any, Any] = {}
-    feed = iter(values)
-    for node in program.gm.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(feed)
-        elif node.op == "output":
-            return [env[n] for n in node.args[0]]
-        else:
-            arguments: Any = (node.args, node.kwargs)
-            args, kwargs = map_arg(arguments, env.__getitem__)
-            is_own = axis_of(node.target, node.args[1:]) is not None
-            env[node] = (differentiable(node.target) if is_own else node.target)(*args, **kwargs)
-    raise AssertionError("a graph has an output")
+
+    def call(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = mapped_arguments(node, known.__getitem__)
+        is_own = axis_of(node.target, node.args[1:]) is not None
+        target: Any = differentiable(node.target) if is_own else node.target
+        return target(*args, **kwargs)
+
+    return evaluated(program.gm.graph, values, call)
 
 
 def _traced(fn: Any, args: Any, device_type: str) -> Traced:

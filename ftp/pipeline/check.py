@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError
-from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.pipeline.schedule import Action, Actions
 from ftp.pipeline.subgraphs import Stages
 
@@ -33,23 +33,17 @@ class Numbering:
 
     def run(self, graph: fx.Graph, inputs: Sequence[Number]) -> list[Number]:
         """The numbers of a graph's outputs."""
-        env: dict[fx.Node, Number] = {}
-        given = iter(inputs)
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(given)
-            elif node.op == "output":
-                return [env[n] for n in node.args[0]]
-            else:
-                target = node.target
-                order = {n: f"%{env[n]}" for n in node.all_input_nodes}
-                args = mapped_arguments(node, order.__getitem__)
-                env[node] = self.of(name_of_one(node) or called(target, args))
-                if target is aten.add.Tensor and not node.kwargs:
-                    sides = [env[a] if isinstance(a, fx.Node) else None for a in node.args]
-                    if None not in sides and len(order) in (1, 2):
-                        self.terms[env[node]] = sides[0], sides[1]  # type: ignore[assignment]
-        raise AssertionError("a graph ends with its output")
+        return evaluated(graph, inputs, self._call)
+
+    def _call(self, node: fx.Node, known: Mapping[fx.Node, Number]) -> Number:
+        order = {n: f"%{known[n]}" for n in node.all_input_nodes}
+        args = mapped_arguments(node, order.__getitem__)
+        number = self.of(name_of_one(node) or called(node.target, args))
+        if node.target is aten.add.Tensor and not node.kwargs:
+            sides = [known[a] if isinstance(a, fx.Node) else None for a in node.args]
+            if None not in sides and len(order) in (1, 2):
+                self.terms[number] = sides[0], sides[1]  # type: ignore[assignment]
+        return number
 
     def leaves(self, number: Number) -> Counter[Number]:
         """The terms of a sum of sums, each with how often it is added."""

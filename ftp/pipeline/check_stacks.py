@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError, RuleError
-from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.pipeline.check import Number, Numbering, name_of_one
 from ftp.rules.bind import lookup
@@ -107,16 +107,7 @@ class _StackNumbering:
         Args:
             is_traced: whether it is the traced graph, whose rules are noted.
         """
-        env: dict[fx.Node, Number] = {}
-        given = iter(inputs)
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(given)
-            elif node.op == "output":
-                return [env[n] for n in node.args[0]]
-            else:
-                env[node] = self._call(node, env, is_traced)
-        raise AssertionError("a graph ends with its output")
+        return evaluated(graph, inputs, lambda node, known: self._call(node, known, is_traced))
 
     def _call(self, node: fx.Node, env: Mapping[fx.Node, Number], is_traced: bool) -> Number:
         args: Any = node.args

@@ -3,14 +3,15 @@
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import fx
 
 from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
-from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.ops.stack import STACK, UNSTACK
@@ -114,19 +115,16 @@ def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
     # The function was traced on contiguous slices, and kernels were chosen for those.
     columns = [_slices(op, i, x) for i, x in enumerate(stacks)]
     shared = [op.emit(aten.contiguous.default, x) for x in shared]
-    made: list[list[fx.Node]] = []
-    for i in range(count):
-        given = iter([*(column[i] for column in columns), *shared])
-        env: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(given)
-            elif node.op == "output":
-                made.append([env[x] for x in node.args[0]])
-            else:
-                args, kwargs = mapped_arguments(node, env.__getitem__)
-                target = aten.reshape.default if node.target is aten.view.default else node.target
-                env[node] = op.emit(target, *args, **kwargs)
+
+    def emitted(node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        args, kwargs = mapped_arguments(node, known.__getitem__)
+        target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+        return op.emit(target, *args, **kwargs)
+
+    made = [
+        evaluated(graph, [*(column[i] for column in columns), *shared], emitted)
+        for i in range(count)
+    ]
     return tuple(op.emit(aten.stack.default, list(x)) for x in zip(*made, strict=True))
 
 
