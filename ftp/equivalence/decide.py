@@ -17,7 +17,7 @@ from ftp.certification.lockstep.check import (
 )
 from ftp.certification.lockstep.reals import Reals, wide
 from ftp.certification.lockstep.run import OpFailed, RunError
-from ftp.certification.residues.ops import KNOWN
+from ftp.certification.residues.domain import KNOWN
 from ftp.certification.residues.value import Blind
 from ftp.certification.residues.words import words
 from ftp.equivalence.blame import blame

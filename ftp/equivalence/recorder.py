@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ftp.certification.residues.ops import KNOWN
+from ftp.certification.residues.domain import KNOWN
 from ftp.equivalence.data_access import READS_VALUE, DataAccess
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ftp.certification.residues import arithmetic as ar
+from ftp.certification.residues import comparisons, ops  # noqa: F401  they fill FUNCTIONS
+from ftp.certification.residues.call import FUNCTIONS, ResidueCall
 from ftp.certification.residues.field import Field
-from ftp.certification.residues.ops import FUNCTIONS, MOVEMENTS, ResidueCall, _rounded
+from ftp.certification.residues.movements import MOVEMENTS, rounded
 from ftp.certification.residues.value import (
     Blind,
     Planes,
@@ -23,6 +25,7 @@ from ftp.certification.residues.words import words
 from ftp.ops.exchange import LITERAL
 from ftp.torch_internals.pytree import tree_any, tree_leaves, tree_map
 
+KNOWN = frozenset(FUNCTIONS) | MOVEMENTS
 FACTORIES = words(
     """
     full ones zeros arange scalar_tensor eye linspace literal tensor new_full new_ones
@@ -246,7 +249,7 @@ class Residues:
 
     def write(self, x: Any, new: Any) -> None:
         if isinstance(x, Planes):
-            new = _rounded(ResidueCall(self.field, None, x.dtype), new, x.dtype)
+            new = rounded(ResidueCall(self.field, None, x.dtype), new, x.dtype)
             write(x, Planes([p.reshape(x.shape) for p in new.planes], new.window, x.dtype))
         else:
             x.copy_(new.reshape(x.shape))

@@ -1,62 +1,15 @@
-"""Ops on values of a residue field, by the name of the op; one function for all its overloads.
-
-Longer than other files because it is one table: every op of which the proofs know something.
-
-Each function takes a ``ResidueCall`` and the op's arguments. Operands may be values, numbers, or
-tensors of integers, whose elements are known numbers.
-"""
+"""Ops on values of a residue field: arithmetic, sums and exponentials."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.certification.residues import arithmetic as ar
-from ftp.certification.residues.field import Field
-from ftp.certification.residues.value import (
-    Blind,
-    Planes,
-    embed,
-    made,
-    move,
-    order,
-    separate,
-)
-from ftp.certification.residues.words import words
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class ResidueCall:
-    """A call of an op: the field, the op, and the dtype of its first result."""
-
-    field: Field
-    target: Any
-    dtype: torch.dtype
-
-    def lift(self, x: Any) -> Planes:
-        """A value, of numbers or integers where they are known."""
-        if isinstance(x, Planes):
-            return x
-        if isinstance(x, bool | int | float):
-            x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
-        return embed(self.field, x, self.dtype)
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {}
-
-
-def op(*names: str):
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        FUNCTIONS.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
+from ftp.certification.residues.call import FUNCTIONS, ResidueCall, dims_of, op, reshaped
+from ftp.certification.residues.value import Blind, Planes, made, move, separate
 
 # Arithmetic.
 
@@ -151,19 +104,15 @@ def _rsqrt(c: ResidueCall, a: Planes) -> Planes:
 @op("mm", "bmm", "mv", "dot", "matmul")
 def _product(c: ResidueCall, a: Planes, b: Planes) -> Planes:
     a, b = c.lift(a), c.lift(b)
-    left = _reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
-    right = _reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
+    left = reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
+    right = reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
     found = ar.matmul_of_values(c.field, left, right)
     shape = list(found.shape)
     if len(b.shape) == 1:
         shape = shape[:-1]
     if len(a.shape) == 1:
         shape = shape[:-1] if len(b.shape) == 2 and len(shape) < 2 else shape[1:]
-    return _reshaped(c, found, shape)
-
-
-def _reshaped(c: ResidueCall, a: Planes, shape: Sequence[int]) -> Planes:
-    return move(c.field, lambda x: x.reshape(tuple(shape)), [a])
+    return reshaped(c, found, shape)
 
 
 @op("addmm", "baddbmm", "addmv")
@@ -176,12 +125,6 @@ def _addmm(
 # Sums.
 
 
-def _dims(x: Planes, dim: Any) -> list[int]:
-    if dim is None or dim == []:
-        return list(range(len(x.shape)))
-    return [d % len(x.shape) if x.shape else 0 for d in ([dim] if isinstance(dim, int) else dim)]
-
-
 @op("sum")
 def _sum(
     c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
@@ -189,7 +132,7 @@ def _sum(
     x = c.lift(x)
     if not x.shape:
         return separate(x)
-    return ar.summed(c.field, lambda p: p.sum(_dims(x, dim), keepdim), x)
+    return ar.summed(c.field, lambda p: p.sum(dims_of(x, dim), keepdim), x)
 
 
 @op("mean")
@@ -197,7 +140,7 @@ def _mean(
     c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Planes:
     x = c.lift(x)
-    count = math.prod(x.shape[d] for d in _dims(x, dim)) if x.shape else 1
+    count = math.prod(x.shape[d] for d in dims_of(x, dim)) if x.shape else 1
     return ar.scaled(c.field, _sum(c, x, dim, keepdim), 1, count)
 
 
@@ -210,7 +153,7 @@ def _cumsum(c: ResidueCall, x: Planes, dim: int, dtype: Any = None) -> Planes:
 def _var_mean(
     c: ResidueCall, x: Planes, dim: Any = None, correction: Any = 1, keepdim: bool = False
 ) -> tuple[Planes, Planes]:
-    count = math.prod(x.shape[d] for d in _dims(x, dim))
+    count = math.prod(x.shape[d] for d in dims_of(x, dim))
     mean = _mean(c, x, dim, True)
     centred = _sub(c, x, mean)
     total = _sum(c, _square(c, centred), dim, keepdim)
@@ -300,7 +243,7 @@ def _prod(
     c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Planes:
     if dim is None:
-        x, dim = _reshaped(c, x, (-1,)), 0
+        x, dim = reshaped(c, x, (-1,)), 0
     parts = [move(c.field, lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
     found = c.lift(1) if not parts else parts[0]
     for part in parts[1:]:
@@ -413,242 +356,3 @@ _elementwise(
     "remainder", "round", "selu", "sin", "sinh", "special_erfcx", "tan", "trunc", "copysign"
 )
 _elementwise("log_sigmoid_forward", "softplus", "softplus_backward", "elu_backward")
-
-
-# Order.
-
-
-def _compared(compare: Callable[[Tensor, Tensor], Tensor]):
-    def run(c: ResidueCall, a: Any, b: Any) -> Tensor:
-        return compare(order(c.field, c.lift(a)), order(c.field, c.lift(b)))
-
-    return run
-
-
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    FUNCTIONS[_name] = _compared(getattr(torch, _name))
-
-
-@op("maximum", "fmax")
-def _maximum(c: ResidueCall, a: Any, b: Any) -> Planes:
-    return ar.larger(c.field, c.lift(a), c.lift(b))
-
-
-@op("minimum", "fmin")
-def _minimum(c: ResidueCall, a: Any, b: Any) -> Planes:
-    return ar.smaller(c.field, c.lift(a), c.lift(b))
-
-
-@op("clamp", "clip")
-def _clamp(c: ResidueCall, x: Any, min: Any = None, max: Any = None) -> Planes:
-    x = c.lift(x)
-    x = x if min is None else _maximum(c, x, min)
-    return x if max is None else _minimum(c, x, max)
-
-
-@op("clamp_min")
-def _clamp_min(c: ResidueCall, x: Any, min: Any) -> Planes:
-    return _maximum(c, x, min)
-
-
-@op("clamp_max")
-def _clamp_max(c: ResidueCall, x: Any, max: Any) -> Planes:
-    return _minimum(c, x, max)
-
-
-@op("relu")
-def _relu(c: ResidueCall, x: Planes) -> Planes:
-    return _maximum(c, x, 0)
-
-
-@op("threshold_backward")
-def _threshold_backward(c: ResidueCall, grad: Planes, x: Planes, threshold: Any) -> Planes:
-    return ar.chosen(c.field, FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
-
-
-@op("abs")
-def _abs(c: ResidueCall, x: Planes) -> Planes:
-    return ar.chosen(c.field, FUNCTIONS["lt"](c, x, 0), _neg(c, x), x)
-
-
-@op("sign", "sgn")
-def _sign(c: ResidueCall, x: Planes) -> Planes:
-    below, above = FUNCTIONS["lt"](c, x, 0), FUNCTIONS["gt"](c, x, 0)
-    return c.lift(above.to(torch.int64) - below.to(torch.int64))
-
-
-@op("amax", "amin")
-def _amax(c: ResidueCall, x: Planes, dim: Any = (), keepdim: bool = False) -> Planes:
-    largest = c.target._schema.name.endswith("max")
-    dims = sorted(_dims(x, list(dim) if not isinstance(dim, int) else dim), reverse=True)
-    for d in dims:
-        x, _ = ar.extreme(c.field, x, d, keepdim, largest)
-    return x
-
-
-@op("max", "min")
-def _max(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Any:
-    largest = c.target._schema.name.endswith("max")
-    if isinstance(dim, int):
-        return ar.extreme(c.field, x, dim, keepdim, largest)
-    if dim is not None:
-        return (_maximum if largest else _minimum)(c, x, dim)
-    return ar.extreme(c.field, _reshaped(c, x, (-1,)), 0, False, largest)[0]
-
-
-@op("argmax", "argmin")
-def _argmax(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Tensor:
-    found = getattr(torch, c.target._schema.name.split("::")[1])
-    return found(order(c.field, x), dim=dim, keepdim=keepdim)
-
-
-@op("sort")
-def _sort(
-    c: ResidueCall,
-    x: Planes,
-    dim: int = -1,
-    descending: bool = False,
-    *,
-    stable: bool = True,
-) -> Any:
-    at = order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
-    return move(c.field, lambda p: p.gather(dim, at), [x]), at
-
-
-@op("argsort")
-def _argsort(
-    c: ResidueCall, x: Planes, dim: int = -1, descending: bool = False, **_: Any
-) -> Tensor:
-    return order(c.field, x).argsort(dim=dim, descending=descending, stable=True)
-
-
-@op("topk")
-def _topk(
-    c: ResidueCall,
-    x: Planes,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-) -> Any:
-    at = order(c.field, x).topk(k, dim, largest, sorted).indices
-    return move(c.field, lambda p: p.gather(dim, at), [x]), at
-
-
-@op("isnan")
-def _isnan(c: ResidueCall, x: Planes) -> Tensor:
-    return torch.zeros(x.shape, dtype=torch.bool)
-
-
-@op("isinf")
-def _isinf(c: ResidueCall, x: Planes) -> Tensor:
-    if not c.field.has_infinities:
-        return torch.zeros(x.shape, dtype=torch.bool)
-    return x.planes[-1] != 0
-
-
-@op("isfinite")
-def _isfinite(c: ResidueCall, x: Planes) -> Tensor:
-    return ~_isinf(c, x)
-
-
-@op("logical_not")
-def _logical_not(c: ResidueCall, x: Planes) -> Tensor:
-    return FUNCTIONS["eq"](c, x, 0)
-
-
-# Data movement and constants.
-
-
-@op("where")
-def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Planes:
-    return ar.chosen(c.field, condition, c.lift(a), c.lift(b))
-
-
-@op("masked_fill")
-def _masked_fill(c: ResidueCall, x: Planes, mask: Tensor, value: Any) -> Planes:
-    return ar.chosen(c.field, mask, c.lift(value), x)
-
-
-@op("constant_pad_nd")
-def _pad(c: ResidueCall, x: Planes, pad: Sequence[int], value: Any = 0) -> Planes:
-    fill = c.lift(value)
-    planes = [
-        aten.constant_pad_nd(p, pad, int(v)) for p, v in zip(x.planes, fill.planes, strict=True)
-    ]
-    return Planes(planes, x.window & x.window, x.dtype)
-
-
-@op("scatter")
-def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Planes:
-    if kwargs:
-        raise Blind(f"{c.target} with {kwargs}")
-    x, source = c.lift(x), c.lift(source)
-    if not source.shape:
-        source = Planes([p.expand(index.shape) for p in source.planes], source.window, x.dtype)
-    return move(c.field, lambda p, s: p.scatter(dim, index, s), [x, source])
-
-
-@op("fill", "full_like")
-def _fill(c: ResidueCall, x: Planes, value: Any, **_: Any) -> Planes:
-    found = c.lift(value)
-    return Planes([p.expand(x.shape).clone() for p in found.planes], found.window, c.dtype)
-
-
-@op("zeros_like", "zero")
-def _zeros_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
-    return _fill(c, x, 0)
-
-
-@op("ones_like")
-def _ones_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
-    return _fill(c, x, 1)
-
-
-@op("new_zeros", "new_ones", "new_full")
-def _new(c: ResidueCall, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Planes:
-    if value is None:
-        value = int(c.target._schema.name.endswith("ones"))
-    found = c.lift(value)
-    return Planes([p.expand(tuple(size)).clone() for p in found.planes], found.window, c.dtype)
-
-
-@op("copy")
-def _copy(c: ResidueCall, x: Planes, source: Any, *_: Any) -> Planes:
-    source = c.lift(source)
-    source = _rounded(c, source, x.dtype)
-    return Planes([p.expand(x.shape).clone() for p in source.planes], source.window, x.dtype)
-
-
-@op("_to_copy", "to", "convert_element_type")
-def _to_copy(c: ResidueCall, x: Any, *_: Any, **__: Any) -> Any:
-    if not c.dtype.is_floating_point:
-        if c.dtype is torch.bool:
-            return FUNCTIONS["ne"](c, x, 0)
-        raise Blind(f"{c.target}, which rounds numbers to integers")
-    return _rounded(c, separate(c.lift(x)), c.dtype)
-
-
-def _rounded(c: ResidueCall, x: Planes, dtype: torch.dtype) -> Planes:
-    """A conversion to a dtype of fewer digits or a smaller range is a function without algebra."""
-    if x.dtype == dtype or not x.dtype.is_floating_point:
-        return Planes(x.planes, x.window, dtype)
-    a, b = torch.finfo(x.dtype), torch.finfo(dtype)
-    if b.eps <= a.eps and b.max >= a.max:
-        return Planes(x.planes, x.window, dtype)
-    found = ar.function(c.field, f"round to {dtype}", x)
-    return Planes(found.planes, found.window, dtype)
-
-
-MOVEMENTS = words(
-    """
-    alias detach view _unsafe_view reshape expand permute transpose t squeeze unsqueeze
-    slice select narrow diagonal unfold split split_with_sizes unbind chunk clone
-    contiguous cat stack flip roll repeat index _unsafe_index gather index_select embedding
-    tril triu select_scatter slice_scatter diagonal_scatter lift_fresh lift_fresh_copy lift
-    alias_copy expand_copy _reshape_alias index_copy slice_backward select_backward
-    diagonal_backward diag_embed take take_along_dim view_copy permute_copy movedim
-    broadcast_in_dim
-    """
-)
-KNOWN = frozenset(FUNCTIONS) | MOVEMENTS

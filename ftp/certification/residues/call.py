@@ -1,0 +1,52 @@
+"""A call of an op on values of a residue field, and the table of ops.
+
+``FUNCTIONS`` holds one function for all overloads of an op, by its name. It takes a ``ResidueCall``
+and the op's arguments: values, numbers, or tensors of integers, whose elements are known numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftp.certification.residues.field import Field
+from ftp.certification.residues.value import Planes, embed, move
+
+
+@dataclass(frozen=True)
+class ResidueCall:
+    """A call of an op: the field, the op, and the dtype of its first result."""
+
+    field: Field
+    target: Any
+    dtype: torch.dtype
+
+    def lift(self, x: Any) -> Planes:
+        """A value, of numbers or integers where they are known."""
+        if isinstance(x, Planes):
+            return x
+        if isinstance(x, bool | int | float):
+            x = torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+        return embed(self.field, x, self.dtype)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def op(*names: str):
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        FUNCTIONS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def reshaped(c: ResidueCall, a: Planes, shape: Sequence[int]) -> Planes:
+    return move(c.field, lambda x: x.reshape(tuple(shape)), [a])
+
+
+def dims_of(x: Planes, dim: Any) -> list[int]:
+    if dim is None or dim == []:
+        return list(range(len(x.shape)))
+    return [d % len(x.shape) if x.shape else 0 for d in ([dim] if isinstance(dim, int) else dim)]
