@@ -202,14 +202,9 @@ class TimedAction:
     end: float
 
 
-def simulate(
-    actions: Actions, stages: int, duration: Duration, transfer: float = 0.0
-) -> list[TimedAction]:
+def simulate(actions: Actions, stages: int, duration: Duration) -> list[TimedAction]:
     """The time of each action, if a rank starts each action as soon as the actions that it needs
     have ended.
-
-    Args:
-        transfer: seconds from the end of an action to the arrival of its results at another rank.
 
     Raises:
         ScheduleError: ranks wait for each other forever; the message has the action that each waits
@@ -219,7 +214,7 @@ def simulate(
     >>> [(str(t.action), t.start) for t in simulate(made, 2, lambda action: 1.0)]
     [('F0.0', 0.0), ('F1.0', 1.0), ('B1.0', 2.0), ('B0.0', 3.0)]
     """
-    ends: dict[Action, tuple[float, int]] = {}
+    ends: dict[Action, float] = {}
     clock, at = [0.0] * len(actions), [0] * len(actions)
     found = []
     while True:
@@ -233,15 +228,8 @@ def simulate(
                 ]
                 if None in arrivals:
                     break
-                times = [
-                    end + (transfer if by != rank else 0.0)
-                    for arrival in arrivals
-                    if arrival is not None
-                    for end, by in [arrival]
-                ]
-                start = max([clock[rank], *times])
-                clock[rank] = start + duration(action)
-                ends[action] = clock[rank], rank
+                start = max([clock[rank], *(end for end in arrivals if end is not None)])
+                clock[rank] = ends[action] = start + duration(action)
                 found.append(TimedAction(action, rank, start, clock[rank]))
                 at[rank] += 1
                 begun = True

@@ -240,18 +240,18 @@ def _seed(f: Field, name: str) -> int:
 # Order: random, the same for equal numbers; of the arithmetic it knows signs at most.
 
 
-def chosen(f: Field, first: Tensor, a: Planes, b: Planes) -> Planes:
+def chosen(first: Tensor, a: Planes, b: Planes) -> Planes:
     """``a`` where ``first``, else ``b``."""
     planes = [torch.where(first, x, y) for x, y in zip(a.planes, b.planes, strict=True)]
     return Planes(planes, a.window & b.window, a.dtype)
 
 
 def larger(f: Field, a: Planes, b: Planes) -> Planes:
-    return chosen(f, order(f, a) >= order(f, b), a, b)
+    return chosen(order(f, a) >= order(f, b), a, b)
 
 
 def smaller(f: Field, a: Planes, b: Planes) -> Planes:
-    return chosen(f, order(f, a) <= order(f, b), a, b)
+    return chosen(order(f, a) <= order(f, b), a, b)
 
 
 def extreme(f: Field, a: Planes, dim: int, keepdim: bool, largest: bool) -> tuple[Planes, Tensor]:

@@ -42,8 +42,8 @@ def op(*names: str):
     return register
 
 
-def reshaped(c: ResidueCall, a: Planes, shape: Sequence[int]) -> Planes:
-    return move(c.field, lambda x: x.reshape(tuple(shape)), [a])
+def reshaped(a: Planes, shape: Sequence[int]) -> Planes:
+    return move(lambda x: x.reshape(tuple(shape)), [a])
 
 
 def dims_of(x: Planes, dim: Any) -> list[int]:

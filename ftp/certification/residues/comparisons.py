@@ -56,12 +56,12 @@ def _relu(c: ResidueCall, x: Planes) -> Planes:
 
 @op("threshold_backward")
 def _threshold_backward(c: ResidueCall, grad: Planes, x: Planes, threshold: Any) -> Planes:
-    return ar.chosen(c.field, FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
+    return ar.chosen(FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
 
 
 @op("abs")
 def _abs(c: ResidueCall, x: Planes) -> Planes:
-    return ar.chosen(c.field, FUNCTIONS["lt"](c, x, 0), ar.negate(c.field, x), x)
+    return ar.chosen(FUNCTIONS["lt"](c, x, 0), ar.negate(c.field, x), x)
 
 
 @op("sign", "sgn")
@@ -86,7 +86,7 @@ def _max(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> A
         return ar.extreme(c.field, x, dim, keepdim, largest)
     if dim is not None:
         return (_maximum if largest else _minimum)(c, x, dim)
-    return ar.extreme(c.field, reshaped(c, x, (-1,)), 0, False, largest)[0]
+    return ar.extreme(c.field, reshaped(x, (-1,)), 0, False, largest)[0]
 
 
 @op("argmax", "argmin")
@@ -105,7 +105,7 @@ def _sort(
     stable: bool = True,
 ) -> Any:
     at = order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
-    return move(c.field, lambda p: p.gather(dim, at), [x]), at
+    return move(lambda p: p.gather(dim, at), [x]), at
 
 
 @op("argsort")
@@ -125,7 +125,7 @@ def _topk(
     sorted: bool = True,
 ) -> Any:
     at = order(c.field, x).topk(k, dim, largest, sorted).indices
-    return move(c.field, lambda p: p.gather(dim, at), [x]), at
+    return move(lambda p: p.gather(dim, at), [x]), at
 
 
 @op("isnan")

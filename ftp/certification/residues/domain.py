@@ -242,7 +242,7 @@ class Residues:
         """A pure movement of data; values and integers are moved alike."""
         if all(isinstance(x, Tensor) for x in xs):
             return fn(*xs)
-        return move(self.field, fn, xs)
+        return move(fn, xs)
 
     def separate(self, x: Any) -> Any:
         return separate(x) if isinstance(x, Planes) else x.clone()

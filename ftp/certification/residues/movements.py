@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 @op("where")
 def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Planes:
-    return ar.chosen(c.field, condition, c.lift(a), c.lift(b))
+    return ar.chosen(condition, c.lift(a), c.lift(b))
 
 
 @op("masked_fill")
 def _masked_fill(c: ResidueCall, x: Planes, mask: Tensor, value: Any) -> Planes:
-    return ar.chosen(c.field, mask, c.lift(value), x)
+    return ar.chosen(mask, c.lift(value), x)
 
 
 @op("constant_pad_nd")
@@ -40,7 +40,7 @@ def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwa
     x, source = c.lift(x), c.lift(source)
     if not source.shape:
         source = Planes([p.expand(index.shape) for p in source.planes], source.window, x.dtype)
-    return move(c.field, lambda p, s: p.scatter(dim, index, s), [x, source])
+    return move(lambda p, s: p.scatter(dim, index, s), [x, source])
 
 
 @op("fill", "full_like")

@@ -104,15 +104,15 @@ def _rsqrt(c: ResidueCall, a: Planes) -> Planes:
 @op("mm", "bmm", "mv", "dot", "matmul")
 def _product(c: ResidueCall, a: Planes, b: Planes) -> Planes:
     a, b = c.lift(a), c.lift(b)
-    left = reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
-    right = reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
+    left = reshaped(a, (1, *a.shape)) if len(a.shape) == 1 else a
+    right = reshaped(b, (*b.shape, 1)) if len(b.shape) == 1 else b
     found = ar.matmul_of_values(c.field, left, right)
     shape = list(found.shape)
     if len(b.shape) == 1:
         shape = shape[:-1]
     if len(a.shape) == 1:
         shape = shape[:-1] if len(b.shape) == 2 and len(shape) < 2 else shape[1:]
-    return reshaped(c, found, shape)
+    return reshaped(found, shape)
 
 
 @op("addmm", "baddbmm", "addmv")
@@ -243,12 +243,12 @@ def _prod(
     c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Planes:
     if dim is None:
-        x, dim = reshaped(c, x, (-1,)), 0
-    parts = [move(c.field, lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
+        x, dim = reshaped(x, (-1,)), 0
+    parts = [move(lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
     found = c.lift(1) if not parts else parts[0]
     for part in parts[1:]:
         found = ar.multiply(c.field, found, part)
-    return move(c.field, lambda p: p.unsqueeze(dim), [found]) if keepdim else found
+    return move(lambda p: p.unsqueeze(dim), [found]) if keepdim else found
 
 
 # Exponentials and their kin.

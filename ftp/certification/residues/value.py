@@ -140,7 +140,6 @@ def drawn(field: Field, shape: Sequence[int], seed: int, dtype: torch.dtype) -> 
 
 
 def move(
-    field: Field,
     op: Callable[..., Any],
     xs: Sequence[Planes],
     dtype: torch.dtype | None = None,
