@@ -14,7 +14,6 @@ from ftp.certification.certificate import (
     Operation,
     Ports,
     Ref,
-    Spec,
     Unreduced,
 )
 from ftp.certification.certificate_file import NOTES
@@ -34,7 +33,7 @@ from ftp.runtime.program import Program, axes_of_groups
 from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.layout import Size
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.spec import PartitionSpec, cuts_of
 from ftp.torch_internals.pytree import tree_leaves
 
 
@@ -169,7 +168,7 @@ def _certificate(program: Program, ranks: Ranks) -> Certificate:
             if node.kind in ("input", "op", "local")
         ),
         tuple(
-            (_ref(v), _cuts(spec))
+            (_ref(v), cuts_of(spec))
             for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)
         ),
         Unreduced(
@@ -189,13 +188,13 @@ def _certificate(program: Program, ranks: Ranks) -> Certificate:
 def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
     results = tuple(replace(m, shape=tuple(map(evaluated, m.shape))) for m in node.results)
     if node.kind == "input":
-        spec = _cuts(in_specs.get(node, PartitionSpec()))
+        spec = cuts_of(in_specs.get(node, PartitionSpec()))
         return Operation(node.name, None, (), {}, results, spec=spec)
     if node.kind == "local":
         program: RankCode = node.target
         ports = Ports(
-            tuple(_cuts(p.spec) for p in program.operands),
-            tuple((_cuts(p.spec), p.pending) for p in program.results),
+            tuple(cuts_of(p.spec) for p in program.operands),
+            tuple((cuts_of(p.spec), p.pending) for p in program.results),
         )
         args = (tuple(map(_ref, node.operands)), program.key)
         return Operation(
@@ -282,10 +281,3 @@ def _size(size: Size) -> Any:
         return evaluated(size)
     chunks = [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]
     return [evaluated(size.const), chunks]
-
-
-def _cuts(spec: PartitionSpec) -> Spec:
-    return tuple(
-        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
-        for d in range(len(spec))
-    )

@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +15,7 @@ from ftp.certification.unsound import Refused
 from ftp.dynamic_float import DynamicFloat, evaluated
 from ftp.dynamic_int import DynamicInt
 from ftp.rules.bind import bind, lookup
-from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.call import Call, Meta, replaced, returns_tuple
 from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, localize
 from ftp.rules.notation import parse
 from ftp.rules.rule import BoundRule, Rule
@@ -136,13 +135,8 @@ def local_form(
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), evaluated)
     if isinstance(made, tuple):
         results = list(made)
-    elif len(op.results) > 1 or _returns_tuple(op.target):
+    elif len(op.results) > 1 or returns_tuple(op.target):
         results = [graph.call_function(operator.getitem, (made, i)) for i in range(len(op.results))]
     else:
         results = [made]
     return results, places, starts
-
-
-def _returns_tuple(target: Any) -> bool:
-    returns = target._schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))

@@ -15,7 +15,7 @@ from ftp.equivalence.data_access import READS_VALUE
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.draws import without_python_draws
 from ftp.equivalence.fake_world import as_rank
-from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of, require_placements
+from ftp.equivalence.given_specs import as_specs, placements_of, require_placements
 from ftp.equivalence.program_lines import operations, without_dead
 from ftp.equivalence.recorded_exchanges import ExchangeRecorder
 from ftp.equivalence.recorder import ProgramRecorder, recording
@@ -25,7 +25,7 @@ from ftp.sharding.dtensor_placements import is_placements
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.spec import PartitionSpec, cuts_of
 from ftp.source import raised_line
 from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.fake_tensors import (

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.certification.certificate import Spec
 from ftp.errors import SpecError
 from ftp.sharding.dtensor_placements import is_dtensor, is_placements, specs_of_any
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
-from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.spec import PartitionSpec, cuts_of
 
 
 def placements_of(specs: Any, args: Any) -> list[Any]:
@@ -74,10 +73,3 @@ def _layout(spec: PartitionSpec, ndim: int, mesh: Mesh) -> Any:
     cuts = cuts_of(spec.at_rank(ndim))
     dims = [[c for c in dim if mesh.axes[c[0]] > 1] for dim in cuts]
     return dims + [[]] * (ndim - len(dims)), {a for a in spec.unreduced if mesh.axes[a] > 1}
-
-
-def cuts_of(spec: PartitionSpec) -> Spec:
-    return tuple(
-        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
-        for d in range(len(spec))
-    )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ftp.context import set_within
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
-from ftp.sharding.patterns import match_patterns
+from ftp.sharding.patterns import listed, match_patterns
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
@@ -258,7 +258,7 @@ def pin_outputs(pin: ConstrainedModule, module: nn.Module, args: tuple, out: Any
         return _pinned_by_key(out, (given,) if isinstance(given, P) else given, pin)
     if isinstance(given, Mapping):
         raise InputError(
-            f"{pin.where}: the constraint names outputs, {_listed(given)}, but it returns"
+            f"{pin.where}: the constraint names outputs, {listed(given)}, but it returns"
             f" {kind_of(out)}."
         )
     if not isinstance(given, tuple):
@@ -296,16 +296,12 @@ def _pinned_by_key(
         )
     if strange := [key for key in given if key not in out]:
         raise InputError(
-            f"{pin.where}: the constraint names output {strange[0]!r}; it returns {_listed(out)}."
+            f"{pin.where}: the constraint names output {strange[0]!r}; it returns {listed(out)}."
         )
     new: Any = copy.copy(out)
     for key, entry in given.items():
         new[key] = _pinned(out[key], entry, pin, f"output {key!r}")
     return new
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _fitted(

@@ -175,7 +175,7 @@ def _mask_of(mask: Tensor | None, tile: Tile) -> Tensor | None:
     return mask
 
 
-def _rows(x: Tensor, part: slice) -> Tensor:
+def rows_of(x: Tensor, part: slice) -> Tensor:
     return x.narrow(2, part.start, part.stop - part.start)
 
 
@@ -200,8 +200,8 @@ def _forward(
     key_blocks = blocks(columns, k.shape[2], KEYS)
     for block in blocks(rows, q.shape[2], QUERIES):
         whole = block.slice(block.first, block.first + block.length)
-        total = _rows(logsumexp, whole).fill_(-math.inf)
-        merged = _rows(out, whole)
+        total = rows_of(logsumexp, whole).fill_(-math.inf)
+        merged = rows_of(out, whole)
         result = merged if wide == q.dtype else merged.to(wide)
         for keys in key_blocks:
             attend(result, total, q, k, v, block, keys, is_causal, scale, attn_mask)
@@ -229,7 +229,7 @@ def attend(
     for tile in tiles(rows, keys, is_causal):
         part, weight = _tile(q, k, v, mask, tile, scale)
         queries = slice(tile.queries.start - rows.at, tile.queries.stop - rows.at)
-        merge(_rows(result, queries), _rows(total, queries), part, weight)
+        merge(rows_of(result, queries), rows_of(total, queries), part, weight)
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, of_part: Tensor) -> None:
@@ -250,7 +250,7 @@ def _tile(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: Tile, scale: float
 ) -> tuple[Tensor, Tensor]:
     """One tile's result and log-sum-exp, ``-inf`` for rows that see nothing."""
-    q, k, v = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
+    q, k, v = rows_of(q, tile.queries), rows_of(k, tile.keys), rows_of(v, tile.keys)
     mask = _mask_of(mask, tile)
     if kernel := tile_kernels.kernel_of(q, v, mask is not None):
         q, k, v = (x.contiguous() for x in (q, k, v))
@@ -308,10 +308,10 @@ def _backward(
     row_blocks = blocks(rows, q.shape[2], TILE) if grad_out.numel() else []
     for keys in blocks(columns, k.shape[2], TILE):
         whole = keys.slice(keys.first, keys.first + keys.length)
-        of_k, of_v = (_rows(x, whole) for x in (grad_k, grad_v))
+        of_k, of_v = (rows_of(x, whole) for x in (grad_k, grad_v))
         sums = [x if x.dtype == wide else x.to(wide) for x in (of_k, of_v)]
         for block in row_blocks:
-            of_q = _rows(grad_q, block.slice(block.first, block.first + block.length))
+            of_q = rows_of(grad_q, block.slice(block.first, block.first + block.length))
             add_gradients(
                 (of_q, *sums),
                 (grad_out, q, k, v, out, logsumexp),
@@ -346,10 +346,10 @@ def add_gradients(
     for tile in tiles(rows, keys, is_causal):
         dq, dk, dv = _tile_backward(*given, mask, tile, scale)
         here = slice(tile.queries.start - rows.at, tile.queries.stop - rows.at)
-        _rows(grad_q, here).add_(dq)
+        rows_of(grad_q, here).add_(dq)
         here = slice(tile.keys.start - keys.at, tile.keys.stop - keys.at)
-        _rows(grad_k, here).add_(dk)
-        _rows(grad_v, here).add_(dv)
+        rows_of(grad_k, here).add_(dk)
+        rows_of(grad_v, here).add_(dv)
 
 
 def _tile_backward(
@@ -365,9 +365,9 @@ def _tile_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a tile's queries, keys and values."""
     grad_out, q, out, logsumexp = (
-        _rows(x, tile.queries).contiguous() for x in (grad_out, q, out, logsumexp)
+        rows_of(x, tile.queries).contiguous() for x in (grad_out, q, out, logsumexp)
     )
-    k, v = (_rows(x, tile.keys).contiguous() for x in (k, v))
+    k, v = (rows_of(x, tile.keys).contiguous() for x in (k, v))
     mask = _mask_of(mask, tile)
     if kernel := tile_kernels.kernel_of(q, v, mask is not None):
         given = grad_out, q, k, v, out, logsumexp, mask

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.ops.attention import Block, sum_dtype
+from ftp.ops.attention import Block, rows_of, sum_dtype
 from ftp.ops.ring_pieces import Needs
 from ftp.ops.sends import OneRank, Send, Sends
 from ftp.sharding.local_pieces import Interval
@@ -42,8 +42,8 @@ class PartSums:
     def part(self, part: slice) -> Tensor:
         """Zeros to add to."""
         if self._whole is not None:
-            return _part(self._whole, part)
-        of = _part(self._like, part)
+            return rows_of(self._whole, part)
+        of = rows_of(self._like, part)
         return torch.zeros_like(of, dtype=self._wide, memory_format=torch.contiguous_format)
 
     def finish(self, sums: Tensor) -> None:
@@ -66,7 +66,7 @@ def pass_keys(
     for at, (piece, step) in enumerate(steps.all):
         near: Any = yield steps.sends_keys(at + 1, k, v)
         if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+            near = [rows_of(x, ring.piece(rank, piece)) for x in (k, v)]
         if near[0] is not None:
             visit((rank - step) % ring.n, piece, near)
         near.clear()
@@ -100,7 +100,7 @@ def return_gradients(
         if at >= len(steps.all):
             continue
         if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+            near = [rows_of(x, ring.piece(rank, piece)) for x in (k, v)]
             to = sums[piece] = [x.part(ring.piece(rank, piece)) for x in grads]
         elif near[0] is not None:
             to = [torch.zeros_like(x, dtype=wide) for x in near]
@@ -117,8 +117,8 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequenc
     for total, x in zip(sums, arrived, strict=False):
         before = 0
         for at, length in _runs(held) if x is not None else ():
-            of_x = _part(x, slice(before, before + length))  # type: ignore[arg-type]
-            _part(total, slice(at, at + length)).add_(of_x)  # type: ignore[arg-type]
+            of_x = rows_of(x, slice(before, before + length))  # type: ignore[arg-type]
+            rows_of(total, slice(at, at + length)).add_(of_x)  # type: ignore[arg-type]
             before += length
 
 
@@ -199,7 +199,7 @@ class Steps:
         return [
             Send(
                 step,
-                _taken(_part(x, own), sent) if sent else None,
+                _taken(rows_of(x, own), sent) if sent else None,
                 (*x.shape[:2], length, x.shape[3]) if length else None,
                 x,
                 _elements(x, ring.width),
@@ -237,12 +237,8 @@ def _runs(held: Sequence[Block]) -> list[Interval]:
 
 
 def _taken(x: Tensor, held: Sequence[Block]) -> Tensor:
-    parts = [_part(x, slice(at, at + length)) for at, length in _runs(held)]
+    parts = [rows_of(x, slice(at, at + length)) for at, length in _runs(held)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _part(x: Tensor, part: slice) -> Tensor:
-    return x.narrow(2, part.start, part.stop - part.start)
 
 
 def _elements(x: Tensor, length: int) -> int:

@@ -36,7 +36,7 @@ from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Node, Reshard, Value, identity_rule
 from ftp.planning.insert_reshards import reshard_rule
 from ftp.planning.plan import Plan
-from ftp.rules.call import Meta, replaced
+from ftp.rules.call import Meta, replaced, returns_tuple
 from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, as_module, localize
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.local_pieces import cut_pieces
@@ -308,7 +308,7 @@ class _Emission:
         if isinstance(made, tuple):
             self._give(node, made)
             return
-        if len(node.results) == 1 and not _returns_tuple(node.target):
+        if len(node.results) == 1 and not returns_tuple(node.target):
             self.env[Value(node)] = made
             return
         for index in range(len(node.results)):
@@ -412,11 +412,6 @@ class _Emission:
 
 
 @functools.cache
-def _returns_tuple(target: Any) -> bool:
-    returns = target._schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
-
-
 def _resharded_extent(node: Node) -> Size:
     """The size of the dim that a reshard slices or pads."""
     sizes, reshard = node.sizes, node.target

@@ -18,6 +18,7 @@ from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.define import define
 from ftp.ops.fill_up import CUT_OFF, FILL_UP
 from ftp.per_rank.program import Port, RankCode, factor
+from ftp.per_rank.trace_locally import meta
 from ftp.rules.call import Call, Meta
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation
@@ -68,15 +69,15 @@ def expanded(program: RankCode) -> fx.Graph:
     n = len(program.operands)
     for node, port in zip(placeholders[:n], program.operands, strict=True):
         given = graph.placeholder(node.name)
-        given.meta["val"] = _meta(port.global_shape(program.axes), port.dtype)
+        given.meta["val"] = meta(port.global_shape(program.axes), port.dtype)
         env[node] = given
     for node, port in zip(placeholders[:n], program.operands, strict=True):
         args = (env[node], *_arguments(program, port))
         env[node] = graph.create_node("call_function", ENTER, args, name=f"{node.name}_entered")
-        env[node].meta["val"] = _meta(port.shape, port.dtype)
+        env[node].meta["val"] = meta(port.shape, port.dtype)
     for node, (axis, size) in zip(placeholders[n:], program.axes.items(), strict=True):
         env[node] = graph.call_function(AXIS_INDEX, (axis, size))
-        env[node].meta["val"] = _meta((), torch.int64)
+        env[node].meta["val"] = meta((), torch.int64)
     for node in program.gm.graph.nodes:
         if node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -85,7 +86,7 @@ def expanded(program: RankCode) -> fx.Graph:
     for node, port in zip(output.args[0], program.results, strict=True):
         args = (env[node], *_arguments(program, port), list(port.pending))
         left.append(graph.create_node("call_function", LEAVE, args, name=f"{node.name}_left"))
-        left[-1].meta["val"] = _meta(port.global_shape(program.axes), port.dtype)
+        left[-1].meta["val"] = meta(port.global_shape(program.axes), port.dtype)
     graph.output(tuple(left))
     return _expanded.setdefault(program.key, graph)
 
@@ -101,10 +102,6 @@ def _arguments(program: RankCode, port: Port) -> tuple[list[Any], ...]:
             dims.append(d)
             packs.append(cut.pack)
     return list(program.axes), list(program.axes.values()), axes, dims, packs
-
-
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 # Rules. Other axes may not cut the factor of a mesh axis.

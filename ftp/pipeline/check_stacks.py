@@ -19,7 +19,7 @@ from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.pipeline.check import Number, Numbering, name_of_one
 from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.call import Call, Meta, operands_of, replaced
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class _LayerRule:
 
     def fits(self, node: fx.Node) -> bool:
         """Whether a node is this op, on fewer layers or as many."""
-        metas = [_meta(n) for n in _slots(node)]
+        metas = [_meta(n) for n in operands_of(node)]
         return (
             node.target == self.target
             and _text(node) == self.args
@@ -142,7 +142,7 @@ class _StackNumbering:
 
     def _rule(self, node: fx.Node, env: Mapping[fx.Node, Number]) -> _LayerRule | None:
         """How an op of the traced graph acts on layers; None where it does not keep them apart."""
-        slots, val = _slots(node), node.meta.get("val")
+        slots, val = operands_of(node), node.meta.get("val")
         is_op = isinstance(node.target, OpOverload) and isinstance(val, torch.Tensor)
         if not is_op or not any(env[n] in self.stacks for n in slots):
             return None
@@ -179,7 +179,7 @@ class _StackNumbering:
     def _by_layer(self, node: fx.Node, env: Mapping[fx.Node, Number], rule: _LayerRule) -> Number:
         """The number of an op's result, of numbers for each layer."""
         operands, counts = list[tuple[Number, ...] | Number](), set[int]()
-        for n, dim in zip(_slots(node), rule.dims, strict=True):
+        for n, dim in zip(operands_of(node), rule.dims, strict=True):
             if dim is None:
                 operands.append(env[n])
             else:
@@ -272,13 +272,6 @@ def _adds_alike(node: fx.Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return False
     return all(isinstance(n, fx.Node) and _meta(n).dtype == _meta(node).dtype for n in node.args)
-
-
-def _slots(node: fx.Node) -> list[fx.Node]:
-    """The operands of a call, in order, as often as the call reads them."""
-    found: list[fx.Node] = []
-    replaced((node.args, dict(node.kwargs)), fx.Node, found.append)
-    return found
 
 
 def _text(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 from ftp.errors import RuleError, SpecError
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.call import Call, Meta, operands_of, replaced
 from ftp.rules.local_op import as_module
 from ftp.rules.rule import BoundRule
 from ftp.sharding.local_pieces import local_shape
@@ -240,7 +240,7 @@ class _Expansion:
 
     def _by_rank(self, node: fx.Node, rule: BoundRule) -> bool:
         """Emit an op once per rank; False if it combines layers."""
-        operands = _operands(node)
+        operands = operands_of(node)
         dims = [rule.operands[i][0] for i, n in enumerate(operands) if n in self.parts]
         if len(set(dims)) != 1 or len(dims[0]) != 1 or dims[0][0] in rule.whole:
             return False
@@ -344,13 +344,6 @@ def _takes_apart(node: fx.Node) -> bool:
 def _puts_together(node: fx.Node) -> bool:
     is_stack = node.target is aten.stack.default and node.args[1:] in ((), (0,))
     return (node.target is STACK or is_stack) and not node.kwargs
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors of a call, in order; one that it reads twice is listed twice."""
-    found: list[fx.Node] = []
-    replaced((node.args, dict(node.kwargs)), fx.Node, found.append)
-    return found
 
 
 def _rule(node: fx.Node) -> BoundRule | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from ftp.errors import RuleError
 from ftp.torch_internals.op_types import OpOverload
@@ -66,6 +67,16 @@ def tensors(tree: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     elif isinstance(tree, dict):
         for t in tree.values():
             yield from tensors(t, kind)
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors of a node's call, in order; one that it reads twice is listed twice."""
+    return list(tensors((node.args, dict(node.kwargs)), fx.Node))
+
+
+def returns_tuple(op: OpOverload) -> bool:
+    returns = op._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
 def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -222,7 +222,7 @@ def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
     return [families[family] for family in sorted(families, key=like, reverse=True)[:n]]
 
 
-def listed(items: Sequence[str]) -> str:
+def listed(items: Iterable[str]) -> str:
     return ", ".join(map(repr, items))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
+from typing import Any
 
 from ftp.errors import SpecError
 
@@ -315,6 +316,14 @@ def _repeated(spec: PartitionSpec) -> str:
     return (
         f"{spec} uses mesh axis {axis!r} for dim {first[axis]} and again for dim {dim}. Try"
         f" {P(*kept)}."
+    )
+
+
+def cuts_of(spec: PartitionSpec) -> tuple[tuple[tuple[str, int, Any], ...], ...]:
+    """The cuts of each dim as plain data, as certificates hold them."""
+    return tuple(
+        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
+        for d in range(len(spec))
     )
 
 
