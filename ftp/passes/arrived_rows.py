@@ -190,7 +190,8 @@ def _states_no_size(node: fx.Node, dim: int) -> bool:
     if node.target not in _SIZED:
         stated = [*node.args, *node.kwargs.values()]
         return all(size not in _numbers(x) for x in stated)
-    others: Sequence[Any] = [s for d, s in enumerate(node.args[1]) if d != dim]  # type: ignore[arg-type]
+    sizes: Any = node.args[1]
+    others: Sequence[Any] = [s for d, s in enumerate(sizes) if d != dim]
     return all(isinstance(s, int) and s > 0 for s in others)
 
 

@@ -1,6 +1,7 @@
 """The branch of a ``torch.cond`` that each node of a rank's graph belongs to."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -45,9 +46,11 @@ def _reads(
 
 def predicates_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Per node of a branch the predicates that decide whether it runs."""
-    deciding = {number_of(node.target, node.args): node.args[:1] for node in graph.nodes}
+    deciding: dict[int, Any] = {
+        number_of(node.target, node.args): node.args[:1] for node in graph.nodes
+    }
     return {
-        node: [x for number, _ in path if number >= 0 for x in deciding[number]]  # type: ignore[misc]
+        node: [x for number, _ in path if number >= 0 for x in deciding[number]]
         for node, path in branches(graph).items()
         if path
     }

@@ -83,7 +83,8 @@ class _FakeValues(FakeTensorProp):
 
     def _foreseen(self, n: fx.Node) -> Any:
         """The fake result of a plain op or a reshape, computed from metadata; None for others."""
-        if not is_plain(n.target) and n.target is not aten.reshape.default:  # type: ignore[arg-type]
+        target: Any = n.target
+        if not is_plain(target) and target is not aten.reshape.default:
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
         with DisableTorchDispatch():

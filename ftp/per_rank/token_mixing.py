@@ -208,9 +208,9 @@ class _Op:
 
     def _dim(self) -> int:
         args: Sequence[Any] = [a for a in self.node.args[1:] if not isinstance(a, fx.Node)]
-        at = self.node.kwargs.get("dim", next((a for a in args if type(a) is int), None))
+        at: Any = self.node.kwargs.get("dim", next((a for a in args if type(a) is int), None))
         default = 0 if self.node.target is aten.slice.Tensor else -1
-        return int(default if at is None else at) % max(self.made[0].ndim, 1)  # type: ignore[arg-type]
+        return int(default if at is None else at) % max(self.made[0].ndim, 1)
 
     def _is_numbers(self) -> bool:
         return all(t.is_numbers for t in (self.what or self.where))

@@ -179,9 +179,9 @@ class _GraphBuilder:
         arguments: Any = node.args
         if node.target is LOCAL and (program := program_of(arguments[1])).is_planned:
             return self.inlined(node, program, [self.env[x] for x in arguments[0]])
-        given, size = (node.args, dict(node.kwargs)), self.size
-        if size is not None:
-            given = map_aggregate(given, lambda a: a if isinstance(a, fx.Node) else size(a))  # type: ignore[assignment]
+        given: Any = node.args, dict(node.kwargs)
+        if (size := self.size) is not None:
+            given = map_aggregate(given, lambda a: a if isinstance(a, fx.Node) else size(a))
         args, kwargs = replaced(given, fx.Node, self.env.__getitem__)
         results = self.metas(node)
         source = node.meta.get("source", "")

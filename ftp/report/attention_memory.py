@@ -69,7 +69,8 @@ class _CallSizes:
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
         self.is_forward = names[0] == "q"
         tensors = [n for n in ("grad_out", "q", "k", "v", "out", "logsumexp") if n in names]
-        held = {n: shapes.values[node.args[names.index(n)]][0] for n in tensors}  # type: ignore[index]
+        args: Any = node.args
+        held = {n: shapes.values[args[names.index(n)]][0] for n in tensors}
         self.q, self.k, self.v = held["q"], held["k"], held["v"]
         self.of_queries = [x for name, x in held.items() if name not in ("k", "v")]
         self.out = (*self.q.shape[:3], self.v.shape[3])

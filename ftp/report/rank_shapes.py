@@ -5,6 +5,7 @@ rows whose number depends on values).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -51,7 +52,8 @@ def _numbers(shapes: LocalShapes, offsets: Sequence[int]) -> dict[fx.Node, int]:
         if node.op == "placeholder":
             found[node] = next(rest)
         else:
-            found[node] = node.target(*map_arg(node.args, found.__getitem__))  # type: ignore[operator]
+            target: Any = node.target
+            found[node] = target(*map_arg(node.args, found.__getitem__))
     return found
 
 

@@ -272,7 +272,7 @@ class Worker:
 
     def _read_later(self, stage: int, kinds: str, sent: Sequence[str]) -> set[str]:
         subgraphs = self.program.made.stages.subgraphs
-        later = (subgraphs[kind, stage] for kind in kinds if (kind, stage) in subgraphs)  # type: ignore[index]
+        later = (found for (kind, at), found in subgraphs.items() if kind in kinds and at == stage)
         return {*sent, *(name for subgraph in later for name in subgraph.values)}
 
     @staticmethod

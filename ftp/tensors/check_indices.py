@@ -87,7 +87,8 @@ def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, int, int | None]]:
         yield args[2], 0, args[0].meta["val"].shape[args[1]], None
     elif node.target in _LOSSES:
         x = args[0].meta["val"]
-        yield args[1], 0, x.shape[min(1, x.ndim - 1)], args[_LOSSES[node.target]]  # type: ignore[index]
+        ignored = args[_LOSSES[node.target]]  # type: ignore[index]
+        yield args[1], 0, x.shape[min(1, x.ndim - 1)], ignored
     elif node.target is aten.eq.Tensor and (classes := _one_hot_classes(args[1])):
         yield args[0], 0, classes, None
     elif node.target in _LISTS:

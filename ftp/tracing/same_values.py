@@ -44,11 +44,11 @@ def holds_same(a: Tensor, b: Tensor) -> bool:
             one, other = ((source if node is copy else node, at) for node, at in pair)
             stack.append((one, other, [*readers, copy]))
             continue
-        inputs = _inputs(pair[0]), _inputs(pair[1])
-        if None in inputs or not _is_same_call(left, right):
+        mine, theirs = _inputs(pair[0]), _inputs(pair[1])
+        if mine is None or theirs is None or not _is_same_call(left, right):
             return False
         reads += [(left, [left]), (right, [right])]
-        stack += ((*of, [left, right]) for of in zip(*inputs, strict=True))  # type: ignore[arg-type]
+        stack += ((*of, [left, right]) for of in zip(mine, theirs, strict=True))
     return not are_written(reads, x.graph)
 
 

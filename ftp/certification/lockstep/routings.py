@@ -84,8 +84,8 @@ def choice_of(
         return None
     dim %= len(shape)
     rows = (*shape[:dim], *shape[dim + 1 :], shape[dim])
-    count = shape[dim] if name in ("sort", "argsort") else count
-    return ReferenceChoice("", dim, int(count), bool(is_largest), tuple(map(int, rows)))  # type: ignore[arg-type]
+    taken: Any = shape[dim] if name in ("sort", "argsort") else count
+    return ReferenceChoice("", dim, int(taken), bool(is_largest), tuple(map(int, rows)))
 
 
 def choices_of(certificate: Certificate) -> list[ReferenceChoice | None]:
