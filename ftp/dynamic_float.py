@@ -34,7 +34,7 @@ class DynamicFloat:
     right: Any = None
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return float
 
     def ints(self) -> list[DynamicInt]:

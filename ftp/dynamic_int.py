@@ -534,7 +534,7 @@ class DynamicInt:
         return self._plain
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return int
 
     @property

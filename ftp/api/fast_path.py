@@ -75,7 +75,7 @@ class Expected:
         if not self.is_likely or last.facts is not self.outputs or self._settings != settings():
             return None
         try:
-            leaves: list[Any] = self._treedef.flatten_up_to(args)  # type: ignore[arg-type]
+            leaves: list[Any] = self._treedef.flatten_up_to(args)
         except ValueError:
             return None
         if not self._are_alike(*leaves) or not all(

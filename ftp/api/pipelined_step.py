@@ -69,7 +69,7 @@ class StepOfMicrobatches(Step):
 class PipelinedStep(StepOfMicrobatches):
     """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
 
-    def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
+    def lower(self, *args: Any) -> LoweredPipeline:
         """The pipeline's programs for these arguments (real, fake or meta), without running them or
         talking to other ranks.
         """

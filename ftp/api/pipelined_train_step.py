@@ -37,7 +37,7 @@ class PipelinedTrainStep(StepOfMicrobatches):
     makes it.
     """
 
-    def lower(self, *args: Any) -> LoweredTraining:  # type: ignore[override]
+    def lower(self, *args: Any) -> LoweredTraining:
         """The step's programs for these arguments (real, fake or meta), without running them or
         talking to other ranks.
         """

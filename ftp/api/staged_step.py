@@ -38,7 +38,7 @@ class StagedStep(Step):
         check_staged(definition.options, is_pipeline=False)
         super().__init__(definition)
 
-    def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
+    def lower(self, *args: Any) -> LoweredRounds:
         """The programs for these arguments (real, fake or meta), without running them or talking to
         other ranks.
         """

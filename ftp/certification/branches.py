@@ -27,11 +27,11 @@ def leaks(graph: fx.Graph) -> Iterator[str]:
     around: dict[int, BranchPath] = {}
     for node in graph.nodes:
         number = node.args[3] if node.target is CHOOSE else -1
-        if number < 0:  # type: ignore[operator]
+        if number < 0:
             continue
-        first = predicates.setdefault(number, node.args[0])  # type: ignore[arg-type]
+        first = predicates.setdefault(number, node.args[0])
         of = branch_of(node)
-        is_same = around.setdefault(number, of) == of  # type: ignore[arg-type]
+        is_same = around.setdefault(number, of) == of
         if first is not node.args[0] or not is_same:
             yield f"{node.name} chooses by another predicate than the cond's other choices"
     for node in graph.nodes:
@@ -42,8 +42,8 @@ def leaks(graph: fx.Graph) -> Iterator[str]:
                 break
         for slot, value in _operands(node):
             at = branch
-            if node.target is CHOOSE and slot and node.args[3] >= 0:  # type: ignore[operator]
-                at = (*branch, (node.args[3], slot == 1))  # type: ignore[assignment]
+            if node.target is CHOOSE and slot and node.args[3] >= 0:
+                at = (*branch, (node.args[3], slot == 1))
             of = branch_of(value)
             if at[: len(of)] != of:
                 yield (

@@ -324,7 +324,7 @@ class Checker:
         if isinstance(args[0], np.ndarray):
             raise Unsound("an offset is used as a tensor")
         try:
-            return step(*args)  # type: ignore[misc]
+            return step(*args)
         except (IndexError, TypeError, ValueError, AttributeError):
             raise Unsound(f"{node.target}{node.args} does not fit its arguments") from None
 

@@ -254,7 +254,7 @@ class OpForms:
         rows, times = (first, first + size), result.shape[0]
         operands = {0: given}
         if node.target is aten.mm.default:
-            operands[1] = node.args[1]  # type: ignore[assignment]
+            operands[1] = node.args[1]
         if (size * times) % count or (first * times) % count:
             raise Refused(f"{node.name} = {node.target}{node.args} gives no whole rows of {op}")
         part = slice_dim(result, 0, first * times // count, (first + size) * times // count)

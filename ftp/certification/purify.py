@@ -89,8 +89,8 @@ class _Purified:
             elif node.target in _BY_KERNEL:
                 self.update(node)
             elif node.target is aten.copy_.default:
-                self.write(node.args[0], self.read(node.args[1]), node)  # type: ignore[arg-type]
-                self.share_memory(node, node.args[0], True)  # type: ignore[arg-type]
+                self.write(node.args[0], self.read(node.args[1]), node)
+                self.share_memory(node, node.args[0], True)
             else:
                 self.in_place(node)
         return self.new
@@ -154,7 +154,7 @@ class _Purified:
         elif node.target is WAIT and _is_collective(node.args[0]):
             senders = self.memory[node.args[0].args[0]].senders  # type: ignore[union-attr,index]
             if node.args[0] in senders:
-                senders.remove(node.args[0])  # type: ignore[arg-type]
+                senders.remove(node.args[0])
 
     def in_place(self, node: fx.Node) -> None:
         target: Any = node.target
@@ -178,18 +178,18 @@ class _Purified:
         if by != 1:
             raise Unsound(f"{node.name} increments by {by}")
         for each in numbers:  # type: ignore[union-attr]
-            before = self.read(each)  # type: ignore[arg-type]
+            before = self.read(each)
             made = self.new.call_function(aten.add.Tensor, (before, 1))
             made.meta["branch"] = node.meta.get("branch", ())
             self.counted[made] = before
-            self.write(each, made, node)  # type: ignore[arg-type]
+            self.write(each, made, node)
 
     def update(self, node: fx.Node) -> None:
         """Replace an optimizer's kernel for lists by the update of each parameter."""
         op, kind = _BY_KERNEL[node.target]
         rows: list[list[Any]] = [
             list(row) for row in zip(*(column for column in node.args if column), strict=True)
-        ]  # type: ignore[arg-type]
+        ]
         wrote = [self.memory[x] for row in rows for i, x in enumerate(row) if i != 1]
         sent = [self.memory[row[1]] for row in rows]
         if len({*map(id, wrote)}) < len(wrote) or {*map(id, wrote)} & {*map(id, sent)}:

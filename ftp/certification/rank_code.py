@@ -136,7 +136,7 @@ def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> 
         if "takes" in first.meta and first.target is aten.contiguous.default:
             axes |= {a for dim in op.ports.operands[first.meta["takes"]] for a, _, _ in dim}
         if first.target in COLLECTIVES:
-            over = frozenset(certificate.groups.get(first.args[-1], ()))  # type: ignore[arg-type]
+            over = frozenset(certificate.groups.get(first.args[-1], ()))
             axes = axes - over if first.target in _INVARIANT else axes | over
         if first.target in RINGS or first.target is ALL_TO_ALL_ROWS or _is_random(first):
             axes = every

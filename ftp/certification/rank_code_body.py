@@ -44,7 +44,7 @@ def run_body(
             count += 1
             continue
         if node.op == "output":
-            return [[own[n] for n in node.args[0]] for own in values]  # type: ignore[index]
+            return [[own[n] for n in node.args[0]] for own in values]
         axis = collective_axis(node.target, node.args)
         if axis is None:
             for own in values:
@@ -60,7 +60,7 @@ def run_body(
         )  # (x, op, axis); others are (x, axis, ...)
         rest = node.args[1:2] if is_reduce else node.args[2:]
         for ranks in groups.values():
-            sent = [values[r][node.args[0]] for r in ranks]  # type: ignore[index]
+            sent = [values[r][node.args[0]] for r in ranks]
             found = _COLLECTIVES[node.target](domain, sent, *rest)
             for rank, x in zip(ranks, found, strict=True):
                 values[rank][node] = domain.separate(x)

@@ -126,7 +126,7 @@ class _Numbers:
             self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
             return self.run(graph)
         every = range(len(node.meta["val"]))
-        kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
+        kept, taken = list(every), list(range(len(operands)))
         if self.key(LOCAL, node.args, {}, 0) not in self.classes:
             live = self.live(node.graph)
             items: list[Any] = [
@@ -135,9 +135,9 @@ class _Numbers:
             kept = sorted(set(items))
             if not kept:
                 return [None for _ in every]
-            program, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
+            program, taken = program_of(key).giving(kept)
             key = program.key
-        args = ([operands[i] for i in taken], key)  # type: ignore[index]
+        args = ([operands[i] for i in taken], key)
         return [
             self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None
             for i in every
@@ -158,8 +158,8 @@ class _Numbers:
                     items: Any = {u.args[1] for u in node.users if u in found}
                     kept = sorted(items)
                     if 0 < len(kept) < len(node.meta["val"]):
-                        _, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
-                        inputs = [operands[i] for i in taken]  # type: ignore[index]
+                        _, taken = program_of(key).giving(kept)
+                        inputs = [operands[i] for i in taken]
                 found.update(inputs)
             self._live[graph] = found
         return self._live[graph]

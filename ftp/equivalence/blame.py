@@ -70,7 +70,7 @@ def blame(certificate: Certificate, seen: WrongOutput) -> BlamedLine:
 def _at_output(certificate: Certificate, seen: WrongOutput, why: str) -> BlamedLine:
     graph = _graph(certificate, seen.rank)
     (output,) = (n for n in graph.nodes if n.op == "output")
-    node = output.args[0][seen.output]  # type: ignore[index]
+    node = output.args[0][seen.output]
     return BlamedLine(_maker(node).meta.get("source", "") if isinstance(node, fx.Node) else "", why)
 
 
@@ -141,7 +141,7 @@ class _Search:
         reads = []
         operands: Any = node.args[1] if node.target is EXCHANGE else node.all_input_nodes
         for operand in operands:
-            value: Any = rank.values.get(operand)  # type: ignore[arg-type]
+            value: Any = rank.values.get(operand)
             for x in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(x, Planes) and self.domain.storage(x) in last:
                     reads.append(last[self.domain.storage(x)])
@@ -200,7 +200,7 @@ class _Search:
     def _first(self) -> tuple[BlamedLine, bool]:
         graph = _graph(self.certificate, self.seen.rank)
         (output,) = (n for n in graph.nodes if n.op == "output")
-        node: Any = output.args[0][self.seen.output]  # type: ignore[index]
+        node: Any = output.args[0][self.seen.output]
         own = self.events[self.seen.rank]
         final = self._event_of(own, node)
         if final is None:

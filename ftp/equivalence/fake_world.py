@@ -74,7 +74,7 @@ def _without_polling() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.Work.is_completed = own  # type: ignore[method-assign]
+        dist.Work.is_completed = own
 
 
 def _outer_world() -> int | None:

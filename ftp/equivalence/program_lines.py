@@ -26,7 +26,7 @@ def operations(
             continue
         if node.op == "call_function" and _is_item(node):
             parent: Any = node.args[0]
-            refs[node] = Ref(refs[parent].name, node.args[1])  # type: ignore[arg-type]
+            refs[node] = Ref(refs[parent].name, node.args[1])
             continue
         title = node.name
         if node.op == "placeholder":

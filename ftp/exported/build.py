@@ -282,7 +282,7 @@ class Build:
                 continue
             arguments: Any = (node.args, dict(node.kwargs))
             numbered = map_aggregate(arguments, self._number)
-            args, kwargs = map_arg(numbered, lambda n: held.get(n, n))  # type: ignore[misc]
+            args, kwargs = map_arg(numbered, lambda n: held.get(n, n))
             made = held[node] = self.graph.call_function(node.target, args, kwargs, name=node.name)
             if is_meta and made.kwargs.get("device") is not None:
                 made.kwargs = {**made.kwargs, "device": torch.device("meta")}

@@ -172,7 +172,7 @@ def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | Non
         name
         for name, path in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items()
         if isinstance(held.get(path), torch.Tensor)
-        and memory_of(held[path]) == memory_of(held[weight])  # type: ignore[arg-type]
+        and memory_of(held[path]) == memory_of(held[weight])
     }
     readers = [
         found for node in program.graph.nodes if node.name in names for found in _readers(node)

@@ -252,9 +252,7 @@ class _Remat(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        block: _RematBlock, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(block: _RematBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
         with block.modes(), _CapturesCheck(block, tensors):
             return block.run(*tensors)
 
@@ -264,7 +262,7 @@ class _Remat(torch.autograd.Function):
         save_inputs(ctx, tensors, output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [
             i for i, x in enumerate(tensors) if is_differentiable(x) and ctx.needs_input_grad[i + 1]
@@ -281,7 +279,7 @@ class _Remat(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
         tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [
             i

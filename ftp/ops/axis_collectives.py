@@ -102,7 +102,7 @@ TRANSPOSES.update({
 def reduced(x: Tensor, op: str, axis: str) -> Tensor:
     if op == "sum":
         return linear(x, OPS.all_reduce.default, op, axis)
-    return _Extremum.apply(x, op, axis)  # type: ignore[return-value]
+    return _Extremum.apply(x, op, axis)
 
 
 def differentiable(target: Any) -> Callable[..., Tensor]:
@@ -118,7 +118,7 @@ class _Extremum(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, op: str, axis: str) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, op: str, axis: str) -> Tensor:
         return OPS.all_reduce.default(x, op, axis)
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Extremum(torch.autograd.Function):
         ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, y = ctx.saved_tensors
         ties = (x == y).to(x.dtype)
         share = reduced(grad, "sum", ctx.axis) / OPS.all_reduce.default(ties, "sum", ctx.axis)

@@ -97,7 +97,7 @@ def constrain(
     )
     if problem := misnamed(spec, pin.axes):
         raise SpecError(f"{at_line()}{problem}")
-    return _Constrain.apply(x, pin_to_str(pin), grad)  # type: ignore[return-value]
+    return _Constrain.apply(x, pin_to_str(pin), grad)
 
 
 def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None) -> Tensor:
@@ -110,7 +110,7 @@ def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None)
     """
     return _ConstrainGradient.apply(
         x, pin_to_str(Pin(spec.at_rank(x.dim()), None if axes is None else tuple(axes)))
-    )  # type: ignore[return-value]
+    )
 
 
 _PROBE = "probe "  # no mesh axis is called so
@@ -138,7 +138,7 @@ def probe(x: Tensor, number: int) -> Tensor:
     tensor([1., 1.])
     """
     entries = pin_to_str(Pin(P(), (f"{_PROBE}{number}",)))
-    return _Constrain.apply(x, entries, True)  # type: ignore[return-value]
+    return _Constrain.apply(x, entries, True)
 
 
 def entries_over(spec: P, ndim: int) -> bool:
@@ -233,7 +233,7 @@ class _Constrain(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, entries: str, grad: bool) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, entries: str, grad: bool) -> Tensor:
         return CONSTRAIN(x, entries)
 
     @staticmethod
@@ -241,13 +241,13 @@ class _Constrain(torch.autograd.Function):
         _, ctx.entries, ctx.grad = inputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.grad or _MARKED.get():
             return _Constrain.apply(grad, ctx.entries if ctx.grad else MARK, True), None, None
         return grad, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _Constrain.apply(tangent, ctx.entries, ctx.grad)
 
 
@@ -255,7 +255,7 @@ class _ConstrainGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, entries: str) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, entries: str) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -263,11 +263,11 @@ class _ConstrainGradient(torch.autograd.Function):
         ctx.entries = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _Constrain.apply(grad, ctx.entries, True), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
         return tangent.view_as(tangent)
 
 

@@ -83,7 +83,7 @@ class Flex(torch.autograd.Function):
     """Attention by tiles, forward and backward."""
 
     @staticmethod
-    def forward(q, k, v, kept, *tensors):  # type: ignore[override]
+    def forward(q, k, v, kept, *tensors):
         return kept.call(FLEX, tensors, q, k, v)
 
     @staticmethod
@@ -96,9 +96,7 @@ class Flex(torch.autograd.Function):
         ctx.save_for_forward(q, k, v, *tensors)
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, of_weights: Tensor | None, _: Any
-    ) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None, _: Any) -> Any:
         q, k, v, out, logsumexp, *tensors = ctx.saved_tensors
         if grad is None and of_weights is None:
             return (None,) * (4 + len(tensors))
@@ -123,7 +121,7 @@ class Flex(torch.autograd.Function):
         )
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         q, k, v, *tensors = ctx.saved_tensors
         kept = ctx.kept
         moving = _moving(tensors)
@@ -136,7 +134,7 @@ class Flex(torch.autograd.Function):
         return *jvp_of(dense, given, known), None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return one_by_one(Flex, info, in_dims, args)
 
 
@@ -146,9 +144,7 @@ class _FlexGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        grad, of_weights, q, k, v, out, logsumexp, kept, *tensors
-    ):
+    def forward(grad, of_weights, q, k, v, out, logsumexp, kept, *tensors):
         wide = sum_dtype(q.dtype)
         delta = (grad.to(wide) * out.to(wide)).sum(-1)
         delta = delta if of_weights is None else delta - of_weights
@@ -188,7 +184,7 @@ class _FlexGradient(torch.autograd.Function):
         return gradients, given, moving, len(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         # The result and the log-sum-exps are functions of the others: theirs are in those.
         run, given, moving, count = _FlexGradient._dense(ctx)
         found: Any = torch.func.vjp(run, *given)
@@ -200,14 +196,14 @@ class _FlexGradient(torch.autograd.Function):
         return of_grad, of_weights, of_q, of_k, of_v, None, None, None, *of_tensors
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         run, given, moving, _ = _FlexGradient._dense(ctx)
         weights = [tangents[1]] if ctx.has_weights else []
         known = [tangents[0], *tangents[2:5], *weights, *(tangents[8 + i] for i in moving)]
         return jvp_of(run, given, known)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return one_by_one(_FlexGradient, info, in_dims, args)
 
 

@@ -118,7 +118,7 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None], held: Sequenc
         before = 0
         for at, length in _runs(held) if x is not None else ():
             of_x = rows_of(x, slice(before, before + length))  # type: ignore[arg-type]
-            rows_of(total, slice(at, at + length)).add_(of_x)  # type: ignore[arg-type]
+            rows_of(total, slice(at, at + length)).add_(of_x)
             before += length
 
 

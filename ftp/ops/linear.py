@@ -20,7 +20,7 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, target: Any, *args: Any) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, target: Any, *args: Any) -> Tensor:
         return target(x, *args)
 
     @staticmethod
@@ -32,11 +32,11 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         args = *ctx.saved_tensors, *ctx.rest
         found = _Linear.apply(grad, *TRANSPOSES[ctx.target](ctx.shape, *args))
         return found, None, *(None for _ in args)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _Linear.apply(tangent, ctx.target, *ctx.saved_tensors, *ctx.rest)

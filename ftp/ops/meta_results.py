@@ -65,10 +65,10 @@ class FakeOf:
             )
         made = Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-        )  # type: ignore[call-arg]
+        )
         self._guard(made)
         made.__dict__.update(self._fresh[device])  # type: ignore[attr-defined]
-        return made  # type: ignore[return-value]
+        return made
 
     def like(self, x: Tensor) -> FakeTensor:
         """A fake tensor of another tensor's shape, strides, dtype and device."""
@@ -103,7 +103,7 @@ def meta_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _on_meta(x: Any, devices: set[torch.device]) -> Any:
     if isinstance(x, Tensor):
-        if type(x) is not FakeTensor or x._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
+        if type(x) is not FakeTensor or x._has_symbolic_sizes_strides:
             raise _NotPlain
         if x.layout is not torch.strided or x.is_conj() or x.is_neg():
             raise _NotPlain

@@ -31,7 +31,7 @@ class Unstack(torch.autograd.Function):
     """The slices along dim 0."""
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(UNSTACK(x))
 
     @staticmethod
@@ -39,15 +39,15 @@ class Unstack(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return Stack.apply(*grads)
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor) -> Any:
         return Unstack.apply(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> Any:
         parts: Any = Unstack.apply(x.movedim(in_dims[0], 1))
         return parts, (0,) * len(parts)
 
@@ -56,7 +56,7 @@ class Stack(torch.autograd.Function):
     """The inverse of ``Unstack``."""
 
     @staticmethod
-    def forward(*xs: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(*xs: Tensor) -> Tensor:
         return STACK(list(xs))
 
     @staticmethod
@@ -64,17 +64,15 @@ class Stack(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return Unstack.apply(grad)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
         return Stack.apply(*tangents)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, in_dims: tuple[int | None, ...], *xs: Tensor
-    ) -> Any:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *xs: Tensor) -> Any:
         batched = [
             x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(xs, in_dims, strict=True)

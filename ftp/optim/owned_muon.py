@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import _muon  # pyright: ignore[reportPrivateUsage]
+from torch.optim import _muon
 
 from ftp.errors import InputError
 from ftp.optim.by_owner import apply_by_owner

@@ -133,7 +133,7 @@ def _of_grouped(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
     rows are not those of its groups.
     """
     a, b, *rest = node.args
-    of_a, of_b = (held[x].dim if x in held else None for x in (a, b))  # type: ignore[index]
+    of_a, of_b = (held[x].dim if x in held else None for x in (a, b))
     if any(x in held for x in rest):
         return None
     shapes = a.meta["val"].ndim, b.meta["val"].ndim  # type: ignore[union-attr]

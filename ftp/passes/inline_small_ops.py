@@ -39,7 +39,7 @@ def small_updates(graph: fx.Graph) -> fx.Graph:
                     if made.op == "call_function":
                         env[made] = new.call_function(
                             made.target, *mapped_arguments(made, env.__getitem__)
-                        )  # type: ignore[misc]
+                        )
                         env[made].meta.update({**node.meta, "val": made.meta["val"]})
                     elif made.op == "output":
                         results = [env[n] for n in made.args[0]]

@@ -71,7 +71,7 @@ def _emit_cond(
     runs = []
     for slot, side in ((1, True), (2, False)):
         graph = RankGraph()
-        local: NodeMap = {x: graph.placeholder(x.name) for x in given}  # type: ignore[union-attr]
+        local: NodeMap = {x: graph.placeholder(x.name) for x in given}
         _emit(graph, local, [n for n in inside if found[n][depth][1] == side], found, depth + 1)
         results: list[Any] = [choice.args[slot] for choice in choices]
         graph.output(
@@ -82,7 +82,7 @@ def _emit_cond(
                     aten.clone.default, (local[x],), {"memory_format": torch.contiguous_format}
                 )
                 for x in results
-            )  # type: ignore[index,arg-type]
+            )
         )
         runs.append(fx.GraphModule({}, graph).forward)
     predicate: Any = choices[0].args[0]

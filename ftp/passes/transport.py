@@ -58,7 +58,7 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
                     [n * dtype.itemsize for n in received],
                     [n * dtype.itemsize for n in sent],
                     group,
-                )  # type: ignore[union-attr]
+                )
         elif not dtype.is_complex:
             _convert(new, node, aten._to_copy.default, WIDER.get(dtype, torch.float32), dtype)
     return new

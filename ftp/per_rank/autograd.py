@@ -22,7 +22,7 @@ class Apply(torch.autograd.Function):
     """The op ``ftp::local`` with its gradient, for autograd and torch.func."""
 
     @staticmethod
-    def forward(pair: Pair, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(pair: Pair, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(OPS.local.default(list(xs), pair.forward.key))
 
     @staticmethod
@@ -43,7 +43,7 @@ class Apply(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         pair: Pair = ctx.pair
         if all(g is None for g in grads):
             return (None,) * (1 + len(pair.forward.operands))
@@ -62,7 +62,7 @@ class Apply(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[i]
                 taken.append(torch.zeros(shape, dtype=dtype, device=device))
         found = PerRankRun.apply(pair.backward, *taken)
-        by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
+        by_operand = dict(zip(pair.wrt, found, strict=True))
         return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
 
     @staticmethod
@@ -70,7 +70,7 @@ class Apply(torch.autograd.Function):
         return _mapped(info, in_dims[1:], pair.forward, xs)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise TraceError(_FORWARD_MODE.format(at_line()))
 
 
@@ -85,7 +85,7 @@ class PerRankRun(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(program: RankCode, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(program: RankCode, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(OPS.local.default(list(xs), program.key))
 
     @staticmethod
@@ -96,7 +96,7 @@ class PerRankRun(torch.autograd.Function):
         ctx.save_for_backward(*xs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return (None,) * (1 + len(ctx.program.operands))
         return _pulled(ctx.program, ctx.saved_tensors, grads)
@@ -106,7 +106,7 @@ class PerRankRun(torch.autograd.Function):
         return _mapped(info, in_dims[1:], program, xs)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise TraceError(_FORWARD_MODE.format(at_line()))
 
 
@@ -122,7 +122,7 @@ def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | No
             grad = grads[i]
             taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
     found = PerRankRun.apply(pair.backward, *taken)
-    by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
+    by_operand = dict(zip(pair.wrt, found, strict=True))
     return (None, *(by_operand.get(i) for i in range(len(xs))))
 
 

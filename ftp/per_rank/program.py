@@ -92,7 +92,7 @@ class RankCode:
     def giving(self, results: Sequence[int]) -> tuple["RankCode", list[int]]:
         """The program that computes only these results, and the operands that it takes."""
         output = next(reversed(self.gm.graph.nodes))
-        wanted = [output.args[0][i] for i in results]  # type: ignore[index]
+        wanted = [output.args[0][i] for i in results]
         taken_from = needed(wanted)
         placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
         taken = [i for i in range(len(self.operands)) if placeholders[i] in taken_from] or [0]

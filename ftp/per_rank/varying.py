@@ -83,13 +83,13 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]
             continue
         with graph.inserting_before(node):
             if _is_contributed(node, axis, types):
-                sums[node] = node.args[0]  # type: ignore[assignment]
+                sums[node] = node.args[0]
             elif (
                 node.all_input_nodes
                 and node.all_input_nodes[0] in sums
                 and axis_of(node.target, node.args[1:]) == axis
             ):
-                known = sums[node.args[0]]  # type: ignore[index]
+                known = sums[node.args[0]]
                 if node.target is OPS.all_reduce.default and node.args[1] == "sum":
                     node.replace_all_uses_with(known)
                 elif node.target is OPS.reduce_scatter.default:

@@ -220,7 +220,7 @@ def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _FakeMesh) -> It
     finally:
         function.__code__ = own
         _noting_now.pop()
-        DTensor.from_local = from_local  # type: ignore[method-assign]
+        DTensor.from_local = from_local
 
 
 _noting_now: list[Callable[[Tensor, Any], Tensor]] = []

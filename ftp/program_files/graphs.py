@@ -50,7 +50,7 @@ def write_graph(
         meta = [x for key in kept if key in node.meta for x in (key, writer.of(node.meta[key]))]
         args = [writer.of(a) for a in node.args]
         if groups is not None and "collective" in node.meta and node.args[-1] in groups:
-            args[-1] = [GROUP, *groups[node.args[-1]]]  # type: ignore[index]
+            args[-1] = [GROUP, *groups[node.args[-1]]]
         target = writer.of(node.target) if node.op == "call_function" else None
         made.append([_KINDS.index(node.op), node.name, target, args, writer.of(node.kwargs), meta])
         writer.nodes[node] = len(writer.nodes)

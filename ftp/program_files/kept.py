@@ -219,7 +219,7 @@ class KeptProgram(LoadedProgram):
         self.out_tree, self._own_trace = traced.out_tree, traced.gm
 
     @property
-    def traced(self) -> fx.GraphModule:  # type: ignore[override]
+    def traced(self) -> fx.GraphModule:
         return self._own_trace
 
 

@@ -157,7 +157,7 @@ def names_of(cls: type) -> tuple[str, ...]:
     """The fields of a class of the table."""
     if is_dataclass(cls):
         return tuple(f.name for f in fields(cls))
-    return cls._fields  # type: ignore[attr-defined]
+    return cls._fields
 
 
 class Reader:

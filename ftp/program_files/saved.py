@@ -283,7 +283,7 @@ class LoadedProgram(Program):
         return list(self._known["out_shapes"])
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         return self._known["fingerprint"]
 
     @property
@@ -291,7 +291,7 @@ class LoadedProgram(Program):
         return self._known["trial_rules"]
 
     @property
-    def renewed(self) -> tuple[tuple[int, str], ...]:  # type: ignore[override]
+    def renewed(self) -> tuple[tuple[int, str], ...]:
         return self._known["renewed"]
 
     def resolve_tree(self, given: optree.PyTreeSpec) -> None:
@@ -299,7 +299,7 @@ class LoadedProgram(Program):
         self.out_tree = read_tree(self._content["tree"], given)
 
     @cached_property
-    def out_tree(self) -> optree.PyTreeSpec:  # type: ignore[override]
+    def out_tree(self) -> optree.PyTreeSpec:
         raise ReportError(
             "The structure of a loaded program's result is that of its arguments: call it once"
             " first."
@@ -307,14 +307,14 @@ class LoadedProgram(Program):
 
     @cached_property
     @collection_paused()
-    def plan(self) -> Plan:  # type: ignore[override]
+    def plan(self) -> Plan:
         with decoding(self._container):
             data = self._container.json("plan")
             return read_plan(Reader(data["pool"], None), data)
 
     @cached_property
     @collection_paused()
-    def traced(self) -> fx.GraphModule:  # type: ignore[override]
+    def traced(self) -> fx.GraphModule:
         with decoding(self._container):
             data = self._container.json("traced")
             return read_traced(Reader(data["pool"], None), data)
@@ -364,7 +364,7 @@ class LoadedProgram(Program):
         return {}
 
     @property
-    def partitioner(self) -> Any:  # type: ignore[override]
+    def partitioner(self) -> Any:
         """A saved program holds its ranks' graphs with all its options applied."""
         raise ReportError("A saved program is not partitioned again. Lower the function again.")
 

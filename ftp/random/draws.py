@@ -175,7 +175,7 @@ def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
         whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
         if not is_open:
             signature = own.replace(parameters=[*whole, last])
-            with_key.__signature__ = signature  # type: ignore[attr-defined]
+            with_key.__signature__ = signature
     return with_key
 
 

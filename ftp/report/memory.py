@@ -344,7 +344,7 @@ def copied_bytes(output: fx.Node, shapes: LocalShapes, donated: Collection[int])
     seen = {held.storage for node in shapes.inputs for held in shapes.values[node]} - set(donated)
     copies = []
     for out in output.args[0]:  # type: ignore[union-attr]
-        for held in shapes.values.get(out, ()):  # type: ignore[arg-type]
+        for held in shapes.values.get(out, ()):
             if held.storage in seen:
                 copies.append(held.nbytes)
             seen.add(held.storage)

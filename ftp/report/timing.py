@@ -207,7 +207,7 @@ def estimate(
                 waiting += max(0.0, link_free - now - timed.seconds)
                 now = max(now + timed.seconds, link_free)
         elif node.target is WAIT:
-            arrived = done.get(node.args[0], now)  # type: ignore[arg-type]
+            arrived = done.get(node.args[0], now)
             waiting += max(0.0, arrived - now)
             now = met = max(now, arrived)
         elif node.target is not operator.getitem and node in shapes.values:

@@ -29,7 +29,7 @@ def _arange_of_part(op: LocalOp) -> fx.Node:
     """The range at the global positions of this rank's shard."""
     if not op.is_cut():
         return op.default()
-    names = [a.name for a in op.target._schema.arguments]  # type: ignore[attr-defined]
+    names = [a.name for a in op.target._schema.arguments]
     start = op.call.arg("start") if "start" in names else 0
     step = op.call.arg("step") if "step" in names else 1
     at, dtype = op.positions("i"), op.call.results[0].dtype

@@ -199,7 +199,7 @@ def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.No
             node = node.args[0]
         if node is value or node not in donated or value in found or node in found.values():
             continue
-        old, new = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
+        old, new = node.meta["val"], value.meta["val"]
         if old.dtype == new.dtype and has_shape_of(old, new):
-            found[value] = node  # type: ignore[index]
+            found[value] = node
     return found

@@ -69,13 +69,13 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, 
     predicates = {number_of(n.target, n.args): n.args[0] for n in nodes if n.args}
 
     def takes(number: int) -> bool:
-        return bool(env[predicates[number]])  # type: ignore[index]
+        return bool(env[predicates[number]])
 
     for at, node in enumerate(nodes):
         if any(takes(number) != side for number, side in found.get(node, ())):
             env[node] = None  # of the branch not taken
         elif (number := number_of(node.target, node.args)) >= 0:
-            env[node] = env[node.args[1 if takes(number) else 2]]  # type: ignore[index]
+            env[node] = env[node.args[1 if takes(number) else 2]]
         elif node.op == "placeholder":
             env[node] = next(feed)
         elif node.op == "output":
@@ -83,11 +83,11 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, 
         else:
             args, kwargs = mapped_arguments(node, env.__getitem__)
             if node.target is c10d.wait_tensor.default:
-                env[node] = args[0]  # type: ignore[index]
+                env[node] = args[0]
             elif node.target in COLLECTIVES or node.target in BY_RANK:
                 env[node] = yield node, args
             else:
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                env[node] = node.target(*args, **kwargs)
             del args, kwargs
         for dead in last_use.get(at, ()):
             del env[dead]

@@ -60,7 +60,7 @@ class Subgraph:
             f"{n.op} {n.target} {map_arg((n.args, n.kwargs), at.__getitem__)}"
             for n in self.graph.nodes
             if n.op != "placeholder"
-        ]  # type: ignore[arg-type]
+        ]
         return "\n".join([*lines, *(f"to {self.inputs.index(old)}" for _, old in self.writes)])
 
 
@@ -145,7 +145,7 @@ def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Nod
         )
         if is_sum and all(x in known for x in node.all_input_nodes):
             values: Any = map_arg(node.args, known.__getitem__)
-            known[node] = target(*values)  # type: ignore[operator]
+            known[node] = target(*values)
     return known
 
 
@@ -200,7 +200,7 @@ def _views_behind(node: fx.Node) -> list[fx.Node]:
 def _is_symbolic(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return value._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+        return value._has_symbolic_sizes_strides
     return isinstance(value, torch.SymInt | torch.SymFloat)
 
 

@@ -22,7 +22,7 @@ _OF_PAIRS: frozenset[Callable[..., Any]] = frozenset(
         torch.mm,
         torch.mv,
         torch.matmul,
-        torch.spmm,  # pyright: ignore[reportPrivateImportUsage]
+        torch.spmm,
         Tensor.__matmul__,
         Tensor.__rmatmul__,
         Tensor.matmul,

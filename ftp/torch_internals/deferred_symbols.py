@@ -126,9 +126,7 @@ def _is_plain(x: Any) -> bool:
         return True
     if kind in (tuple, list, torch.Size):
         return all(map(_is_plain, x))
-    return (
-        isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides  # type: ignore[attr-defined]
-    )
+    return isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides
 
 
 def _of_numbers(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,7 +44,7 @@ class Address:
             " Wrap code that reads memory in torch.library.custom_op."
         )
 
-    __index__ = __int__ = __float__ = __format__ = _refuse  # type: ignore[assignment]
+    __index__ = __int__ = __float__ = __format__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __floordiv__ = __and__ = __rshift__ = (
         _refuse
     )

@@ -182,9 +182,7 @@ class _Cond(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        branches: _Branches, predicate: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(branches: _Branches, predicate: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         return branches.conds.choose(predicate, branches.fns, tensors)
 
     @staticmethod
@@ -193,7 +191,7 @@ class _Cond(torch.autograd.Function):
         save_inputs(ctx, tensors, output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         predicate, *tensors = map(unwrap_if_dead, ctx.saved_tensors)
         given = [unwrap_if_dead(g) for g, has in zip(grads, ctx.has_gradient, strict=True) if has]
         n = len(tensors)
@@ -214,7 +212,7 @@ class _Cond(torch.autograd.Function):
         return tuple(result)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Any:
         predicate, *tensors = map(unwrap_if_dead, ctx.saved_tensors)
         n = len(tensors)
         at = [i for i, t in enumerate(tangents) if t is not None and is_differentiable(tensors[i])]

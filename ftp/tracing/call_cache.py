@@ -253,7 +253,7 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
     if kind is FakeTensor:
         if tree.requires_grad or tree.is_conj() or tree.is_neg():
             return False
-        if tree._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
+        if tree._has_symbolic_sizes_strides:
             return False
         first = len(given)
         for i, other in enumerate(given):

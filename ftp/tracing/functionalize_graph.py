@@ -87,7 +87,7 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
             node.kwargs = map_arg(node.kwargs, lambda n: _newest(latest, n))
         if node in new_targets:
             node.target = new_targets[node]
-            latest[node.args[0]] = node  # type: ignore[index]
+            latest[node.args[0]] = node
     return True
 
 

@@ -84,7 +84,7 @@ def _replace(node: fx.Node, kernel: Any, mode: FakeTensorMode) -> None:
         node.args = (q, k, v, _expanded(node, mask, q, k, mode), True, dropout, causal)
     node.meta["val"] = _ran(node, mode)
     for user in node.users:
-        user.meta["val"] = node.meta["val"][user.args[1]]  # type: ignore[index]
+        user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def _expanded(node: fx.Node, mask: Any, q: Any, k: Any, mode: FakeTensorMode) -> Any:
@@ -129,7 +129,7 @@ def _replace_backward(node: fx.Node, made: fx.Node, mode: FakeTensorMode) -> Non
         )  # fmt: skip
     node.meta["val"] = _ran(node, mode)
     for user in node.users:
-        user.meta["val"] = node.meta["val"][user.args[1]]  # type: ignore[index]
+        user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def _ran(node: fx.Node, mode: FakeTensorMode) -> Any:

@@ -48,11 +48,11 @@ class _Entered(torch.autograd.Function):
         ctx.save_for_forward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _or_zero(ctx.saved_tensors[0], grad), None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
         return _or_zero(ctx.saved_tensors[0], tangent)
 
 
@@ -249,10 +249,10 @@ class Either:
     def _used(self, *_: Any, **__: Any) -> Any:
         raise Rerun
 
-    __class__ = property(_used)  # type: ignore[assignment]
+    __class__ = property(_used)
     __getattr__ = __call__ = __iter__ = __len__ = __bool__ = __index__ = __int__ = __float__ = _used
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __contains__ = _used  # type: ignore[assignment]
-    __getitem__ = __setitem__ = __enter__ = __exit__ = __str__ = __repr__ = __format__ = _used  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __contains__ = _used
+    __getitem__ = __setitem__ = __enter__ = __exit__ = __str__ = __repr__ = __format__ = _used
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:

@@ -309,7 +309,7 @@ class Recorder(TorchDispatchMode):
                     self._numbered = max(self._numbered, now)
                 return line
             if forward is not None and code.co_name == "_engine_run_backward":
-                line = self._lines.get(forward._sequence_nr())  # type: ignore[attr-defined]
+                line = self._lines.get(forward._sequence_nr())
                 if line is not None:
                     return line
                 forward = None

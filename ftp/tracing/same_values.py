@@ -90,11 +90,11 @@ def _resolved(read: _Read) -> _Read:
             if node.target is not aten.select.int or node.args[2] != 0:
                 return node, is_first
             assert inner is not None
-            if node.args[1] % inner.meta["val"].ndim != inner.meta["val"].ndim - 1:  # type: ignore
+            if node.args[1] % inner.meta["val"].ndim != inner.meta["val"].ndim - 1:
                 return node, is_first
             node, is_first = inner, True
         elif node.target is aten.unsqueeze.default and inner is not None:
-            if node.args[1] % node.meta["val"].ndim != node.meta["val"].ndim - 1:  # type: ignore
+            if node.args[1] % node.meta["val"].ndim != node.meta["val"].ndim - 1:
                 return node, is_first
             node, is_first = inner, False
         elif node.target is aten.expand.default and inner is not None:
@@ -149,4 +149,4 @@ def _arguments(node: fx.Node) -> str:
     """A node's arguments, with the number of each node that it reads in the place of the node."""
     numbers = {n: i for i, n in enumerate(node.all_input_nodes)}
     given = (node.args, node.kwargs)
-    return repr(map_arg(given, lambda n: f"%{numbers[n]}"))  # type: ignore[arg-type]
+    return repr(map_arg(given, lambda n: f"%{numbers[n]}"))

@@ -39,4 +39,4 @@ for _sign, _name in {
     "abs": "abs", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
 }.items():  # fmt: skip
     setattr(Selected, f"__{_sign}__", _binary(_name))
-Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
+Selected.__hash__ = object.__hash__

@@ -81,7 +81,7 @@ _OPERATORS = """
 """
 for _name in _OPERATORS.split():
     setattr(UnsqueezedRows, f"__{_name}__", _refusing(_name))
-UnsqueezedRows.__hash__ = object.__hash__  # type: ignore[method-assign]
+UnsqueezedRows.__hash__ = object.__hash__
 
 
 def _read(group: SelectionGroup, x: Any, key: Any) -> Any:

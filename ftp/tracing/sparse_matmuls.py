@@ -19,7 +19,7 @@ MATMULS: frozenset[Callable[..., Any]] = frozenset(
         torch.sparse.mm,
         torch.mm,
         torch.matmul,
-        torch.spmm,  # pyright: ignore[reportPrivateImportUsage]
+        torch.spmm,
         Tensor.__matmul__,
         Tensor.matmul,
         Tensor.mm,

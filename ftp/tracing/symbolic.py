@@ -333,7 +333,7 @@ class Symbolic:
         result holds for size one as well, with one more copy where strides decide. Guards get
         their ``line``.
         """
-        self.env.line = line  # type: ignore[method-assign]
+        self.env.line = line
         # Some ops take symbolic ints in their Python form only.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}

@@ -36,7 +36,7 @@ class TracedNumber:
         self.value, self.mask = value, mask
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return float if _is_float(self) else bool if self.value.dtype is torch.bool else int
 
     def is_of(self, mask: Tensor) -> bool:

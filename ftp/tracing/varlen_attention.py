@@ -130,7 +130,7 @@ class _Varlen(torch.autograd.Function):
     """Attention within documents by tiles, forward and backward."""
 
     @staticmethod
-    def forward(q, k, v, ends_q, ends_k, *rest):  # type: ignore[override]
+    def forward(q, k, v, ends_q, ends_k, *rest):
         return VARLEN(q, k, v, ends_q, ends_k, [], [], *rest)
 
     @staticmethod
@@ -141,9 +141,7 @@ class _Varlen(torch.autograd.Function):
         ctx.save_for_forward(*inputs[:5])
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: Tensor | None, of_weights: Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:
         q, k, v, *ends, out, logsumexp = ctx.saved_tensors
         if of_weights is not None:
             run: Any = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
@@ -158,13 +156,13 @@ class _Varlen(torch.autograd.Function):
         return *found, *[None] * 6
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         q, k, v, *ends = ctx.saved_tensors
         run = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
         return jvp_of(run, (q, k, v), tangents[:3])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return one_by_one(_Varlen, info, in_dims, args)
 
 
@@ -172,7 +170,7 @@ class _VarlenGradient(torch.autograd.Function):
     """The gradients of queries, keys and values; their derivatives use the full score matrix."""
 
     @staticmethod
-    def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, *rest):  # type: ignore[override]
+    def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, *rest):
         return VARLEN_BACKWARD(grad, q, k, v, out, logsumexp, ends_q, ends_k, [], [], *rest)
 
     @staticmethod
@@ -194,17 +192,17 @@ class _VarlenGradient(torch.autograd.Function):
         return gradients, tuple(given)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         # The result and the log-sum-exps are functions of the others: theirs are in those.
         run, given = _VarlenGradient._dense(ctx)
         found = torch.func.vjp(run, *given)[1](grads)
         return *found, *[None] * 8
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         run, given = _VarlenGradient._dense(ctx)
         return jvp_of(run, given, tangents[:4])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         return one_by_one(_VarlenGradient, info, in_dims, args)

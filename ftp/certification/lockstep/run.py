@@ -171,14 +171,14 @@ def _issue(
     arguments: Any = node.args
     kind, sent, into, ranks, group, option, sizes, number = arguments
     _require_quiet(domain, rank, node)
-    sent = [rank.values[n] for n in sent]  # type: ignore[union-attr]
-    into = [rank.values[n] for n in into]  # type: ignore[union-attr]
+    sent = [rank.values[n] for n in sent]
+    into = [rank.values[n] for n in into]
     issued = Issued(
         kind,
         [domain.separate(x) for x in sent],
         tuple(ranks),
         option,
-        tuple(sizes),  # type: ignore[arg-type]
+        tuple(sizes),
     )
     if kind in SENDS:
         me, peer = rank.number, issued.sizes[0]
@@ -191,7 +191,7 @@ def _issue(
     rank.counts[counted] = at + 1
     call = _PendingExchange(node, issued, (group_key, at), into)
     table.setdefault(call.key, {})[who] = call  # type: ignore[index]
-    rank.calls[number] = call  # type: ignore[index]
+    rank.calls[number] = call
     rank.values[node] = call
     for x in (*sent, *into):
         rank.busy[domain.storage(x)] = call
