@@ -84,7 +84,9 @@ class DynamicPrograms:
             return None
         try:
             planned = _at_size(plan, call, values, mesh)
-        except CertificateError:  # `build` says so, and plans these sizes alone
+        except CertificateError as refused:  # `build` plans these sizes alone
+            if family.why_not:  # it does not try this plan again
+                families.warn_of_refused(dynamic, refused)
             return None
         self._key_of[planned] = _key(call, dynamic)
         return planned
@@ -139,7 +141,7 @@ def _built(
             return _planned(trace, definition, inputs, dynamic, values)
         except Exception as error:
             made = build(inputs)  # an error of the function is one here too
-            family.give_up(families.reason(error))
+            family.give_up(error)
             return made
     if definition.options.explicit:
         return build(inputs)
@@ -163,8 +165,10 @@ def _with_numbers_read(
         group, values = found
         try:
             planned = _like_others(group, definition, inputs, values)
-        except Exception:  # as of a rule that does not compute with formulas
+        except Exception as error:  # as of a rule that does not compute with formulas
             group.is_closed, planned = True, None
+            if isinstance(error, CertificateError):
+                families.warn_of_refused(dynamic, error)
         if planned is not None:
             return planned
     return build(replace(inputs, traced=traced))

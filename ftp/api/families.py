@@ -15,6 +15,7 @@ from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.numbers_read import NumbersRead
 from ftp.dynamic_int import Sizes, in_multiples, symbol
+from ftp.errors import CertificateError
 from ftp.runtime.program import Program
 from ftp.runtime.sized_program import RankPrograms, SizedProgram
 from ftp.sharding.arguments import Shape
@@ -150,18 +151,34 @@ class Family:
         if not pins:
             self.traces.append(trace)
 
-    def give_up(self, why: str) -> None:
-        """Plan sizes that no plan serves yet one by one from now on, and say why."""
-        self.why_not = why
-        if self.dynamic.is_seen:
-            return
-        names = ", ".join(r.name for r in self.dynamic.ranges)
-        plans = any(trace.plans for trace in self.traces)
-        new = " for which there is no plan yet" if plans else ""
-        warnings.warn(
-            f"dynamic_shapes: every size of {names}{new} is traced and planned for itself: {why}",
-            stacklevel=6,
-        )
+    def give_up(self, error: Exception) -> None:
+        """Plan sizes that no plan serves yet one by one from now on, and say why where the user
+        named them or must know.
+        """
+        self.why_not = reason(error)
+        if isinstance(error, CertificateError):
+            warn_of_refused(self.dynamic, error)
+        elif not self.dynamic.is_seen:
+            plans = any(trace.plans for trace in self.traces)
+            new = " for which there is no plan yet" if plans else ""
+            warnings.warn(
+                f"dynamic_shapes: every size of {_named(self.dynamic)}{new} is traced and planned"
+                f" for itself: {self.why_not}",
+                stacklevel=6,
+            )
+
+
+def warn_of_refused(dynamic: Dynamic, error: CertificateError) -> None:
+    """Say that a certificate of a program of many sizes was refused: its size is planned alone."""
+    warnings.warn(
+        f"certify: a program of many sizes of {_named(dynamic)} is refused at these sizes, which"
+        f" are planned for themselves. That is a fault of ftp: please report it: {reason(error)}",
+        stacklevel=6,
+    )
+
+
+def _named(dynamic: Dynamic) -> str:
+    return ", ".join(r.name for r in dynamic.ranges)
 
 
 def reason(error: Exception) -> str:

@@ -36,11 +36,11 @@ def check_certified(program: Program) -> None:
     """Certify a program; one that serves many sizes, at its sizes, once."""
     from ftp.api.certify import certified
 
-    proven = program.ranks.proven if isinstance(program, SizedProgram) else set()
-    at = program.values if isinstance(program, SizedProgram) else ()
-    if at not in proven:
+    if not isinstance(program, SizedProgram):
         certified(program)
-        proven.add(at)
+    elif program.ranks.served(program.values) not in program.ranks.proven:
+        certified(program)
+        program.ranks.proven.add(program.ranks.served(program.values))
 
 
 def check_prepared(prepared: Prepared, mesh: Mesh) -> None:

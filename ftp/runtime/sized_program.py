@@ -6,6 +6,7 @@ its shard is full, shorter, or empty. A graph is made when a size first needs it
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,9 @@ from ftp.torch_internals.fake_tensors import mode_for
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
 
+# Sizes, and the number of the graph that serves them on each rank.
+Served = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Number:
@@ -58,6 +62,7 @@ class RankProgram:
         local: takes the local tensors, then offsets, then sizes.
         taken: the ints that it takes, as formulas: ``offsets`` offsets, then sizes.
         numbers: function from sizes to the values of ``taken``.
+        number: by which it is told from the other graphs of all ranks.
         run: the function that runs the graph; None before its first run.
         written: the graph as the eager runner runs it; None before it is asked for.
     """
@@ -67,6 +72,7 @@ class RankProgram:
     taken: Sequence[int]
     offsets: int
     numbers: Callable[[Sequence[int]], tuple[int, ...]]
+    number: int
     run: Run | None = None
     written: fx.Graph | None = None
 
@@ -101,7 +107,7 @@ class RankPrograms:
 
     Attributes:
         why_not: why graphs are compiled for every size by itself; "" where they are not.
-        proven: the sizes at which the graphs of all ranks have a certificate.
+        proven: the sizes and graphs that have a certificate.
         written: the graphs as the eager runner runs them, with their conditions on sizes, by
             what they are made of: a graph without its offsets.
     """
@@ -114,7 +120,8 @@ class RankPrograms:
         program.decide()  # its conditions on sizes hold for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
         self.why_not = ""
-        self.proven: set[tuple[int, ...]] = set()
+        self.proven: set[Served] = set()
+        self._numbers = itertools.count()
         self.written: dict[str, tuple[fx.Graph, Conditions]] = {}
         self._others: dict[str, list[tuple[Conditions, RankPrograms]]] = {}
         self._by_onednn: set[Matmul] | None = None
@@ -148,11 +155,16 @@ class RankPrograms:
             taken,
             len(offsets),
             self.sizes.function(taken),
+            next(self._numbers),
         )
-        self.proven.clear()  # it may serve sizes that another graph served before
         known.insert(0, made)
         del known[self.program.options.programs :]
         return made
+
+    def served(self, values: tuple[int, ...]) -> Served:
+        """The sizes, and the number of the graph that serves them on each rank."""
+        coordinates = self.program.mesh.coordinates()
+        return values, tuple(self.at(c, values).number for c in coordinates)
 
     def with_options(self, values: Sequence[int], changes: Mapping[str, Any]) -> "RankPrograms":
         """The graphs of the same plan, run with other options at these sizes."""

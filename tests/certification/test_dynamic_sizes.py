@@ -12,6 +12,7 @@ import ftp
 from ftp import P
 from ftp.api import certify as certify_module
 from ftp.api.certify import certificate_of, certified
+from ftp.api.graph_checks import check_certified
 from ftp.certification.checker import check
 from ftp.errors import CertificateError
 
@@ -166,10 +167,42 @@ def test_a_size_whose_certificate_is_refused_is_planned_alone():
     step(*arguments(7))
     rank = program_at(step, 8).ranks.at({"cp": 1}, (8,))
     rank.numbers = off_by_one(rank.numbers, 0, 8)
-    with pytest.warns(UserWarning, match=r"every size of S .*planned for itself: CertificateError"):
+    with pytest.warns(UserWarning, match=r"sizes of S is refused .*: CertificateError"):
         found = step(*arguments(8))
     torch.testing.assert_close(found, moved(*arguments(8)))
     torch.testing.assert_close(step(*arguments(10)), moved(*arguments(10)))
+
+
+def test_a_fault_is_told_where_the_step_found_the_dynamic_dims():
+    """Other reasons to plan sizes alone are not."""
+    step = ftp.spmd(moved, on(cp=3), (P(None, "cp"), P("cp")), P("cp"), certify=True)
+    for size in (7, 10, 13):
+        step(*arguments(size))
+    rank = program_at(step, 16).ranks.at({"cp": 1}, (16,))
+    right, rank.numbers = rank.numbers, off_by_one(rank.numbers, 0, 16)
+    with pytest.warns(UserWarning, match="please report") as told:
+        found = step(*arguments(16))
+    assert len(told) == 1
+    torch.testing.assert_close(found, moved(*arguments(16)))
+    rank.numbers = off_by_one(right, 0, 19)
+    with pytest.warns(UserWarning, match="please report"):  # also where sizes are planned alone
+        step(*arguments(19))
+
+
+def test_a_proof_is_of_the_graphs_that_serve_a_size():
+    """Of the graphs of a rank that can, the one that was used last does."""
+    step = moving(certify=True)
+    for size in (7, 10):
+        step(*arguments(size))
+    program = program_at(step, 10)
+    known = program.ranks._known[(1,)]
+    check_certified(program)
+    other = replace(known[0], numbers=off_by_one(known[0].numbers, 0, 10), number=-1)
+    known.insert(0, other)
+    with pytest.raises(CertificateError):
+        check_certified(program)
+    known.remove(other)
+    check_certified(program)
 
 
 def test_a_size_is_proven_once(monkeypatch):
