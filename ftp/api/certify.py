@@ -28,7 +28,7 @@ from ftp.per_rank.program import LOCAL, RankCode
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.call import replaced
-from ftp.runtime.executed import executed
+from ftp.runtime.executed import in_order
 from ftp.runtime.program import Program, axes_of_groups
 from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.layout import Size
@@ -144,7 +144,7 @@ def _ranks(program: Program) -> Ranks:
         local = program.local(coordinate)
         if local.gm not in numbers:
             numbers[local.gm] = len(graphs)
-            graphs.append(executed(program, local, coordinate).graph)
+            graphs.append(in_order(program, local, coordinate).executed(program.donated))
             offsets.append(tuple(local.offset_tables(mesh.axes)))
         numbered[at] = numbers[local.gm]
     for dim, classes in enumerate(alike):

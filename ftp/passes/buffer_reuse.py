@@ -17,7 +17,6 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.passes.aliasing import families, is_view, last_uses
-from ftp.passes.copy_elimination import copied
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
 from ftp.torch_internals.op_types import OpOverload
@@ -114,14 +113,13 @@ def _layout(value: Any) -> Any:
     )
 
 
-def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """Let elementwise ops write their result to the memory of an operand of equal shape, strides
-    and dtype that no later node reads.
+def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
+    """Let elementwise ops of a graph that the caller owns write their result to the memory of an
+    operand of equal shape, strides and dtype that no later node reads.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
     output in an input's memory is a new tensor object. The graph must come from `with_values`.
     """
-    graph, _ = copied(graph)
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {inputs[i] for i in donated}
@@ -167,7 +165,6 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
             if base(result).op == "placeholder" and base(result) is not family[result]:
                 taken[result] = graph.call_function(aten.detach.default, (result,))
     output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
-    return graph
 
 
 def in_place(node: fx.Node) -> Any:

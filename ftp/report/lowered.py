@@ -41,7 +41,7 @@ from ftp.report.summary import summary
 from ftp.report.text import folded, typed
 from ftp.report.timing import Cost, estimate
 from ftp.report.work import Work, work_of
-from ftp.runtime.executed import executed, local_inputs
+from ftp.runtime.executed import in_order, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import mesh_device, require_coordinate
@@ -396,16 +396,18 @@ class Lowered(Startable):
         copied when it is returned.
         """
         program, device = self._program, mesh_device(self._program.mesh).type
-        made = executed(program, self._local, self._coordinate)
+        made = in_order(program, self._local, self._coordinate)
         donated = {
             held.storage
             for at in program.donated
             for held in made.shapes.values[made.shapes.inputs[at]]
         }
-        copies = copied_bytes(made.ordered.output_node(), made.shapes, donated)
-        graph = made.graph
-        del made  # a large program's graph and shapes are not held twice
-        return graph, local_shapes(graph, self._local_inputs, self._local_offsets, device), copies
+        copies = copied_bytes(made.graph.output_node(), made.shapes, donated)
+        graph = made.executed(program.donated)
+        shapes = local_shapes(
+            graph, self._local_inputs, self._local_offsets, device, before=made.shapes
+        )
+        return graph, shapes, copies
 
     @property
     def executed(self) -> fx.Graph:

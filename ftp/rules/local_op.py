@@ -45,9 +45,13 @@ def copied(graph: fx.Graph) -> RankGraph:
     return new
 
 
-def as_module(graph: fx.Graph) -> fx.GraphModule:
-    """A module to read or interpret: its code is generated only when asked for."""
-    return _LazyGraphModule({}, graph)
+def as_module(graph: fx.Graph, root: fx.GraphModule | None = None) -> fx.GraphModule:
+    """A module to read or interpret: its code is generated only when asked for.
+
+    Args:
+        root: has the attributes that the graph reads.
+    """
+    return _LazyGraphModule({} if root is None else root, graph)
 
 
 @dataclass(frozen=True)

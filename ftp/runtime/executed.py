@@ -1,6 +1,6 @@
 """The eager runner's form of a rank's graph: its order, and its writes in place."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,25 +18,26 @@ from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)
-class Executed:
-    """A rank's graph as it runs.
+class Ordered:
+    """A rank's graph in the order in which it runs, without writes in place, and its shapes."""
 
-    Attributes:
-        ordered: the nodes in the order in which they run, without writes in place.
-        shapes: of the values of ``ordered``.
-        graph: ``ordered`` with exchanges that return only the rows that arrive, and with results
-            written to operands' memory.
-    """
-
-    ordered: fx.Graph
-    shapes: LocalShapes
     graph: fx.Graph
+    shapes: LocalShapes
+
+    def executed(self, donated: Sequence[int]) -> fx.Graph:
+        """The eager runner's form of the graph, which is used up: exchanges return only the rows
+        that arrive, and results are written to operands' memory.
+
+        Args:
+            donated: positions of the inputs that may be written to.
+        """
+        return with_writes(only_arrived(self.graph, (ALL_TO_ALL_ROWS,)), donated)
 
 
-def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int]) -> Executed:
-    """The eager runner's form of a rank's graph, for contiguous inputs.
+def in_order(program: Program, local: LocalProgram, coordinate: Mapping[str, int]) -> Ordered:
+    """A rank's graph in the order in which it runs, for contiguous inputs.
 
-    Inductor's code (``compile=True``) is made from the ordered graph with its updates merged.
+    Inductor's code (``compile=True``) is made from it with its updates merged.
     """
     device = mesh_device(program.mesh).type
     graph = ordered(local.gm.graph)
@@ -44,8 +45,7 @@ def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int
         graph, local_inputs(program, coordinate), local.offsets_at(coordinate), device
     )
     annotate(shapes, device)
-    fitted = only_arrived(graph, (ALL_TO_ALL_ROWS,))
-    return Executed(graph, shapes, with_writes(fitted, program.donated))
+    return Ordered(graph, shapes)
 
 
 def local_inputs(

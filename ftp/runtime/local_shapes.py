@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
+from ftp.ops.written import written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.torch_internals.modes import disable_current_modes
@@ -58,6 +59,7 @@ def local_shapes(
     inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
     offsets: Sequence[int],
     device: str,
+    before: LocalShapes | None = None,
 ) -> LocalShapes:
     """Follow shapes and memory through a rank's graph; nothing is allocated.
 
@@ -65,8 +67,10 @@ def local_shapes(
         inputs: shape and dtype of each local input tensor; contiguous.
         offsets: the ints that follow them.
         device: the type of device whose kernels will run.
+        before: of the graph before ops were made to write in place; other ops on the same
+            operands give the same results.
     """
-    return _Shapes(device).follow(graph, inputs, offsets)
+    return _Shapes(device, before or LocalShapes({}, {})).follow(graph, inputs, offsets)
 
 
 def annotate(shapes: LocalShapes, device: str) -> None:
@@ -90,10 +94,11 @@ def annotate(shapes: LocalShapes, device: str) -> None:
 class _Shapes:
     """Follows a graph op by op under a fake tensor mode; ``known`` caches results by call."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, before: LocalShapes):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = torch.device(device)
-        self.storages = 0
+        self.before = before.values
+        self.storages = max(before.makers, default=0)
         self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
         self.of_torch = _KNOWN.setdefault(self.device, {})
         if len(self.of_torch) > MOST_KNOWN:
@@ -115,7 +120,9 @@ class _Shapes:
                 if given is None:
                     numbers[node] = next(rest)
                     continue
-                held = (self._fresh(given[0], _contiguous(given[0]), given[1]),)
+                held = self.before.get(node) or (
+                    self._fresh(given[0], _contiguous(given[0]), given[1]),
+                )
             elif node.op == "output":
                 break
             elif (
@@ -129,12 +136,24 @@ class _Shapes:
                 held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
             elif node.target is WAIT:
                 held = values[node.args[0]]  # type: ignore[index]
+            elif self._is_unchanged(node, values):
+                held = self.before[node]
             else:
                 held = self._call(node, values, numbers)
             values[node] = held
             for one in held:
                 makers.setdefault(one.storage, node)
         return LocalShapes(values, makers, numbers)
+
+    def _is_unchanged(
+        self, node: fx.Node, values: Mapping[fx.Node, tuple[LocalTensor, ...]]
+    ) -> bool:
+        """Whether an op without writes has the operands that it had before."""
+        return (
+            node in self.before
+            and not written_arguments(node.target)
+            and all(values.get(x) is self.before.get(x) for x in node.all_input_nodes)
+        )
 
     def _fresh(
         self,

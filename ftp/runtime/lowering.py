@@ -27,7 +27,7 @@ from ftp.passes.bucket_collectives import (
     choose_buckets,
     reordered,
 )
-from ftp.passes.buffer_reuse import reuse_memory, with_values
+from ftp.passes.buffer_reuse import reuse_memory_in, with_values
 from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
 from ftp.passes.copy_elimination import drop_copies
 from ftp.passes.fuse_matmul_collectives import Joint, fuse_matmuls, joints
@@ -145,14 +145,15 @@ def ordered(graph: fx.Graph) -> fx.Graph:
 
 
 def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
-    """An ordered graph for eager runs: results are written to memory that no later node reads.
+    """An ordered graph for eager runs, changed in place: results are written to memory that no
+    later node reads.
 
     Args:
         donated: positions of the inputs that may be written to.
     """
-    written = reuse_memory(graph, donated)
-    merge_updates_in(written, donated)  # on the copy that `reuse_memory` made
-    return mark(written)
+    reuse_memory_in(graph, donated)
+    merge_updates_in(graph, donated)
+    return mark(graph)
 
 
 def for_eager(

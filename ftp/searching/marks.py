@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ftp.functional.module_constraints import outputs_through
 from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_str
+from ftp.rules.local_op import RankGraph, as_module
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
 
@@ -67,7 +68,7 @@ def marking() -> Iterator[None]:
 
 def with_marks(traced: Traced, along: Along) -> Traced:
     """The trace with its marks as constraints; without marks if ``along`` is empty."""
-    graph = fx.Graph()
+    graph = RankGraph()
     env: dict[fx.Node, fx.Node] = {}
     for node in traced.gm.graph.nodes:
         marked = node.target is CONSTRAIN and is_mark(pin_from_str(node.args[1]))
@@ -80,7 +81,7 @@ def with_marks(traced: Traced, along: Along) -> Traced:
                 env[node.args[0]],
                 pin_to_str(pin_along(along, node.meta["val"].shape)),
             )
-    return replace(traced, gm=fx.GraphModule(traced.gm, graph))
+    return replace(traced, gm=as_module(graph, traced.gm))
 
 
 def pattern_of(path: Sequence[Any]) -> str:

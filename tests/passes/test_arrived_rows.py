@@ -14,7 +14,7 @@ from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.passes.arrived_rows import only_arrived
 from ftp.per_rank.dispatch import travelling
 from ftp.rules.local_op import as_module
-from ftp.runtime.executed import executed
+from ftp.runtime.executed import in_order
 from ftp.runtime.program import groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import resolve
@@ -38,7 +38,7 @@ def run_fitted(lowered: Any, leaves: list[torch.Tensor]) -> tuple[list[torch.Ten
     programs, inputs, fits = [], [], set()
     for coordinate in coordinates:
         local = program.local(coordinate)
-        graph = executed(program, local, coordinate).ordered
+        graph = in_order(program, local, coordinate).graph
         graph = only_arrived(graph, (ALL_TO_ALL_ROWS,))
         fits |= {n.args[4] for n in graph.nodes if n.target is ALL_TO_ALL_ROWS}
         programs.append(type(local)(as_module(graph), local.offsets, local.collectives))

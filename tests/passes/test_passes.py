@@ -27,7 +27,7 @@ from ftp.ops.fused_optimizer import UPDATES
 from ftp.passes import onednn_matmuls
 from ftp.passes.aliasing import families
 from ftp.passes.bucket_collectives import choose_buckets
-from ftp.passes.buffer_reuse import reuse_memory, with_values
+from ftp.passes.buffer_reuse import reuse_memory_in, with_values
 from ftp.passes.copy_elimination import copied, drop_copies
 from ftp.passes.fuse_optimizer_updates import merge_updates
 from ftp.passes.schedule import schedule_in
@@ -64,7 +64,8 @@ def run(
         for change in passes:
             graph = change(graph)
         if donated is not None:
-            graph = reuse_memory(with_values(fx.GraphModule({}, graph), inputs[-1]).graph, donated)
+            graph, _ = copied(with_values(fx.GraphModule({}, graph), inputs[-1]).graph)
+            reuse_memory_in(graph, donated)
             graph = merge_updates(graph, donated)
             assert not written_in_flight(graph)
         locals_.append(replace(local, gm=fx.GraphModule({}, graph)))
@@ -408,7 +409,8 @@ def test_what_is_read_later_is_not_written():
     graph = fx.GraphModule({}, make_fx(f)(torch.ones(2, 2), torch.ones(2, 2)).graph)
     given = [torch.randn(2, 2, dtype=torch.float64) for _ in range(2)]
     for donated in ((), (0,), (0, 1)):
-        changed = reuse_memory(with_values(graph, given).graph, donated)
+        changed, _ = copied(with_values(graph, given).graph)
+        reuse_memory_in(changed, donated)
         mine = [x.clone() for x in given]
         torch.testing.assert_close(fx.GraphModule({}, changed)(*mine), f(*given))
         for i, x in enumerate(given):
@@ -435,9 +437,9 @@ def test_what_a_collective_still_reads_is_not_written(collective: str):
                 node.meta["val"] = torch.empty(
                     8 if node in (sent, arrived) and collective == "all_gather" else 4
                 )
-    changed = reuse_memory(graph)
-    assert not written_in_flight(changed)
-    targets = [str(node.target) for node in changed.nodes]
+    reuse_memory_in(graph)
+    assert not written_in_flight(graph)
+    targets = [str(node.target) for node in graph.nodes]
     assert ("aten.neg.default" if collective == "all_gather" else "aten.neg_.default") in targets
 
 

@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 import ftp
 from ftp import P
 from ftp.report.flops import flops_of
-from ftp.runtime.executed import executed
+from ftp.runtime.executed import in_order
 
 CASES = {
     "uneven tp": (MLPConfig(), (3,), {"tp": "tp"}, P()),
@@ -31,8 +31,8 @@ CASES = {
 
 def done_by(program: ftp.Lowered, at: dict[str, int]) -> float:
     """FLOP of the graph that a rank's eager runner runs, by the shapes in it."""
-    made = executed(program._program, program._program.local(at), at)
-    return sum(flops_of(n, made.shapes) for n in made.ordered.nodes if n.op == "call_function")
+    made = in_order(program._program, program._program.local(at), at)
+    return sum(flops_of(n, made.shapes) for n in made.graph.nodes if n.op == "call_function")
 
 
 @pytest.mark.cases_by_default(2)

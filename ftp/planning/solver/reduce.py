@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,14 @@ class _Fold:
     variable: int
     scope: tuple[tuple[int, np.ndarray], ...]
     best: np.ndarray
+
+
+# Repeated layers, and the networks of a search, repeat variables with their tables: what is found
+# out about one is cached by content, if it has at most ``SMALL`` costs.
+KNOWN = 8192
+SMALL = 512
+
+_Content = tuple[bytes, tuple[int, ...]]  # the data of a table, and its shape
 
 
 class Network:
@@ -140,40 +149,18 @@ class Network:
         if len(self.unary[v]) == 1 and self.unary[v][0] < np.inf:
             self._inline(v)
             return
-        worse = np.zeros((len(self.unary[v]), len(self.unary[v])))
-        mask = np.ones(len(worse), dtype=bool)
-        for u, table in list(self.tables[v].items()):
-            facts = _facts(table.tobytes(), table.shape)
-            if facts.split is not None:
-                self.unary[v], self.unary[u] = (
-                    self.unary[v] + facts.split[0],
-                    self.unary[u] + facts.split[1],
-                )
+        near = list(self.tables[v])
+        found = _of_content(_pruned, self.unary[v], [self.tables[v][u] for u in near])
+        for u, split in zip(near, found.splits, strict=True):
+            if split is not None:
+                self.unary[u] = self.unary[u] + split
                 self._join(v, u, None)
-            elif facts.dead is not None:
-                mask &= ~facts.dead
-            else:
-                worse += facts.worse
-        cost = self.unary[v]
-        mask &= cost < np.inf
-        if len(cost) == 1 or not mask.all():
-            self.keep(v, mask)  # which queues v again
-            return
-        worse += cost - cost[:, None]
-        covers = worse <= 0  # [a, b]: b is never worse than a; for a == b it is true
-        if np.count_nonzero(covers) == len(cost):
-            return
-        alive = np.ones(len(cost), dtype=bool)
-        for a in reversed(range(len(cost))):
-            better = [
-                b
-                for b in np.flatnonzero(covers[a] & alive)
-                if b < a or (b > a and not covers[b, a])
-            ]
-            if better:
-                alive[a] = False
-                self.replaced.append((v, int(self.values[v][a]), int(self.values[v][better[0]])))
-        self.keep(v, alive)
+        self.unary[v] = found.unary
+        if found.replaced:
+            values = self.values[v].tolist()
+            self.replaced += [(v, values[a], values[b]) for a, b in found.replaced]
+        if found.mask is not None:
+            self.keep(v, found.mask)  # which queues v again
 
     def _inline(self, v: int) -> None:
         """Add the only value's costs to the neighbours'."""
@@ -183,16 +170,10 @@ class Network:
 
     def _fold(self, v: int) -> None:
         near = tuple(self.tables[v])
-        joint = self.unary[v].reshape(-1, *[1] * len(near))
-        for axis, u in enumerate(near):
-            joint = joint + self.tables[v][u].reshape(
-                len(joint), *[-1 if axis == a else 1 for a in range(len(near))]
-            )
-        self.largest = max(self.largest, joint.size)
-        self.folds.append(
-            _Fold(v, tuple((u, self.values[u]) for u in near), self.values[v][joint.argmin(0)])
-        )
-        message = joint.min(0)
+        tables = [self.tables[v][u] for u in near]
+        best, message, size = _of_content(_minimum, self.unary[v], tables)
+        self.largest = max(self.largest, size)
+        self.folds.append(_Fold(v, tuple((u, self.values[u]) for u in near), self.values[v][best]))
         for u in near:
             self._join(v, u, None)
         del self.tables[v]
@@ -208,6 +189,78 @@ def _are_costs(tables: Sequence[np.ndarray]) -> bool:
     return all((np.concatenate([np.ravel(t) for t in tables]) > -np.inf).tolist())
 
 
+def _of_content(find: Any, unary: np.ndarray, tables: Sequence[np.ndarray]) -> Any:
+    """``find`` of a variable's costs and tables, cached if they are small."""
+    if sum([table.size for table in tables]) > SMALL:
+        find = find.__wrapped__
+    return find(unary.tobytes(), *[(table.tobytes(), table.shape) for table in tables])
+
+
+@dataclass(frozen=True)
+class _Pruned:
+    """A variable after arc consistency and dominance.
+
+    Attributes:
+        unary: its costs, with those of tables that are f(row) + g(column).
+        splits: per table, g if it is such a table.
+        mask: the values left; None if none is dropped.
+        replaced: per value dropped by dominance, its position and that of a value never worse.
+    """
+
+    unary: np.ndarray
+    splits: list[np.ndarray | None]
+    mask: np.ndarray | None
+    replaced: list[tuple[int, int]]
+
+
+@lru_cache(maxsize=KNOWN)
+def _pruned(unary: bytes, *tables: _Content) -> _Pruned:
+    cost = np.frombuffer(unary)
+    n = len(cost)
+    worse = np.zeros((n, n))
+    mask = np.ones(n, dtype=bool)
+    splits: list[np.ndarray | None] = []
+    for data, shape in tables:
+        facts = _facts(data, shape)
+        splits.append(None if facts.split is None else facts.split[1])
+        if facts.split is not None:
+            cost = cost + facts.split[0]
+        elif facts.dead is not None:
+            mask &= ~facts.dead
+        else:
+            worse += facts.worse
+    mask &= cost < np.inf
+    if n == 1 or not mask.all():
+        return _Pruned(cost, splits, None if mask.all() else mask, [])
+    worse += cost - cost[:, None]
+    covers = worse <= 0  # [a, b]: b is never worse than a; for a == b it is true
+    if np.count_nonzero(covers) == n:
+        return _Pruned(cost, splits, None, [])
+    alive = np.ones(n, dtype=bool)
+    replaced = []
+    for a in reversed(range(n)):
+        better = [
+            b for b in np.flatnonzero(covers[a] & alive) if b < a or (b > a and not covers[b, a])
+        ]
+        if better:
+            alive[a] = False
+            replaced.append((a, int(better[0])))
+    return _Pruned(cost, splits, None if alive.all() else alive, replaced)
+
+
+@lru_cache(maxsize=KNOWN)
+def _minimum(unary: bytes, *tables: _Content) -> tuple[np.ndarray, np.ndarray, int]:
+    """Minimize over a variable with at most two tables: its best value for each choice of its
+    neighbours, the minimum, and the entries of the joint table.
+    """
+    joint = np.frombuffer(unary).reshape(-1, *[1] * len(tables))
+    for axis, (data, shape) in enumerate(tables):
+        joint = joint + np.frombuffer(data).reshape(
+            len(joint), *[shape[1] if axis == a else 1 for a in range(len(tables))]
+        )
+    return joint.argmin(0), joint.min(0), joint.size
+
+
 @dataclass(frozen=True)
 class _Facts:
     """Facts about one table. ``split``: f and g if the table is f(row) + g(column). ``dead``: the
@@ -219,7 +272,7 @@ class _Facts:
     worse: np.ndarray
 
 
-@lru_cache(maxsize=8192)  # repeated layers repeat their tables
+@lru_cache(maxsize=KNOWN)
 def _facts(data: bytes, shape: tuple[int, int]) -> _Facts:
     table = np.frombuffer(data).reshape(shape)
     if shape[0] == 1 or shape[1] == 1:
