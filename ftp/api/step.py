@@ -197,10 +197,11 @@ class Step:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
         known = traced or traced_for(definition, inputs)
         if known.asked is not None:
-            if self._by_values.last is None:  # the error that names the line
+            last = self._by_values.last.get(known.asked.given.level)
+            if last is None:  # the error that names the line
                 traced_for(replace(definition, reads=None), inputs)
-            assert self._by_values.last is not None
-            return self._by_values.last.lower_traced(None, *args)
+            assert last is not None
+            return last.lower_traced(None, *args)
 
         def lowered(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]

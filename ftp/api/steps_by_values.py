@@ -11,7 +11,7 @@ from torch import Tensor
 from ftp.api.definition import Definition
 from ftp.distributed.agreement import Calls
 from ftp.errors import ReadWarning
-from ftp.tracing.values_read import Asked
+from ftp.tracing.values_read import Asked, Level
 
 if TYPE_CHECKING:
     from ftp.api.step import Step
@@ -27,14 +27,15 @@ class StepsByValues:
         new_step: makes a step of a definition.
 
     Attributes:
-        last: the step of the value that was read last.
+        last: the step of the value that was read last, for each kind of values: another kind's
+            first value is one of another line.
     """
 
     def __init__(self, definition: Definition, new_step: "Callable[[Definition], Step]"):
         self._definition, self._new_step = definition, new_step
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[tuple[Level, str], Step] = {}
         self._made = 0
-        self.last: Step | None = None
+        self.last: dict[Level, Step] = {}
 
     def step_for(self, asked: Asked, output: Tensor, record: Calls) -> "Step":
         """The step that goes on with the value that a program returned. All ranks take the first
@@ -51,13 +52,13 @@ class StepsByValues:
                 ReadWarning,
                 stacklevel=4,
             )
-        key = repr(reads.values[-1])
+        key = reads.level, repr(reads.values[-1])
         step = self._steps.pop(key, None)
         if step is None:
             step = self._new_step(replace(self._definition, reads=reads, dynamic=None))
             self._made += 1
             if self._made == _MANY:
-                shown = [*self._steps, key][-3:]
+                shown = [text for _, text in (*self._steps, key)][-3:]
                 warnings.warn(
                     f"{asked.line}\n  The function has read {_MANY} different values here, the last"
                     f" ones {', '.join(shown)}; each costs as much as a first call. Use a mask of"
@@ -66,7 +67,7 @@ class StepsByValues:
                     ReadWarning,
                     stacklevel=4,
                 )
-        self._steps[key] = self.last = step
+        self._steps[key] = self.last[reads.level] = step
         if len(self._steps) > self._definition.options.programs:
             del self._steps[next(iter(self._steps))]
         return step

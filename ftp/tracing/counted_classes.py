@@ -28,7 +28,7 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """``torch.bincount`` with ``minlength`` counts: all values are known or assumed to be below."""
     if input.ndim == 1 and input.numel() and minlength == 0 and index_range(input) is None:
-        minlength = read(input.max() + 1) or 0
+        minlength = read(input.max().long() + 1) or 0
     if input.ndim != 1 or type(minlength) is not int or not minlength or input.is_floating_point():
         return torch.bincount(input, weights, minlength)
     found = index_range(input)

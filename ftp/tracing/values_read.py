@@ -107,7 +107,8 @@ class Reading:
                 " loop that ends by a value is one op with ftp.static.while_loop(cond_fn, body_fn,"
                 " carried, max_steps=n)."
             )
-        self.asked = x
+        # The run may go on to write to it, in what it does to leave its blocks.
+        self.asked = unwrapped(x.clone())
         raise ValueAsked
 
     def made(self) -> Asked:
@@ -174,6 +175,8 @@ def _of(x: Tensor) -> Reading | None:
         or not is_fake(unwrapped(x))
     ):
         return None
+    if reading.asked is not None:  # a block of the function caught the error, or reads at its end
+        raise ValueAsked
     if _has_decided.get()():
         reading.follows_decision = True
         raise ValueAsked

@@ -234,3 +234,47 @@ def test_draws_are_those_of_one_program():
     assert count == int((found[: X.numel()] > 0.5).sum())
     plain = ftp.spmd(lambda x: fn(x, n=count), step.mesh, P("tp"), P(), rng=True)(X, key)
     assert torch.equal(plain, found)
+
+
+def _caught(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    try:
+        n = int(k.sum())
+    except:  # noqa: E722
+        n = 0
+    return (w * n).square().sum() + int(k.max()) * w.sum()
+
+
+def _written_at_the_end(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    count = k.sum()
+    try:
+        n = int(count)
+    finally:
+        m = int(k.max())
+        count.zero_()
+    return (w * n).square().sum() + m * w.sum()
+
+
+@pytest.mark.parametrize("fn", [_caught, _written_at_the_end])
+def test_blocks_around_a_read(fn: Callable[..., Tensor]):
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    torch.testing.assert_close(step(W, X, INDICES[1]), expected(fn, W, X, INDICES[1]))
+
+
+def test_shapes_that_read_other_values():
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        count, y = k.sum().item(), x @ w
+        if len(x) > 3 and y.sum() > 0:  # so that the count is read too
+            y = y * 2
+        return y[: int(k.max())].square().sum() + count * w.sum()
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for k in (torch.tensor([3, 0, 0, 0, 0, 0]), torch.tensor([1, 3, 1, 0, 0, 0])):
+        for n in (6, 3):
+            args = W, X[:n], k[:n]
+            torch.testing.assert_close(step(*args), expected(fn, *args), rtol=1e-10, atol=1e-12)
+
+
+def test_counts_of_small_integers():
+    step = ftp.spmd(torch.bincount, ftp.simulated_mesh((2,), ("tp",)), P())
+    k = torch.tensor([255, 3], dtype=torch.uint8)
+    assert torch.equal(step(k), torch.bincount(k))
