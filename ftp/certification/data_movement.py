@@ -59,7 +59,7 @@ def sliced(
     _require_dims(x, [dim])
     size = x.shape[dim]
     first, last = (
-        v + size if isinstance(v, int) and v < 0 else v
+        v + size * (v < 0)  # an int, or one of each rank
         for v in (0 if start is None else start, size if stop is None else stop)
     )
     if isinstance(x, PackedValues):
