@@ -87,16 +87,23 @@ def bound(definition: Definition, call: Arguments, planned: Planned) -> "BoundPr
         leaves,
         tuple(sorted(definition.state)),
     )
-    return BoundProgram(program, signature, call)
+    return BoundProgram(
+        program, signature, call, bool(definition.reads and definition.reads.values)
+    )
 
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program with the signature of its calls."""
+    """A program with the signature of its calls.
+
+    Attributes:
+        is_of_values: whether the program is for values that the function reads as Python numbers.
+    """
 
     program: Program
     signature: Signature
     call: Arguments
+    is_of_values: bool = False
 
     def compile(self) -> "CompiledStep":
         """See ``Lowered.compile``."""
@@ -106,13 +113,25 @@ class BoundProgram:
                 " the program to a file with lowered.save(path), for ftp.load_program(path) where"
                 " it runs, or lower it on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
             )
+        self._check_values()
         made = CompiledStep(self.program, self.signature)
         made.prepare()
         return made
 
     def save(self, path: str | Path) -> None:
         """See ``Lowered.save``."""
+        self._check_values()
         save(path, self.program, self.signature, self.call.treedef)
+
+    def _check_values(self) -> None:
+        """Raises for a program that would give wrong numbers at other values, and not notice."""
+        if self.is_of_values and not self.program.options.check_inputs:
+            claims = "".join(f"\n  {claim}" for claim in self.program.assumptions)
+            raise InputError(
+                "The program is for values that the function reads as Python numbers: at others it"
+                " gives wrong results. Call the step, which reads them, or make it with"
+                f" check_inputs=True, by which the program raises at others.{claims}"
+            )
 
 
 class CompiledStep(Step):

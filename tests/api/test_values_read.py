@@ -4,6 +4,7 @@ program of its own, equal to one device.
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,3 +279,23 @@ def test_counts_of_small_integers():
     step = ftp.spmd(torch.bincount, ftp.simulated_mesh((2,), ("tp",)), P())
     k = torch.tensor([255, 3], dtype=torch.uint8)
     assert torch.equal(step(k), torch.bincount(k))
+
+
+def test_a_program_of_its_own_is_for_values_that_it_checks(tmp_path: Path):
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.shard(_row_count, mesh, P("tp"))
+    step(W, X, INDICES[0])
+    lowered = step.lower(W, X, INDICES[0])
+    with pytest.raises(InputError, match=r"values that the function reads(.|\n)*number is 4"):
+        lowered.compile()
+    with pytest.raises(InputError, match="values that the function reads"):
+        lowered.save(tmp_path / "step.ftp")
+    step = ftp.shard(_row_count, mesh, P("tp"), check_inputs=True)
+    step(W, X, INDICES[0])
+    lowered = step.lower(W, X, INDICES[0])
+    lowered.save(tmp_path / "step.ftp")
+    for made in (lowered.compile(), ftp.load_program(tmp_path / "step.ftp", mesh)):
+        found = made(W, X, INDICES[0])
+        torch.testing.assert_close(found, expected(_row_count, W, X, INDICES[0]))
+        with pytest.raises(InputError, match="as a Python number is 4"):
+            made(W, X, INDICES[1])
