@@ -36,8 +36,6 @@ class _Fold:
 KNOWN = 8192
 SMALL = 512
 
-_Content = tuple[bytes, tuple[int, ...]]  # the data of a table, and its shape
-
 
 class Network:
     """A network that is reduced in place, and how to undo each step. Tables are never written to.
@@ -186,14 +184,15 @@ class Network:
 
 def _are_costs(tables: Sequence[np.ndarray]) -> bool:
     """Whether no element is NaN or -inf."""
-    return all((np.concatenate([np.ravel(t) for t in tables]) > -np.inf).tolist())
+    return bool((np.concatenate([np.reshape(t, -1) for t in tables]) > -np.inf).all())
 
 
 def _of_content(find: Any, unary: np.ndarray, tables: Sequence[np.ndarray]) -> Any:
-    """``find`` of a variable's costs and tables, cached if they are small."""
-    if sum([table.size for table in tables]) > SMALL:
+    """``find`` of a variable's costs and tables, as bytes; cached if they are small."""
+    data = [table.tobytes() for table in tables]
+    if sum(map(len, data)) > unary.itemsize * SMALL:
         find = find.__wrapped__
-    return find(unary.tobytes(), *[(table.tobytes(), table.shape) for table in tables])
+    return find(unary.tobytes(), *data)
 
 
 @dataclass(frozen=True)
@@ -214,14 +213,14 @@ class _Pruned:
 
 
 @lru_cache(maxsize=KNOWN)
-def _pruned(unary: bytes, *tables: _Content) -> _Pruned:
+def _pruned(unary: bytes, *tables: bytes) -> _Pruned:
     cost = np.frombuffer(unary)
     n = len(cost)
     worse = np.zeros((n, n))
     mask = np.ones(n, dtype=bool)
     splits: list[np.ndarray | None] = []
-    for data, shape in tables:
-        facts = _facts(data, shape)
+    for data in tables:
+        facts = _facts(data, n)
         splits.append(None if facts.split is None else facts.split[1])
         if facts.split is not None:
             cost = cost + facts.split[0]
@@ -249,14 +248,14 @@ def _pruned(unary: bytes, *tables: _Content) -> _Pruned:
 
 
 @lru_cache(maxsize=KNOWN)
-def _minimum(unary: bytes, *tables: _Content) -> tuple[np.ndarray, np.ndarray, int]:
+def _minimum(unary: bytes, *tables: bytes) -> tuple[np.ndarray, np.ndarray, int]:
     """Minimize over a variable with at most two tables: its best value for each choice of its
     neighbours, the minimum, and the entries of the joint table.
     """
     joint = np.frombuffer(unary).reshape(-1, *[1] * len(tables))
-    for axis, (data, shape) in enumerate(tables):
+    for axis, data in enumerate(tables):
         joint = joint + np.frombuffer(data).reshape(
-            len(joint), *[shape[1] if axis == a else 1 for a in range(len(tables))]
+            len(joint), *[-1 if axis == a else 1 for a in range(len(tables))]
         )
     return joint.argmin(0), joint.min(0), joint.size
 
@@ -273,10 +272,10 @@ class _Facts:
 
 
 @lru_cache(maxsize=KNOWN)
-def _facts(data: bytes, shape: tuple[int, int]) -> _Facts:
-    table = np.frombuffer(data).reshape(shape)
-    if shape[0] == 1 or shape[1] == 1:
-        f, g = (np.zeros(1), table[0]) if shape[0] == 1 else (table[:, 0], np.zeros(1))
+def _facts(data: bytes, rows: int) -> _Facts:
+    table = np.frombuffer(data).reshape(rows, -1)
+    if rows == 1 or table.shape[1] == 1:
+        f, g = (np.zeros(1), table[0]) if rows == 1 else (table[:, 0], np.zeros(1))
         return _Facts((f, g), None, table)
     low = table.min(axis=1)
     if low.max() == np.inf:
