@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -202,6 +203,10 @@ def python_value(func: Any, x: Tensor) -> Any:
     if func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1:
         x = x.long()
     value = as_lists(read(x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x))
+    if func is Tensor.numpy and value is not None:
+        array = np.array(value, str(x.dtype).removeprefix("torch.")).reshape(x.shape)
+        array.setflags(write=False)  # in torch a write to it is one to the tensor
+        return array
     if value is None or func in _OF_ALL:
         return value
     return _CONVERTED.get(func, lambda number: number)(value)

@@ -299,3 +299,13 @@ def test_a_program_of_its_own_is_for_values_that_it_checks(tmp_path: Path):
         torch.testing.assert_close(found, expected(_row_count, W, X, INDICES[0]))
         with pytest.raises(InputError, match="as a Python number is 4"):
             made(W, X, INDICES[1])
+
+
+def test_arrays_of_numpy_are_read():
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        labels, kept = k.numpy(), (k > 0).numpy()
+        return x[: max(labels * 2)].sum() * w.sum() + len(labels[kept]) * w.square().sum()
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for k in INDICES:
+        torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k))
