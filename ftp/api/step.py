@@ -124,7 +124,12 @@ class Step:
         """
         if planned.asked is None:
             return planned.result(outputs)
-        return self._by_values.step_for(planned.asked, outputs[0], record)(*args)
+        try:
+            step = self._by_values.step_for(planned.asked, outputs[0], record)
+        except Warning as e:  # which a filter made an error here, and may have on no other rank
+            record.agree(record.next(), e)
+            raise
+        return step(*args)
 
     @cached_property
     def _by_values(self) -> StepsByValues:
