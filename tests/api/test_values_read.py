@@ -303,8 +303,8 @@ def test_a_program_of_its_own_is_for_values_that_it_checks(tmp_path: Path):
 
 def test_arrays_of_numpy_are_read():
     def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
-        labels, kept = k.numpy(), (k > 0).numpy()
-        return x[: max(labels * 2)].sum() * w.sum() + len(labels[kept]) * w.square().sum()
+        kept = (k > 0).numpy()
+        return x[: (kept * 1).sum()].sum() * w.sum()
 
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
     for k in INDICES:
