@@ -94,7 +94,7 @@ def of_config(
     ``fsdp`` cut the batch; ``fsdp`` also cuts the parameters, along a dim that ``tp`` does not.
     """
     try:
-        from transformers import (
+        from transformers import (  # pyright: ignore[reportMissingImports]
             AutoConfig,
             AutoModelForCausalLM,
         )
