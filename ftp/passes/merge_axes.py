@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ftp.dynamic_int import is_dynamic
 from ftp.planning.cost import DEFAULT, Hardware, collective_seconds
 from ftp.planning.graph import Graph, Node, Reshard, Value
 from ftp.planning.graph_passes import live
 from ftp.planning.insert_reshards import reshard_rule
-from ftp.sharding.layout import R, nominal, shard
+from ftp.sharding.layout import R, estimated, shard
 
 
 def merge_axes(
@@ -71,7 +72,7 @@ def _is_no_slower(first: Node, second: Node, merged: Reshard, hardware: Hardware
     """Whether one collective over the product is estimated to take no longer than both."""
 
     def seconds(reshard: Reshard, *ends: Value) -> float:
-        size = max(math.prod(map(nominal, value.shape)) for value in ends)
+        size = max(math.prod(map(estimated, value.shape)) for value in ends)
         nbytes = size * second.results[0].dtype.itemsize
         return collective_seconds(reshard.op, nbytes, reshard.n, hardware.link_of(reshard.axes))
 
@@ -132,6 +133,11 @@ def _follow_one_another(
     """Whether two gathers of dim ``d`` bring its parts, of ``length`` each, into the order of
     the ranks.
     """
+    sizes = [(reshard.sizes[f"o{d}"], reshard.sizes[f"i{d}"]) for reshard in reshards]
+    if is_dynamic(length):  # parts that stay whole are in an order that does not depend on it
+        if any(outer != 1 for outer, _ in sizes):
+            return False
+        length, sizes = 1, [(1, 1) for _ in sizes]
     counts = [axes[axis] for axis in together]
     order = [together.index(axis) for reshard in reshards for axis in reshard.target.axes]
     parts = (
@@ -140,8 +146,7 @@ def _follow_one_another(
         .transpose(*order, len(counts))
     )
     parts = parts.reshape(*(reshard.target.n for reshard in reshards), length)
-    for reshard in reshards:
-        outer, inner = reshard.sizes[f"o{d}"], reshard.sizes[f"i{d}"]
+    for reshard, (outer, inner) in zip(reshards, sizes, strict=True):
         *rest, held = parts.shape[1:]
         if not isinstance(outer, int) or not isinstance(inner, int) or held % (outer * inner):
             return False
