@@ -52,6 +52,8 @@ class Link:
             that have computed arrive at different times, and the thread that sends waits for a
             core.
         hidden: the share of a collective's time in which the ranks can compute.
+        shared: whether the ranks of a host share one port to other hosts, as CPUs do; GPUs have one
+            each.
 
     >>> Link(latency=2e-6, bandwidth=450e9).bandwidth
     450000000000.0
@@ -64,6 +66,7 @@ class Link:
         default_factory=dict, hash=False
     )
     hidden: float = 1.0
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class Hardware:
             4e-6,
             False,
             "CPU core",
-            network=Link(latency=2e-4, bandwidth=1e9, factors={"reduce_scatter": 2.0}),
+            network=Link(2e-4, 1e9, factors={"reduce_scatter": 2.0}, shared=True),
             capacity=0.0,
         )
 

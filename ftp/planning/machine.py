@@ -1,12 +1,13 @@
 """The machine at hand: the hardware that programs of a mesh are planned for."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from ftp.errors import InputError, MeshError
-from ftp.planning.cost import Hardware
+from ftp.planning.cost import Hardware, Link
 from ftp.sharding.mesh import Mesh
 
 PRESETS: Mapping[str, Callable[[], Hardware]] = {
@@ -52,8 +53,28 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
             f"hardware has links for {', '.join(map(repr, unknown))}, but the mesh has axes"
             f" {', '.join(map(repr, mesh.axes))}."
         )
-    between = {axis: given.network for axis in mesh.axes if mesh.leaves_host(axis)}
+    between = {axis: _between_hosts(mesh, axis, given) for axis in mesh.axes}
+    between = {axis: link for axis, link in between.items() if link is not None}
     return replace(given, links={**between, **given.links})
+
+
+def _between_hosts(mesh: Mesh, axis: str, hardware: Hardware) -> Link | None:
+    """The link of an axis that leaves a host; None if it does not.
+
+    Where k of the axis' ranks are on each host, a backend such as NCCL runs k rings, each through
+    another rank's port, so that a gather or a sum has k ports. In an all-to-all a rank sends what
+    is for other hosts through its own port; in a shift the last rank of a host sends everything.
+    """
+    if not mesh.leaves_host(axis):
+        return None
+    network, n = hardware.network, mesh.axes[axis]
+    ports = min(min(Counter(line).values()) for line in mesh.hosts_along(axis))
+    if network.shared or ports == 1:
+        return network
+    bandwidth = min(ports * network.bandwidth, hardware.link.bandwidth)
+    one_port = bandwidth / network.bandwidth
+    factors = {"all_to_all": one_port * (n - ports) / (n - 1), "ring": one_port}
+    return replace(network, bandwidth=bandwidth, factors={**network.factors, **factors})
 
 
 def describe_hardware(hardware: Hardware) -> str:

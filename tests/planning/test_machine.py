@@ -1,5 +1,7 @@
 """The hardware that programs are planned for: presets, links by axis, hosts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pages import run_examples
@@ -7,6 +9,7 @@ from pages import run_examples
 import ftp
 from ftp import Hardware, Link, P
 from ftp.errors import InputError, MeshError
+from ftp.planning.cost import collective_seconds
 from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.sharding.launcher import known_hosts
 from ftp.sharding.mesh import resolve
@@ -53,6 +56,27 @@ def test_axes_that_leave_a_host_have_the_networks_link():
     assert bandwidths([*"xxyyzzww"], own) == [7.0, outside, inside]
     assert bandwidths(None, "b200") == [900e9] * 3
     assert bandwidths(None, None, "cpu") == [Hardware().link.bandwidth] * 3
+
+
+@pytest.mark.parametrize("hosts", ["aaaabbbb", "aabbccdd", "abababab", "aaaaaabb"])
+def test_an_axis_over_hosts_has_the_ports_of_its_ranks(hosts):
+    """Seconds of each collective are at least those of the busiest port, by counting the bytes
+    that each rank sends to other hosts.
+    """
+    hardware, n, nbytes = Hardware.h100(), len(hosts), 1e9
+    link = hardware_on(resolve(ftp.AbstractMesh((n,), ("dp",), hosts=hosts)), hardware).links["dp"]
+    ports = min(map(hosts.count, hosts))
+    assert link.bandwidth == min(ports * 50e9, 450e9)
+    others = max(n - hosts.count(host) for host in hosts)
+    assert collective_seconds("all_to_all", nbytes, n, link) == pytest.approx(
+        link.latency + nbytes / n * others / n / 50e9
+    )
+    assert collective_seconds("ring", nbytes, n, link) == pytest.approx(
+        link.latency + nbytes / 50e9
+    )
+    shared = replace(hardware, network=Link(bandwidth=1e9, shared=True))
+    mesh = resolve(ftp.AbstractMesh((n,), ("dp",), hosts=hosts))
+    assert hardware_on(mesh, shared).links["dp"] == shared.network
 
 
 def test_hosts_are_one_a_rank():
