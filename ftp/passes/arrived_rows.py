@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.errors import RuleError
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.passes.copy_elimination import copied
-from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.rules.bind import rule_of_node
+from ftp.rules.call import operands_of
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.op_types import OpOverload
 
@@ -148,19 +147,10 @@ def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
         return held[node.all_input_nodes[0]].dim
     if not isinstance(node.target, OpOverload) or not isinstance(value, FakeTensor):
         return None
-    operands = list(tensors((node.args, dict(node.kwargs)), fx.Node))
+    operands = operands_of(node)
     if not all(isinstance(x.meta.get("val"), FakeTensor) for x in operands):
         return None
-    call = Call(
-        node.target,
-        replaced(node.args, fx.Node, _meta),
-        replaced(dict(node.kwargs), fx.Node, _meta),
-        (_meta(node),),
-    )
-    try:
-        rule = lookup(call)
-    except RuleError:
-        return None
+    rule = rule_of_node(node)
     if rule is None or (rule.local is not None and node.target not in _SIZED):
         return None
     factors = {
@@ -199,8 +189,3 @@ def _numbers(stated: Any) -> list[int]:
     if isinstance(stated, list | tuple):
         return [n for x in stated for n in _numbers(x)]
     return [stated] if isinstance(stated, int) else []
-
-
-def _meta(node: fx.Node) -> Meta:
-    value = node.meta["val"]
-    return Meta(tuple(map(int, value.shape)), value.dtype)

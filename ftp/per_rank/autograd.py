@@ -12,13 +12,22 @@ from torch import Tensor, library
 
 from ftp.errors import TraceError
 from ftp.ops.axis_collectives import OPS
-from ftp.per_rank.gradient import Pair, has_gradient
-from ftp.per_rank.program import RankCode, program_of
+from ftp.per_rank.gradient import Pair
+from ftp.per_rank.program import RankCode, has_gradient, program_of
 from ftp.per_rank.transforms import batched, pair_of
 from ftp.source import at_line
 
 
-class Apply(torch.autograd.Function):
+class _ReverseMode(torch.autograd.Function):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise TraceError(
+            f"{at_line()}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse"
+            " mode only."
+        )
+
+
+class Apply(_ReverseMode):
     """The op ``ftp::local`` with its gradient, for autograd and torch.func."""
 
     @staticmethod
@@ -50,7 +59,7 @@ class Apply(torch.autograd.Function):
         every = ctx.saved_tensors  # read once, as torch.utils.checkpoint requires
         xs = every[-len(pair.forward.operands) :]
         if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
-            return _pulled(pair.forward, xs, grads)
+            return _gradients(pair.forward, xs, grads)
         saved = iter(every)
         taken = []
         for kind, i in pair.given:
@@ -61,27 +70,16 @@ class Apply(torch.autograd.Function):
             else:
                 shape, dtype, device = ctx.shapes[i]
                 taken.append(torch.zeros(shape, dtype=dtype, device=device))
-        found = PerRankRun.apply(pair.backward, *taken)
-        by_operand = dict(zip(pair.wrt, found, strict=True))
-        return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
+        return _run_backward(pair, taken, len(pair.forward.operands))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, pair: Pair, *xs: Tensor) -> Any:
         return _mapped(info, in_dims[1:], pair.forward, xs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise TraceError(_FORWARD_MODE.format(at_line()))
 
-
-_FORWARD_MODE = (
-    "{}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse mode only."
-)
-
-
-class PerRankRun(torch.autograd.Function):
-    """A program as the op ``ftp::local``, whose gradient is derived only when asked for, which is
-    rare for backward programs.
+class PerRankRun(_ReverseMode):
+    """The op ``ftp::local``, whose gradient is derived only when asked for: that of a backward
+    program rarely is.
     """
 
     @staticmethod
@@ -99,18 +97,14 @@ class PerRankRun(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(g is None for g in grads):
             return (None,) * (1 + len(ctx.program.operands))
-        return _pulled(ctx.program, ctx.saved_tensors, grads)
+        return _gradients(ctx.program, ctx.saved_tensors, grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: RankCode, *xs: Tensor) -> Any:
         return _mapped(info, in_dims[1:], program, xs)
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise TraceError(_FORWARD_MODE.format(at_line()))
 
-
-def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+def _gradients(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
     """The gradients of a program's operands, after a None for the program."""
     pair = pair_of(program.key, xs[0].device.type)
     outputs: Any = PerRankRun.apply(pair.forward, *xs)
@@ -121,9 +115,13 @@ def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | No
         else:
             grad = grads[i]
             taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
-    found = PerRankRun.apply(pair.backward, *taken)
+    return _run_backward(pair, taken, len(xs))
+
+
+def _run_backward(pair: Pair, given: Sequence[Tensor], n_operands: int) -> Any:
+    found = PerRankRun.apply(pair.backward, *given)
     by_operand = dict(zip(pair.wrt, found, strict=True))
-    return (None, *(by_operand.get(i) for i in range(len(xs))))
+    return (None, *(by_operand.get(i) for i in range(n_operands)))
 
 
 def _mapped(

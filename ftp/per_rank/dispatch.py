@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from ftp.sharding.spec import P
 Experts = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
 
 
-def travelling(
+def dispatch(
     experts: Experts,
     mesh: Mesh,
     x: Tensor,
@@ -32,7 +33,7 @@ def travelling(
     capacity: float | None = None,
 ) -> Tensor:
     """The weighted sum of the results of each token's experts. Tokens are sent to the ranks of
-    ``axis`` that own their experts; the experts' parameters are not sent.
+    ``axis`` that own their experts, and results back; no parameters are sent.
 
     Args:
         experts: takes rows (rows, dim), each row's expert among those that the rank owns (one more
@@ -41,7 +42,7 @@ def travelling(
         x: (tokens, dim).
         chosen, weights: (tokens, k), each token's experts and the weights of their results.
         parameters: each with the experts as dim 0.
-        token_axes: the mesh axes that cut the tokens, ``axis`` among them.
+        token_axes: the mesh axes that shard the tokens, ``axis`` among them.
         capacity: the rows that a rank has room for, as a multiple of those of an equal load. More
             rows raise an InputError on all ranks before any row is sent. Default: room for all.
     """
@@ -55,13 +56,11 @@ def travelling(
         x, weights = F.pad(x, (0, 0, 0, missing)), F.pad(weights, (0, 0, 0, missing))
     rows = P(tuple(token_axes))
     of_rank = local(
-        lambda x, chosen, weights, parameters: _of_rank(
-            experts, x, chosen, weights, parameters, axis, n, count, capacity
-        ),
+        partial(_of_rank, experts, axis=axis, n=n, count=count, capacity=capacity),
         mesh,
         (rows, rows, rows, P(axis)),
         rows,
-        axes=tuple(token_axes),
+        axes=token_axes,
     )
     parts = [filled_up(p, axis, n) for p in parameters]
     return of_rank(x, chosen, weights, parts)[:tokens]
@@ -78,6 +77,7 @@ def _of_rank(
     count: int,
     capacity: float | None,
 ) -> Tensor:
+    """``dispatch`` on one of ``n`` ranks, with ``count`` experts in all."""
     k = chosen.shape[1]
     slots = chosen.reshape(-1).to(torch.int64)
     order = slots.argsort(stable=True)  # by expert, so by the rank that owns it
@@ -91,7 +91,7 @@ def _of_rank(
 
 @dataclass(frozen=True)
 class Route:
-    """The destinations of a rank's rows, sorted by expert, on ``axis``.
+    """Which of a rank's rows, sorted by expert, go to which rank of ``axis``.
 
     Attributes:
         rows: number of this rank's rows; rows without an expert are not sent, and come back as
@@ -110,8 +110,8 @@ class Route:
 
     @property
     def own(self) -> Tensor:
-        """Each arrived row's expert among those of the rank; one more than the last for rows
-        without a token.
+        """Each arrived row's expert, counted from the rank's first; for rows without a token one
+        more than the rank's last.
         """
         at = torch.arange(self.bound, dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, at, right=True)

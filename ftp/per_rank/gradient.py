@@ -1,8 +1,8 @@
-"""Gradient of per-rank code: split the joint trace of results and gradients into a forward and a
-backward program.
+"""Gradient of per-rank code: trace results and gradients together, and split the trace into a
+forward and a backward program.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.program import Port, RankCode, Shape, copied, needed
+from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.per_rank.varying import AxisSet, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
@@ -43,7 +44,58 @@ class Pair:
     differentiable: tuple[int, ...]
 
 
-def split(
+def with_gradient(
+    program: RankCode,
+    run: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+    names: Sequence[str],
+    device_type: str,
+) -> Pair:
+    """A program with its backward program.
+
+    Args:
+        run: the function that the program was traced from, of its operands without constants and
+            of the axis indices.
+        names: of these operands, for errors.
+    """
+    operands = program.operands[: len(names)]
+    wrt = [i for i, port in enumerate(operands) if port.has_gradient]
+    differentiable = [i for i, port in enumerate(program.results) if port.has_gradient]
+
+    def joint(leaves: list[Tensor], index: list[Tensor], cotangents: list[Tensor]) -> Any:
+        def primal(*values: Tensor) -> Any:
+            filled = list(leaves)
+            for i, value in zip(wrt, values, strict=True):
+                filled[i] = value
+            outputs = run(filled, index)
+            return [outputs[i] for i in differentiable], outputs
+
+        vjp: Any = torch.func.vjp
+        _, pull, primals = vjp(primal, *(leaves[i] for i in wrt), has_aux=True)
+        return primals, pull(_contributed(program, differentiable, cotangents))
+
+    cotangents = [program.results[i].meta for i in differentiable]
+    args = [port.meta for port in operands], index_of(program.axes), cotangents
+    traced = trace_apart(joint, args, device_type, names)
+    return _split(program, len(names), traced, wrt, differentiable)
+
+
+def _contributed(
+    program: RankCode, differentiable: Sequence[int], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Cotangents of the results as this rank's terms. Gradients are summed over ranks, so only one
+    rank contributes the cotangent of a replicated result. Every term of a pending sum has the sum's
+    cotangent.
+    """
+    terms = list(cotangents)
+    for i, result in enumerate(differentiable):
+        port = program.results[result]
+        for axis in program.axes:
+            if axis not in port.spec.axes and axis not in port.pending:
+                terms[i] = OPS.contribute.default(terms[i], axis)
+    return terms
+
+
+def _split(
     program: RankCode,
     n_tensors: int,
     traced: Traced,
@@ -76,8 +128,8 @@ def split(
     forward = _forward_graph(joint, residuals, residual_ports)
     backward = _backward_graph(joint, reread, residuals, residual_ports, recomputed)
     return Pair(
-        program.like(fx.GraphModule({}, forward), joint.ports, (*program.results, *residual_ports)),
-        program.like(fx.GraphModule({}, backward), taken, _gradient_ports(joint, wrt, reduced)),
+        program.like(forward, joint.ports, (*program.results, *residual_ports)),
+        program.like(backward, taken, _gradient_ports(joint, wrt, reduced)),
         traced.constants,
         tuple(given),
         tuple(wrt),
@@ -104,38 +156,29 @@ class _JointTrace:
     differentiable: Sequence[int]
 
     @property
-    def results(self) -> list[fx.Node]:
-        return self._outputs[: len(self.program.results)]
+    def results(self) -> Sequence[fx.Node]:
+        outputs: Any = self.graph.output_node().args[0]
+        return outputs[: len(self.program.results)]
 
     @property
-    def gradients(self) -> list[fx.Node]:
-        return self._outputs[len(self.program.results) :]
-
-    @property
-    def _outputs(self) -> list[Any]:
-        returned: Any = next(reversed(self.graph.nodes)).args[0]
-        return list(returned)
+    def gradients(self) -> Sequence[fx.Node]:
+        outputs: Any = self.graph.output_node().args[0]
+        return outputs[len(self.program.results) :]
 
     def types(self) -> dict[fx.Node, AxisSet]:
         """The axes along which each node's value varies."""
-        results = [self.program.results[i] for i in self.differentiable]
-        known = {
-            node: frozenset(port.spec.axes)
-            for node, port in zip(
-                [*self.operands, *self.cotangents], [*self.ports, *results], strict=True
-            )
-        }
-        for node, axis in zip(self.index, self.program.axes, strict=True):
-            known[node] = frozenset({axis})
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        return infer(self.graph, [known[node] for node in placeholders])
+        ports = [*self.ports, *(self.program.results[i] for i in self.differentiable)]
+        vary = [*(port.spec.axes for port in ports), *([axis] for axis in self.program.axes)]
+        nodes = (*self.operands, *self.cotangents, *self.index)
+        known = dict(zip(nodes, map(frozenset, vary), strict=True))
+        return infer(self.graph, [known[n] for n in self.graph.find_nodes(op="placeholder")])
 
 
 def _joint(
     program: RankCode, n_tensors: int, traced: Traced, differentiable: Sequence[int]
 ) -> _JointTrace:
     graph = traced.gm.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    placeholders = list(graph.find_nodes(op="placeholder"))
     counts = (n_tensors, len(program.axes), len(differentiable), len(traced.constants))
     tensors, index, cotangents, constants = (
         placeholders[end - count : end]
@@ -150,13 +193,13 @@ def _joint(
 def _drop_known_sums(joint: _JointTrace, n_gradients: int) -> list[set[str]]:
     """Drop sums that need no collective. Returns per gradient the axes over which it is reduced."""
     first = len(joint.program.results)
-    reduced: list[set[str]] = [set() for _ in range(n_gradients)]
-    for axis in joint.program.axes:
-        known = without_known_sums(joint.graph, axis, joint.types())
-        for i, axes in enumerate(reduced, first):
-            if i in known:
-                axes.add(axis)
-    return reduced
+    known = {
+        axis: without_known_sums(joint.graph, axis, joint.types()) for axis in joint.program.axes
+    }
+    return [
+        {axis for axis, outputs in known.items() if first + i in outputs}
+        for i in range(n_gradients)
+    ]
 
 
 def _saved(joint: _JointTrace) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -256,9 +299,10 @@ def _is_recomputed(node: fx.Node) -> bool:
 
 
 def _dependent(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
+    """The sources and all nodes computed from them."""
     found = set(sources)
     for node in graph.nodes:
-        if any(v in found for v in node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -283,23 +327,3 @@ def _reshaped(
     made = graph.call_function(aten.reshape.default, (node, list(new)))
     made.meta["val"] = torch.empty(new, dtype=dtype, device="meta")
     return made
-
-
-def contributed(
-    program: RankCode, differentiable: Sequence[int], cotangents: Sequence[Tensor]
-) -> list[Tensor]:
-    """Cotangents of the results as this rank's terms. Gradients are summed over ranks, so only one
-    rank contributes the cotangent of a replicated result. Every term of a pending sum has the sum's
-    cotangent.
-    """
-    terms = list(cotangents)
-    for i, result in enumerate(differentiable):
-        port = program.results[result]
-        for axis in program.axes:
-            if axis not in port.spec.axes and axis not in port.pending:
-                terms[i] = OPS.contribute.default(terms[i], axis)
-    return terms
-
-
-def has_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

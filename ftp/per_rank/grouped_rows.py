@@ -1,14 +1,16 @@
 """Compute grouped matmuls of one rank's code on the ranks that own the experts: rows are sent there
 and back.
 
-The code runs as written, with whole weights. ``RowsTravel`` sees its calls. For a tensor with
-experts or rows as dim 0 it remembers the owner's form: the rank's own experts, or the rows that
-were sent to them. A grouped matmul is computed on owners' forms; a function of each row or expert
-alone is computed on both forms, and a tensor of one value for each row, such as weights of the
-router, is sent for it. The form that nothing reads is dead code, and with it the gather of weights
-and the sending of rows between two matmuls. Rows that are computed twice are sent once.
+The code runs as written, with whole weights, and ``RowsTravel`` intercepts its calls. For a tensor
+with experts or rows as dim 0 it keeps the owner's form: the rank's own experts, or the rows that
+were sent to them. Grouped matmuls run on owners' forms. A function of each row or expert alone runs
+on both forms; tensors with one value for each row, such as weights of the router, are sent for it.
+A form that nothing reads is dead code, and so are the gather of weights and the sending of rows
+between two matmuls that it needs. Rows that are computed twice are sent once.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +21,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.axis import all_gather
-from ftp.errors import RuleError
 from ftp.ops.written import written
 from ftp.per_rank.dispatch import Route, route_of
-from ftp.rules.bind import lookup
+from ftp.rules.bind import rule_of
 from ftp.rules.call import Call, Meta, replaced
 from ftp.source import user_line
 from ftp.torch_internals.functorch import unwrapped
@@ -100,10 +101,7 @@ class RowsTravel(TorchFunctionMode):
         self._calls.clear()
         made = func(*args, **kwargs)
         self._forget_written()
-        given = [o for x in tree_leaves((args, kwargs)) if (o := self._of(x)) is not None]
-        if not given:
-            return made
-        self._follow(func, args, kwargs, given, made)
+        self._follow(func, args, kwargs, made)
         return made
 
     def _of(self, x: Any) -> _Owned | None:
@@ -119,59 +117,58 @@ class RowsTravel(TorchFunctionMode):
                 and _storage(o.owned) not in self._calls.written
             }
 
-    def _follow(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[_Owned], made: Any
-    ) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        """Compute the owner's forms of a call's results, or note that it reads whole weights."""
+        taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = [o for x in taken if (o := self._of(x)) is not None]
         results = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
-        if not results:
+        if not given or not results:
             return
-        first = given[0]
+        first, found = given[0], []
         # Tensors with this rank's values, not those of the rows' owner.
-        others = [
-            x
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, Tensor) and self._of(x) is None and id(x) not in self._alike
-        ]
+        others = [x for x in taken if self._of(x) is None and id(x) not in self._alike]
         if (
             all(o.of is first.of for o in given)
             and (not others or isinstance(first.of, Tensor))
             and self._calls.keep_dim_0([*(o.whole for o in given), *others], results)
         ):
-            is_shared = isinstance(first.of, Tensor) and any(
-                id(x) in self._alike and x.is_floating_point()
-                for x in tree_leaves((args, kwargs))
-                if isinstance(x, Tensor)
-            )
-
-            def own(x: Any) -> Any:
-                of = self._of(x)
-                if of is None and any(x is other for other in others):
-                    of = self._sent(x, first.of)
-                if of is None:
-                    return x
-                return self._filled(of.owned, first.of) if is_shared else of.owned
-
-            try:
-                owned = tree_leaves(func(*tree_map(own, args), **tree_map(own, kwargs)))
-            except (RuntimeError, ValueError, IndexError):
-                owned = []  # the call states the number of rows or experts
-            found = [x for x in owned if isinstance(x, Tensor)]
-            if is_shared:
-                found = [self._filled(x, first.of) for x in found]
-            if len(found) == len(results) and all(
-                a.shape[1:] == b.shape[1:] and b.shape[0] == first.owned.shape[0]
-                for a, b in zip(results, found, strict=True)
-            ):
-                names = frozenset().union(*(o.parameters for o in given))
-                for whole, part in zip(results, found, strict=True):
-                    self._owned[id(whole)] = _Owned(whole, part, first.of, names)
-                return
-        self._note(func, given)
-
-    def _note(self, func: Any, given: Sequence[_Owned]) -> None:
-        for o in given:
-            for name in o.parameters:
+            found = self._on_owners(func, args, kwargs, first.of, others)
+        names = frozenset().union(*(o.parameters for o in given))
+        if len(found) == len(results) and all(
+            a.shape[1:] == b.shape[1:] and b.shape[0] == first.owned.shape[0]
+            for a, b in zip(results, found, strict=True)
+        ):
+            for whole, part in zip(results, found, strict=True):
+                self._owned[id(whole)] = _Owned(whole, part, first.of, names)
+        else:
+            for name in names:
                 self.read.setdefault(name, f"{getattr(func, '__name__', func)} at {user_line()}")
+
+    def _on_owners(
+        self, func: Any, args: Any, kwargs: Any, of: Any, others: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The call's results on the owner's forms; none if it states the number of rows or experts.
+        Rows of ``others`` are sent for it.
+        """
+        is_shared = isinstance(of, Tensor) and any(
+            isinstance(x, Tensor) and id(x) in self._alike and x.is_floating_point()
+            for x in tree_leaves((args, kwargs))
+        )
+
+        def own(x: Any) -> Any:
+            known = self._of(x)
+            if known is None and any(x is other for other in others):
+                known = self._sent(x, of)
+            if known is None:
+                return x
+            return self._filled(known.owned, of) if is_shared else known.owned
+
+        try:
+            made = tree_leaves(func(*tree_map(own, args), **tree_map(own, kwargs)))
+        except (RuntimeError, ValueError, IndexError):
+            return []
+        found = [x for x in made if isinstance(x, Tensor)]
+        return [self._filled(x, of) for x in found] if is_shared else found
 
     def _grouped(
         self,
@@ -183,9 +180,9 @@ class RowsTravel(TorchFunctionMode):
     ) -> Tensor | None:
         """The matmul on the owner's forms, brought back; None if it is not of experts."""
         weight = self._of(b)
-        if weight is None or isinstance(weight.of, Tensor) or a.ndim != 2 or offs is None:
+        if weight is None or isinstance(weight.of, Tensor):
             return None
-        if bias is not None:
+        if a.ndim != 2 or offs is None or bias is not None:
             return None
         self.used |= weight.parameters
         if self._is_looking:
@@ -210,9 +207,9 @@ class RowsTravel(TorchFunctionMode):
         return made
 
     def _filled(self, x: Tensor, offs: Any) -> Tensor:
-        """Arrived rows; where none arrived, numbers at which functions are smooth. The gradient of
-        a tensor that all rows share sums over these rows too, where 0 / 0 would spoil it. A True
-        that is sent with each row tells which arrived.
+        """Arrived rows, with numbers at which functions are smooth in place of rows that did not
+        arrive. The gradient of a tensor that all rows share sums over those too, and 0 / 0 there
+        would make it NaN. A True that is sent with each row tells which arrived.
         """
         if not x.is_floating_point():
             return x
@@ -236,8 +233,6 @@ class RowsTravel(TorchFunctionMode):
         self._routes.append((offs, rows, made))
         return offs, made
 
-
-# The effect of a call, by the ops that it runs.
 
 _BY_POSITION = (aten.tril.default, aten.triu.default)  # a row's result depends on its position
 
@@ -295,27 +290,17 @@ class _OpsOfCall(TorchDispatchMode):
 def _along_dim_0(
     func: Any, args: Any, kwargs: Any, is_kept: Sequence[bool], gives: Sequence[Tensor]
 ) -> bool:
-    """Whether the op's rule gives dim 0 of the kept operands and of the results one factor, which
-    nothing else has.
+    """Whether the op's rule gives dim 0 of the kept operands and of the results one factor, and
+    no other dim this factor.
     """
-    call = Call(
-        func,
-        replaced(args, Tensor, Meta.of),
-        replaced(kwargs, Tensor, Meta.of),
-        tuple(map(Meta.of, gives)),
-    )
-    try:
-        rule = lookup(call)
-    except RuleError:
-        return False
+    rule = rule_of(Call(func, *replaced((args, kwargs, tuple(gives)), Tensor, Meta.of)))
     if rule is None:
         return False
-    first = next(dims for dims, kept in zip(rule.operands, is_kept, strict=True) if kept)
-    if not first or len(first[0]) != 1:
+    alike = list(itertools.compress(rule.operands, is_kept))
+    others = list(itertools.compress(rule.operands, map(operator.not_, is_kept)))
+    if not alike[0] or len(alike[0][0]) != 1:
         return False
-    (factor,) = first[0]
-    alike = [dims for dims, kept in zip(rule.operands, is_kept, strict=True) if kept]
-    others = [dims for dims, kept in zip(rule.operands, is_kept, strict=True) if not kept]
+    (factor,) = alike[0][0]
     return (
         factor not in rule.whole
         and not any(factor in pending for pending in rule.pending)

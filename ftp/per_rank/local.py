@@ -7,8 +7,9 @@ collective runs twice.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from dataclasses import dataclass
+from functools import cached_property, partial, wraps
+from itertools import pairwise
 from typing import Any
 
 import optree
@@ -19,7 +20,7 @@ from ftp.axis import is_inside
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.autograd import Apply
-from ftp.per_rank.gradient import Pair, constant_ports, contributed, has_gradient, split
+from ftp.per_rank.gradient import Pair, constant_ports, with_gradient
 from ftp.per_rank.local_specs import (
     check_own,
     local_part,
@@ -30,7 +31,7 @@ from ftp.per_rank.local_specs import (
     whole_units,
 )
 from ftp.per_rank.program import Port, RankCode, interned
-from ftp.per_rank.trace_locally import check_captured, index_of, meta, run_inside, trace_apart
+from ftp.per_rank.trace_locally import check_captured, index_of, run_inside, trace_apart
 from ftp.per_rank.uneven import UnevenCut, check_result, uneven_cut, with_own_rows
 from ftp.per_rank.varying import check_claims, infer
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -72,7 +73,7 @@ def local(
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. Every sharded dim
             must divide by the ranks that shard it: local size = global size / ranks. One dim of a
             tensor that a single axis cuts need not: the parts are those of ``torch.chunk``, and
-            their rows may go where rows go that a mask selects (docs/values.md).
+            ``fn`` may use their rows like rows that a mask selects (docs/values.md).
         out_specs: prefix tree of the result; global size = local size × the ranks that shard the
             dim. Along an axis that the spec does not name, all ranks must hold equal values.
         axes: the mesh axes along which ``fn`` is one rank's code; default all. Over other axes it
@@ -129,7 +130,13 @@ def local(
                 f"{at_line()}ftp.local takes at least one tensor: without one there is nothing to"
                 " shard."
             )
-        _refuse_dynamic(tensors)
+        if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
+            from ftp.tracing.symbolic import NotSymbolic  # which takes long to import
+
+            raise NotSymbolic(
+                f"{at_line()}ftp.local traces one rank's code for shards of one size, and is given"
+                " a tensor of a dynamic size."
+            )
         key = (
             tree,
             tuple(of_mesh.items()),
@@ -143,17 +150,6 @@ def local(
         return known[key](tensors)
 
     return call
-
-
-def _refuse_dynamic(tensors: Sequence[Tensor]) -> None:
-    """Raise in a trace for all sizes, where a tensor has some: each size is traced for itself."""
-    if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
-        from ftp.tracing.symbolic import NotSymbolic  # which takes long to import
-
-        raise NotSymbolic(
-            f"{at_line()}ftp.local traces one rank's code for shards of one size, and is given a"
-            " tensor of a dynamic size."
-        )
 
 
 @dataclass
@@ -174,16 +170,13 @@ class _Local:
     traced: Traced
     cuts: dict[int, UnevenCut]
     uneven_results: dict[int, UnevenCut]
-    _pair: "Pair | None" = field(default=None, init=False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         tensors = [
             self.cuts[i].filled_up(x) if i in self.cuts else x
-            for i, x in zip(at, tensors, strict=True)
+            for i, x in zip(self._at, tensors, strict=True)
         ]
-        if _may_be_differentiated(tensors) and self._wrt and self._differentiable:
-            self._pair = self._pair or self._differentiate()
+        if _may_be_differentiated(tensors) and self._has_gradient:
             outputs = Apply.apply(self._pair, *tensors, *self._pair.constants)
         else:
             outputs = OPS.local.default([*tensors, *self.traced.constants], self.program.key)
@@ -196,48 +189,28 @@ class _Local:
         return self.traced.out_tree.unflatten(leaves)
 
     @cached_property
-    def _wrt(self) -> list[int]:
-        """The leaves that have a gradient."""
-        return [
-            i
-            for i, leaf in enumerate(self.leaves)
-            if isinstance(leaf, Tensor) and has_gradient(leaf.dtype)
-        ]
+    def _at(self) -> list[int]:
+        """The positions of tensors among the leaves."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
 
     @cached_property
-    def _differentiable(self) -> list[int]:
-        """The results that have a gradient."""
-        return [i for i, port in enumerate(self.program.results) if has_gradient(port.dtype)]
+    def _has_gradient(self) -> bool:
+        operands, results = self.program.operands[: len(self._at)], self.program.results
+        return any(p.has_gradient for p in operands) and any(p.has_gradient for p in results)
 
-    def _differentiate(self) -> "Pair":
+    @cached_property
+    def _pair(self) -> Pair:
         """The program that also returns residuals, and the backward program."""
-        program, axes = self.program, self.program.axes
-        wrt, differentiable = self._wrt, self._differentiable
 
-        def joint(leaves: list[Any], index: list[Tensor], cotangents: list[Tensor]) -> Any:
-            def primal(*values: Tensor) -> Any:
-                filled = list(leaves)
-                for i, value in zip(wrt, values, strict=True):
-                    filled[i] = value
-                outputs = [
-                    leaf
-                    for leaf in flatten(run_inside(self.fn, self.tree, axes, filled, index))[0]
-                    if isinstance(leaf, Tensor)
-                ]
-                return [outputs[i] for i in differentiable], outputs
+        def run(operands: list[Tensor], index: list[Tensor]) -> list[Tensor]:
+            leaves = list(self.leaves)
+            for i, x in zip(self._at, operands, strict=True):
+                leaves[i] = x
+            result = run_inside(self.fn, self.tree, self.program.axes, leaves, index)
+            return [x for x in flatten(result)[0] if isinstance(x, Tensor)]
 
-            vjp: Any = torch.func.vjp
-            _, pull, primals = vjp(primal, *(leaves[i] for i in wrt), has_aux=True)
-            return primals, pull(contributed(program, differentiable, cotangents))
-
-        cotangents = [
-            meta(program.results[i].shape, program.results[i].dtype) for i in differentiable
-        ]
-        traced = trace_apart(
-            joint, (self.leaves, index_of(axes), cotangents), self.device_type, self.names
-        )
-        at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return split(program, len(at), traced, [at.index(i) for i in wrt], differentiable)
+        names = [self.names[i] for i in self._at]
+        return with_gradient(self.program, run, names, self.device_type)
 
 
 def _prepare(
@@ -258,53 +231,32 @@ def _prepare(
     if is_planned:
         check_own(specs, names, axes)
     check_specs(specs, leaves, names, axes)
-    if failures := [
-        f
-        for leaf, spec, name in zip(leaves, specs, names, strict=True)
-        for f in uneven(leaf, spec, axes, name)
-    ]:
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if failures := [f for i in at for f in uneven(leaves[i], specs[i], axes, names[i])]:
         raise SpecError(at_line() + join_failures(failures))
-    parts = [
-        local_part(leaf, spec, axes) if isinstance(leaf, Tensor) else leaf
-        for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    found = [
-        (i, uneven_cut(leaf.shape, spec, axes))
-        for i, (leaf, spec) in enumerate(zip(leaves, specs, strict=True))
-        if isinstance(leaf, Tensor)
-    ]
-    cuts, uneven_results = {i: cut for i, cut in found if cut is not None}, {}
+    parts, cuts, uneven_results = list(leaves), {}, {}
+    for i in at:
+        parts[i] = local_part(leaves[i], specs[i], axes)
+        if (cut := uneven_cut(leaves[i].shape, specs[i], axes)) is not None:
+            cuts[i] = cut
     fn = with_own_rows(fn, cuts, names, uneven_results) if cuts else fn
-    device_type = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
+    device_type = leaves[at[0]].device.type
 
-    traced = trace_apart(
-        lambda given, index: run_inside(fn, tree, axes, given, index),
-        (parts, index_of(axes)),
-        device_type,
-        names,
-    )
-    at = [i for i, leaf in enumerate(parts) if isinstance(leaf, Tensor)]
+    run = partial(run_inside, fn, tree, axes)
+    traced = trace_apart(run, (parts, index_of(axes)), device_type, names)
     operands = [Port(specs[i], tuple(parts[i].shape), parts[i].dtype) for i in at]
     operands += constant_ports(traced)
     results = _results(traced, out_specs, axes, is_planned, uneven_results)
-    placeholders = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
-    n = len(at)
-    inputs = [*placeholders[:n], *placeholders[n + len(axes) :], *placeholders[n : n + len(axes)]]
-    _reorder(traced.gm.graph, inputs)
+    inputs = _indices_last(traced.gm.graph, len(at), len(axes))
     traced.gm.graph.eliminate_dead_code()
-    called = {node: _origin(names[i], specs[i]) for node, i in zip(inputs, at, strict=False)}
-    masked = {cut.axis: f"{_origin(names[i], specs[i])}, or from " for i, cut in cuts.items()}
-    called.update(
-        {
-            node: f"{masked.get(axis, '')}ftp.axis.axis_index({axis!r})"
-            for node, axis in zip(inputs[-len(axes) :], axes, strict=True)
-        }
-    )
-    types = infer(
-        traced.gm.graph,
-        [*(frozenset(p.spec.axes) for p in operands), *(frozenset({a}) for a in axes)],
-    )
     if check:
+        origins = [f"{names[i]}, which in_specs cut as {specs[i]}" for i in at]
+        masked = {cuts[i].axis: f"{origins[k]}, or from " for k, i in enumerate(at) if i in cuts}
+        called = dict(zip(inputs, origins, strict=False))
+        for node, axis in zip(inputs[-len(axes) :], axes, strict=True):
+            called[node] = f"{masked.get(axis, '')}ftp.axis.axis_index({axis!r})"
+        vary = [*(p.spec.axes for p in operands), *([axis] for axis in axes)]
+        types = infer(traced.gm.graph, [frozenset(over) for over in vary])
         check_claims(traced, results, types, called)
     program = interned(traced.gm, axes, operands, results, is_planned)
     return _Local(fn, parts, tree, names, device_type, program, traced, cuts, uneven_results)
@@ -323,18 +275,13 @@ def _results(
         check_own(specs, names, axes)
     for i, cut in uneven_results.items():
         check_result(cut, specs[i], names[i])
-    output = next(reversed(traced.gm.graph.nodes))
-    vals = [n.meta["val"] for n in output.args[0]]
+    outputs: Any = traced.gm.graph.output_node().args[0]
     leaves = [
-        leaf if static else vals[leaf]
+        leaf if static else outputs[leaf].meta["val"]
         for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
     ]
-    if failures := [
-        f
-        for s, name in zip(specs, names, strict=True)
-        for d in range(len(s))
-        for f in packed(s, d, name)
-    ]:
+    named = list(zip(specs, names, strict=True))
+    if failures := [f for s, name in named for d in range(len(s)) for f in packed(s, d, name)]:
         raise SpecError(at_line() + join_failures(failures))
     check_specs([whole_units(s) for s in specs], leaves, names, axes)
     return [
@@ -344,15 +291,14 @@ def _results(
     ]
 
 
-def _origin(name: str, spec: PartitionSpec) -> str:
-    return f"{name}, which in_specs cut as {spec}"
-
-
-def _reorder(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> None:
-    for node in reversed(placeholders):
-        first = next(iter(graph.nodes))
-        if node is not first:
-            first.prepend(node)
+def _indices_last(graph: fx.Graph, n_tensors: int, n_axes: int) -> list[fx.Node]:
+    """Move the axis indices, which stand before the constants, behind them. Returns the inputs."""
+    inputs, end = list(graph.find_nodes(op="placeholder")), n_tensors + n_axes
+    inputs = [*inputs[:n_tensors], *inputs[end:], *inputs[n_tensors:end]]
+    for before, node in pairwise(inputs):
+        if before.next is not node:
+            before.append(node)
+    return inputs
 
 
 def _may_be_differentiated(tensors: Sequence[Tensor]) -> bool:

@@ -1,8 +1,8 @@
-"""Per-rank code over some mesh axes, planned over the others: its ops become ops of the surrounding
-program, on shapes local to its own axes, between ops that enter and leave it.
+"""Per-rank code over some mesh axes, planned over the others.
 
-``ftp::enter`` turns a global value into this rank's shard, ``ftp::leave`` turns a shard into a
-global value. Neither computes anything. On the code's own axes their layouts are fixed, and the ops
+Its ops become ops of the surrounding program, on shapes local to its own axes. ``ftp::enter`` turns
+a global value into this rank's shard, ``ftp::leave`` turns a shard into a global value; neither
+computes anything. On the code's own axes the layouts at these two ops are fixed, and the ops
 between them belong to one rank.
 """
 
@@ -65,25 +65,23 @@ def expanded(program: RankCode) -> fx.Graph:
     if program.key in _expanded:
         return _expanded[program.key]
     graph, env = fx.Graph(), {}
-    placeholders = [n for n in program.gm.graph.nodes if n.op == "placeholder"]
+    placeholders = program.gm.graph.find_nodes(op="placeholder")
     n = len(program.operands)
     for node, port in zip(placeholders[:n], program.operands, strict=True):
-        given = graph.placeholder(node.name)
-        given.meta["val"] = meta(port.global_shape(program.axes), port.dtype)
-        env[node] = given
+        env[node] = graph.placeholder(node.name)
+        env[node].meta["val"] = meta(port.global_shape(program.axes), port.dtype)
     for node, port in zip(placeholders[:n], program.operands, strict=True):
         args = (env[node], *_arguments(program, port))
         env[node] = graph.create_node("call_function", ENTER, args, name=f"{node.name}_entered")
-        env[node].meta["val"] = meta(port.shape, port.dtype)
+        env[node].meta["val"] = port.meta
     for node, (axis, size) in zip(placeholders[n:], program.axes.items(), strict=True):
         env[node] = graph.call_function(AXIS_INDEX, (axis, size))
         env[node].meta["val"] = meta((), torch.int64)
     for node in program.gm.graph.nodes:
         if node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
-    left = []
-    output = next(reversed(program.gm.graph.nodes))
-    for node, port in zip(output.args[0], program.results, strict=True):
+    left, outputs = [], program.gm.graph.output_node().args[0]
+    for node, port in zip(outputs, program.results, strict=True):  # type: ignore[arg-type]
         args = (env[node], *_arguments(program, port), list(port.pending))
         left.append(graph.create_node("call_function", LEAVE, args, name=f"{node.name}_left"))
         left[-1].meta["val"] = meta(port.global_shape(program.axes), port.dtype)
@@ -112,8 +110,8 @@ def _contiguous(op: LocalOp) -> fx.Node:
 
 
 def _boundary(call: Call, whole: Meta) -> tuple[tuple[Dim, ...], tuple[Dim, ...], Any, set[str]]:
-    """The dims of the global value and of the shard, the sizes of their factors, and those that are
-    whole.
+    """The dims of the global value, those of the shard, the sizes of their factors, and the factors
+    that are whole.
     """
     region = region_of(call.target, call.args)
     cuts: dict[int, list[tuple[str, int]]] = {}
@@ -157,14 +155,15 @@ def resized(call: Call) -> Rule:
     _, axis, n, rows = call.args
     if -(-rows // n) != -(-call.operands[0].shape[0] // n):
         raise RuleError(f"{call.target} changes the start of a rank's rows")
-    dims = ((factor(axis),), *_dims(call)[1:])
-    notation = Notation((dims,), (dims,), frozenset({factor(axis)}), ((),))
-    resized = frozenset({factor(axis)})
-    return Rule(notation, ((0,),), _of_part, {factor(axis): rows}, False, resized=resized)
-
-
-def _of_part(op: LocalOp) -> fx.Node:
-    return op.default(*op.args[:3], op.shape()[0])
+    dims, resized = ((factor(axis),), *_dims(call)[1:]), frozenset({factor(axis)})
+    return Rule(
+        Notation((dims,), (dims,), resized, ((),)),
+        ((0,),),
+        lambda op: op.default(*op.args[:3], op.shape()[0]),
+        {factor(axis): rows},
+        decompose=False,
+        resized=resized,
+    )
 
 
 def _dims(call: Call) -> list[Dim]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +13,7 @@ from torch import Tensor, fx
 from ftp.ops.define import define, register_fake
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
-from ftp.sharding.spec import PartitionSpec, Units
+from ftp.sharding.spec import PartitionSpec
 
 Shape = tuple[int, ...]
 
@@ -31,10 +32,22 @@ class Port:
     dtype: torch.dtype
     pending: tuple[str, ...] = ()
 
+    @property
+    def meta(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @property
+    def has_gradient(self) -> bool:
+        return has_gradient(self.dtype)
+
     def global_shape(self, axes: Mapping[str, int]) -> Shape:
         return tuple(
             s * math.prod(axes[c.axis] for c in self.spec.cuts(d)) for d, s in enumerate(self.shape)
         )
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +65,7 @@ class RankCode:
     axes: Mapping[str, int]
     operands: tuple[Port, ...]
     results: tuple[Port, ...]
-    is_planned: bool = False
+    is_planned: bool
 
     @cached_property
     def key(self) -> str:
@@ -69,32 +82,33 @@ class RankCode:
         """A rule with a factor per mesh axis, of the axis' size, in every dim that the axis shards;
         the rest of a dim is whole.
         """
-        sizes = {factor(axis): n for axis, n in self.axes.items()}
+        of_axes, rests = {factor(axis): n for axis, n in self.axes.items()}, {}
 
         def dims(port: Port, name: str) -> Dims:
             found: list[tuple[str, ...]] = []
             for d, size in enumerate(port.shape):
-                cuts, rest = port.spec.cuts(d), f"{name}{d}"
-                pack = _packs(cuts)
-                sizes[rest] = size // pack
-                before = ()
+                cuts, rest, before = port.spec.cuts(d), f"{name}{d}", ()
+                (pack,) = {c.pack for c in cuts} or {1}  # the number of equal packs along the dim
+                assert isinstance(pack, int)
+                rests[rest] = size // pack
                 if pack > 1:
-                    sizes[f"{rest}p"], before = pack, (f"{rest}p",)
+                    rests[f"{rest}p"], before = pack, (f"{rest}p",)
                 found.append((*before, *(factor(c.axis) for c in cuts), rest))
             return tuple(found)
 
         operands = tuple(dims(p, f"x{i}_") for i, p in enumerate(self.operands))
         results = tuple(dims(p, f"y{i}_") for i, p in enumerate(self.results))
-        whole = frozenset(f for f in sizes if f not in {factor(a) for a in self.axes})
         pending = tuple({factor(a): "sum" for a in p.pending} for p in self.results)
-        return BoundRule(operands, results, whole, pending, (), sizes, None, False)
+        return BoundRule(
+            operands, results, frozenset(rests), pending, (), of_axes | rests, None, False
+        )
 
     def giving(self, results: Sequence[int]) -> tuple["RankCode", list[int]]:
         """The program that computes only these results, and the operands that it takes."""
-        output = next(reversed(self.gm.graph.nodes))
-        wanted = [output.args[0][i] for i in results]
+        returned: Any = self.gm.graph.output_node().args[0]
+        wanted = [returned[i] for i in results]
         taken_from = needed(wanted)
-        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
         taken = [i for i in range(len(self.operands)) if placeholders[i] in taken_from] or [0]
         inputs = [*(placeholders[i] for i in taken), *placeholders[len(self.operands) :]]
         graph = fx.Graph()
@@ -103,25 +117,18 @@ class RankCode:
             if node in taken_from and node.op == "call_function":
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[n] for n in wanted))
-        gm = fx.GraphModule({}, graph)
         operands = [self.operands[i] for i in taken]
-        return self.like(gm, operands, [self.results[i] for i in results]), taken
+        return self.like(graph, operands, [self.results[i] for i in results]), taken
 
     def like(
-        self, gm: fx.GraphModule, operands: Sequence[Port], results: Sequence[Port]
+        self, graph: fx.Graph, operands: Sequence[Port], results: Sequence[Port]
     ) -> "RankCode":
         """Other code on the same axes."""
+        gm = fx.GraphModule({}, graph)
         return interned(gm, self.axes, operands, results, self.is_planned)
 
     def __str__(self) -> str:
         return f"local[{self.key}]"
-
-
-def _packs(cuts: Sequence[Units]) -> int:
-    """The number of equal packs along a dim."""
-    (pack,) = {c.pack for c in cuts} or {1}
-    assert isinstance(pack, int)
-    return pack
 
 
 def factor(axis: str) -> str:
@@ -141,7 +148,7 @@ def interned(
     axes: Mapping[str, int],
     operands: Sequence[Port],
     results: Sequence[Port],
-    is_planned: bool = False,
+    is_planned: bool,
 ) -> RankCode:
     """The program with this content; equal programs are one object."""
     made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned)

@@ -1,11 +1,10 @@
 """Check from a layer's ops whether it treats each token by itself.
 
-The tokens are followed through the traced layer by the rules of its ops. An op that sums over,
-normalises or sorts along a dim of tokens mixes tokens. A layer of experts does so with integers,
-such as the experts that tokens choose: it sorts and counts them. The results of these may only
-decide where rows go. Otherwise a token's result depends on other tokens, as with a mask of rows
-within a capacity, scores of an expert's best tokens, or experts chosen by how many tokens chose
-them.
+The rules of the traced layer's ops say which dims hold tokens. An op that sums over, normalises or
+sorts along a dim of tokens mixes tokens. A layer of experts does this with integers: it sorts and
+counts the experts that tokens choose. Such sorts and counts may only decide where rows go.
+Otherwise a token's result depends on other tokens, as with a mask of rows within a capacity, scores
+of an expert's best tokens, or experts chosen by how many tokens chose them.
 """
 
 import itertools
@@ -17,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.errors import RuleError
-from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, replaced, tensors
-from ftp.rules.rule import BoundRule
+from ftp.rules.bind import rule_of_node
+from ftp.rules.call import operands_of, tensors
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
@@ -59,11 +56,11 @@ class _Tokens:
     is_order: bool = False
 
 
-def mixing_op(gm: fx.GraphModule, count: int, inputs: int = 1) -> fx.Node | None:
+def mixing_op(gm: fx.GraphModule, count: int, inputs: int) -> fx.Node | None:
     """The op by which a token's result depends on other tokens; None if there is none.
 
-    Sorted rows are assumed to come back to their tokens, and an op without a rule that is not
-    torch's to act on each row by itself.
+    Assumes that sorted rows come back to their tokens, and that an op without a rule acts on each
+    row by itself unless it is torch's.
 
     Args:
         gm: traced layer that returns one tensor.
@@ -104,7 +101,7 @@ class _Op:
         self.node, self.count = node, count
         self.made = [x for x in _values(node) if isinstance(x, Tensor)]
         self.slots: list[tuple[fx.Node, _Tokens | None]] = [
-            (x, known[x][0]) for x in tensors((node.args, dict(node.kwargs)), fx.Node)
+            (x, known[x][0]) for x in operands_of(node)
         ]
         self.takes_positions = False
         places: set[fx.Node] = set()
@@ -161,7 +158,7 @@ class _Op:
         return _Tokens(dims, is_numbers) if dims else self._mixed()
 
     def _by_rule(self) -> list[_Tokens | None]:
-        rule = self._rule()
+        rule = rule_of_node(self.node)
         if rule is None:
             if getattr(self.node.target, "namespace", "") in ("aten", "prims"):
                 return self._all(self._mixed())
@@ -179,27 +176,12 @@ class _Op:
                     to = {i for i, dim in enumerate(dims) if any(f in dim for f in own)}
                     is_mixed |= not to or any(f in rule.whole for f in own)
                     kept |= to
-            of_one = not is_mixed and self._is_one_factor(rule, dims, kept)
+            # A matmul of tokens with tokens has two such factors: an element belongs to two tokens.
+            factors = {f for d in kept for f in dims[d] if rule.sizes[f] % self.count == 0}
             is_numbers = _is_whole(x) or self._is_numbers()
+            of_one = not is_mixed and len(factors) <= 1
             found.append(_Tokens(frozenset(kept), is_numbers) if of_one else self._mixed())
         return found
-
-    def _is_one_factor(self, rule: BoundRule, dims: Any, kept: set[int]) -> bool:
-        """Whether each element belongs to one token, unlike in a matmul of tokens with tokens."""
-        return len({f for d in kept for f in dims[d] if rule.sizes[f] % self.count == 0}) <= 1
-
-    def _rule(self) -> BoundRule | None:
-        node: Any = self.node
-        args, kwargs = (
-            replaced(replaced(a, fx.Node, lambda x: _values(x)[0]), Tensor, Meta.of)
-            for a in (node.args, dict(node.kwargs))
-        )
-        if not isinstance(node.target, OpOverload):
-            return None
-        try:
-            return lookup(Call(node.target, args, kwargs, tuple(map(Meta.of, _values(node)))))
-        except RuleError:
-            return None
 
     def _token_dims(self, x: Tensor) -> frozenset[int]:
         sizes = list(enumerate(x.shape))

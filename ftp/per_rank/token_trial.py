@@ -1,8 +1,8 @@
-"""Run a layer on a few drawn tokens, to see whether a token's result depends on other tokens where
-its ops do not tell.
+"""Run a layer on a few random tokens to see whether a token's result depends on other tokens, where
+the rules of its ops do not tell.
 
-The layer's results for all tokens are compared with those for two parts of them, with drawn
-parameters. The tokens are all different, all the same, or of two kinds, so that some expert gets
+The layer runs with random parameters on all tokens, and on two parts of them; the results are
+compared. The tokens are all different, all the same, or of two kinds, so that some expert gets
 more rows than a capacity allows. Large parameters are not allocated: a matrix of rank one stands
 for each.
 """
@@ -39,9 +39,9 @@ class TokenTrial:
     Attributes:
         count: the tokens of its trace, as for ``mixing_op``.
         shape: of the tokens that it is called with.
-        inputs: how many of its first inputs have the tokens as dim 0: the tokens, and what is
-            beside them.
-        below: the bound of drawn integers that go with the tokens, such as the number of experts.
+        inputs: how many of its first inputs have the tokens as dim 0: the tokens, then tensors
+            beside them, such as weights of the router.
+        below: the bound of random integers beside the tokens, such as the number of experts.
     """
 
     count: int
@@ -88,9 +88,9 @@ def _tried(
 
 
 def _shapes(first: Traced, count: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Shapes of tokens to try, with fewer positions of a sequence and then with all. There are more
-    than the numbers that the layer's integers are compared and computed with, such as a capacity,
-    as far as memory allows.
+    """Shapes of tokens to try, with fewer positions of a sequence and then with all. As far as
+    memory allows, they have more tokens than any number that the layer compares or computes its
+    integers with, such as a capacity.
     """
     numbers, each = [0], 0.0
     for node in first.gm.graph.nodes:
@@ -117,7 +117,9 @@ def _shapes(first: Traced, count: int, shape: tuple[int, ...]) -> Iterator[tuple
 
 
 def _difference(parts: Sequence[Traced], trial: TokenTrial) -> float | None:
-    """The difference in two draws of four: where scores tie, rounding may decide in one."""
+    """The largest difference, if at least two of four draws differ: rounding alone may change one
+    draw in which scores tie.
+    """
     eps = max(eps_of(part.gm) for part in parts)
     found: list[float] = []
     for seed in range(4):
@@ -145,7 +147,11 @@ def _difference_of_draw(parts: Sequence[Traced], trial: TokenTrial, seed: int) -
     # Scores may have a bias: the experts that tokens choose differ if it is the same for all.
     spread = 0.5 * (seed % 2)
     given = [_drawn(x, generator, spread) for x in leaves]
-    captured = [_captured(x, generator, spread) for x in parts[0].constants]
+    # Tensors that the layer captures have no values if they are the surrounding trace's.
+    captured = [
+        x.detach().cpu() if _has_values(x) else _drawn(x, generator, spread)
+        for x in parts[0].constants
+    ]
     tokens = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
     travel = [tokens, *(_drawn_beside(x, generator, trial.below) for x in beside)]
     sizes = [part.out_shapes[0][0] for part in parts[1:]]
@@ -169,7 +175,7 @@ def _difference_of_draw(parts: Sequence[Traced], trial: TokenTrial, seed: int) -
 
 
 def _at(x: Tensor, at: Tensor, tokens: Sequence[int]) -> Tensor:
-    """A tensor's elements of the tokens ``at``, in place of each token's; as it is if its first
+    """``x`` with token i's elements replaced by those of token ``at[i]``; unchanged if its first
     dims are not those of the tokens.
     """
     dims = len(tokens)
@@ -199,11 +205,6 @@ def _run(traced: Traced, given: Sequence[Tensor]) -> Tensor:
     return evaluated(traced.gm.graph, given, _called)[0].to(torch.float64)
 
 
-def _captured(x: Tensor, generator: torch.Generator, spread: float) -> Tensor:
-    """A tensor that the layer captures; drawn if it has no values, as in the surrounding trace."""
-    return x.detach().cpu() if _has_values(x) else _drawn(x, generator, spread)
-
-
 def _has_values(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
@@ -222,7 +223,7 @@ def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         raise ValueError("an op reads elements of a parameter that is not allocated")
     x, weight, *ends = args[:3]
     if x.is_meta or not weight.is_meta or x.ndim != 2:
-        raise ValueError("a product that is not of tokens with a parameter")
+        raise ValueError("the matmul does not multiply tokens by a parameter")
     return (added + _by_rank_one(node.meta["val"], x, *ends)).to(node.meta["val"].dtype)
 
 
@@ -231,7 +232,7 @@ def _on_cpu(x: Any) -> Any:
 
 
 def _by_rank_one(like: Tensor, x: Tensor, ends: Tensor | None = None) -> Tensor:
-    """The product of rows with a matrix of rank one, or with that of each row's group."""
+    """The matmul of rows with a matrix of rank one, or with that of each row's group."""
     rows, width = x.shape
     made = (x.double() @ _vector(width) / width**0.5)[:, None] * _vector(like.shape[-1] + 1)[1:]
     if ends is not None:

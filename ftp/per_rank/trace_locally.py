@@ -56,17 +56,14 @@ def traced_locally(
     """Trace one rank's code separately from the surrounding trace, to inspect its ops."""
     leaves, tree = flatten(tuple(leaves))
     parts = [meta(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-    return trace_apart(
-        lambda given, index: run_inside(fn, tree, axes, given, index),
-        (parts, index_of(axes)),
-        device_type,
-        names,
-    )
+    run = partial(run_inside, fn, tree, axes)
+    return trace_apart(run, (parts, index_of(axes)), device_type, names)
 
 
 def trace_apart(
     fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[str]
 ) -> Traced:
+    """Trace ``fn(*args)``; ``names`` of the first leaves are for errors."""
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
     # Hide the surrounding trace and transforms: they have global tensors, this trace local ones.
@@ -89,16 +86,16 @@ def _without_saved_hooks() -> Iterator[None]:
 
 
 def showing_range(x: Any) -> Callable[[Any], Any]:
-    """A function of a rank's part of ``x``: the same values, and of indices, such as a router's, an
-    op that shows their range as the surrounding trace sees it.
+    """A function for a rank's part of ``x``. If the surrounding trace knows a range of the indices
+    ``x``, such as a router's, it clamps the part to it: a trace of the part then knows it too.
     """
     n = index_range(x) if isinstance(x, Tensor) else None
     return lambda part: part if n is None else part.clamp(0, n - 1)
 
 
 def check_captured(fn: Callable[..., Any]) -> None:
-    """Refuse captured tensors that a surrounding torch.func transform differentiates or maps: they
-    must be arguments.
+    """Refuse a function that captures a tensor that a surrounding torch.func transform
+    differentiates or maps: it must be an argument.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", fn)]

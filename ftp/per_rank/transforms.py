@@ -3,7 +3,7 @@ for torch.vmap.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -11,13 +11,10 @@ from torch import Tensor, fx
 
 from ftp.ops.axis_collectives import axis_of, differentiable
 from ftp.ops.mapped_arguments import evaluated, mapped_arguments
-from ftp.per_rank.gradient import Pair, contributed, has_gradient, split
+from ftp.per_rank.gradient import Pair, with_gradient
 from ftp.per_rank.program import Port, RankCode, program_of
-from ftp.sharding.pytree import flatten
+from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.sharding.spec import PartitionSpec, Units
-from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
-from ftp.torch_internals.modes import disable_current_modes
-from ftp.tracing.trace import Traced, trace
 
 _KEPT = 1024  # programs; more than a model has
 
@@ -26,25 +23,8 @@ _KEPT = 1024  # programs; more than a model has
 def pair_of(key: str, device_type: str) -> Pair:
     """A program with the program of its gradient."""
     program = program_of(key)
-    wrt = [i for i, port in enumerate(program.operands) if has_gradient(port.dtype)]
-    differentiable = [i for i, port in enumerate(program.results) if has_gradient(port.dtype)]
-
-    def joint(leaves: list[Tensor], index: list[Tensor], cotangents: list[Tensor]) -> Any:
-        def primal(*values: Tensor) -> Any:
-            filled = list(leaves)
-            for i, value in zip(wrt, values, strict=True):
-                filled[i] = value
-            outputs = _run(program, [*filled, *index])
-            return [outputs[i] for i in differentiable], outputs
-
-        vjp: Any = torch.func.vjp
-        _, pull, primals = vjp(primal, *(leaves[i] for i in wrt), has_aux=True)
-        return primals, pull(contributed(program, differentiable, cotangents))
-
-    ports = [program.results[i] for i in differentiable]
-    args = _metas(program.operands), _index(program), _metas(ports)
-    traced = _traced(joint, args, device_type)
-    return split(program, len(program.operands), traced, wrt, differentiable)
+    names = [f"input {i}" for i in range(len(program.operands))]
+    return with_gradient(program, partial(_run, program), names, device_type)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -59,15 +39,18 @@ def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str)
     ]
 
     def mapped(leaves: list[Tensor], index: list[Tensor]) -> Any:
-        in_dims = (*(0 if has else None for has in is_batched), *(None for _ in index))
-        run: Any = torch.vmap(lambda *xs: tuple(_run(program, xs)), in_dims)
-        return run(*leaves, *index)
+        in_dims = ([0 if has else None for has in is_batched], None)
+        run: Any = torch.vmap(lambda xs, index: tuple(_run(program, xs, index)), in_dims)
+        return run(leaves, index)
 
-    traced = _traced(mapped, (_metas(ports), _index(program)), device_type)
-    return program.like(traced.gm, ports, [_with_batch(port, size) for port in program.results])
+    args = [port.meta for port in ports], index_of(program.axes)
+    traced = trace_apart(mapped, args, device_type, ())
+    assert not traced.constants, "a program has its constants as operands"
+    results = [_with_batch(port, size) for port in program.results]
+    return program.like(traced.gm.graph, ports, results)
 
 
-def _run(program: RankCode, values: Sequence[Any]) -> list[Any]:
+def _run(program: RankCode, operands: Sequence[Any], index: Sequence[Any]) -> list[Any]:
     """The results of a program's ops, whose collectives have gradients."""
 
     def call(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
@@ -76,24 +59,7 @@ def _run(program: RankCode, values: Sequence[Any]) -> list[Any]:
         target: Any = differentiable(node.target) if is_own else node.target
         return target(*args, **kwargs)
 
-    return evaluated(program.gm.graph, values, call)
-
-
-def _traced(fn: Any, args: Any, device_type: str) -> Traced:
-    leaves, tree = flatten(args)
-    names = [f"input {i}" for i in range(len(leaves))]
-    with disable_current_modes(), temporarily_clear_interpreter_stack():
-        traced = trace(fn, leaves, tree, device_type, names=names)
-    assert not traced.constants, "a program has its constants as operands"
-    return traced
-
-
-def _metas(ports: Sequence[Port]) -> list[Tensor]:
-    return [torch.empty(port.shape, dtype=port.dtype, device="meta") for port in ports]
-
-
-def _index(program: RankCode) -> list[Tensor]:
-    return [torch.empty((), dtype=torch.int64, device="meta") for _ in program.axes]
+    return evaluated(program.gm.graph, [*operands, *index], call)
 
 
 def _with_batch(port: Port, size: int) -> Port:

@@ -1,7 +1,7 @@
-"""Uneven dims of per-rank code: a rank's part has fewer rows than the others'.
+"""Uneven dims of per-rank code: the last ranks' parts have fewer rows.
 
-All ranks run one program on parts of one size: outside of it dims are filled up, inside the rank's
-own rows are selected by a mask, as ``x[mask]`` selects them in any function (``tracing/selected``).
+All ranks run one program on parts of one size. Dims are filled up before it; in it, a mask selects
+the rank's own rows, as ``x[mask]`` does in any function (``tracing/selected``).
 """
 
 import inspect
@@ -70,14 +70,11 @@ def uneven_cut(
 ) -> UnevenCut | None:
     """The dim that one axis cuts unevenly; None if there is none, or several."""
     found = [
-        UnevenCut(d, cuts[0].axis, size, n)
+        (cuts[0], UnevenCut(d, cuts[0].axis, size, n))
         for d, size in enumerate(shape)
         if len(cuts := spec.cuts(d)) == 1 and size % (n := axes[cuts[0].axis])
     ]
-    simple = all(
-        c.size == 1 and c.pack == 1 and not c.zigzag for cut in found for c in spec.cuts(cut.dim)
-    )
-    return found[0] if len(found) == 1 and simple else None
+    return found[0][1] if len(found) == 1 and found[0][0].is_plain else None
 
 
 def with_own_rows(
@@ -86,7 +83,8 @@ def with_own_rows(
     names: Sequence[str],
     results: dict[int, UnevenCut],
 ) -> Callable[..., Any]:
-    """``fn`` of equal parts, in which leaves of its arguments have only the rank's own rows.
+    """``fn`` as a function of filled-up parts, which selects the rank's own rows before it calls
+    ``fn``.
 
     Args:
         cuts: per leaf.
@@ -98,7 +96,7 @@ def with_own_rows(
         leaves, tree = flatten(args)
         groups: dict[tuple[str, int], tuple[SelectionGroup, UnevenCut]] = {}
         versions = {}
-        for i, cut in cuts.items():  # one mask for all that are cut alike
+        for i, cut in cuts.items():  # one mask for all parts that are cut alike
             key = cut.axis, cut.size
             group, _ = groups[key] = groups.get(key) or (cut.group(leaves[i].device), cut)
             leaves[i] = cut.own(leaves[i], group)
@@ -135,7 +133,9 @@ def check_result(cut: UnevenCut, spec: PartitionSpec, name: str) -> None:
 
 
 def _of_parts(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective of uneven parts, over the ranks that have equal numbers of rows."""
+    """The form of a collective for uneven parts: along axes that do not cut the rows; all_gather
+    along the axis that does.
+    """
     name, signature = collective.__name__, inspect.signature(collective)
 
     def of(group: SelectionGroup, x: Selected, *args: Any, **kwargs: Any) -> Any:

@@ -1,30 +1,30 @@
-"""Varying axes: the mesh axes over which a value of per-rank code differs from rank to rank, and
-the sums that need no collective; and the check of what ``local``'s ``out_specs`` claim, that
-results are equal along axes not named.
+"""Varying axes: the mesh axes along which a value of per-rank code differs from rank to rank.
+
+From them follow the sums that need no collective, and the check of ``local``'s ``out_specs``:
+results are equal along axes that the specs do not name.
 
 Shards of an input and the rank's index vary over their axes. The results of all_reduce and
-all_gather do not vary over theirs. Any other result varies over the axes of its operands.
+all_gather do not vary over their axis. Any other result varies over the axes of its operands.
 
 Source: JAX, the types of varying manual axes of ``jax.shard_map``.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from operator import getitem
+from operator import getitem, not_
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.errors import RuleError, SpecError, join_failures
+from ftp.errors import SpecError, join_failures
 from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.per_rank.program import Port
-from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, replaced
+from ftp.rules.bind import rule_of_node
+from ftp.rules.call import operands_of
 from ftp.sharding.pytree import leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
-from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.trace import Traced
 
 AxisSet = frozenset[str]
@@ -54,7 +54,7 @@ def _of(node: fx.Node, operands: AxisSet) -> AxisSet:
 def cause(
     node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet], names: Mapping[fx.Node, str]
 ) -> tuple[str, str]:
-    """The line of a value that varies over ``axis``, and the input or op that causes it."""
+    """Why a value varies over ``axis``: the line that computes it, and the input or op."""
     line = ""
     while True:
         line = line or node.meta.get("source", "")
@@ -81,15 +81,18 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        operand: Any = node.args[0] if node.args else None
         with graph.inserting_before(node):
-            if _is_contributed(node, axis, types):
-                sums[node] = node.args[0]
+            if node.target is OPS.contribute.default and node.args[1] == axis:
+                # The sum of a value that varies is the first rank's, which other ranks do not know.
+                if axis not in types[operand]:
+                    sums[node] = operand
             elif (
                 node.all_input_nodes
                 and node.all_input_nodes[0] in sums
                 and axis_of(node.target, node.args[1:]) == axis
             ):
-                known = sums[node.args[0]]
+                known = sums[operand]
                 if node.target is OPS.all_reduce.default and node.args[1] == "sum":
                     node.replace_all_uses_with(known)
                 elif node.target is OPS.reduce_scatter.default:
@@ -102,22 +105,10 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, AxisSet]
                 target: Any = node.target
                 made = sums[node] = graph.call_function(target, args, kwargs)
                 made.meta, types[made] = dict(node.meta), types[node] - {axis}
-    output = next(reversed(graph.nodes))
+    output = graph.output_node()
     returned: Any = output.args[0]
     output.args = (tuple(sums.get(n, n) for n in returned),)
     return {i for i, n in enumerate(returned) if n in sums}
-
-
-def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, AxisSet]) -> bool:
-    """Whether the node contributes a value that all ranks hold equal; if the value varies, the sum
-    is the first rank's value.
-    """
-    operand: Any = node.args[0] if node.args else None
-    return (
-        node.target is OPS.contribute.default
-        and node.args[1] == axis
-        and axis not in types[operand]
-    )
 
 
 def _is_linear(
@@ -132,29 +123,8 @@ def _is_linear(
     if node.target is getitem or axis_of(node.target, node.args[1:]):
         # The counts of unequal parts must be equal on the ranks that are summed over.
         return operands[0] in sums and all(axis not in types[n] for n in operands[1:])
-    assert isinstance(node.target, OpOverload), node.target
-
-    meta: Any = lambda n: Meta.of(n.meta["val"])  # noqa: E731
-    slots: list[fx.Node] = []
-    arguments: Any = (node.args, node.kwargs)
-    map_arg(arguments, slots.append)
-    args, kwargs = map_arg(arguments, meta)
-    val = node.meta["val"]
-    vals = [val] if isinstance(val, torch.Tensor) else val
-    try:
-        rule = lookup(
-            Call(
-                node.target,
-                replaced(args, (), tuple),
-                replaced(kwargs, (), tuple),
-                tuple(map(Meta.of, vals)),
-            )
-        )
-    except RuleError:
-        return False
-    if rule is None:
-        return False
-    return any(
+    rule, slots = rule_of_node(node), operands_of(node)
+    return rule is not None and any(
         all(slots[i] in sums for i in group)
         and all(axis not in types[n] for i, n in enumerate(slots) if i not in group)
         for group in rule.linear
@@ -167,15 +137,17 @@ def check_claims(
     types: Mapping[fx.Node, AxisSet],
     called: Mapping[fx.Node, str],
 ) -> None:
+    """Refuse results that vary along an axis that their out spec does not name.
+
+    Args:
+        types: the axes over which each node varies.
+        called: the names of inputs, for errors.
+    """
     tree = traced.out_tree.unflatten(traced.out_leaves)
-    named = [
-        name
-        for name, static in zip(leaf_names(tree, "the result"), traced.is_static, strict=True)
-        if not static
-    ]
-    output = next(reversed(traced.gm.graph.nodes))
+    named = itertools.compress(leaf_names(tree, "the result"), map(not_, traced.is_static))
+    returned: Any = traced.gm.graph.output_node().args[0]
     failures = []
-    for name, port, node in zip(named, results, output.args[0], strict=True):
+    for name, port, node in zip(named, results, returned, strict=True):
         for axis in sorted(types[node] - set(port.spec.axes)):
             line, origin = cause(node, axis, types, called)
             cut = _cut_too(port, axis)

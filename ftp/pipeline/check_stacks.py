@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.errors import CertificateError, RuleError
+from ftp.errors import CertificateError
 from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.pipeline.check import Number, Numbering, name_of_one
-from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, operands_of, replaced
-from ftp.torch_internals.op_types import OpOverload
+from ftp.rules.bind import rule_of_node
+from ftp.rules.call import Meta, operands_of, replaced
 
 aten = torch.ops.aten
 LayerCounts = Sequence[tuple[int, ...] | None]
@@ -142,16 +141,10 @@ class _StackNumbering:
 
     def _rule(self, node: fx.Node, env: Mapping[fx.Node, Number]) -> _LayerRule | None:
         """How an op of the traced graph acts on layers; None where it does not keep them apart."""
-        slots, val = operands_of(node), node.meta.get("val")
-        is_op = isinstance(node.target, OpOverload) and isinstance(val, torch.Tensor)
-        if not is_op or not any(env[n] in self.stacks for n in slots):
+        slots, is_tensor = operands_of(node), isinstance(node.meta.get("val"), torch.Tensor)
+        if not is_tensor or not any(env[n] in self.stacks for n in slots):
             return None
-        args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, _meta)
-        target: Any = node.target
-        try:
-            rule = lookup(Call(target, args, kwargs, (_meta(node),)))
-        except RuleError:
-            return None
+        rule = rule_of_node(node)
         if rule is None or rule.local is not None:
             return None
         of = {rule.operands[i][0] for i, n in enumerate(slots) if env[n] in self.stacks}
@@ -168,7 +161,7 @@ class _StackNumbering:
         if not (result == 0 or is_sum):
             return None
         metas = tuple(_meta(n) for n in slots)
-        found = _LayerRule(target, _text(node), metas, tuple(dims), result == 0)
+        found = _LayerRule(node.target, _text(node), metas, tuple(dims), result == 0)
         self.rules[node.name] = found
         return found
 

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.errors import RuleError, SpecError
+from ftp.errors import SpecError
 from ftp.ops.stack import STACK, UNSTACK
-from ftp.rules.bind import lookup
-from ftp.rules.call import Call, Meta, operands_of, replaced
+from ftp.rules.bind import rule_of_node
+from ftp.rules.call import operands_of, replaced
 from ftp.rules.local_op import as_module
 from ftp.rules.rule import BoundRule
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.spec import P, PartitionSpec, Stage
-from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -348,16 +347,5 @@ def _puts_together(node: fx.Node) -> bool:
 
 def _rule(node: fx.Node) -> BoundRule | None:
     """The rule of an op with one result that runs on parts unchanged."""
-    val, target = node.meta["val"], node.target
-    if not isinstance(val, torch.Tensor) or not isinstance(target, OpOverload):
-        return None
-
-    def meta(n: fx.Node) -> Meta:
-        return Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype)
-
-    args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, meta)
-    try:
-        found = lookup(Call(target, args, kwargs, (Meta(tuple(val.shape), val.dtype),)))
-    except RuleError:
-        return None
+    found = rule_of_node(node) if isinstance(node.meta["val"], torch.Tensor) else None
     return None if found is None or found.local is not None else found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ftp.errors import InputError, MeshError, SpecError
 from ftp.functional.module_constraints import Constraint
-from ftp.per_rank.dispatch import travelling
+from ftp.per_rank.dispatch import dispatch
 from ftp.sharding.mesh import resolve
 from ftp.sharding.spec import P
 
@@ -34,7 +34,7 @@ class ExpertAxis:
     def constraints(self, model: nn.Module) -> dict[str, Constraint]:
         """A constraint on each module of experts, which sends tokens to them."""
         found = {
-            path: Constraint(forward=partial(_travelling, self))
+            path: Constraint(forward=partial(_dispatched, self))
             for path, module in model.named_modules()
             if is_experts(module)
         }
@@ -61,7 +61,7 @@ def is_experts(module: Any) -> bool:
     )
 
 
-def _travelling(placed: ExpertAxis, module: Any, forward: Any, *args: Any, **given: Any):
+def _dispatched(placed: ExpertAxis, module: Any, forward: Any, *args: Any, **given: Any):
     """The forward of a module of experts on a mesh; without one, or without the axis, its own."""
     try:
         mesh = resolve(None)
@@ -89,7 +89,7 @@ def _travelling(placed: ExpertAxis, module: Any, forward: Any, *args: Any, **giv
         with _holding(module, dict(zip(names, parts, strict=True))):
             return implementation(rows, own[:, None], ones)
 
-    return travelling(
+    return dispatch(
         experts,
         mesh,
         x,

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import fx
 
 from ftp.errors import RuleError
-from ftp.rules.call import Call
+from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.notation import BATCH, Dims, Notation
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule, Rule
+from ftp.torch_internals.op_types import OpOverload
 
 # Dtypes that torch has no kernels to mask and add: a value of such a dtype is never pending.
 NEVER_ADDED = frozenset(
@@ -55,6 +57,26 @@ def lookup(call: Call) -> BoundRule | None:
     }
     linear = () if any(m.dtype in NEVER_ADDED for m in results) else bound.linear
     return replace(bound, whole=bound.whole | summed, linear=linear)
+
+
+def rule_of(call: Call) -> BoundRule | None:
+    """The rule of a call; None if none is stated, or if it does not fit the tensors."""
+    try:
+        return lookup(call)
+    except RuleError:
+        return None
+
+
+def rule_of_node(node: fx.Node) -> BoundRule | None:
+    """The rule of a traced call, as ``rule_of``; None for a node that is no op."""
+    if not isinstance(node.target, OpOverload):
+        return None
+    args, kwargs = replaced(
+        (node.args, dict(node.kwargs)), fx.Node, lambda n: Meta.of(n.meta["val"])
+    )
+    val = node.meta["val"]
+    results = tuple(map(Meta.of, val if isinstance(val, list | tuple) else [val]))
+    return rule_of(Call(node.target, args, kwargs, results))
 
 
 def _adds_up(given: torch.dtype, made: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ import ftp
 from ftp import P
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.passes.arrived_rows import only_arrived
-from ftp.per_rank.dispatch import travelling
+from ftp.per_rank.dispatch import dispatch
 from ftp.rules.local_op import as_module
 from ftp.runtime.executed import in_order
 from ftp.runtime.program import groups_of, join_parts, shard_of
@@ -101,7 +101,7 @@ def test_rows_that_are_counted_keep_their_room():
     def layer(p, x):
         weights, chosen = routed(p, x, 2)
         parts, on = [p["up"], p["down"]], {"axis": "ep", "token_axes": ("ep",)}
-        return travelling(own_experts, resolve(None), x, chosen, weights, parts, **on)
+        return dispatch(own_experts, resolve(None), x, chosen, weights, parts, **on)
 
     specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
     step = ftp.shard(loss_of(layer), ftp.AbstractMesh((2,), ("ep",)), specs, batch_specs=P("ep"))

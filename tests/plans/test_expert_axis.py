@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.per_rank.dispatch import travelling
+from ftp.per_rank.dispatch import dispatch
 from ftp.sharding.mesh import resolve
 
 
@@ -38,7 +38,7 @@ def own_experts(rows: torch.Tensor, own: torch.Tensor, parts: Any) -> torch.Tens
 def step_of(mesh: Any, k: int, axis: str, token_axes: tuple[str, ...], specs: Any, **options: Any):
     def layer(p, x):
         weights, experts = routed(p, x, k)
-        return travelling(
+        return dispatch(
             own_experts,
             resolve(None),
             x,
@@ -108,7 +108,7 @@ def test_every_routing_of_a_few_tokens():
 
     def layer(p, x, chosen):
         ones = torch.ones(4, 1, dtype=torch.float64)
-        return travelling(
+        return dispatch(
             multiplied, resolve(None), x, chosen, ones, [p], axis="ep", token_axes=("ep",)
         )
 
