@@ -1,12 +1,12 @@
-"""The collectives of a plan that nobody asked for.
+"""Find the collectives of a plan that no line of the program asks for.
 
-Asked for are gathers of parameters, sums of gradients, reshards that the specs of inputs and
-outputs need, reshards that a constraint needs, and their transposes in the backward pass.
+The program asks for gathers of parameters, sums of gradients, reshards that the specs of inputs and
+outputs or a constraint need, and the transposes of these reshards in the backward pass.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ftp.ops.constrain import MARK, Pin, pin_from_str
+from ftp.ops.constrain import MARK, pin_from_str
 from ftp.passes.narrow_reductions import gradient_reductions
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.plan import Plan
@@ -20,7 +20,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def unasked(
     plan: Plan, out_specs: Sequence[PartitionSpec | None], without: Collection[str] = ()
 ) -> list[Node]:
-    """The reshards that nobody asked for.
+    """The reshards that no line of the program asks for.
 
     Args:
         out_specs: the given specs; None: the output asks for nothing.
@@ -29,14 +29,22 @@ def unasked(
     return _UnaskedFinder(plan.graph, out_specs, without).unasked()
 
 
-def pin_of(node: Node) -> Pin | None:
-    """The pin of a node, if it is a constraint."""
-    return pin_from_str(node.target) if node.kind == "constrain" else None
-
-
 def collectives_of(graph: Graph) -> list[Node]:
     """The reshards that issue a collective."""
     return [n for n in graph.nodes if n.kind == "reshard" and n.target.op in COLLECTIVES]
+
+
+def keeps_value(node: Node) -> bool:
+    """Whether a node only reshards, constrains or views its operand."""
+    return node.kind in ("reshard", "constrain") or node.target in VIEWS
+
+
+def users_in_phase(
+    users: Mapping[Value, Sequence[tuple[Node, int]]], value: Value, phase: int
+) -> Sequence[tuple[Node, int]]:
+    """A value's users, with their operand slots, in one phase; all users if none is in it."""
+    found = users.get(value, ())
+    return [u for u in found if u[0].phase == phase] or found
 
 
 def passes_on(node: Node, slot: int) -> bool:
@@ -59,8 +67,11 @@ class _UnaskedFinder:
         self.returned = {
             value for value, spec in zip(graph.outputs, out_specs, strict=True) if spec is not None
         }
-        pins = {node: pin_of(node) for node in graph.nodes if node.name not in without}
-        self.pins = {node: pin for node, pin in pins.items() if pin is not None}
+        self.pins = {
+            node: pin_from_str(node.target)
+            for node in graph.nodes
+            if node.kind == "constrain" and node.name not in without
+        }
         self.constrained = self._constrained()
         self.terms = self._terms()
 
@@ -71,7 +82,7 @@ class _UnaskedFinder:
             for node in collectives_of(self.graph)
             if not (
                 node.name in gradients
-                or _is_gathered_state(node)
+                or (node.target.src.kind == "S" and not node.depends & BATCH)  # of a parameter
                 or self._leads(Value(node), node)
                 or self._is_transposed(node)
                 or self._is_within_call(node)
@@ -79,27 +90,25 @@ class _UnaskedFinder:
         ]
 
     def _is_end(self, user: Node, axis: str) -> bool:
-        """Whether a node's source line fixes the layout of its operand on an axis."""
+        """Whether a node fixes the layout of its operand on an axis."""
         pin = self.pins.get(user)
         if pin is None:
             return user.kind == "local" or axis in user.own_axes
         return pin.holds(axis) or user.target == MARK
 
     def _leads(self, value: Value, reshard: Node) -> bool:
-        """Whether a reshard's value is fixed by an output or a constraint, or only becomes such a
-        value. A constraint on an op's result does not ask for a reshard that matches one operand to
+        """Whether an output or a constraint fixes the layout of a reshard's value, or of what all
+        its users compute from it element by element.
+
+        A constraint on an op's result does not ask for a reshard that matches one operand to
         another, nor for the sum of an unreduced input before an op that is not linear in it.
         """
         if value in self.returned:
             return True
-        users = self.users.get(value, ())
-        users = [u for u in users if u[0].phase == reshard.phase] or users
+        users = users_in_phase(self.users, value, reshard.phase)
         if any(
             self._is_end(user, reshard.target.axis)
-            or (
-                (user.target in VIEWS or user.kind in ("constrain", "reshard"))
-                and any(self._leads(Value(user, i), reshard) for i in range(len(user.results)))
-            )
+            or (keeps_value(user) and any(self._leads(v, reshard) for v in user.values))
             for user, _ in users
         ):
             return True
@@ -116,8 +125,8 @@ class _UnaskedFinder:
         )
 
     def _terms(self) -> dict[Node, frozenset[str]]:
-        """Per node, the axes over which it depends on terms of an unreduced input without a line in
-        between that asks for the sum.
+        """Per node, the axes over which it is computed from terms of an unreduced input, with no
+        line before it that asks for the sum.
         """
         found: dict[Node, frozenset[str]] = {}
         for node in self.graph.nodes:
@@ -129,16 +138,16 @@ class _UnaskedFinder:
         return found
 
     def _stays_a_sum(self, user: Node, slot: int, reshard: Node) -> bool:
-        """Whether an op on an unreduced input's terms gives terms of its result: then a reshard
-        that reduces before the op does the result's sum.
+        """Whether an op on terms of an unreduced input gives terms of its result. A reshard that
+        reduces before the op then has the same effect as one that reduces the result.
         """
         axes = self.terms[reshard].intersection(reshard.target.axes)
         slots = {i for i, value in enumerate(user.operands) if axes & self.terms[value.node]}
         return not axes or any({slot} | slots == set(group) for group in user.rule.linear)
 
     def _is_transposed(self, reshard: Node) -> bool:
-        """Whether a reshard passes the gradient of a constrained value on to the operands that the
-        value was computed from.
+        """Whether a reshard is the transpose of one that a constraint asks for: it passes the
+        gradient of the constrained value on.
         """
         if reshard.target.src.kind != "S" or not reshard.operands[0].node.phase % 2:
             return False
@@ -150,7 +159,7 @@ class _UnaskedFinder:
             seen.add(node)
             if node.kind == "local" or reshard.target.axis in node.own_axes or node in self.pins:
                 return True
-            if node.kind in ("reshard", "constrain") or node.target in VIEWS:
+            if keeps_value(node):
                 queue += node.operands
             else:
                 queue += [v for slot, v in enumerate(node.operands) if passes_on(node, slot)]
@@ -159,28 +168,25 @@ class _UnaskedFinder:
     def _constrained(self) -> set[tuple[int, str]]:
         """Calls whose result is constrained, each with an axis."""
         found = set()
+        axes = {a for n in self.graph.nodes if n.kind == "reshard" for a in n.target.axes}
         for node, pin in self.pins.items():
             if node.phase % 2:
                 continue
-            value = node.operands[0]
-            while value.node.kind in ("reshard", "constrain") or value.node.target in VIEWS:
-                value = value.node.operands[0]
-            if isinstance(line := value.node.source, Line):
-                axes = {a for n in self.graph.nodes if n.kind == "reshard" for a in n.target.axes}
+            *_, made = makers(node.operands[0])
+            if isinstance(line := made.node.source, Line):
                 found |= {(line.call, axis) for axis in axes if pin.holds(axis)}
         return found
 
     def _is_within_call(self, reshard: Node) -> bool:
-        """Whether a reshard is inside a call whose result is constrained, as of a softmax' sums."""
+        """Whether a reshard is inside a call whose result is constrained, such as softmax."""
         line = reshard.operands[0].node.source
         if not isinstance(line, Line) or (line.call, reshard.target.axis) not in self.constrained:
             return False
         queue = [Value(reshard)]
         for value in queue:
-            users = self.users.get(value, ())
-            for user, _ in [u for u in users if u[0].phase == reshard.phase] or users:
-                if user.kind in ("reshard", "constrain") or user.target in VIEWS:
-                    queue += [Value(user, i) for i in range(len(user.results))]
+            for user, _ in users_in_phase(self.users, value, reshard.phase):
+                if keeps_value(user):
+                    queue += user.values
                 elif not (isinstance(user.source, Line) and user.source.call == line.call):
                     return False
             if value in self.returned:
@@ -188,5 +194,9 @@ class _UnaskedFinder:
         return True
 
 
-def _is_gathered_state(reshard: Node) -> bool:
-    return not reshard.depends & BATCH and reshard.target.src.kind == "S"
+def makers(value: Value) -> Iterator[Value]:
+    """A value and the values that it reshards, constrains or views, back to the op's result."""
+    yield value
+    while keeps_value(value.node):
+        value = value.node.operands[0]
+        yield value

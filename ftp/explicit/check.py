@@ -1,5 +1,6 @@
 """The check of explicit mode: an error with all lines that a program lacks."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ def check_explicit(
     out_specs: Sequence[PartitionSpec | None],
     probed: Callable[[], Probed],
 ) -> None:
-    """Raise if a program has collectives that nobody asked for.
+    """Raise if a program has collectives that no line asks for.
 
     Args:
         out_specs: per output the spec that was given, or None.
@@ -46,15 +47,11 @@ def check_explicit(
             open_ = f"were not tried: no place in the source is known for {len(reshards)} of them"
         elif not suggestion.is_proven:
             open_ = "were tried, and with them the step sends something else"
-    raise error_of([*found, *(_general(reshard, sends) for reshard in reshards)], open_)
+    raise _error([*found, *(_general(reshard, sends) for reshard in reshards)], open_)
 
 
-def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
-    """The error of the missing lines.
-
-    Args:
-        open_: why they are not proven to suffice; "" if they are.
-    """
+def _error(found: Sequence[Missing], open_: str) -> ExplicitError:
+    """The error of the missing lines; ``open_``: why they are not proven to suffice, or ""."""
     total = in_bytes(sum(m.nbytes for m in found))
     count = f"{len(found)} line{'s ask' if len(found) > 1 else ' asks'} for"
     head = (
@@ -71,26 +68,21 @@ def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
 
 
 class _Sent:
-    """The collectives that reshards of a program issue, in words, and their bytes."""
+    """From names of reshards to the collectives that they issue, in words, and the bytes sent."""
 
     def __init__(self, program: Program):
-        self._records: dict[str, list[Collective]] = {}
+        self._records = defaultdict[str, list[Collective]](list)
         program = program.with_options(bucket=False, chunks=1)
         for node in program.local().gm.graph.nodes:
             if "collective" in node.meta:
-                self._records.setdefault(node.meta.get("origin", ""), []).append(
-                    node.meta["collective"]
-                )
+                self._records[node.meta.get("origin", "")].append(node.meta["collective"])
         self._nodes = {node.name: node for node in program.plan.graph.nodes}
         self._users = program.plan.graph.users()
 
     def __call__(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        words, nbytes = dict[str, int](), 0
-        for name in names:
-            for record in self._of(name):
-                text = f"{record.op} over {', '.join(record.axes)}"
-                words[text] = words.get(text, 0) + 1
-                nbytes += record.wire_nbytes
+        records = [record for name in names for record in self._of(name)]
+        words = Counter(f"{r.op} over {', '.join(r.axes)}" for r in records)
+        nbytes = sum(record.wire_nbytes for record in records)
         return tuple(f"{n} {w}" if n > 1 else w for w, n in words.items()), nbytes
 
     def _of(self, name: str) -> list[Collective]:

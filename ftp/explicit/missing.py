@@ -5,12 +5,16 @@ import linecache
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 from ftp.explicit.suggest import Wanted
 from ftp.report.memory import in_bytes
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import describe_line
 from ftp.tracing.calls import Expression, Operand, Output, Site
+
+_OutputKey = tuple[str, int | None, str, tuple[str, ...]]  # module, output's index, spec, options
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Missing:
         source: the line that the collectives belong to, as ``file:line  text``.
         line: the line to write.
         nbytes: bytes that a rank sends in the collectives that the line asks for.
-        place: where to write it: ``after`` or ``in place of`` the source, ``before`` anything else
-            in the function, or in the ``constraints`` of ``ftp.functionalize``.
+        place: where to write it: ``after`` or ``in place of`` the source, or another place in
+            words, such as ``in ftp.functionalize``.
         collectives: the collectives that it asks for, such as ``all_reduce over tp``.
         file: the file of the statement; ``first`` and ``last`` are its line numbers. "" and 0 if
             there is none.
@@ -56,42 +60,41 @@ def lines_of(
         sent: from names of reshards to their collectives, in words, and the bytes.
     """
     statements: dict[tuple[str, int, int], list[Wanted]] = defaultdict(list)
-    outputs: dict[tuple[str, int | None, str, bool], list[Wanted]] = defaultdict(list)
+    outputs: dict[_OutputKey, list[Wanted]] = defaultdict(list)
     found: list[Missing] = []
+
+    def add(source: str, line: str, place: str, group: Sequence[Wanted], *at: Any) -> None:
+        words, nbytes = sent([name for wanted in group for name in wanted.reshards])
+        found.append(Missing(source, line, nbytes, place, words, *at))
+
     for wanted in suggested:
         site, ndim = wanted.site, ndims[wanted.site]
         if isinstance(site, Operand):
             operand = _operand(site)
             if operand is None:
-                words, nbytes = sent(wanted.reshards)
                 source = describe_line(site.call.file, site.call.first)
-                line, place = f"x = {_constrained('x', wanted, ndim)}", "where x is its operand"
-                found.append(Missing(source, line, nbytes, place, words))
+                line = f"x = {_constrained('x', wanted, ndim)}"
+                add(source, line, "where x is its operand", [wanted])
                 continue
             site = operand
             wanted, ndims = replace(wanted, site=site), {**ndims, site: ndim}
         if isinstance(site, Expression):
             statements[site.file, *_statement(site)].append(wanted)
         elif isinstance(site, Output):
-            spec = readable(wanted.pin.spec, ndim)
-            key = site.module, site.index, _axes(wanted, spec), wanted.grad
+            key = site.module, site.index, readable(wanted.pin.spec, ndim), _options(wanted)
             outputs[key].append(wanted)
     for (file, first, last), group in statements.items():
-        words, nbytes = sent([name for wanted in group for name in wanted.reshards])
         line, place = _written(file, first, last, group, ndims)
         source = describe_line(file, min(w.site.first for w in group))  # type: ignore[union-attr]
-        found.append(Missing(source, line, nbytes, place, words, file, first, last))
+        add(source, line, place, group, file, first, last)
     found.sort(key=lambda m: (m.file, m.first))
-    for (pattern, index, text, grad), group in _by_pattern(outputs, ndims).items():
-        words, nbytes = sent([name for wanted in group for name in wanted.reshards])
-        spec = text if index is None else f"({'None, ' * index}{text}, ...)"
-        if index is not None or not grad or ", axes=" in text:
-            spec, _, axes = spec.partition(", axes=") if index is None else (spec, "", "")
-            more = (f", axes={axes}" if axes else "") + ("" if grad else ", grad=False")
-            spec = f"ftp.Constraint(outputs={spec}{more})"
+    for (pattern, index, spec, options), group in _by_pattern(outputs, ndims).items():
+        if index is not None:
+            spec = f"({'None, ' * index}{spec}, ...)"
+        if index is not None or options:
+            spec = f"ftp.Constraint({', '.join([f'outputs={spec}', *options])})"
         line = f'constraints={{"{pattern}": {spec}}}'
-        place = "in ftp.functionalize"
-        found.append(Missing(f"output of module {pattern}", line, nbytes, place, words))
+        add(f"output of module {pattern}", line, "in ftp.functionalize", group)
     return found
 
 
@@ -115,15 +118,12 @@ def _operand(site: Operand) -> Expression | None:
         if isinstance(node, ast.BinOp):
             return _place(node.left if site.slot == "self" else node.right, call.file)
         if isinstance(node, ast.Call):
-            named = {k.arg: k.value for k in node.keywords if k.arg}
+            given: dict[Any, ast.expr] = {k.arg: k.value for k in node.keywords if k.arg}
             if isinstance(node.func, ast.Attribute):
-                named.setdefault("self", node.func.value)
-            if isinstance(site.slot, str):
-                return _place(named[site.slot], call.file) if site.slot in named else None
-            if any(isinstance(a, ast.Starred) for a in node.args):
-                return None
-            if site.slot < len(node.args):
-                return _place(node.args[site.slot], call.file)
+                given.setdefault("self", node.func.value)
+            if not any(isinstance(a, ast.Starred) for a in node.args):
+                given.update(enumerate(node.args))
+            return _place(given[site.slot], call.file) if site.slot in given else None
     return None
 
 
@@ -133,15 +133,14 @@ def _place(node: ast.expr, file: str) -> Expression:
 
 
 def _by_pattern(
-    outputs: Mapping[tuple[str, int | None, str, bool], list[Wanted]], sites: Iterable[Site]
-) -> dict[tuple[str, int | None, str, bool], list[Wanted]]:
-    """Constraints on modules; one constraint for all modules of a pattern if these are equal."""
+    outputs: Mapping[_OutputKey, list[Wanted]], sites: Iterable[Site]
+) -> dict[_OutputKey, list[Wanted]]:
+    """Constraints on modules; one for a pattern if all its modules need the same constraint."""
     probed = {site.module for site in sites if isinstance(site, Output)}
-    found: dict[tuple[str, int | None, str, bool], list[Wanted]] = defaultdict(list)
+    found: dict[_OutputKey, list[Wanted]] = defaultdict(list)
     for (path, *rest), group in outputs.items():
         pattern = _pattern(path)
-        alike = {p for p in probed if _pattern(p) == pattern}
-        is_whole = all((p, *rest) in outputs for p in alike)
+        is_whole = all((p, *rest) in outputs for p in probed if _pattern(p) == pattern)
         found[pattern if is_whole else path, *rest] += group  # type: ignore[index]
     return found
 
@@ -151,17 +150,19 @@ def _pattern(path: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
-def _axes(wanted: Wanted, spec: str) -> str:
+def _options(wanted: Wanted) -> tuple[str, ...]:
+    """The keyword arguments of a constraint, as source code."""
     axes = wanted.pin.axes
-    if axes is None:
-        return spec
-    named = repr(axes[0]) if len(axes) == 1 else repr(axes)
-    return f"{spec}, axes={named}".replace("'", '"')
+    named = repr(axes[0] if axes is not None and len(axes) == 1 else axes).replace("'", '"')
+    return (
+        *(() if axes is None else (f"axes={named}",)),
+        *(() if wanted.grad else ("grad=False",)),
+    )
 
 
 def _constrained(text: str, wanted: Wanted, ndim: int) -> str:
-    given = _axes(wanted, readable(wanted.pin.spec, ndim))
-    return f"ftp.constrain({text}, {given}{'' if wanted.grad else ', grad=False'})"
+    given = [text, readable(wanted.pin.spec, ndim), *_options(wanted)]
+    return f"ftp.constrain({', '.join(given)})"
 
 
 def _statement(site: Expression) -> tuple[int, int]:
@@ -199,9 +200,7 @@ def _written(
     if len(group) == 1 and (name := _assigned(sites[0])):
         return f"{name} = {_constrained(name, group[0], ndims[sites[0]])}", "after"
     lines = [linecache.getline(file, n).encode() for n in range(first, last + 1)]
-    starts = [0]
-    for line in lines:
-        starts.append(starts[-1] + len(line))
+    starts = list(accumulate(map(len, lines), initial=0))
     text = b"".join(lines)
     edits: list[tuple[int, bytes]] = []
     for wanted, site in zip(group, sites, strict=True):

@@ -1,18 +1,28 @@
-"""Find constraints that ask for the collectives that nobody asked for. They are tried on a trace
-with probes: a constraint in place of a probe is one that the user can write there.
+"""Find constraints to write for collectives that no line asks for.
+
+They are tried on a trace with probes, identity ops at every place where the user can write a
+constraint: a constraint replaces a probe.
 """
 
 import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from torch import fx
 
-from ftp.explicit.asked import collectives_of, passes_on, unasked
+from ftp.explicit.asked import (
+    collectives_of,
+    keeps_value,
+    makers,
+    passes_on,
+    unasked,
+    users_in_phase,
+)
 from ftp.ops.constrain import CONSTRAIN, MARK, Pin, pin_from_str, pin_to_str
 from ftp.planning.graph import Node, Value
 from ftp.planning.plan import Plan
@@ -59,8 +69,13 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Probed:
-    """A trace with probes: the graph, the probes' places (in ``calls``), a function that plans such
-    a graph, the given spec of each output, and the arguments' names.
+    """A trace with probes.
+
+    Attributes:
+        calls: the places of the probes.
+        plans: plans a graph like ``gm``.
+        out_specs: the given spec of each output, or None.
+        names: of the arguments.
     """
 
     gm: fx.GraphModule
@@ -79,30 +94,28 @@ class Probed:
     @cached_property
     def of_inputs(self) -> dict[str, list[int]]:
         """Per argument, the probes of its value."""
-        inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        inputs = self.gm.graph.find_nodes(op="placeholder")
         named = dict(zip(inputs, self.names, strict=False))
         found: dict[str, list[int]] = {}
-        for node in self.gm.graph.nodes:
-            if (number := _probe_of(node)) is not None and (base := _base(node)[0]) in named:
+        for node, number in self._probes:
+            if (base := _base(node)[0]) in named:
                 found.setdefault(named[base], []).append(number)
         return found
 
     @cached_property
+    def _probes(self) -> list[tuple[fx.Node, int]]:
+        """The probes, forward and backward, with their numbers."""
+        nodes = [(node, _probe_of(node)) for node in self.gm.graph.nodes]
+        return [(node, number) for node, number in nodes if number is not None]
+
+    @cached_property
     def metas(self) -> dict[int, Any]:
         """Per probe, a fake tensor of its value's shape and dtype."""
-        return {
-            number: node.meta["val"]
-            for node in self.gm.graph.nodes
-            if (number := _probe_of(node)) is not None
-        }
+        return {number: node.meta["val"] for node, number in self._probes}
 
     def nodes_at(self, site: Site) -> set[str]:
         """The names of a place's probes in the graph, forward and backward."""
-        return {
-            node.name
-            for node in self.gm.graph.nodes
-            if (number := _probe_of(node)) is not None and self.calls.sites[number].site == site
-        }
+        return {n.name for n, number in self._probes if self.calls.sites[number].site == site}
 
     @property
     def ndims(self) -> dict[Site, int]:
@@ -111,7 +124,7 @@ class Probed:
 
 
 def tagged(gm: fx.GraphModule) -> fx.GraphModule:
-    """The trace with the probes that results pass through recorded in the nodes' lines."""
+    """Record in each node's line the probes that its results pass through."""
     for node in gm.graph.nodes:
         if (number := _probe_of(node)) is None:
             continue
@@ -131,13 +144,21 @@ def _base(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def suggest(plan: Plan, probed: Probed) -> Suggestion:
-    """The constraints that ask for the unasked collectives of ``plan``, of the plain trace."""
+    """The constraints that ask for the unasked collectives of ``plan``, of the plain trace.
+
+    Constraints are tried in four forms: with or without the gradient, on all mesh axes or only on
+    those of the reshards.
+    """
     sent = sent_by(plan)
     places = Places(probed.planned({}), probed)
     found, without = places.all_wanted()
     first = Suggestion(places.plan, tuple(found.values()), without)
-    for vary in (_as_is, _free, _on_resharded_axes, _free_on_resharded_axes):
-        tried = {site: vary(wanted, places) for site, wanted in found.items()}
+    for on_fewer_axes, is_free in product((False, True), repeat=2):
+        tried = found
+        if on_fewer_axes:
+            tried = {site: _on_resharded_axes(w, places) for site, w in tried.items()}
+        if is_free:
+            tried = {site: replace(w, grad=False) for site, w in tried.items()}
         for _ in range(ROUNDS):
             then = probed.planned(tried)
             if not probed.unasked(then):
@@ -208,14 +229,6 @@ def _probe_of(node: fx.Node) -> int | None:
     return pin_from_str(node.args[1]).probe  # type: ignore[arg-type]
 
 
-def _as_is(wanted: Wanted, places: "Places") -> Wanted:
-    return wanted
-
-
-def _free(wanted: Wanted, places: "Places") -> Wanted:
-    return replace(wanted, grad=False)
-
-
 def _on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
     axes, spec = places.axes_of(wanted.reshards), wanted.pin.spec
     for axis in spec.axes:
@@ -223,13 +236,9 @@ def _on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
     return replace(wanted, pin=Pin(spec, axes))
 
 
-def _free_on_resharded_axes(wanted: Wanted, places: "Places") -> Wanted:
-    return replace(_on_resharded_axes(wanted, places), grad=False)
-
-
 class Places:
-    """The places where values of a plan can be constrained; the plan is of the trace with other
-    constraints, or none.
+    """The places where values of a plan, of the trace with constraints or without, can be
+    constrained.
     """
 
     def __init__(self, plan: Plan, probed: Probed):
@@ -237,14 +246,14 @@ class Places:
         self.users, self.returned = plan.graph.users(), set(plan.graph.outputs)
         self.reshards = probed.unasked(plan)
         self.numbers = self._numbers(probed)
-        self.values: dict[Site, list[Value]] = {}
+        self.values: dict[Site, list[Value]] = defaultdict(list)
         for value, numbers in self.numbers.items():
             for number in numbers:
-                self.values.setdefault(self.calls.sites[number].site, []).append(value)
+                self.values[self.calls.sites[number].site].append(value)
 
-    def _numbers(self, probed: Probed) -> dict[Value, list[int]]:
+    def _numbers(self, probed: Probed) -> Mapping[Value, list[int]]:
         """Per value the probes that it passes through."""
-        found: dict[Value, list[int]] = {}
+        found: dict[Value, list[int]] = defaultdict(list)
         parts: dict[int, Value] = {}
         for node in self.plan.graph.nodes:
             if node.kind == "input":
@@ -255,17 +264,18 @@ class Places:
                         if "." in node.name:
                             parts[number] = value
                         else:
-                            found.setdefault(value, []).append(number)
+                            found[value].append(number)
         for number, value in parts.items():
-            found.setdefault(value, []).append(number)
+            found[value].append(number)
         return found
 
     def _results(self, node: Node, index: int, shape: Sequence[int]) -> list[Value]:
         """The n-th result of a node, or values of its decomposition that other calls read."""
-        values = [Value(node, i) for i in range(len(node.results))]
         if "." not in node.name:
-            return values[index : index + 1]
-        return [v for v in values if v.meta.shape == tuple(shape) and self._leaves(v, node.source)]
+            return [*node.values[index : index + 1]]
+        return [
+            v for v in node.values if v.meta.shape == tuple(shape) and self._leaves(v, node.source)
+        ]
 
     def _leaves(self, value: Value, line: str) -> bool:
         """Whether a value is read by other calls, or returned."""
@@ -275,8 +285,8 @@ class Places:
         )
 
     def all_wanted(self) -> tuple[dict[Site, Wanted], tuple[Node, ...]]:
-        """A constraint per place that asks for unasked reshards, and the reshards without a place.
-        A gradient's reshard is asked for where the value is constrained already, if possible.
+        """A constraint for each place, which asks for reshards, and the reshards without a place.
+        The constraint on a value asks for the reshard of its gradient too, if possible.
         """
         sites: dict[Site, list[Node]] = {}
         without = []
@@ -300,15 +310,13 @@ class Places:
         spec = self._layout(site)
         assert spec is not None
         gradients = [v for v in self.values[site] if v.node.phase % 2]
-        grad = all(self._used_as(v, site) == spec and not self._stays_pending(v) for v in gradients)
-        return Wanted(site, Pin(spec), grad, tuple(m.name for m in reshards))
-
-    def _stays_pending(self, value: Value) -> bool:
-        """Whether a gradient is read before it is summed."""
-        readers = [user for user, _ in self.users.get(value, ())]
-        return bool(value.node.pending.get(value.index)) and any(
-            u.kind != "reshard" for u in readers
+        read_before_sum = any(
+            v.node.pending.get(v.index) and user.kind != "reshard"
+            for v in gradients
+            for user, _ in self.users.get(v, ())
         )
+        grad = not read_before_sum and all(self._used_as(v, site) == spec for v in gradients)
+        return Wanted(site, Pin(spec), grad, tuple(m.name for m in reshards))
 
     def _layout(self, site: Site) -> PartitionSpec | None:
         """The layout in which the values at a place are used; None if it differs between calls."""
@@ -318,29 +326,27 @@ class Places:
         return found.pop() if len(found) == 1 else None
 
     def _candidates(self, reshard: Node) -> Iterable[Site]:
-        """The places at which a constraint asks for a reshard, the best first: of its value, of
+        """The places where a constraint asks for a reshard, the best first: places of its value, of
         values computed from it element by element, of the result of the call that it is in.
         """
+        sites = [site for v in makers(reshard.operands[0]) for site in self._at(v, reshard)]
+        sites += self._from_users(reshard)
         call = getattr(reshard.operands[0].node.source, "call", None)
-        within = [
-            site
-            for site, values in self.values.items()
-            if not isinstance(site, Operand)
-            and any(
-                getattr(v.node.source, "call", None) == call and not v.node.phase % 2
-                for v in values
-            )
-        ]
-        sites = [
-            *self._from_makers(reshard),
-            *self._from_users(reshard),
-            *(within if call is not None else ()),
-        ]
+        if call is not None:
+            sites += [
+                site
+                for site, values in self.values.items()
+                if not isinstance(site, Operand)
+                and any(
+                    getattr(v.node.source, "call", None) == call and not v.node.phase % 2
+                    for v in values
+                )
+            ]
         return [site for site in dict.fromkeys(sites) if site in self.values]
 
     def _at(self, value: Value, reshard: Node) -> list[Site]:
-        """The places of a value, those nearest to a reshard first: sums are reduced where they are
-        made, shards gathered where they are used.
+        """The places of a value, those nearest to a reshard first: a sum is reduced where it is
+        computed, a shard gathered where it is used.
         """
         readers = self._readers(Value(reshard))
         probes = [self.calls.sites[number] for number in self.numbers.get(value, ())]
@@ -357,29 +363,19 @@ class Places:
             for user, _ in self.users.get(at, ()):
                 if isinstance(user.source, Line):
                     found.add(user.source.call)
-                if user.kind in ("reshard", "constrain") or user.target in VIEWS:
-                    queue += [Value(user, i) for i in range(len(user.results))]
+                if keeps_value(user):
+                    queue += user.values
         return found
-
-    def _from_makers(self, reshard: Node) -> list[Site]:
-        value, found = reshard.operands[0], list[Site]()
-        while True:
-            found += self._at(value, reshard)
-            if value.node.kind not in ("reshard", "constrain") and value.node.target not in VIEWS:
-                return found
-            value = value.node.operands[0]
 
     def _from_users(self, reshard: Node) -> list[Site]:
         queue, seen, found = [Value(reshard)], {reshard}, list[Site]()
         for value in queue:
-            users = self.users.get(value, ())
-            for user, slot in [u for u in users if u[0].phase == reshard.phase] or users:
-                is_same = user.kind in ("reshard", "constrain") or user.target in VIEWS
-                if user not in seen and not found and (is_same or passes_on(user, slot)):
+            for user, slot in users_in_phase(self.users, value, reshard.phase):
+                is_next = keeps_value(user) or passes_on(user, slot)
+                if user not in seen and not found and is_next:
                     seen.add(user)
-                    results = [Value(user, i) for i in range(len(user.results))]
-                    found += [site for result in results for site in self._at(result, reshard)]
-                    queue += results
+                    found += [site for result in user.values for site in self._at(result, reshard)]
+                    queue += user.values
         return found
 
     def _used_as(self, value: Value, site: Site) -> PartitionSpec:
@@ -396,7 +392,7 @@ class Places:
                     if user.target.dst.kind == "R":
                         spec = without_axis(spec, user.target.axis)
                 elif user.target in VIEWS:
-                    queue += [Value(user, i) for i in range(len(user.results))]
+                    queue += user.values
         return spec
 
 

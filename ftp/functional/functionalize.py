@@ -95,7 +95,7 @@ def functionalize(
     """
     model = _uncompiled(model)
     _check_model(model)
-    tied = _tied_paths(model)
+    tied = paths_of_tensors(model)
     params: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     stand_ins: dict[int, Any] = {}
@@ -175,7 +175,7 @@ def _give(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
         object.__setattr__(module, "__dict__", values)
 
 
-def _tied_paths(model: nn.Module) -> dict[int, list[str]]:
+def paths_of_tensors(model: nn.Module) -> dict[int, list[str]]:
     """The paths of each parameter and buffer, by its id."""
     found: dict[int, list[str]] = {}
     for path, tensor in (

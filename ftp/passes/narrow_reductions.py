@@ -80,9 +80,7 @@ def _leaves(value: Value, phase: int, users: dict[Value, list[tuple[Node, int]]]
     for user, _ in users.get(value, ()):
         if user.phase > phase:
             continue
-        if not _passes_on(user) or not all(
-            _leaves(Value(user, i), phase, users) for i in range(len(user.results))
-        ):
+        if not _passes_on(user) or not all(_leaves(value, phase, users) for value in user.values):
             return False
     return True
 
@@ -95,10 +93,7 @@ def _ends_in(
     """
     return value not in read and all(
         (user.target is aten.add.Tensor and Value(user) in ends)
-        or (
-            _passes_on(user)
-            and all(_ends_in(Value(user, i), ends, read, users) for i in range(len(user.results)))
-        )
+        or (_passes_on(user) and all(_ends_in(value, ends, read, users) for value in user.values))
         for user, _ in users.get(value, ())
     )
 

@@ -210,7 +210,7 @@ class _GraphBuilder:
             operands = (v.node.rank_axes for v in made.operands)
             made.rank_axes = rank_axes(node.target, args, operands)
         self.nodes.append(made)
-        values = [Value(made, i) for i in range(len(results))]
+        values = list(made.values)
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
 
     def metas(self, node: fx.Node) -> tuple[Meta, ...]:

@@ -138,6 +138,10 @@ class Node:
     def __repr__(self) -> str:
         return self.name
 
+    @property
+    def values(self) -> tuple["Value", ...]:
+        return tuple(Value(self, i) for i in range(len(self.results)))
+
     def copy(self) -> "Node":
         """A copy; changes to it leave this node as it is."""
         made = object.__new__(Node)

@@ -149,7 +149,7 @@ def gather_again(graph: Graph) -> Rewrite:
     now: dict[Node, Node] = {}
     made: dict[tuple[Node, int], Node] = {}
     nodes: list[Node] = []
-    values = {Value(n, i) for n in graph.nodes for i in range(len(n.results))}
+    values = {value for n in graph.nodes for value in n.values}
     cheap = {node for node in widening(graph, values) if not node.rule.whole}
 
     def again(value: Value, phase: int) -> Value:

@@ -43,7 +43,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     found: set[Node] = set()
     size = functools.cache(nbytes)
     for node in graph.nodes:
-        results = [Value(node, i) for i in range(len(node.results))]
+        results = node.values
         for value in results:
             sources[value] = frozenset((value,)) if value in can_be_cut else frozenset()
         # An op whose rule was found by trial may be a matmul too.

@@ -120,7 +120,7 @@ class _Closing:
         if cut in cuts:
             return
         cuts.append(cut)
-        values = [*node.operands, *(Value(node, i) for i in range(len(node.results)))]
+        values = [*node.operands, *node.values]
         all_dims = (*node.rule.operands, *node.rule.results)
         for value, dims in zip(values, all_dims, strict=True):
             layout = layout_of(dims, node.sizes, cut, self.n)

@@ -1,7 +1,7 @@
 """The functions of torch's ``distribute_module`` as specs and constraints.
 
-They are called, as torch calls them, on a copy of the module without memory and on values that
-stand for its inputs and its output. What they ask of DTensor is noted: ``distribute_tensor``,
+They are called, as torch calls them, on a copy of the module without memory and on placeholders of
+its inputs and its output. Their calls of DTensor are recorded: ``distribute_tensor``,
 ``DTensor.from_local``, ``redistribute``, ``to_local``.
 """
 
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from ftp.errors import SpecError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
+from ftp.plans.labelled_specs import labelled_specs
 from ftp.plans.mesh_axis import choose_axis
 from ftp.plans.styles import shard_spec
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names
+from ftp.sharding.pytree import Specs, kind_of
 from ftp.sharding.spec import P
 
 
@@ -41,8 +42,8 @@ def from_distribute_module(
         model: is not changed.
         partition_fn: ``(name, module, mesh)``, called for each module; parameters that it replaces
             by ``distribute_tensor``'s result are sharded, all others replicated.
-        input_fn: ``(module, inputs, mesh)``, or ``(inputs, mesh)``; returns the inputs, of which
-            ``DTensor.from_local`` and ``redistribute`` say the layouts.
+        input_fn: ``(module, inputs, mesh)``, or ``(inputs, mesh)``; sets the layouts of the inputs
+            by ``DTensor.from_local`` and ``redistribute``, and returns them.
         output_fn: ``(module, outputs, mesh)``, or ``(outputs, mesh)``; of one output tensor.
         mesh: a 1-D mesh, whose axis to shard over; or any mesh, with ``axis``.
         axis: the mesh axis to shard over; default "tp".
@@ -73,15 +74,11 @@ def from_distribute_module(
     _, params = functionalize(model)
     found = _partitioned(model, partition_fn, of_mesh) if partition_fn else {}
     given_by = _name(partition_fn) if partition_fn else "no partition_fn"
-    specs = {path: found.get(path, P()) for path in params}
-    named = zip(sorted(params), leaf_names(dict(params), "params"), strict=True)
-    rows = {name: SpecRow(specs[path], tuple(params[path].shape), given_by) for path, name in named}
+    specs = labelled_specs(params, {path: (given_by, found.get(path, P())) for path in params})
     inputs, outputs = None, None
     if input_fn:
-        count = len(inspect.signature(model.forward).parameters)
-        taken = tuple(
-            _FakeDTensor(f"input {i} of {_name(input_fn)}", of_mesh) for i in range(count)
-        )
+        count, name = len(inspect.signature(model.forward).parameters), _name(input_fn)
+        taken = tuple(_FakeDTensor(f"input {i} of {name}", of_mesh) for i in range(count))
         left = _called(input_fn, model, taken, of_mesh)
         inputs = _entries(left if isinstance(left, tuple | list) else (left,), taken, input_fn)
     if output_fn:
@@ -94,9 +91,8 @@ def from_distribute_module(
             )
         outputs = out.specs[-1] if out.specs else None
     if inputs is None and outputs is None:
-        return Specs(specs, rows), {}
-    around = Constraint(inputs=inputs, outputs=outputs, axes=axis, grad="dtensor")
-    return Specs(specs, rows), {"": around}
+        return specs, {}
+    return specs, {"": Constraint(inputs=inputs, outputs=outputs, axes=axis, grad="dtensor")}
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ class _FakeDTensor:
     """Stands for a DTensor: an input of the module or its output.
 
     Attributes:
-        specs: the layouts that it was said to have, in order.
+        specs: the layouts that the functions gave it, in order.
     """
 
     what: str
@@ -205,8 +201,8 @@ def _partitioned(
 
 @contextmanager
 def _noting(distributed: Callable[[Tensor, Any], Tensor], mesh: _FakeMesh) -> Iterator[None]:
-    """Within the block DTensor's functions record the calls of user code, under any name that it
-    imported them by.
+    """Record calls of ``distribute_tensor`` and ``DTensor.from_local`` within the block, by
+    whatever name user code imported them.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -243,14 +239,13 @@ def _from_local(value: Any, device_mesh: Any = None, placements: Any = None, **_
 
 
 def _called(fn: Callable[..., Any], model: nn.Module, values: Any, mesh: _FakeMesh) -> Any:
-    """A function of either form."""
     takes = len(inspect.signature(fn).parameters)
     with _noting(lambda tensor, placements: _from_local(tensor, None, placements), mesh):
         return fn(values, mesh) if takes == 2 else fn(model, values, mesh)
 
 
 def _entries(left: Sequence[Any], taken: Sequence[_FakeDTensor], fn: Callable[..., Any]) -> Any:
-    """Per input its first layout and the one to go on with."""
+    """Per input its first and its last layout."""
     if any(a is not b for a, b in zip(left, taken, strict=False)):
         raise SpecError(
             f"{_name(fn)} gives other inputs than it was given, or in another order. State the"

@@ -1,4 +1,6 @@
-"""Experts of transformers' models on a mesh axis: their tokens travel, their weights stay."""
+"""Experts of transformers' models on a mesh axis: tokens are sent to the ranks that own their
+experts, weights are not.
+"""
 
 import inspect
 import sys
@@ -23,7 +25,7 @@ class ExpertAxis:
     """How ``from_hf`` places experts.
 
     Attributes:
-        token_axes: the mesh axes that cut the tokens, ``axis`` among them.
+        token_axes: the mesh axes that shard the tokens, ``axis`` among them.
         capacity: see ``from_hf``.
     """
 
@@ -32,7 +34,7 @@ class ExpertAxis:
     capacity: float | None
 
     def constraints(self, model: nn.Module) -> dict[str, Constraint]:
-        """A constraint on each module of experts, which sends tokens to them."""
+        """A constraint on each module of experts, which sends tokens to the experts' ranks."""
         found = {
             path: Constraint(forward=partial(_dispatched, self))
             for path, module in model.named_modules()
@@ -46,7 +48,7 @@ class ExpertAxis:
         return found
 
     def spec(self, model: nn.Module, path: str, parameter: Tensor, spec: P) -> P:
-        """The spec of a parameter: its experts on the axis, other dims as ``spec`` cuts them."""
+        """The spec of a parameter: experts sharded over the axis, other dims as in ``spec``."""
         holder: Any = model.get_submodule(path.rpartition(".")[0])
         if not is_experts(holder) or parameter.shape[0] != holder.num_experts:
             return spec
@@ -62,7 +64,7 @@ def is_experts(module: Any) -> bool:
 
 
 def _dispatched(placed: ExpertAxis, module: Any, forward: Any, *args: Any, **given: Any):
-    """The forward of a module of experts on a mesh; without one, or without the axis, its own."""
+    """The forward of a module of experts on the surrounding mesh; without a mesh, its own."""
     try:
         mesh = resolve(None)
     except MeshError:
@@ -112,8 +114,8 @@ def _implementation(module: Any, forward: Any) -> Any:
 
 @contextmanager
 def _holding(module: Any, parts: Mapping[str, Any]) -> Iterator[None]:
-    """The module with a rank's experts only; transformers passes by rows of expert
-    ``num_experts``.
+    """Set the module's parameters to a rank's experts within the block; transformers then skips
+    rows of the expert ``num_experts``.
     """
     old, count, flag = dict(module._parameters), module.num_experts, module._is_expert_parallel
     module._parameters.update(parts)

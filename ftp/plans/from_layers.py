@@ -1,29 +1,26 @@
-"""Specs of a model's weights from its own layers, where nobody has written a plan: names, shapes
-and the config's counts of heads tell which layers open a block and which close it.
+"""Specs of a model without a plan, from the names and shapes of its layers and the numbers of heads
+in its config.
 
-Any specs give one device's numbers; these decide what moves. A block's first layers are cut by
-columns, its last by rows, attention between heads; norms, positions, routers and low-rank
-projections stay whole.
+The first layers of a block are sharded by columns, its last by rows, attention between heads;
+norms, positions, routers and low-rank projections are replicated. The specs decide only what is
+communicated: results equal one device's with any specs.
 """
 
 import re
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ftp.errors import PlanWarning
+from ftp.functional.functionalize import paths_of_tensors
+from ftp.plans.labelled_specs import LabelAndSpec, labelled_specs
 from ftp.plans.model_config import config_of, cut_at, value_of
-from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs
 from ftp.sharding.spec import Entry, P, units
 
-FEW = 0.9  # a share below this is told
-
-PathAndSpec = tuple[str, P]
-"""Why a parameter is cut, and how."""
+FEW = 0.9  # of parameters or work; below it a PlanWarning says so
 
 _ROW = re.compile(
     r"(o|w?o|o_proj|out_proj|out_lin|proj_out|c_proj|down_proj|fc2|w2|lin2|linear2|fc_out"
@@ -39,13 +36,13 @@ _FUSED = ("Wqkv", "c_attn", "qkv", "qkv_proj")
 _IN_ATTENTION = re.compile(r"(attn|attention).*\.|\.([qkvo]|qkv)_proj$", re.IGNORECASE)
 
 
-def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, PathAndSpec]:
-    """Per parameter that is to be cut, by each of its paths, why and how.
+def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, LabelAndSpec]:
+    """The specs of parameters to shard, by each of their paths.
 
     Args:
-        vocabulary: cut embeddings of tokens, by their names, along the vocabulary.
+        vocabulary: shard embeddings of tokens, found by their names, along the vocabulary.
     """
-    found: dict[str, PathAndSpec] = {}
+    found: dict[str, LabelAndSpec] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         name = path.rpartition(".")[2]
         if vocabulary and isinstance(module, nn.Embedding) and _TOKENS.fullmatch(name):
@@ -66,8 +63,8 @@ def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str
 def cut_shares(
     model: nn.Module, specs: Mapping[str, P], but: Collection[str] = ()
 ) -> tuple[float, float]:
-    """Which share of a model's parameters is cut, and which of the work of its matmuls a token;
-    an expert's work counts as often as it is chosen. Parameters in ``but`` do not count.
+    """The share of a model's parameters that is sharded, and the share of its matmuls' work for one
+    token; of experts, the work of those that a token chooses. Parameters in ``but`` do not count.
     """
     trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
     sizes = {path: p.numel() for path, p in trained.items() if path not in but}
@@ -84,27 +81,19 @@ def completed(
     ends: Collection[str],
 ) -> Specs:
     """Specs with those that the layers suggest for parameters that no style names."""
-    built = specs_from_layers(model, axis, vocabulary)
-    names: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(path)
-    found: dict[str, tuple[str, P]] = {}
-    for path, (_, row) in zip(sorted(params), specs.rows.items(), strict=True):
+    built, names = specs_from_layers(model, axis, vocabulary), paths_of_tensors(model)
+    found: dict[str, LabelAndSpec] = {}
+    for path, row in zip(sorted(params), specs.rows.values(), strict=True):
         paths = names[id(model.get_parameter(path))]
         is_open = not row.spec and row.given_by.startswith("no ") and not set(ends) & set(paths)
         own = next((built[p] for p in paths if p in built), None) if is_open else None
-        found.update(dict.fromkeys(paths, own or (row.given_by, row.spec)))
-    new = plan_specs(params, lambda path, leaf: found[path][1])
-    rows = {
-        name: replace(row, given_by=found[path][0])
-        for path, (name, row) in zip(sorted(params), new.rows.items(), strict=True)
-    }
-    return Specs(new, rows)
+        found[path] = own or (row.given_by, row.spec)
+    return labelled_specs(params, found)
 
 
 def with_shares(model: nn.Module, specs: Specs, but: Collection[str]) -> Specs:
-    """The specs with a note of the share of parameters and work that they cut; warns where it is
-    small. Paths in ``but`` are to be whole.
+    """The specs with a note of the shares that they cut; warns where these are small. Parameters in
+    ``but``, which the user wants replicated, do not count for the warning.
     """
     parameters, work = cut_shares(model, specs)
     note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"
@@ -151,15 +140,14 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def _of_linear(
     path: str, module: Any, holder: nn.Module, model: nn.Module, axis: str
-) -> dict[str, PathAndSpec]:
+) -> dict[str, LabelAndSpec]:
     transposed = not isinstance(module, nn.Linear)
     size_in, size_out = module.weight.shape if transposed else module.weight.shape[::-1]
     side = _side(path, size_in, size_out)
     if side is None:
         return {}
-    size = size_out if side == "columns" else size_in
-    entry = _entry(path, size, holder, model, axis)
-    dim = int(transposed) if side == "columns" else 1 - int(transposed)
+    dim = int(transposed == (side == "columns"))
+    entry = _entry(path, module.weight.shape[dim], holder, model, axis)
     found = {f"{path}.weight": (f"its layer: {side}", cut_at(dim, entry))}
     if side == "columns" and module.bias is not None:
         found[f"{path}.bias"] = (f"its layer: {side}", P(entry))
@@ -167,9 +155,7 @@ def _of_linear(
 
 
 def _side(path: str, size_in: int, size_out: int) -> str | None:
-    """Whether a layer opens a block, "columns", or closes one, "rows"; None for one that stays
-    whole.
-    """
+    """How a layer is sharded: "columns" if it opens a block, "rows" if it closes one, else None."""
     before, _, name = path.rpartition(".")
     last = before.rpartition(".")[2]
     attention = bool(_IN_ATTENTION.search(path))
@@ -190,7 +176,10 @@ def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str)
     """How a dim of a layer is cut: whole heads in attention, packs where layers are fused."""
     name = path.rpartition(".")[2]
     config = config_of(model, path)
-    if name == "gate_up_proj" or (name == "in_proj" and _is_pair(holder, size)):
+    inner = getattr(holder, "intermediate_size", None)
+    # A state-space layer's first projection is its input and its gate, side by side.
+    is_pair = name == "in_proj" and isinstance(inner, int) and size == 2 * inner
+    if name == "gate_up_proj" or is_pair:
         return units(axis, pack=2)
     if not _IN_ATTENTION.search(path) and "linear_" not in name:
         return axis
@@ -208,12 +197,6 @@ def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str)
     return axis
 
 
-def _is_pair(holder: nn.Module, size: int) -> bool:
-    """Whether a state-space layer's first projection is its input and its gate, side by side."""
-    inner = getattr(holder, "intermediate_size", None)
-    return isinstance(inner, int) and size == 2 * inner
-
-
 def _count(of: Any, *names: str) -> int | None:
     found = value_of(of, *names) if of is not None else None
     return found if isinstance(found, int) and not isinstance(found, bool) else None
@@ -221,19 +204,15 @@ def _count(of: Any, *names: str) -> int | None:
 
 def _of_torch_attention(
     path: str, module: nn.MultiheadAttention, axis: str
-) -> dict[str, PathAndSpec]:
-    cut = units(axis, module.head_dim, pack=3)
-    found = {
-        f"{path}.in_proj_weight": ("its layer: columns", P(cut)),
-        f"{path}.in_proj_bias": ("its layer: columns", P(cut)),
-    }
-    own = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
-    return {key: given for key, given in found.items() if key in own}
+) -> dict[str, LabelAndSpec]:
+    cut = "its layer: columns", P(units(axis, module.head_dim, pack=3))
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    return {f"{path}.{name}": cut for name in ("in_proj_weight", "in_proj_bias") if name in own}
 
 
-def _of_state_space(path: str, module: nn.Module, axis: str) -> dict[str, PathAndSpec]:
+def _of_state_space(path: str, module: nn.Module, axis: str) -> dict[str, LabelAndSpec]:
     """Channels of Mamba's recurrence, each with a state of its own, and its convolution."""
-    found: dict[str, PathAndSpec] = {}
+    found: dict[str, LabelAndSpec] = {}
     inner = getattr(module, "intermediate_size", None)
     for name, parameter in module.named_parameters():
         holder = module.get_submodule(name.rpartition(".")[0])
@@ -249,10 +228,12 @@ def _is_stack(parameter: Any, module: nn.Module) -> bool:
     return parameter.ndim == 3 and not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
-def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dict[str, PathAndSpec]:
-    """Experts, each cut as an MLP; heads that have a matrix each, between heads."""
+def _of_stacks(
+    path: str, module: nn.Module, model: nn.Module, axis: str
+) -> dict[str, LabelAndSpec]:
+    """Experts, each sharded as an MLP; layers with one matrix per head, between heads."""
     own = dict(module.named_parameters(recurse=False))
-    found: dict[str, PathAndSpec] = {}
+    found: dict[str, LabelAndSpec] = {}
     config = config_of(model, path)
     hidden = value_of(config, "hidden_size", "d_model", "n_embd")
     heads = _count(config, "num_attention_heads", "n_head")
@@ -274,7 +255,7 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
             bias = f"{name}_bias"
             if opens and bias in own:
                 found[f"{path}.{bias}"] = ("its layer: each expert", cut_at(1, entry))
-    for name, parameter in own.items():  # of the heads with a matrix each
+    for name, parameter in own.items():  # biases of layers with one matrix per head
         weight = name.replace("_bias", "_weight")
         if weight != name and f"{path}.{weight}" in found and parameter.shape[0] == heads:
             found[f"{path}.{name}"] = ("its layer: heads", P(axis))
@@ -282,7 +263,7 @@ def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dic
 
 
 def _inner_dim(module: nn.Module, parameter: Any, hidden: Any, closes: bool) -> int:
-    """The dim of a stack of matrices that is inside of the experts, not the model's width."""
+    """The dim of stacked matrices, 1 or 2, that is the experts' inner width, not the model's."""
     transposed = getattr(module, "is_transposed", None)  # (expert, in, out)
     if transposed is None:
         wide = [d for d in (1, 2) if parameter.shape[d] != hidden]

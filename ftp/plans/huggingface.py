@@ -1,31 +1,29 @@
 """Plans of transformers' models, read from the model's attributes; transformers is not imported."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ftp.errors import SpecError, raise_all
-from ftp.functional.functionalize import functionalize
+from ftp.functional.functionalize import functionalize, paths_of_tensors
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
 from ftp.plans.expert_axis import ExpertAxis
 from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
+from ftp.plans.labelled_specs import LabelAndSpec, labelled_specs
 from ftp.plans.model_config import config_of, cut_at, head_dim_of, value_of
 from ftp.sharding.patterns import matches, nearest
 from ftp.sharding.plan import plan as plan_specs
 from ftp.sharding.pytree import Specs, kind_of
 from ftp.sharding.spec import Entry, P, units
 
-# The dim that a style shards. Styles that also split inputs or gather outputs need no more: the
-# planner places those collectives.
+# Styles by the dim that they shard. Those that also split inputs or gather outputs need no more:
+# the planner places these collectives.
 COLUMN = {"colwise", "colwise_gather_output", "colwise_rep", "local_colwise"}
 ROW = {"rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise"}
-PACKED_COLUMN, PACKED_ROW = (
-    {"packed_colwise", "local_packed_colwise"},
-    {"packed_rowwise", "local_packed_rowwise"},
-)
+PACKED_COLUMN = {"packed_colwise", "local_packed_colwise"}
+PACKED_ROW = {"packed_rowwise", "local_packed_rowwise"}
 VOCABULARY, FEATURES = {"embedding_rowwise", "vocab_parallel_rowwise"}, {"embedding_colwise"}
 EXPERTS = {"grouped_gemm"}
 # Replicated. The effect of these styles on activations and gradients follows from the program.
@@ -60,10 +58,10 @@ def from_hf(
 
     Attention is sharded between heads, as the config counts them; with fewer key heads than ranks,
     ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT have no
-    plan in transformers and get those of ``ftp.plans``. Where a model has no plan, or one that
-    leaves more than a tenth of its parameters or of its matmuls' work whole, what the plan does not
-    speak of is cut as the model's own layers suggest. The printed table ends with the shares that
-    are cut; below nine tenths a ``PlanWarning`` says so.
+    plan in transformers and get those of ``ftp.plans``. If a model has no plan, or one that leaves
+    more than a tenth of its parameters or of its matmuls' work whole, the names and shapes of the
+    model's layers decide the specs of parameters that the plan does not name. The printed table
+    ends with the shares that are cut; below nine tenths a ``PlanWarning`` says so.
 
     Args:
         model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
@@ -80,7 +78,7 @@ def from_hf(
         token_axes: the mesh axes that shard the tokens around experts, from major to minor;
             default ``expert_axis``. Name the other data axes too.
         expert_capacity: the rows that a rank's experts have room for, as a multiple of those of an
-            equal load; more raise an InputError on all ranks before a row moves. Default room for
+            equal load; more raise an InputError on all ranks before a row is sent. Default room for
             all rows: nothing raises, and nothing is ever dropped.
 
     Returns:
@@ -119,8 +117,7 @@ def from_hf(
     if axis is None:
         if placed is None:
             raise SpecError("from_hf(axis=None) shards nothing without expert_axis=.")
-        of = dict(model.named_parameters(remove_duplicate=False))
-        specs = plan_specs(params, lambda path, _: placed.spec(model, path, of[path], P()))
+        specs = plan_specs(params, lambda path, leaf: placed.spec(model, path, leaf, P()))
         return specs, placed.constraints(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
@@ -154,8 +151,8 @@ def _placed(
     axes = (axis,) if token_axes is None else tuple(token_axes)
     if axis not in axes:
         raise SpecError(
-            f"from_hf(expert_axis={axis!r}, token_axes={axes!r}): tokens travel along"
-            f" {axis!r}, so it is one of the axes that shard them."
+            f"from_hf(expert_axis={axis!r}, token_axes={axes!r}): tokens are sent along {axis!r},"
+            " so token_axes must name it too."
         )
     if capacity is not None and capacity < 1:
         raise SpecError(f"from_hf(expert_capacity={capacity}): an equal load needs 1.")
@@ -163,7 +160,7 @@ def _placed(
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
-    """The model's plan, with paths from the model; those of its config's plan start below it."""
+    """The model's plan with paths from the model; paths of its config's start at the base model."""
     config = getattr(model, "config", None)
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and isinstance(getattr(model, base, None), nn.Module) else ""
@@ -193,18 +190,13 @@ def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Spe
     config: Any = model.config
     patterns = OURS[config.model_type](config, axis=axis)
     paths = [tuple(path.split(".")) for path in _paths(model)]
+    ends = [] if vocab_parallel else [tuple(path.split(".")) for path in _ends_of(model)]
     kept = {
         pattern: spec
         for pattern, spec in patterns.items()
         if any(matches(pattern, path) for path in paths)
+        and not any(matches(pattern, end) for end in ends)
     }
-    if not vocab_parallel:
-        ends = _ends(model)
-        kept = {
-            p: spec
-            for p, spec in kept.items()
-            if not any(matches(p, tuple(f"{end}.{name}".split("."))) for end, name in ends)
-        }
     return plan_specs(params, kept)
 
 
@@ -212,30 +204,22 @@ def _paths(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_parameters(remove_duplicate=False)]
 
 
-def _ends(model: nn.Module) -> list[tuple[str, str]]:
-    """``(module path, parameter name)`` of the input embedding and the output head."""
-    found = []
+def _ends_of(model: nn.Module) -> set[str]:
+    """The paths of the parameters of the input embedding and the output head."""
+    found = set[str]()
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
             end = getattr(model, getter)()
         except (AttributeError, NotImplementedError):
             continue
         if isinstance(end, nn.Embedding | nn.Linear):
-            found += [
-                (path, name)
+            found |= {
+                f"{path}.{name}"
                 for path, module in model.named_modules(remove_duplicate=False)
                 if module is end
-                for name in _own(end)
-            ]
+                for name, _ in end.named_parameters(recurse=False)
+            }
     return found
-
-
-def _ends_of(model: nn.Module) -> set[str]:
-    return {f"{path}.{name}" for path, name in _ends(model)}
-
-
-def _own(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 class _HuggingFaceStyles:
@@ -249,10 +233,8 @@ class _HuggingFaceStyles:
         vocab_parallel: bool,
         placed: ExpertAxis | None,
     ):
-        self.placed = placed
         self.model, self.axis, self.styles = model, axis, styles
-        self.ends = _ends_of(model)
-        self.vocab_parallel = vocab_parallel
+        self.vocab_parallel, self.placed, self.ends = vocab_parallel, placed, _ends_of(model)
 
     def check(self, own: Mapping[str, str]) -> None:
         failures = []
@@ -264,8 +246,8 @@ class _HuggingFaceStyles:
                 close = nearest(str(style), sorted(known), 2)
                 failures.append(
                     f"{key!r} has style {style!r}, which ftp does not know; the nearest are"
-                    f" {', '.join(map(repr, close))}."
-                    " Give its meaning in one of those as plan={...}, or write specs for ftp.plan."
+                    f" {', '.join(map(repr, close))}. Replace it with one of those in plan={{...}},"
+                    " or write specs for ftp.plan."
                 )
             # A model's own plan also names parts that only some of its configs have.
             if key not in own and not any(
@@ -278,18 +260,13 @@ class _HuggingFaceStyles:
         raise_all(SpecError, failures)
 
     def style_of(self, path: str) -> tuple[str, str] | None:
-        for name in (path, path.rpartition(".")[0]):
-            # The user's entries come last.
-            for key, style in reversed(list(self.styles.items())):
-                if matches(key, tuple(name.split("."))):
-                    return key, style
-        return None
+        """The entry that names a path; the user's entries come last and win."""
+        path_elements = tuple(path.split("."))
+        entries = reversed(list(self.styles.items()))
+        return next((entry for entry in entries if matches(entry[0], path_elements)), None)
 
     def specs(self, params: Mapping[str, Any]) -> Specs:
-        names: dict[int, list[str]] = {}
-        for path, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(path)
-        of: dict[str, tuple[str, P]] = {}
+        names, given = paths_of_tensors(self.model), dict[str, LabelAndSpec]()
         for parameter in self.model.parameters():
             paths = names[id(parameter)]
             found = [f for path in paths if (f := self.spec_of(path, parameter)) is not None]
@@ -301,26 +278,19 @@ class _HuggingFaceStyles:
                 spec = self.placed.spec(self.model, paths[0], parameter, chosen[1])
                 if spec != chosen[1]:
                     chosen = (f"expert_axis={self.placed.axis!r}; {chosen[0]}", spec)
-            of.update(dict.fromkeys(paths, chosen))
-        specs = plan_specs(params, lambda path, leaf: of[path][1])
-        rows = {
-            name: replace(row, given_by=of[path][0])
-            for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)
-        }
-        return Specs(specs, rows)
+            given.update(dict.fromkeys(paths, chosen))
+        return labelled_specs(params, given)
 
-    def spec_of(self, path: str, parameter: nn.Parameter) -> tuple[str, P] | None:
+    def spec_of(self, path: str, parameter: nn.Parameter) -> LabelAndSpec | None:
         if path in self.ends:
-            return (
-                ("vocab_parallel", P(self.axis))
-                if self.vocab_parallel
-                else ("vocab_parallel=False", P())
-            )
-        found = self.style_of(path)
+            if self.vocab_parallel:
+                return "vocab_parallel", P(self.axis)
+            return "vocab_parallel=False", P()
+        holder, _, name = path.rpartition(".")
+        found = self.style_of(path) or self.style_of(holder)
         if found is None:
             return None
         key, style = found
-        holder, _, name = path.rpartition(".")
         module = self.model.get_submodule(holder)
         last = parameter.ndim - 1
         first = max(last - 1, 0)
@@ -367,33 +337,19 @@ class _HuggingFaceStyles:
         config = config_of(self.model, path)
         parent = self.model.get_submodule(path.rsplit(".", 2)[0])
         heads = value_of(config, "num_attention_heads", "n_head")
+        unit = None
         if name.startswith(("k_proj", "v_proj")):
-            dim = getattr(parent, "head_dim", None) or value_of(config, "head_dim")
-            groups = value_of(config, "num_key_value_heads") or heads
-            unit = (
-                dim
-                if isinstance(dim, int)
-                else size // groups
-                if groups and size % groups == 0
-                else None
-            )
-        else:
+            unit = getattr(parent, "head_dim", None) or value_of(config, "head_dim")
+            heads = value_of(config, "num_key_value_heads") or heads
+        if not isinstance(unit, int):
             unit = size // heads if heads and size % heads == 0 else None
         return units(self.axis, unit) if unit and size % unit == 0 else self.axis
 
     def constraints(self) -> dict[str, Constraint]:
         """Shard the tokens of (batch, tokens, dim) around sequence-parallel modules."""
         tokens = P(None, self.axis)
-        found = {}
-        for path, _ in self.model.named_modules():
-            style = next(
-                (
-                    s
-                    for key, s in reversed(list(self.styles.items()))
-                    if matches(key, tuple(path.split(".")))
-                ),
-                None,
-            )
-            if style in SEQUENCE:
-                found[path] = Constraint(inputs=(tokens, ...), outputs=tokens, axes=self.axis)
-        return found
+        return {
+            path: Constraint(inputs=(tokens, ...), outputs=tokens, axes=self.axis)
+            for path, _ in self.model.named_modules()
+            if (entry := self.style_of(path)) is not None and entry[1] in SEQUENCE
+        }

@@ -1,8 +1,7 @@
-"""Styles and helpers of older versions of torch.distributed.tensor.parallel.
+"""Styles and helpers that torch.distributed.tensor.parallel had in older versions.
 
-torch has removed them; plans that use them keep their meaning here. A helper constrains a tensor to
-one or two specs in order. It reshards a tensor that is global in model code; declare inputs that
-arrive sharded by ``batch_specs``.
+A helper constrains a tensor to one or two specs in order. It reshards a tensor that is global in
+model code; declare inputs that arrive sharded by ``batch_specs``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,8 @@ from ftp.sharding.spec import P, units
 class Layouts:
     """A helper: a named constraint of one tensor to layouts in order.
 
-    Call it with a tensor to constrain that; without one to get the helper for another ``dim`` or
-    mesh.
+    Called with a tensor, it constrains the tensor; without one, it returns the helper for another
+    ``dim`` or mesh.
 
     Attributes:
         steps: the layouts: a sharded dim, "dim" for the attribute of that name, None for
@@ -135,6 +134,13 @@ class OlderStyle(Style):
         entry = then(*self._prepare_output.specs(axis))
         return {"outputs": (entry,) if isinstance(entry, tuple) else entry}
 
+    def _check_layer(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise SpecError(
+                f"the older {type(self).__name__} shards nn.Linear and nn.Embedding, not"
+                f" {kind_of(module)}."
+            )
+
 
 @dataclass(frozen=True)
 class PairwiseParallel(OlderStyle):
@@ -166,15 +172,9 @@ class PairwiseParallel(OlderStyle):
     def _parts(self, module: nn.Module, axis: str) -> Iterator[tuple[str, StyleSpecs]]:
         if isinstance(module, nn.MultiheadAttention):
             yield "", _attention(module, axis)
-            (entry,) = self._last(axis).values()
-            yield (
-                "",
-                constrained(
-                    axis,
-                    **self._first(axis, 3),
-                    outputs=(*(entry if isinstance(entry, tuple) else (entry,)), ...),
-                ),
-            )
+            entry = self._last(axis)["outputs"]
+            outputs = (*(entry if isinstance(entry, tuple) else (entry,)), ...)
+            yield "", constrained(axis, **self._first(axis, 3), outputs=outputs)
         elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             for name, child in module.named_children():
                 if isinstance(child, nn.MultiheadAttention):
@@ -185,14 +185,8 @@ class PairwiseParallel(OlderStyle):
             for name, child in module.named_modules():
                 if isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                     yield name, replace(self.read(child, axis), constraints={})
-            yield (
-                "",
-                constrained(
-                    axis,
-                    **self._first(axis, 2 if isinstance(module, nn.Transformer) else 1),
-                    **self._last(axis),
-                ),
-            )
+            first = self._first(axis, 2 if isinstance(module, nn.Transformer) else 1)
+            yield "", constrained(axis, **first, **self._last(axis))
         else:
             yield from self._mlp(module, axis)
 
@@ -208,17 +202,15 @@ class PairwiseParallel(OlderStyle):
         if len(layers) % 2:
             raise SpecError(
                 f"{type(self).__name__} pairs linear layers, and {layers[-1][0]!r} of"
-                f" {', '.join(repr(name) for name, _ in layers)} is left"
-                " over. Style it for itself, or style the pairs one by one."
+                f" {', '.join(repr(name) for name, _ in layers)} is left over. Style it by itself,"
+                " or style the pairs one by one."
             )
         for (up, first), (down, _) in zip(layers[::2], layers[1::2], strict=True):
             yield from _pair(up, first, down, axis)
         yield layers[0][0], constrained(axis, **self._first(axis))
-        last = constrained(axis, **self._last(axis))
-        yield (
-            layers[-1][0],
-            summed_whole(last) if layers[-1][1].bias is not None and last.constraints else last,
-        )
+        (name, layer), last = layers[-1], constrained(axis, **self._last(axis))
+        has_bias = layer.bias is not None and bool(last.constraints)
+        yield name, summed_whole(last) if has_bias else last
 
 
 @dataclass(frozen=True)
@@ -244,11 +236,7 @@ class ColwiseParallel(OlderStyle):
     _prepare_output: Layouts = make_sharded_output_tensor
 
     def read(self, module: nn.Module, axis: str) -> StyleSpecs:
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            raise SpecError(
-                "the older ColwiseParallel shards nn.Linear and nn.Embedding, not"
-                f" {kind_of(module)}."
-            )
+        self._check_layer(module)
         cut = P(None, axis) if isinstance(module, nn.Embedding) else P(axis)
         outputs = (
             self._last(axis) if self._prepare_output.steps else {"outputs": shard_spec(-1, axis)}
@@ -267,11 +255,7 @@ class RowwiseParallel(OlderStyle):
     _prepare_output: Layouts = make_output_tensor
 
     def read(self, module: nn.Module, axis: str) -> StyleSpecs:
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            raise SpecError(
-                "the older RowwiseParallel shards nn.Linear and nn.Embedding, not"
-                f" {kind_of(module)}."
-            )
+        self._check_layer(module)
         is_table = isinstance(module, nn.Embedding)
         # An embedding's indices are never sharded: the input helper is for linear layers.
         around = self._last(axis) if is_table else self._first(axis) | self._last(axis)
@@ -295,8 +279,8 @@ def _attention(module: nn.MultiheadAttention, axis: str) -> StyleSpecs:
         **{f"{x}_proj_weight": P(units(axis, module.head_dim)) for x in "qkv"},
         "out_proj.weight": P(None, units(axis, module.head_dim)),
     }
-    held = dict(module.named_parameters())
-    return StyleSpecs({name: spec for name, spec in heads.items() if name in held})
+    own = dict(module.named_parameters())
+    return StyleSpecs({name: spec for name, spec in heads.items() if name in own})
 
 
 def _joined(parts: Iterator[tuple[str, StyleSpecs]]) -> StyleSpecs:

@@ -2,17 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
+from ftp.plans.labelled_specs import LabelAndSpec, labelled_specs
 from ftp.sharding.patterns import match_patterns
-from ftp.sharding.plan import plan as plan_specs
-from ftp.sharding.pytree import Specs, kind_of, leaf_names, tied_paths
-from ftp.sharding.spec import Entry, P
+from ftp.sharding.pytree import Specs, kind_of, tied_paths
+from ftp.sharding.spec import P
 
 _ADAPTER = re.compile(
     r"^(?P<module>.*?)\.?lora_(?P<embedding>embedding_)?(?P<factor>A|B|magnitude_vector)(\.|$)"
@@ -72,10 +71,16 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
         failures,
         _check_value,
     )
-    given: dict[str, tuple[str, P]] = {
-        path: match for path, match in zip(plain, found, strict=True) if match is not None
+    given: dict[str, LabelAndSpec] = {
+        path: (repr(match[0]), match[1])
+        for path, match in zip(plain, found, strict=True)
+        if match is not None
     }
-    weights = {_module_of(path): path for path in plain if path.rpartition(".")[2] == "weight"}
+    weights = {
+        _base_path(path).rpartition(".")[0]: path
+        for path in plain
+        if path.rpartition(".")[2] == "weight"
+    }
     for path in leaves:
         adapter = _ADAPTER.match(path)
         if adapter is None:
@@ -90,15 +95,18 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
             pattern, spec = given[weight]
             given[path] = (pattern, _of_adapter(adapter, spec, model, leaves[path].ndim))
     raise_all(SpecError, failures)
-    return _specs(params, given), _specs(buffers, given)
+    params, buffers = (
+        labelled_specs(leaves, given, "no pattern: replicated") for leaves in (params, buffers)
+    )
+    return params, buffers
 
 
 def _of_adapter(adapter: re.Match[str], spec: P, model: nn.Module, ndim: int) -> P:
     """The adapter's spec. A is (rank, in), B is (out, rank); an embedding's weight is (in, out)."""
     layer = model.get_submodule(adapter["module"])
     transposed = bool(adapter["embedding"]) or _is_transposed(layer)
-    out_dim, in_dim = (1, 0) if transposed else (0, 1)
-    entry = _entry(spec, in_dim if adapter["factor"] == "A" else out_dim)
+    dim = int(transposed != (adapter["factor"] == "A"))
+    entry = spec[dim] if dim < len(spec) else None
     if entry is None or (adapter["factor"] == "magnitude_vector" and ndim != 1):
         return P()
     return P(None, entry) if adapter["factor"] == "A" else P(entry)
@@ -109,10 +117,6 @@ def _is_transposed(layer: Any) -> bool:
     if (given := getattr(layer, "fan_in_fan_out", None)) is not None:
         return bool(given)
     return type(getattr(layer, "base_layer", None)).__name__ == "Conv1D"
-
-
-def _entry(spec: P, dim: int) -> Entry:
-    return spec[dim] if dim < len(spec) else None
 
 
 def _answers(leaf: Any, path: str) -> tuple[tuple[str, ...], ...]:
@@ -132,34 +136,15 @@ def _base_path(path: str) -> str:
     parts = path.split(".")
     if parts[:2] == ["base_model", "model"]:
         parts = parts[2:]
-    kept = []
-    for at, part in enumerate(parts):
-        if part in ("base_layer", "original_module", "modules_to_save") or (
-            at and parts[at - 1] == "modules_to_save"
-        ):
-            continue
-        kept.append(part)
-    return ".".join(kept)
-
-
-def _module_of(path: str) -> str:
-    return _base_path(path).rpartition(".")[0]
-
-
-def _specs(leaves: Mapping[str, Any], given: Mapping[str, tuple[str, P]]) -> Specs:
-    specs = plan_specs(leaves, lambda path, leaf: given.get(path, ("", P()))[1])
-    labels = {
-        name: repr(given[path][0]) if path in given else "no pattern: replicated"
-        for path, name in zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
-    }
-    return Specs(
-        specs, {name: replace(row, given_by=labels[name]) for name, row in specs.rows.items()}
+    return ".".join(
+        part
+        for before, part in zip(["", *parts], parts, strict=False)
+        if part not in ("base_layer", "original_module", "modules_to_save")
+        and before != "modules_to_save"
     )
 
 
 def _check_value(pattern: str, spec: object) -> str | None:
-    return (
-        None
-        if isinstance(spec, P)
-        else f"base[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
-    )
+    if isinstance(spec, P):
+        return None
+    return f"base[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."

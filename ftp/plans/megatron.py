@@ -1,14 +1,14 @@
 """Plans of Megatron-LM models, from the attributes on their parameters."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ftp.errors import SpecError, raise_all
-from ftp.functional.functionalize import functionalize
+from ftp.functional.functionalize import functionalize, paths_of_tensors
 from ftp.functional.module_constraints import Constraint
-from ftp.sharding.plan import plan as plan_specs
+from ftp.plans.labelled_specs import LabelAndSpec, labelled_specs
+from ftp.plans.model_config import cut_at
 from ftp.sharding.pytree import Specs, kind_of
 from ftp.sharding.spec import P, units
 
@@ -20,8 +20,8 @@ def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[st
 
     It reads ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. A parameter
     without them, or not tensor parallel, is replicated: norms, biases of row-parallel layers. The
-    stride is the number of packs: 2 for gate and up projection in one weight. Where
-    ``model.config`` counts heads, fused q, k, v are sharded between groups of heads, and the output
+    stride is the number of packs: 2 for gate and up projection in one weight. If ``model.config``
+    has the number of heads, fused q, k, v are sharded between groups of heads, and the output
     projection between heads.
 
     Args:
@@ -49,34 +49,26 @@ def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[st
         raise SpecError(f"from_megatron takes a model, not {model!r}, {kind_of(model)}.")
     _, params = functionalize(model)
     failures: list[str] = []
-    found: dict[str, tuple[str, P]] = {}
-    names: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(path)
+    found: dict[str, LabelAndSpec] = {}
+    names, config = paths_of_tensors(model), getattr(model, "config", None)
     for path, parameter in model.named_parameters():
-        spec, label = _spec(path, parameter, axis, getattr(model, "config", None), failures)
-        found.update(dict.fromkeys(names[id(parameter)], (label, spec)))
+        given = _spec(path, parameter, axis, config, failures)
+        found.update(dict.fromkeys(names[id(parameter)], given))
     if found and not any(hasattr(p, name) for p in model.parameters() for name in ATTRIBUTES):
         failures.append(
             f"no parameter of {type(model).__name__} has any of {', '.join(ATTRIBUTES)}: it holds"
-            " no layers of Megatron."
-            " Write its specs with ftp.plan."
+            " no layers of Megatron. Write its specs with ftp.plan."
         )
     raise_all(SpecError, failures)
-    specs = plan_specs(params, lambda path, leaf: found[path][1])
-    rows = {
-        name: replace(row, given_by=found[path][0])
-        for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)
-    }
-    return Specs(specs, rows), {}
+    return labelled_specs(params, found), {}
 
 
 def _spec(
     path: str, parameter: Tensor, axis: str, config: Any, failures: list[str]
-) -> tuple[P, str]:
+) -> LabelAndSpec:
     given = {name: getattr(parameter, name) for name in ATTRIBUTES if hasattr(parameter, name)}
     if not given:
-        return P(), "no attributes: replicated"
+        return "no attributes: replicated", P()
     where = (
         f"parameter {path!r} of shape {tuple(parameter.shape)} has"
         f" {', '.join(f'{k}={v!r}' for k, v in given.items())}"
@@ -91,7 +83,7 @@ def _spec(
                 f"{where}: a dim to cut, but not tensor parallel. Set tensor_model_parallel=True,"
                 " or partition_dim=-1."
             )
-        return P(), "tensor_model_parallel=False"
+        return "tensor_model_parallel=False", P()
     elif not isinstance(dim, int) or isinstance(dim, bool):
         failures.append(f"{where}, but no partition_dim, the dim that is cut. Set it.")
     elif not 0 <= dim < parameter.ndim:
@@ -103,24 +95,17 @@ def _spec(
     else:
         label = f"partition_dim={dim}" + (f", partition_stride={stride}" if stride > 1 else "")
         unit = _unit(path, parameter.shape[dim], config) if stride == 1 else 1
-        return P(
-            *(None,) * dim, axis if unit == stride == 1 else units(axis, unit, pack=stride)
-        ), label
-    return P(), ""
+        return label, cut_at(dim, axis if unit == stride == 1 else units(axis, unit, pack=stride))
+    return "", P()
 
 
 def _unit(path: str, size: int, config: Any) -> int:
     """The unit of the sharded dim, in elements: a group of heads in fused q, k, v, a head in the
     output projection, else 1.
     """
-    parts = path.split(".")
+    *blocks, layer, _ = ("", *path.split("."))
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_query_groups", None) or heads
-    count = {
-        "linear_qkv": groups,
-        "query_key_value": groups,
-        "linear_proj": heads,
-        "dense": heads,
-    }.get(parts[-2] if len(parts) > 1 else "")
-    is_attention = any("attention" in part for part in parts[:-2])
+    counts = {"linear_qkv": groups, "query_key_value": groups, "linear_proj": heads, "dense": heads}
+    count, is_attention = counts.get(layer), any("attention" in block for block in blocks)
     return size // count if is_attention and count and size % count == 0 else 1

@@ -1,4 +1,4 @@
-"""The mesh axis of a plan."""
+"""The mesh axis that a plan shards over."""
 
 import warnings
 from typing import Any
@@ -34,8 +34,8 @@ def choose_axis(mesh: AnyMesh | None, axis: str | None, tp_mesh_dim: int | None)
         )
         if mesh is None or axis is not None:
             raise MeshError(
-                "tp_mesh_dim= counts the axes of mesh=; give that and not axis=, or better axis="
-                " alone."
+                "tp_mesh_dim= is the position of an axis in mesh=: give mesh= and not axis=, or"
+                " better axis= alone."
             )
         names = _names(mesh)
         if not -len(names) <= tp_mesh_dim < len(names):

@@ -145,14 +145,9 @@ def llama(
     **.output.* P('tp')
     """
     n = names_of(names)
-    gates = mlp(
-        _join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=2 if len(n.up) == 1 else 1
-    )
-    return {
-        **_attention_of(config, n, prefix, axis),
-        **gates,
-        **_vocabulary_of(config, n, prefix, axis, head),
-    }
+    pack = 2 if len(n.up) == 1 else 1
+    gates = mlp(_join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=pack)
+    return _decoder(config, n, prefix, axis, head, gates)
 
 
 def mixtral(
@@ -184,20 +179,14 @@ def mixtral(
             f"mixtral(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
             " rank some of them."
         )
-    up, down = (
-        (P(None, units(axis, pack=2)), P(None, None, axis))
-        if experts == "columns"
-        else (P(axis), P(axis))
-    )
+    up, down = P(axis), P(axis)
+    if experts == "columns":
+        up, down = P(None, units(axis, pack=2)), P(None, None, axis)
     of_experts = {
         _join(prefix, "**.experts.gate_up_proj"): up,
         _join(prefix, "**.experts.down_proj"): down,
     }
-    return {
-        **_attention_of(config, n, prefix, axis),
-        **of_experts,
-        **_vocabulary_of(config, n, prefix, axis, head),
-    }
+    return _decoder(config, n, prefix, axis, head, of_experts)
 
 
 def gpt2(
@@ -328,7 +317,9 @@ def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[
     return {blocks: Constraint(outputs=P(None, axis), axes=axis)}
 
 
-def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
+def _decoder(
+    config: Any, n: Names, prefix: str, axis: str, head: bool | None, mlps: Patterns
+) -> Patterns:
     head_dim = head_dim_of(config)
     found = attention(
         _join(prefix, "**", n.attention), axis=axis, head_dim=head_dim, qkv=n.qkv, out=n.out
@@ -345,14 +336,14 @@ def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
         found[_join(prefix, "**", n.attention, n.qkv[0], "*")] = P(
             units(axis, (heads // groups + 2) * head_dim)
         )
-    return found
-
-
-def _vocabulary_of(config: Any, n: Names, prefix: str, axis: str, head: bool | None) -> Patterns:
     own = not value_of(config, "tie_word_embeddings") if head is None else head
-    return vocabulary(
-        prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None
-    )
+    return {
+        **found,
+        **mlps,
+        **vocabulary(
+            prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None
+        ),
+    }
 
 
 def _heads(axis: str, head_dim: int | None) -> Entry:

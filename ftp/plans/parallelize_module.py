@@ -8,14 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from ftp.errors import SpecError, join_failures, raise_all
+from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
+from ftp.plans.labelled_specs import LabelAndSpec, labelled_specs
 from ftp.plans.mesh_axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.sharding.mesh import AnyMesh
 from ftp.sharding.patterns import match_patterns, matches, narrows, nearest
-from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names
+from ftp.sharding.pytree import SpecRow, Specs, kind_of
 from ftp.sharding.spec import P
 
 StylePlan = tuple[Mapping[str, P], Mapping[str, Constraint]]
@@ -85,14 +86,11 @@ def from_parallelize_plan(
             for path in reader.matched(pattern):
                 reader.read(pattern, style, path)
     reader.read_specs({key: spec for key, spec in entries.items() if isinstance(spec, P)})
-    if reader.failures:
-        raise SpecError(join_failures(list(dict.fromkeys(reader.failures))))
-    trained = _listed(params, reader.specs)
-    return (
-        (trained, reader.constraints, _listed(state, reader.specs))
-        if buffers
-        else (trained, reader.constraints)
+    raise_all(SpecError, list(dict.fromkeys(reader.failures)))
+    specs, of_buffers = (
+        labelled_specs(leaves, reader.specs, "no style: replicated") for leaves in (params, state)
     )
+    return (specs, reader.constraints, *((of_buffers,) if buffers else ()))
 
 
 def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]:
@@ -128,7 +126,9 @@ def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]
         raise SpecError(
             f"merge takes a dict {{prefix: (specs, constraints)}}, not {kind_of(plans)}."
         )
-    known = _paths_of_all(plans.get(""))
+    root: Any = plans.get("")
+    # A plan of the model that is written by hand may not list all parameters.
+    known = list(root[0]) if _is_plan(root) and isinstance(root[0], Specs) else []
     for prefix, given in plans.items():
         if problem := _unmergeable(prefix, given, known):
             failures.append(problem)
@@ -182,29 +182,12 @@ def _add(
         failures.append(f"module {path!r}: {error}")
 
 
-def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Specs:
-    found = {path: given.get(path, (P(), "no style: replicated")) for path in leaves}
-    named = zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
-    rows = {
-        name: SpecRow(found[path][0], tuple(leaves[path].shape), found[path][1])
-        for path, name in named
-    }
-    return Specs({path: spec for path, (spec, _) in found.items()}, rows)
-
-
 def _is_plan(given: Any) -> bool:
     return (
         isinstance(given, tuple)
         and len(given) == 2
         and all(isinstance(part, Mapping) for part in given)
     )
-
-
-def _paths_of_all(root: Any) -> Sequence[str]:
-    """All parameter paths, if the model's own plan was read from the model; a dict written by hand
-    may not list all.
-    """
-    return list(root[0]) if _is_plan(root) and isinstance(root[0], Specs) else []
 
 
 def _entries(plan: Any) -> Mapping[str, Any]:
@@ -214,16 +197,9 @@ def _entries(plan: Any) -> Mapping[str, Any]:
         raise SpecError(
             "The plan is None. Give a style or a dict {pattern: style}; {} replicates everything."
         )
-    if (
-        isinstance(plan, str | Sequence)
-        or hasattr(plan, "mesh_dim_names")
-        or hasattr(plan, "axis_names")
-    ):
-        hint = (
-            " A mesh is given as mesh=."
-            if hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names")
-            else ""
-        )
+    is_mesh = hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names")
+    if is_mesh or isinstance(plan, str | Sequence):
+        hint = " A mesh is given as mesh=." if is_mesh else ""
         raise SpecError(
             f"The plan is {plan!r}, {kind_of(plan)}; it must be a style or a dict {{pattern:"
             f" style}}.{hint}"
@@ -237,8 +213,8 @@ class _PlanCollector:
 
     model: nn.Module
     axis: str
-    specs: dict[str, tuple[P, str]] = field(default_factory=dict)
-    styled: dict[str, str] = field(default_factory=dict)  # of each such parameter the pattern
+    specs: dict[str, LabelAndSpec] = field(default_factory=dict)
+    styled: dict[str, str] = field(default_factory=dict)  # per parameter with a style, the pattern
     constraints: dict[str, Constraint] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -252,7 +228,6 @@ class _PlanCollector:
         self.parameters = {
             path: names[id(p)] for path, p in self.model.named_parameters(remove_duplicate=False)
         }
-        self.buffers = list(self.model.named_buffers())
 
     def matched(self, pattern: Any) -> list[str]:
         """The modules that a pattern matches, each once."""
@@ -307,21 +282,14 @@ class _PlanCollector:
         if wider:
             return f"did you mean {', '.join(map(repr, wider))}? A pattern is a whole path."
         holder, _, last = pattern.rpartition(".")
-        if (
-            held := [
-                path for path in self._find(tokens[:-1]) if last in self.modules[path]._parameters
-            ]
-            if holder
-            else []
-        ):
-            return (
-                f"a plan styles modules, and {last!r} is a parameter of {held[0]!r}. Style"
-                f" {holder!r}."
-            )
-        return (
-            "the nearest are"
-            f" {', '.join(map(repr, nearest(pattern, ['.'.join(p) for p in paths])))}."
-        )
+        for path in self._find(tokens[:-1]) if holder else ():
+            if last in self.modules[path]._parameters:
+                return (
+                    f"a plan styles modules, and {last!r} is a parameter of {path!r}. Style"
+                    f" {holder!r}."
+                )
+        close = nearest(pattern, [".".join(p) for p in paths])
+        return f"the nearest are {', '.join(map(repr, close))}."
 
     def read(self, pattern: str, style: object, path: str) -> None:
         module = self.modules[path]
@@ -334,14 +302,11 @@ class _PlanCollector:
         label = f"{pattern!r}: {getattr(style, '__name__', type(style).__name__)}"
         for name, spec in part.specs.items():
             own = self.parameters[_join(path, name)]
-            known, by = self.specs.get(own, (spec, label))
+            by, known = self.specs.get(own, (label, spec))
             if known != spec:
-                self.failures.append(
-                    f"{by} gives {known} for parameter {own!r}, and {label} gives {spec}. Give"
-                    " both the same, or narrow one."
-                )
+                self._disagree(own, by, known, label, spec)
             else:
-                self.specs[own] = (spec, label)
+                self.specs[own] = label, spec
                 self.styled[own] = f"{pattern}.**" if pattern else "**"
         parent = self.modules.get(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
@@ -352,7 +317,8 @@ class _PlanCollector:
     def read_specs(self, given: Mapping[str, P]) -> None:
         """Specs of parameters that the styles of modules do not give."""
         paths: dict[str, list[str]] = {}
-        for path, own in (*self.parameters.items(), *((b, b) for b, _ in self.buffers)):
+        buffers = ((name, name) for name, _ in self.model.named_buffers())
+        for path, own in (*self.parameters.items(), *buffers):
             paths.setdefault(own, []).append(path)
         answers = [tuple(_elements(path) for path in names) for names in paths.values()]
         of_modules = [
@@ -373,15 +339,19 @@ class _PlanCollector:
             if match is None:
                 continue
             pattern, spec = match
-            known, by = self.specs.get(own, (spec, ""))
-            if own in self.styled and known != spec and narrows(self.styled[own], pattern):
-                continue
-            if own in self.styled and known != spec and not narrows(pattern, self.styled[own]):
-                self.failures.append(
-                    f"{by} gives {known} for parameter {own!r}, and {pattern!r} gives {spec}. Give"
-                    " both the same, or narrow one."
-                )
-            self.specs[own] = (spec, repr(pattern))
+            by, known = self.specs.get(own, ("", spec))
+            if own in self.styled and known != spec:
+                if narrows(self.styled[own], pattern):
+                    continue
+                if not narrows(pattern, self.styled[own]):
+                    self._disagree(own, by, known, repr(pattern), spec)
+            self.specs[own] = repr(pattern), spec
+
+    def _disagree(self, parameter: str, by: str, known: P, label: str, spec: P) -> None:
+        self.failures.append(
+            f"{by} gives {known} for parameter {parameter!r}, and {label} gives {spec}. Give both"
+            " the same, or narrow one."
+        )
 
 
 def _elements(path: str) -> tuple[str, ...]:

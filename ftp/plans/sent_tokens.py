@@ -1,4 +1,6 @@
-"""A layer of experts written for one device, run so that tokens travel to their experts."""
+"""Run a layer of experts written for one device with its experts on the ranks of a mesh axis:
+tokens are sent to the ranks that own their experts.
+"""
 
 import itertools
 import math
@@ -33,41 +35,41 @@ def send_tokens(
     capacity: float | None = None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Any]:
-    """A dropless layer of experts, whose tokens travel along ``axis`` to the ranks that own their
-    experts, and whose expert weights stay.
+    """Run a dropless layer of experts with each expert on one rank of ``axis``: tokens are sent to
+    the ranks that own their experts, and no weight of an expert is communicated.
 
     The layer is one-device code that sorts rows by expert, multiplies them by ``F.grouped_mm`` (or
     ``torch._grouped_mm``) with stacked weights, and brings them back to their tokens in any way.
-    The experts' weights are found by what grouped matmuls read. Each rank runs the layer on its
-    own tokens; rows go to the owners of their experts before the first grouped matmul, stay there
-    through every op that acts on each row by itself, and return before any other op. What is read
-    of the weights otherwise is gathered, and a ``PlanWarning`` names it.
+    The weights that grouped matmuls read are the experts' weights. Each rank runs the layer on its
+    own tokens; rows are sent to the owners of their experts before the first grouped matmul, stay
+    there through every op that acts on each row by itself, and return before any other op. Expert
+    weights that another op reads are gathered, and a ``PlanWarning`` names them.
 
-    The layer must treat each token by itself, as dropless layers do: keep losses and statistics
-    over all tokens outside. That is checked when it is traced, by its ops and then by a run of a
-    few drawn tokens, together and in two parts: experts that choose their tokens, a capacity,
-    norms over tokens, and rows that do not come back to their tokens are refused. What no such run
-    shows is in ``lowered.assumptions``; ``check_inputs=True`` runs the layer on all tokens too and
-    raises an InputError where results differ.
+    The layer must treat each token by itself, as dropless layers do: compute losses and statistics
+    over all tokens outside of it. The trace checks that, by the layer's ops and then by runs on a
+    few random tokens, together and in two parts. It refuses experts that choose their tokens, a
+    capacity, norms over tokens, and rows that do not come back to their tokens.
+    ``lowered.assumptions`` lists what these runs cannot show; ``check_inputs=True`` runs the layer
+    on all tokens too and raises an InputError if results differ.
 
     Args:
         layer: takes a tree of parameters, tokens (tokens, ...) or (batch, sequence, ...), and trees
             of tensors beside them, such as positions, masks, or chosen experts and their weights;
             returns a tensor of the tokens' shape.
-        axis: the mesh axis whose ranks own whole experts: equally many, or where it does not
-            divide them the last ranks fewer, or none.
+        axis: the mesh axis whose ranks own whole experts: equally many each; if the axis does not
+            divide their number, the last ranks own fewer, or none.
         token_axes: the mesh axes that shard dim 0 of the tokens, from major to minor; default
             ``axis``.
         capacity: the rows that a rank has room for, as a multiple of those of an equal load; more
-            raise an InputError on all ranks before a row moves. Default room for all rows.
+            raise an InputError on all ranks before a row is sent. Default room for all rows.
         mesh: default the surrounding step's or ``ftp.use_mesh``'s.
 
     Returns:
-        A function of the layer's arguments, global ones, for ``ftp.shard`` and ``ftp.spmd``. What
-        goes with the tokens has the same dim 0, is sharded like them, and gets gradients.
+        A function of the layer's arguments, global ones, for ``ftp.shard`` and ``ftp.spmd``.
+        Tensors beside the tokens have the same dim 0, are sharded like them, and get gradients.
 
     Raises:
-        InputError: a tensor that goes with the tokens has another number of rows.
+        InputError: a tensor beside the tokens has another number of rows.
         SpecError: no grouped matmul reads a parameter, or parameters of different numbers of
             experts; a result that is not of the tokens' shape; a token's result depends on other
             tokens.
@@ -94,8 +96,8 @@ def send_tokens(
     axes = (axis,) if token_axes is None else tuple(token_axes)
     if axis not in axes:
         raise SpecError(
-            f"send_tokens(axis={axis!r}, token_axes={axes!r}): tokens travel along {axis!r}, so it"
-            " is one of the axes that shard them."
+            f"send_tokens(axis={axis!r}, token_axes={axes!r}): tokens are sent along {axis!r}, so"
+            " token_axes must name it too."
         )
     if capacity is not None and capacity < 1:
         raise SpecError(f"send_tokens(capacity={capacity}): an equal load needs 1.")
@@ -110,7 +112,13 @@ def send_tokens(
         leaves, tree = flatten(params)
         names = leaf_names(params, "params")
         others, tree_of_others = flatten(beside)
-        _check_beside(x, others, leaf_names(beside, "beside"))
+        for name, t in zip(leaf_names(beside, "beside"), others, strict=True):
+            if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
+                raise InputError(
+                    f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
+                    f" shape {tuple(x.shape)}, which are cut on dim 0: its dim 0 must have size"
+                    f" {x.shape[0]} too. Expand it, or pass it with the parameters."
+                )
         shown = [showing_range(t) for t in others]
 
         def run(leaves: Sequence[Any], x: Tensor, others: Sequence[Any]) -> Any:
@@ -126,13 +134,12 @@ def send_tokens(
 
         def of_rank(x: Tensor, others: Sequence[Any], *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
-            given = [
-                sees.whole(name, leaf, count) if name in experts else leaf
-                for name, leaf in zip(names, leaves, strict=True)
-            ]
-            for name, leaf in zip(names, given, strict=True):
-                if name not in experts:
-                    sees.alike(leaf)
+            given = list(leaves)
+            for i, name in enumerate(names):
+                if name in experts:
+                    given[i] = sees.whole(name, leaves[i], count)
+                else:
+                    sees.alike(leaves[i])
             with sees:
                 made = run(given, x, others)
             if not isinstance(made, Tensor) or made.shape != x.shape:
@@ -142,7 +149,14 @@ def send_tokens(
                     f" returns {said}. It returns one tensor of the tokens' shape; compute"
                     " losses and statistics outside of it."
                 )
-            _say_what_is_gathered(sees, axis, count)
+            for name, where in sees.read.items():
+                warnings.warn(
+                    f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on"
+                    f" every rank: {where} reads them otherwise than as the matrices of a grouped"
+                    " matmul.",
+                    PlanWarning,
+                    stacklevel=2,
+                )
             return made
 
         rows = P(axes)
@@ -221,7 +235,7 @@ def on_expert_axis(
 
 @contextmanager
 def _holding(at: Mapping[str, tuple[nn.Module, str]], values: Mapping[str, Any]) -> Iterator[None]:
-    """The modules' parameters with other values; ``at`` says whose each is."""
+    """Set parameters to other values within the block; ``at`` has the module and name of each."""
     old = {path: module._parameters[name] for path, (module, name) in at.items()}
     for path, (module, name) in at.items():
         module._parameters[name] = values[path]
@@ -230,16 +244,6 @@ def _holding(at: Mapping[str, tuple[nn.Module, str]], values: Mapping[str, Any])
     finally:
         for path, (module, name) in at.items():
             module._parameters[name] = old[path]
-
-
-def _check_beside(x: Tensor, others: Sequence[Any], names: Sequence[str]) -> None:
-    for name, t in zip(names, others, strict=True):
-        if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
-            raise InputError(
-                f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
-                f" shape {tuple(x.shape)}, which are cut on dim 0: its dim 0 must have size"
-                f" {x.shape[0]} too. Expand it, or pass it with the parameters."
-            )
 
 
 def _with_copies(t: Any, missing: int) -> Any:
@@ -259,8 +263,8 @@ def _experts_of(
     n: int,
     token_axes: tuple[str, ...],
 ) -> tuple[int, set[str], float]:
-    """How many experts there are, the parameters that grouped matmuls read, and the rounding of the
-    least exact dtype.
+    """The number of experts, the parameters that grouped matmuls read, and the rounding error of
+    the least precise dtype.
     """
     sees = RowsTravel(axis, n, None)
 
@@ -295,8 +299,8 @@ def _experts_of(
             f" ({', '.join(names)}), so that no token can be sent to an expert: the layer must"
             " call F.grouped_mm with rows that are sorted by expert, offs= and stacked weights"
             " (experts, in, out), which may be transposed or converted before. Experts in a loop,"
-            " or taken by index for each row, are read whole: leave them out of send_tokens, and"
-            " their weights are gathered or their activations summed, as the planner finds cheaper."
+            " or taken by index for each row, are read whole: leave them out of send_tokens. The"
+            " planner then gathers their weights or sums their activations, whichever is cheaper."
         )
     counts = {shape[0] for shape in shapes.values()}
     if len(counts) > 1:
@@ -314,8 +318,8 @@ def _experts_of(
         trial = TokenTrial(tokens, x.shape, of_tokens, experts)
         if (off := mixed_by(traced, trial, traced_with)) is not None:
             _refuse_mixed(
-                "or on its place: on a few drawn tokens, two parts of them alone give other"
-                f" results than among all, off by {off:.1g} of the largest"
+                "or on its position: the layer's results for a few random tokens differ by"
+                f" {off:.1g} of the largest from its results for two parts of these tokens"
             )
     return experts, set(shapes), eps_of(traced.gm)
 
@@ -331,19 +335,9 @@ def _refuse_mixed(how: str) -> None:
 
 
 def _is_close(made: Tensor, expected: Tensor, eps: float) -> Tensor:
-    """Whether two results differ by rounding only; so do those that are no numbers."""
+    """Whether two results differ by rounding only; NaNs count as equal."""
     off = (made - expected).abs().amax()
     return ~(off > eps**0.5 * expected.abs().amax())
-
-
-def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:
-    for name, where in sees.read.items():
-        warnings.warn(
-            f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on every rank:"
-            f" {where} reads them otherwise than as the matrices of a grouped matmul.",
-            PlanWarning,
-            stacklevel=2,
-        )
 
 
 def _prime_above(n: int) -> int:

@@ -45,9 +45,15 @@ def torch_styles() -> Mapping[type, ReadStyle]:
         parallel.ColwiseParallel: _colwise,
         parallel.RowwiseParallel: _rowwise,
         parallel.SequenceParallel: _sequence,
-        parallel.PrepareModuleInput: _prepared_input,
-        parallel.PrepareModuleOutput: _prepared_output,
-        parallel.PrepareModuleInputOutput: _prepared_both,
+        parallel.PrepareModuleInput: lambda s, _, axis: constrained(axis, **_inputs(s, axis)),
+        parallel.PrepareModuleOutput: lambda s, _, axis: constrained(
+            axis, outputs=_outputs(s, axis)
+        ),
+        parallel.PrepareModuleInputOutput: lambda s, _, axis: constrained(
+            axis,
+            **_inputs(s.prepare_module_input, axis),
+            outputs=_outputs(s.prepare_module_output, axis),
+        ),
     }
 
 
@@ -85,9 +91,8 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> StyleS
         )
         raise SpecError(
             f"{name} is {derived}. Give its meaning as a function (path, module) -> (specs,"
-            " constraints),"
-            f" or use {base or 'one of ' + ', '.join(r.__name__ for r in readers)} if it does the"
-            " same."
+            f" constraints), or use {base or 'one of ' + ', '.join(r.__name__ for r in readers)} if"
+            " it does the same."
         )
     hint = " Join the two paths by '.'." if isinstance(style, Mapping) else ""
     raise SpecError(
@@ -135,24 +140,18 @@ def combine(first: Constraint, second: Constraint) -> Constraint:
         return first
     if (first.axes, first.grad) != (second.axes, second.grad):
         raise SpecError(f"{first} and {second} name different axes. State both as one Constraint.")
-    kwargs = dict(first.kwargs or {})
-    for name, entry in (second.kwargs or {}).items():
-        kwargs[name] = then(kwargs.get(name), entry)
-    if isinstance(first.outputs, Mapping) or isinstance(second.outputs, Mapping):
-        outputs: Any = _by_name(first.outputs, second.outputs)
-        return replace(
-            first,
-            inputs=_zipped(first.inputs, second.inputs),
-            kwargs=kwargs or None,
-            outputs=outputs,
-        )
-    outputs = _zipped(
-        *(o if isinstance(o, tuple) or o is None else (o,) for o in (first.outputs, second.outputs))
-    )
-    if outputs is not None and len(outputs) == 1 and not isinstance(outputs[0], tuple):
-        outputs = outputs[0]
+    given: tuple[Any, Any] = first.outputs, second.outputs
+    if any(isinstance(o, Mapping) for o in given):
+        outputs: Any = _by_name(*given)
+    else:
+        outputs = _zipped(*(o if isinstance(o, tuple) or o is None else (o,) for o in given))
+        if outputs is not None and len(outputs) == 1 and not isinstance(outputs[0], tuple):
+            outputs = outputs[0]
     return replace(
-        first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs
+        first,
+        inputs=_zipped(first.inputs, second.inputs),
+        kwargs=_by_name(first.kwargs or None, second.kwargs or None),
+        outputs=outputs,
     )
 
 
@@ -187,12 +186,9 @@ def _zipped(first: Any, second: Any) -> Any:
 
 
 def _colwise(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
-    if isinstance(module, nn.Linear):
-        spec = P(axis)
-    elif isinstance(module, nn.Embedding):
-        spec = P(None, axis)
-    else:
+    if not isinstance(module, nn.Linear | nn.Embedding):
         raise _cannot_shard(module)
+    spec = P(axis) if isinstance(module, nn.Linear) else P(None, axis)
     return StyleSpecs(
         {name: spec for name, _ in module.named_parameters()}, _around(style, P(), axis)
     )
@@ -213,9 +209,8 @@ def _rowwise(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
 
 
 def summed_whole(part: StyleSpecs) -> StyleSpecs:
-    """Gather the output's gradient of a row-wise layer with a bias, as DTensor does.
-
-    The weight's gradient needs it gathered anyway; the bias' gradient then needs no reduction.
+    """Gather the gradient of the output of a row-wise layer with a bias, as DTensor does: the
+    weight's gradient needs that anyway, and the bias' gradient then needs no reduction.
     """
     constraint = part.constraints[""]
     if not isinstance(constraint.outputs, P) or not constraint.outputs:
@@ -232,17 +227,9 @@ def _cannot_shard(module: nn.Module) -> SpecError:
             f"it shards nn.Linear and nn.Embedding, not {what}. ftp.plans.PairwiseParallel() cuts"
             " its heads."
         )
-    below = [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Linear | nn.Embedding)
-    ]
-    hint = (
-        " Style what is in it:"
-        f" {', '.join(map(repr, below[:4]))}{' and others' if len(below) > 4 else ''}."
-        if below
-        else ""
-    )
+    inner = [n for n, m in module.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    names = f"{', '.join(map(repr, inner[:4]))}{' and others' if len(inner) > 4 else ''}"
+    hint = f" Style what is in it: {names}." if inner else ""
     return SpecError(f"it shards nn.Linear and nn.Embedding, not {what}.{hint}")
 
 
@@ -264,19 +251,6 @@ def _sequence(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     (layout,) = style.sequence_sharding
     spec = _layout(layout, axis, "sequence_dim")
     return constrained(axis, inputs=(spec, ...), outputs=spec)
-
-
-def _prepared_input(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
-    return constrained(axis, **_inputs(style, axis))
-
-
-def _prepared_output(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
-    return constrained(axis, outputs=_outputs(style, axis))
-
-
-def _prepared_both(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
-    inputs = _inputs(style.prepare_module_input, axis)
-    return constrained(axis, **inputs, outputs=_outputs(style.prepare_module_output, axis))
 
 
 def _inputs(style: Any, axis: str) -> dict[str, Any]:
@@ -315,11 +289,8 @@ def _outputs(style: Any, axis: str) -> Any:
             for i, (name, layout) in enumerate(style.output_layouts.items())
         }
     entries = _chained(style.output_layouts, style.desired_output_layouts, axis, "output_layouts")
-    return (
-        entries[0]
-        if len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ...
-        else entries
-    )
+    is_one = len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ...
+    return entries[0] if is_one else entries
 
 
 def _chained(

@@ -1,5 +1,5 @@
-"""Users' styles: functions ``(path, module) -> (specs, constraints)``, with paths from the model or
-from the module.
+"""Users' styles: functions ``(path, module) -> (specs, constraints)``, whose paths start at the
+model or at the module.
 """
 
 import inspect
@@ -55,8 +55,7 @@ def _called(
     except TypeError as e:
         label = getattr(style, "__name__", type(style).__name__)
         raise SpecError(
-            f"{label}{inspect.signature(style)} does not take (path, module), with which a style"
-            f" is called: {e}."
+            f"{label}{inspect.signature(style)} must take (path, module), as every style: {e}."
         ) from None
     except ValueError:  # it has no signature
         pass
@@ -77,21 +76,13 @@ def _called(
 
 
 def _resolved(key: object, path: str, names: Sequence[str], given_by: str) -> str:
-    """The path among ``names`` that is meant by a path from the model or from the module."""
-    candidates = dict.fromkeys((_below(path, str(key)), str(key)))
-    options = [name for name in candidates if name is not None and name in names]
+    """The path among ``names``, from the module, of a path ``key`` from the model or the module."""
+    text = str(key)
+    from_model = "" if text == path else text.removeprefix(f"{path}.")
+    options = [name for name in dict.fromkeys((from_model, text)) if name in names]
     if len(options) != 1:
         why = "is two paths of it" if options else "is no path of it"
         raise SpecError(
             f"{given_by} names {key!r}, which {why}. It has {', '.join(map(repr, names[:6]))}."
         )
     return options[0]
-
-
-def _below(path: str, key: str) -> str | None:
-    """A path from the model, as one from the module at ``path``; None if it is outside of it."""
-    if not path:
-        return key
-    if key == path:
-        return ""
-    return key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None

@@ -26,7 +26,7 @@ def program_lines(
 
 
 def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
-    result = ", ".join(typed(Value(node, i)) for i in range(len(node.results)))
+    result = ", ".join(map(typed, node.values))
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "reshard":
         if not issued:

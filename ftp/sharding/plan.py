@@ -88,7 +88,7 @@ def plan(
     rows: dict[str, SpecRow] = {}
     for leaf, name, match in zip(leaves, names, found, strict=True):
         given_by, spec = match or ("no pattern: replicated", P())
-        if match and (problem := _unfit(leaf, name, spec, given_by)):
+        if match and (problem := unfit(leaf, name, spec, given_by)):
             failures.append(problem)
         rows[name] = SpecRow(
             spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by
@@ -140,7 +140,7 @@ def _check_value(pattern: str, spec: object) -> str | None:
     )
 
 
-def _unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
+def unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
     """Why the spec fits on no mesh."""
     if not isinstance(leaf, torch.Tensor):
         what = f"{name} is {abbreviated(leaf)}, {kind_of(leaf)}"
