@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ftp.dynamic_float import OPERATORS, DynamicFloat, is_formula
+from ftp.dynamic_float import INT_FUNCTIONS, OPERATORS, DynamicFloat, is_formula
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, symbol, value_of
 from ftp.errors import InputError, raise_all
 from ftp.sharding.arguments import Shape
@@ -247,7 +247,7 @@ class SizeNodes:
         kind, of = self.sizes.made_of(atom)
         if kind == "symbol":
             return self._count(atom, of[0])
-        return self._call(_FUNCTIONS[kind], *map(self, of))
+        return self._call(INT_FUNCTIONS[kind], *map(self, of))
 
     def _count(self, atom: int, name: str) -> Any:
         """What a size is a multiple of, from the shape of an input."""
@@ -271,10 +271,4 @@ _COMPARED = {
     ("zero", False): operator.ne,
     ("positive", True): operator.gt,
     ("positive", False): operator.le,
-}
-_FUNCTIONS = {
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "min": torch.sym_min,
-    "max": torch.sym_max,
 }

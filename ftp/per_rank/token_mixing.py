@@ -23,15 +23,10 @@ from ftp.torch_internals.op_types import OpOverload
 aten = torch.ops.aten
 _POSITIONS = ("index", "indices", "offs")  # arguments that are positions, in torch's schemas
 _SHAPES = {  # ops that read no value
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_empty.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default,
+    aten.full_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default,
     aten.new_full.default,
-}
+}  # fmt: skip
 _PADS = {aten.cat.default, aten.constant_pad_nd.default}
 _SORTS = {aten.sort.default, aten.sort.stable}
 _MOVES = {aten.flip.default, aten.roll.default}  # assumed to be undone later

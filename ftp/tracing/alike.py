@@ -1,10 +1,10 @@
-"""Recordings of one function that differ in numbers alone.
+"""Recordings of one function that differ only in numbers.
 
-A function may read a size as a Python number, as ``int(0.75 * x.shape[1])`` does. Each size is
-recorded then, but the recordings are often one graph with other numbers. Such a graph is traced and
-planned for many sizes like any other: the numbers are formulas of the sizes and of unknown numbers,
-whose values each new recording gives. Formulas are found from examples, and hold for a recording
-only where every number in it equals its formula.
+A function that reads a size as a Python number, such as ``int(0.75 * x.shape[1])``, is recorded
+anew for each size, but the recordings often differ only in numbers. One trace and one plan then
+serve many sizes: each number is a formula of the sizes and of unknown numbers, whose values a new
+recording gives. Formulas are fitted to samples, and a recording is only accepted if every number in
+it equals its formula.
 """
 
 import operator
@@ -43,11 +43,13 @@ class RecordedOps:
 
     @cached_property
     def read(self) -> tuple[list[Any], list[int]]:
-        """What the recording has beside numbers, and its numbers."""
+        """The recording without its numbers, and the numbers."""
         return _read(self.graph)
 
     def differs(self, other: "RecordedOps") -> bool:
-        """Whether there are other numbers of ops, or the results differ in more than sizes."""
+        """Whether the recordings differ in their number of ops, their results or their captured
+        tensors.
+        """
         return (
             len(self.graph.nodes) != len(other.graph.nodes)
             or self.out_tree != other.out_tree
@@ -72,17 +74,16 @@ class Formula:
 
 
 class Alike:
-    """Recordings that differ in numbers alone.
+    """Recordings that differ only in numbers.
 
     Args:
         samples: recordings, each with the sizes of the dynamic dims.
 
     Attributes:
-        first: a recording.
-        formulas: of each number in it, in terms of the unknowns; None for a number that is the same
-            in all samples.
-        unknown: the places in the recordings of the unknown numbers that are no sizes, and their
-            signs.
+        first: one of the recordings.
+        formulas: of each number in it, in terms of sizes and unknown numbers; None for a number
+            that is the same in all samples.
+        unknown: the unknown numbers: the place of each in a recording, and its sign.
     """
 
     def __init__(self, samples: Sequence[tuple[Sequence[int], RecordedOps]]):
@@ -104,28 +105,24 @@ class Alike:
             self.formulas.append(known[found])
 
     def numbers(self, sizes: Sequence[int], recording: RecordedOps) -> tuple[int, ...] | None:
-        """The unknown numbers of a recording at these sizes; None where it differs in more."""
-        if recording is self.first or not recording.differs(self.first):
-            form, numbers = recording.read
-            if form == self._form:
-                found = tuple(sign * numbers[place] for place, sign in self.unknown)
-                at = (*sizes, *found)
-                expected = (
-                    own if formula is None else formula.at(at)
-                    for own, formula in zip(self._numbers, self.formulas, strict=True)
-                )
-                if min(found, default=0) >= 0 and all(map(int.__eq__, numbers, expected)):
-                    return found
-        return None
+        """The unknown numbers of a recording at these sizes; None if it differs in more."""
+        form, numbers = recording.read
+        if (recording is not self.first and recording.differs(self.first)) or form != self._form:
+            return None
+        found = tuple(sign * numbers[place] for place, sign in self.unknown)
+        is_equal = all(map(int.__eq__, numbers, self._at((*sizes, *found))))
+        return found if is_equal and min(found, default=0) >= 0 else None
+
+    def _at(self, unknowns: Sequence[Any]) -> Iterator[Any]:
+        """The recording's numbers, from the sizes and the unknown numbers."""
+        for own, formula in zip(self._numbers, self.formulas, strict=True):
+            yield own if formula is None else formula.at(unknowns)
 
     def run(self, recorder: "Recorder", inputs: Sequence[Tensor]) -> list[Tensor]:
         """Call the ops of the first recording, with symbolic numbers for the formulas."""
         assert recorder.symbolic is not None
         unknowns = [recorder.number(symbol) for symbol in recorder.symbolic.sizes.symbols]
-        given = iter(
-            own if formula is None else formula.at(unknowns)
-            for own, formula in zip(self._numbers, self.formulas, strict=True)
-        )
+        given = self._at(unknowns)
         captured = (recorder.known(tensor) for tensor in self.first.captured)
 
         class OpsAgain(fx.Interpreter):
@@ -134,14 +131,11 @@ class Alike:
             def run_node(self, n: fx.Node) -> Any:
                 recorder.replayed = n.meta
                 filled: Any = _filled((n.args, dict(n.kwargs)), given)
-                args, kwargs = filled
-                if n.op == "output":
-                    return self.map_nodes_to_values(args[0], n)
                 if n.op == "placeholder" and "ftp_constant" in n.meta:
                     return next(captured)
-                filled = self.map_nodes_to_values(filled, n)
-                args, kwargs = filled
-                return getattr(self, n.op)(n.target, args, kwargs)
+                mapped: Any = self.map_nodes_to_values(filled, n)
+                args, kwargs = mapped
+                return args[0] if n.op == "output" else getattr(self, n.op)(n.target, args, kwargs)
 
         try:
             return list(OpsAgain(as_module(self.first.graph)).run(*inputs))
@@ -162,8 +156,8 @@ def are_alike(a: RecordedOps, b: RecordedOps) -> bool:
 
 
 def _formula(found: Sequence[int], columns: Sequence[Sequence[int]]) -> Formula | None:
-    """A number's formula in terms of unknowns, by its values and theirs in the samples; None where
-    there is none, or where it needs none.
+    """The formula of a number whose values in the samples are ``found``; ``columns`` are those of
+    the unknowns. None if there is none, or if the number is the same in all samples.
     """
     if len(set(found)) == 1:
         return None

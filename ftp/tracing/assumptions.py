@@ -1,5 +1,5 @@
-"""Assumptions of one trace: claims about values, and the bools of the graph that say whether they
-hold.
+"""Assumptions of one trace: claims about values, each with the bool of the graph that is True if it
+holds.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ftp.tracing.paths import where_taken
 
 
 class Assumptions:
-    """The claims that are taken as true while a function is traced.
+    """The claims that a trace takes as true.
 
     Attributes:
         found: per (claim with the user's line, number among equal claims) a bool of the graph;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
-from ftp.errors import TraceError, join_failures, raise_all
+from ftp.errors import TraceError, raise_all
 from ftp.functional.closures import bound_now
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.remat import Again, run_again
@@ -24,7 +24,7 @@ from ftp.source import at_line
 from ftp.torch_internals import pytree
 from ftp.torch_internals.functorch import is_batched, peek_interpreter_stack, unwrap_if_dead
 from ftp.tracing.captured_tensors import CapturedFinder, Swapped, nodes_so_far, plain
-from ftp.tracing.explain_errors import located
+from ftp.tracing.explain_errors import located, typed
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.paths import new_number
@@ -95,7 +95,7 @@ class Conds:
         )
 
     def choose(self, predicate: Tensor, fns: Sequence[Some], tensors: Any) -> tuple[Tensor, ...]:
-        """Both branches' results, and of each pair the chosen one."""
+        """Compute both branches, and choose each result by the predicate."""
         number = new_number()
         if is_inside():  # of ftp.local: each rank has a predicate of its own, and computes both
             number = -1 - number
@@ -114,7 +114,7 @@ def _branch(number: int, side: bool) -> Iterator[None]:
 
 
 def _where(predicate: Tensor, if_true: Any, if_false: Any) -> Any:
-    """Choose between results per member of torch.vmap's mapped dim."""
+    """Choose between results for each slice of torch.vmap's mapped dim."""
     (a, tree), (b, _) = _alike([pytree.tree_flatten(if_true), pytree.tree_flatten(if_false)])
     picked = [
         torch.where(predicate, x, y) if isinstance(x, Tensor) else x
@@ -146,9 +146,7 @@ def _structure(leaves: Sequence[Any], tree: Any) -> str:
 
 
 def _described(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    return repr(x)
+    return typed(x) if isinstance(x, Tensor) else repr(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,13 +262,12 @@ def check_writes(graph: fx.Graph) -> None:
         for value in writes(node)
         if any(made[storage] != branch for storage in storages(value))
     ]
-    if failures:
-        raise TraceError(join_failures(dict.fromkeys(failures)))
+    raise_all(TraceError, dict.fromkeys(failures))
 
 
 def unmark_cut(graph: fx.Graph) -> None:
-    """Compute both branches of a cond one of whose values is read outside of its branch, as where
-    stages of a pipeline cut the cond.
+    """Compute both branches of each cond that has a value read outside of its branch, such as a
+    cond that the stages of a pipeline cut in two.
     """
     marked = [node for node in graph.nodes if node.meta.get("branch")]
     chosen = {number_of(node.target, node.args) for node in graph.nodes}

@@ -7,7 +7,7 @@ results are made from the recorded metadata.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx.proxy import Proxy
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.ops.written import written_arguments
+from ftp.rules.call import replaced
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
 from ftp.torch_internals.op_types import OpOverload
@@ -138,21 +139,16 @@ class Recall:
 
         with DisableTorchDispatch():
             for record in known.records:
-                args, kwargs = (_mapped(x, _PLACES, node_of) for x in (record.args, record.kwargs))
+                args, kwargs = (replaced(x, _PLACES, node_of) for x in (record.args, record.kwargs))
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
                 nodes.append(node)
                 tensor = None
                 if record.val is not None:
-                    shared = record.val.shares
-                    source = (
-                        None
-                        if shared is None
-                        else call.given[shared.at]
-                        if type(shared) is _Input
-                        else made[shared.at]
-                    )
+                    source, shared = None, record.val.shares
+                    if shared is not None:
+                        source = (call.given if type(shared) is _Input else made)[shared.at]
                     tensor = node.meta["val"] = self._tensor(record.val, source)
                     written = call.given[0] if known.in_place else tensor
                     tracker[written] = _ProxyTensor(Proxy(node, tracer), None)
@@ -166,10 +162,8 @@ class Recall:
                     for j, r in enumerate(known.records)
                     if r.args and r.args[0] == _Made(i)
                 }
-                nodes[i].meta["val"] = tuple(
-                    parts.get(k) for k in range(max(parts, default=-1) + 1)
-                )
-        return _mapped(known.result, _Made, lambda place: made[place.at])
+                nodes[i].meta["val"] = tuple(map(parts.get, range(max(parts, default=-1) + 1)))
+        return replaced(known.result, _Made, lambda place: made[place.at])
 
     def _keep_val(self, node: fx.Node) -> None:
         """Give a node a ``val`` of its own before an in-place op: a later one may change the shape
@@ -190,7 +184,7 @@ class Recall:
         return self.fake(plain, val.device)
 
     def foresee(self, call: TracedCall, args: Any, kwargs: Any, tracer: Any) -> None:
-        """Cache a first call whose result is known without tracing it."""
+        """Cache a first call whose result can be computed without tracing it."""
         func = call.key[0]
         if call.key in self._known or not is_plain(func):
             return
@@ -209,7 +203,7 @@ class Recall:
             return
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
         given, named = (
-            _mapped(x, FakeTensor, lambda tensor: places[id(tensor)])
+            replaced(x, FakeTensor, lambda tensor: places[id(tensor)])
             for x in (tuple(args), dict(kwargs))
         )
         if isinstance(result, Tensor):
@@ -255,11 +249,7 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
             return False
         if tree._has_symbolic_sizes_strides:
             return False
-        first = len(given)
-        for i, other in enumerate(given):
-            if other is tree:
-                first = i
-                break
+        first = next((i for i, other in enumerate(given) if other is tree), len(given))
         found.append(
             (first, tree.shape, tree.stride(), tree.storage_offset(), tree.dtype, tree.fake_device)
         )
@@ -292,7 +282,8 @@ def _known(
         if any(n not in places for n in node.all_input_nodes):
             return None
         record = _record(node, i, places, stores, tracer)
-        if record is None or (_is_mutable(node) and not call.in_place):
+        is_mutable = isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+        if record is None or (is_mutable and not call.in_place):
             return None
         records.append(record)
         places[node] = _Made(i)
@@ -309,7 +300,7 @@ def _known(
     made = _made_leaves(result, records, places, tracer.tensor_tracker)
     if not made or not _are_unpacked(records, nodes):
         return None
-    return _KnownCall(tuple(records), _mapped(result, Tensor, lambda x: made[id(x)]), False)
+    return _KnownCall(tuple(records), replaced(result, Tensor, lambda x: made[id(x)]), False)
 
 
 def _record(
@@ -337,10 +328,6 @@ def _record(
     called = target.overloadpacket if isinstance(target, OpOverload) else target
     name = tracer.graph._target_to_str(called.__name__)
     return _Record(target, name, args, kwargs, taken)
-
-
-def _is_mutable(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _made_leaves(
@@ -383,27 +370,8 @@ def _val(val: Tensor, stores: Mapping[int, Any], device: torch.device) -> _Val |
     shares = stores.get(val.untyped_storage()._cdata)
     if shares is None and val.storage_offset():
         return None
-    return _Val(
-        tuple(val.shape),
-        val.stride(),
-        int(val.storage_offset()),
-        val.dtype,
-        device,
-        shares,
-    )
-
-
-def _mapped(tree: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """A tree of arguments or results with each value of a type (or of several) changed."""
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, tuple):
-        return tuple([_mapped(t, kind, change) for t in tree])
-    if isinstance(tree, list):
-        return [_mapped(t, kind, change) for t in tree]
-    if isinstance(tree, dict):
-        return {k: _mapped(t, kind, change) for k, t in tree.items()}
-    return tree
+    offset = int(val.storage_offset())
+    return _Val(tuple(val.shape), val.stride(), offset, val.dtype, device, shares)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

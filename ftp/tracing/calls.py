@@ -217,37 +217,13 @@ def _makes_new(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     )
 
 
-_OPERATORS = frozenset(
-    [
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "truediv",
-        "rtruediv",
-        "pow",
-        "rpow",
-        "neg",
-        "abs",
-        "mod",
-        "floordiv",
-    ]
-)
+_NAMES = "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs mod floordiv"
+_OPERATORS = frozenset(_NAMES.split())
 # Code that runs between the user's expression and the op or module that it calls.
 _PASSED = (
-    "overrides.py",
-    "functional.py",
-    "_tensor.py",
-    "_jit_internal.py",
-    "module.py",
-    "_symbolic_trace.py",
-    "proxy_tensor.py",
-    "_ops.py",
-    "function.py",
-    "ops/constrain.py",
-)
+    "overrides.py", "functional.py", "_tensor.py", "_jit_internal.py", "module.py",
+    "_symbolic_trace.py", "proxy_tensor.py", "_ops.py", "function.py", "ops/constrain.py",
+)  # fmt: skip
 
 
 def _expression(frame: FrameType | None) -> Expression | None:

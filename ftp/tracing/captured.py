@@ -1,5 +1,5 @@
-"""Tensors that a traced function captured, and where it finds them, so that a step notices when
-another object takes a tensor's place.
+"""Tensors that a traced function captured, and the variables and attributes that hold them: a step
+warns if one of these holds another object later.
 """
 
 import dis
@@ -34,7 +34,7 @@ class Captured:
     key: Any
 
     def now(self) -> Any:
-        """The object that the place holds now; the captured tensor if it holds none."""
+        """The object that the place holds now; the captured tensor if the place is gone."""
         return _item(self.holder, self.key, self.tensor)
 
 

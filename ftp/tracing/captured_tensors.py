@@ -39,11 +39,6 @@ def node_of(x: Tensor) -> fx.Node | None:
     return None if held is None else held.proxy.node
 
 
-def _is_transformed(x: Tensor) -> bool:
-    """Whether a tensor requires a gradient or is wrapped by a transform of torch.func."""
-    return x.requires_grad or is_functorch_wrapped_tensor(x)
-
-
 _Custom: Any = CustomFunctionHigherOrderOperator
 
 
@@ -83,7 +78,8 @@ class _Replacing(TorchFunctionMode):
     def _swapped(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             with DisableTorchFunction():
-                if not _is_transformed(x) or (node := node_of(x)) not in self._before:
+                is_transformed = x.requires_grad or is_functorch_wrapped_tensor(x)
+                if not is_transformed or (node := node_of(x)) not in self._before:
                     return x
                 assert node is not None
                 return self.replaced(node, x)
@@ -93,8 +89,8 @@ class _Replacing(TorchFunctionMode):
 
 
 class CapturedFinder(_Replacing):
-    """Finds the tensors that a branch captures, and detaches them: a result that has a gradient all
-    the same used a captured tensor in a way that this mode does not see.
+    """Finds the tensors that a branch captures, and detaches them. If a result still has a
+    gradient, the branch used a captured tensor in a way that this mode does not see.
     """
 
     def __init__(self, before: frozenset[fx.Node], found: dict[fx.Node, Tensor]) -> None:

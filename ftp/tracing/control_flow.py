@@ -24,7 +24,9 @@ from ftp.functional.scan import scan
 from ftp.source import at_line
 from ftp.torch_internals import pytree
 from ftp.tracing.branches import Conds
+from ftp.tracing.explain_errors import typed
 from ftp.tracing.known_values import KnownValues
+from ftp.tracing.replaced import replaced
 
 
 @contextmanager
@@ -33,22 +35,24 @@ def control_flow() -> Iterator[None]:
     known = KnownValues()
     conds = Conds(known)
 
-    def loop(_: Any, cond_fn: Any, body_fn: Any, carried: Any, additional: Any) -> Any:
-        return _while_loop(known, cond_fn, body_fn, carried, additional)
+    def associative_scan(
+        _: Any, combine_fn: Any, xs: Sequence[Tensor], additional_inputs: Sequence[Any]
+    ) -> Any:
+        return generic_associative_scan(combine_fn, xs, additional_inputs=tuple(additional_inputs))
 
-    new: list[tuple[Any, str, Callable[..., Any]]] = [
-        (utils, "_hop_compile_and_call", lambda fn, args, kwargs=None: fn(*args, **(kwargs or {}))),
-        (CondOp, "__call__", lambda _, *args: conds.cond(*args)),
-        (ScanOp, "__call__", _scan),
-        (MapImpl, "__call__", _map),
-        (WhileLoopOp, "__call__", loop),
-        (AssociativeScanOp, "__call__", _associative_scan),
-        (InvokeSubgraphHOP, "__call__", _invoke_subgraph),
-    ]
+    calls: dict[Any, Callable[..., Any]] = {
+        CondOp: lambda _, *args: conds.cond(*args),
+        ScanOp: _scan,
+        MapImpl: _map,
+        WhileLoopOp: lambda _, *args, **named: _while_loop(known, *args, **named),
+        AssociativeScanOp: associative_scan,
+        InvokeSubgraphHOP: lambda _, subgraph, identifier, *operands: subgraph(*operands),
+    }
     with ExitStack() as stack:
-        for owner, name, function in new:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
+        for operator, call in calls.items():
+            stack.enter_context(replaced(operator, {"__call__": call}))
+        direct = lambda fn, args, kwargs=None: fn(*args, **(kwargs or {}))  # noqa: E731
+        stack.enter_context(replaced(utils, {"_hop_compile_and_call": direct}))
         yield
 
 
@@ -82,8 +86,8 @@ def _name(fn: Any) -> str:
 
 
 def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
-    """All slices at once by torch.vmap, so that the mapped dim may be cut. A function that vmap
-    refuses is called slice by slice.
+    """Call ``f`` on all slices at once by torch.vmap, so that the mapped dim may be cut; if vmap
+    refuses the function, slice by slice.
     """
     try:
         mapped = torch.vmap(lambda *slices: f(*slices, *pos_args), randomness="different")
@@ -92,33 +96,29 @@ def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence
         return _scan(None, f, [], xs, pos_args)
 
 
-def _associative_scan(
-    _: Any, combine_fn: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Sequence[Any]
-) -> Any:
-    return generic_associative_scan(combine_fn, xs, additional_inputs=tuple(additional_inputs))
-
-
-def _invoke_subgraph(_: Any, subgraph: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
-    return subgraph(*operands)
-
-
 def _while_loop(
     known: KnownValues,
     cond_fn: Callable[..., Any],
     body_fn: Callable[..., Any],
-    carried: Sequence[Any],
-    additional: Sequence[Any],
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any],
 ) -> Any:
     """Unroll the loop: its condition must depend only on numbers."""
-    values: Sequence[Any] = tuple(carried)
+    values: Sequence[Any] = tuple(carried_inputs)
     result: Any = tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
     trips = 0
-    while (goes_on := known.of(condition := cond_fn(*values, *additional))) is not None:
+    while (goes_on := known.of(condition := cond_fn(*values, *additional_inputs))) is not None:
         if not goes_on:
             return result
-        result = body_fn(*values, *additional)
+        result = body_fn(*values, *additional_inputs)
         found = pytree.tree_leaves(result)
-        _check_carried(values, found, trips)
+        taken, given = ([*map(_described, xs)] for xs in (values, found))
+        if taken != given:
+            raise TraceError(
+                f"{at_line()}while_loop's body takes {', '.join(taken)} and gives"
+                f" {', '.join(given)} in iteration {trips}; the next iteration takes what this one"
+                " gives. Return tensors of equal shape and dtype."
+            )
         values, trips = found, trips + 1
     raise TraceError(
         f"{at_line()}while_loop has a condition, {_described(condition)}, that depends on tensors'"
@@ -128,16 +128,5 @@ def _while_loop(
     )
 
 
-def _check_carried(given: Sequence[Any], found: Sequence[Any], trip: int) -> None:
-    if [_described(x) for x in given] != [_described(x) for x in found]:
-        raise TraceError(
-            f"{at_line()}while_loop's body takes {', '.join(map(_described, given))} and gives"
-            f" {', '.join(map(_described, found))} in iteration {trip}; the next iteration takes"
-            " what this one gives. Return tensors of equal shape and dtype."
-        )
-
-
 def _described(x: Any) -> str:
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-    return type(x).__name__
+    return typed(x) if isinstance(x, Tensor) else type(x).__name__

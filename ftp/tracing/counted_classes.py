@@ -1,4 +1,4 @@
-"""``one_hot`` and ``bincount``, whose results are as large as the largest class, a value."""
+"""``one_hot`` and ``bincount``: the size of their results depends on the largest class, a value."""
 
 import warnings
 

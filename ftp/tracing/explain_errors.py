@@ -52,8 +52,7 @@ _WRITES = f"The function changes an input or a captured tensor in place{{at}}. {
 
 LEAKED = (
     "a tensor that an earlier trace left behind: it has no values. Return intermediates from the"
-    " function (has_aux=True) rather than"
-    " storing them."
+    " function (has_aux=True) rather than storing them."
 )
 
 
@@ -62,6 +61,11 @@ SURROUNDING = (
     " have no gradient. Pass it as an argument, with its spec in in_specs; detach it if it needs"
     " no gradient."
 )
+
+
+def typed(x: torch.Tensor) -> str:
+    """A tensor's dtype and shape, such as ``float32[2, 3]``."""
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
 def located(line: str) -> str:
@@ -173,18 +177,17 @@ def _of_call(error: Exception, meaning: Meaning | None, at: str) -> TraceError |
     if meaning is Meaning.TAKES_FUNCTIONS:
         name = operator_of(error) or "A higher-order operator"
         return TraceError(
-            f"{name} takes functions, which a trace cannot see into{at}."
-            " Call the function itself; instead of flex_attention pass its scores' changes as"
-            " attn_mask of F.scaled_dot_product_attention."
+            f"{name} takes functions, which a trace cannot see into{at}. Call the function itself;"
+            " instead of flex_attention pass its scores' changes as attn_mask of"
+            " F.scaled_dot_product_attention."
         )
     if meaning is Meaning.FORWARD_TAKES_CTX:
         function = _function_behind(error)
         what = f"{function} is" if function else "The function uses"
         return GradientRefused(
             f"{what} an autograd.Function whose forward takes ctx{at}; to trace its gradient, write"
-            " it in two parts:"
-            "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
-            " what backward needs."
+            " it in two parts:\n  forward(*args) without ctx, and setup_context(ctx, inputs,"
+            " output) that saves what backward needs."
         )
     if meaning is Meaning.DTYPES:
         advice = _advice_on(error) or " Convert them with .to(dtype)."
@@ -217,9 +220,8 @@ def _advice_on(error: Exception) -> str:
         ):
             return (
                 "\n  These are a model's experts, in a form that cannot be traced. Build the model"
-                " with"
-                ' config.experts_implementation="batched_mm"'
-                ' (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
+                ' with config.experts_implementation="batched_mm" (from_config(...,'
+                ' experts_implementation="batched_mm")): its shapes are fixed.'
             )
         traceback = traceback.tb_next
     return ""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from ftp.errors import TraceError, join_failures
+from ftp.errors import TraceError, raise_all
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import writes
 from ftp.torch_internals.error_texts import Meaning, meaning_of
@@ -37,15 +37,15 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     _check_overlaps(gm.graph)
     if not _rename_writes(gm.graph, recorder.mode):
         gm = _replay_functional(gm, recorder)
-    left = [n for n in gm.graph.nodes if writes(n)]
-    if left:
-        raise TraceError(
-            join_failures(
-                f"{n.target} writes to its argument{located(n.meta['source'])} and has no form"
-                " that returns a new tensor."
-                for n in left
-            )
-        )
+    raise_all(
+        TraceError,
+        (
+            f"{n.target} writes to its argument{located(n.meta['source'])} and has no form that"
+            " returns a new tensor."
+            for n in gm.graph.nodes
+            if writes(n)
+        ),
+    )
     return gm
 
 
@@ -106,12 +106,10 @@ def _returning(target: Any) -> OpOverload | None:
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overloads = (
-        []
-        if packet is None
-        else sorted(packet.overloads(), key=lambda o: o != target._overloadname)
-    )  # the overload of the same name first
-    for found in (getattr(packet, o) for o in overloads):
+    if packet is None:
+        return None
+    same_name_first = sorted(packet.overloads(), key=lambda o: o != target._overloadname)
+    for found in (getattr(packet, overload) for overload in same_name_first):
         if not found._schema.is_mutable and _takes(found) == _takes(target):
             return found
     return None
@@ -122,8 +120,7 @@ def _takes(target: OpOverload) -> list[tuple[str, str]]:
 
 
 def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-
+    placeholders = gm.graph.find_nodes(op="placeholder")
     written = {v for node in gm.graph.nodes for w in writes(node) for v in _views_behind(w)}
 
     class Replay(fx.Interpreter):
@@ -153,9 +150,7 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
             torch.func.functionalize(flat, remove="mutations"),
             [n.meta["val"] for n in placeholders],
         )
-    for old, node in zip(
-        placeholders, (n for n in new.graph.nodes if n.op == "placeholder"), strict=True
-    ):
+    for old, node in zip(placeholders, new.graph.find_nodes(op="placeholder"), strict=True):
         node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
     return new
 
@@ -188,8 +183,7 @@ def _check_overlaps(graph: fx.Graph) -> None:
                 " tensor more than once: torch does not define the result. Write to a copy,"
                 " view.clone().",
             )
-    if failures:
-        raise TraceError(join_failures(failures.values()))
+    raise_all(TraceError, failures.values())
 
 
 def _views_behind(value: fx.Node) -> Iterator[fx.Node]:
@@ -215,14 +209,9 @@ def _overlaps(view: fx.Node) -> bool:
 
 
 _ALIASES = {
-    aten._conj.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
-    aten.positive.default,
-}
+    aten._conj.default, aten.alias.default, aten.detach.default, aten.lift.default,
+    aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.positive.default,
+}  # fmt: skip
 
 
 _FILLED_LIKE: dict[Any, Callable[[fx.Node], Any]] = {
@@ -311,7 +300,9 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         if made_on is not None and torch.device(made_on).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
     fuse_silu_gradients(graph)
-    _drop_unused(graph)
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
 
 
 def _replace_by_number(node: fx.Node) -> None:
@@ -325,12 +316,8 @@ def _replace_by_number(node: fx.Node) -> None:
 
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")
-_OF_ONE_MORE = (
-    "aten::unsqueeze",
-    "aten::unsqueeze_copy",
-    "aten::stack",
-    "aten::diag_embed",
-)  # dims of the result, which has one more
+# Ops whose dims are those of the result, which has one more than the operand.
+_OF_ONE_MORE = ("aten::unsqueeze", "aten::unsqueeze_copy", "aten::stack", "aten::diag_embed")
 
 
 @functools.cache
@@ -377,12 +364,6 @@ def _alike(a: fx.Node, b: Any) -> bool:
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
 
 
-def _drop_unused(graph: fx.Graph) -> None:
-    for node in reversed(graph.nodes):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
-
-
 def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
     """Tensors made from numbers inside the function: single numbers become ops, longer ones
     captured tensors.
@@ -418,17 +399,14 @@ def constants_last(
     inputs; no op has the name of an input.
     """
     graph = gm.graph
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
-    constants = [
-        (n, recorder.constants[n.meta["ftp_constant"]])
-        for n in graph.nodes
-        if n.op == "placeholder" and "ftp_constant" in n.meta
-    ]
-    for node, _ in constants:
+    placeholders = graph.find_nodes(op="placeholder")
+    inputs = [n for n in placeholders if "ftp_constant" not in n.meta]
+    constants = [n for n in placeholders if "ftp_constant" in n.meta]
+    for node in constants:
         if not node.users:
             graph.erase_node(node)
-    kept = [(node, tensor) for node, tensor in constants if node.users]
-    for node in reversed([*inputs, *(n for n, _ in kept)]):
+    kept = [node for node in constants if node.users]
+    for node in reversed([*inputs, *kept]):
         first = next(iter(graph.nodes))
         if node is not first:
             first.prepend(node)
@@ -436,15 +414,12 @@ def constants_last(
     for node in graph.nodes:
         if node.op != "placeholder" and node.name in taken:
             node.name = graph._graph_namespace.create_name(node.name, None)
-    for name, node in zip(
-        (*names, *(f"constant_{i}" for i in range(len(kept)))),
-        (*inputs, *(n for n, _ in kept)),
-        strict=True,
-    ):
+    named = (*names, *(f"constant_{i}" for i in range(len(kept))))
+    for name, node in zip(named, (*inputs, *kept), strict=True):
         node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
         node.target = node.name
-    output = next(reversed(graph.nodes))
+    output = graph.output_node()
     returned = output.args[0]
     output.args = (tuple(returned) if isinstance(returned, list | tuple) else (returned,),)
     gm.graph = graph
-    return tuple(tensor for _, tensor in kept)
+    return tuple(recorder.constants[node.meta["ftp_constant"]] for node in kept)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
+from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.tile_kernels import ALIGNED, WIDEST_HEAD
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
@@ -47,6 +47,7 @@ def with_gpu_attention(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 def _kernel(node: fx.Node) -> Any:
+    """The kernel that torch picks on a GPU; None if neither takes the call."""
     q, k, v = (x.meta["val"] for x in node.args[:3])  # type: ignore[union-attr]
     mask: Any = node.kwargs.get("attn_mask")
     is_aligned = q.shape[3] % ALIGNED == v.shape[3] % ALIGNED == 0
@@ -74,14 +75,16 @@ def _forward_of(node: fx.Node) -> fx.Node | None:
 
 def _replace(node: fx.Node, kernel: Any, mode: FakeTensorMode) -> None:
     q, k, v, *rest = node.args
-    dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
-    scale = {"scale": node.kwargs["scale"]} if node.kwargs.get("scale") is not None else {}
     mask: Any = node.kwargs.get("attn_mask")
-    node.target, node.kwargs = kernel, scale
-    if kernel is FLASH:
-        node.args = (q, k, v, dropout, causal)
-    else:
-        node.args = (q, k, v, _expanded(node, mask, q, k, mode), True, dropout, causal)
+    options = [*rest, *(0.0, False)[len(rest) :]][:2]  # dropout, is_causal
+    more = [] if kernel is FLASH else [_expanded(node, mask, q, k, mode), True]
+    _call_instead(node, kernel, (q, k, v, *more, *options), mode)
+
+
+def _call_instead(node: fx.Node, kernel: Any, args: tuple[Any, ...], mode: FakeTensorMode) -> None:
+    scale: Any = node.kwargs.get("scale")
+    node.target, node.args = kernel, args
+    node.kwargs = {} if scale is None else {"scale": scale}
     node.meta["val"] = _ran(node, mode)
     for user in node.users:
         user.meta["val"] = node.meta["val"][user.args[1]]
@@ -104,7 +107,6 @@ def _expanded(node: fx.Node, mask: Any, q: Any, k: Any, mode: FakeTensorMode) ->
 def _replace_backward(node: fx.Node, made: fx.Node, mode: FakeTensorMode) -> None:
     grad, q, k, v, out, lse, *rest = node.args
     dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
-    scale = {"scale": node.kwargs["scale"]} if node.kwargs.get("scale") is not None else {}
 
     def result(index: int) -> fx.Node:
         for user in made.users:
@@ -115,29 +117,20 @@ def _replace_backward(node: fx.Node, made: fx.Node, mode: FakeTensorMode) -> Non
         item.meta = {**made.meta, "val": made.meta["val"][index]}
         return item
 
-    node.kwargs = scale
     if made.target is FLASH:
-        node.target = FLASH_BACKWARD
         sizes = made.meta["val"][2:6]  # none, none, queries, keys
-        node.args = (grad, q, k, v, out, lse, *sizes, dropout, causal, result(6), result(7))
+        args = (grad, q, k, v, out, lse, *sizes, dropout, causal, result(6), result(7))
+        _call_instead(node, FLASH_BACKWARD, args, mode)
     else:
-        node.target = EFFICIENT_BACKWARD
-        bias = made.args[3]
-        node.args = (
-            grad, q, k, v, bias, out, lse, result(2), result(3), dropout,
+        args = (
+            grad, q, k, v, made.args[3], out, lse, result(2), result(3), dropout,
             [True, True, True, False], causal,
         )  # fmt: skip
-    node.meta["val"] = _ran(node, mode)
-    for user in node.users:
-        user.meta["val"] = node.meta["val"][user.args[1]]
+        _call_instead(node, EFFICIENT_BACKWARD, args, mode)
 
 
 def _ran(node: fx.Node, mode: FakeTensorMode) -> Any:
     """The fake result of a call."""
-
-    def value(x: fx.Node) -> Any:
-        return x.meta["val"]
-
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
+    args, kwargs = mapped_arguments(node, lambda x: x.meta["val"])
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]

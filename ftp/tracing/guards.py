@@ -1,8 +1,8 @@
 """Guards: conditions on values whose statement only raises or warns, such as ``assert c``,
 ``if c: raise ...``, ``if not c: warnings.warn(...)``.
 
-The source of the statement that asks for a condition's value is read. If it is a guard, the trace
-takes the value with which the function continues.
+When code asks for the value of a condition, its source tells whether the statement is a guard. If
+it is, the trace takes the value with which the function continues.
 """
 
 import ast
@@ -32,8 +32,8 @@ class Guard:
 
 
 def guard_at(frame: FrameType) -> Guard | None:
-    """The guard whose condition ``frame`` evaluates now; None where the value may decide more, also
-    by an except clause of a caller that continues after the guard's error.
+    """The guard whose condition ``frame`` evaluates now; None if the statement is no guard, or if a
+    caller catches the guard's error and continues.
     """
     found, caller = _guard(frame.f_code, frame.f_lasti), frame
     while found is not None and found.claim and caller is not None:
@@ -223,9 +223,8 @@ def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:
         return False, False
     if statement.orelse and _raises(statement.orelse):
         return True, False
-    if not statement.orelse and all(_warns(s) for s in statement.body):
-        return False, True
-    return None
+    is_warning = [isinstance(s, ast.Expr) and _is_call(s.value, _WARN) for s in statement.body]
+    return (False, True) if not statement.orelse and all(is_warning) else None
 
 
 def _raises(body: list[ast.stmt]) -> bool:
@@ -239,10 +238,6 @@ def _is_plain(statement: ast.stmt) -> bool:
 
 _WARN = ("warn", "warning", "warning_once", "warn_once")
 _SUPPRESS = ("suppress",)
-
-
-def _warns(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and _is_call(statement.value, _WARN)
 
 
 def _is_call(node: ast.expr, names: tuple[str, ...]) -> bool:

@@ -74,33 +74,13 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 _WITH_INDICES = {
-    aten.topk.default,
-    aten.sort.default,
-    aten.sort.stable,
-    aten.max.dim,
-    aten.min.dim,
-}
-# Their elements are elements of the first operand.
+    aten.topk.default, aten.sort.default, aten.sort.stable, aten.max.dim, aten.min.dim,
+}  # fmt: skip
+# Ops whose results consist of elements of the first operand.
 _SELECTS = {
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.flip.default,
-    aten.gather.default,
-    aten.index.Tensor,
-    aten.index_select.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-}
+    aten._to_copy.default, aten._unsafe_view.default, aten.alias.default, aten.clone.default,
+    aten.detach.default, aten.expand.default, aten.flip.default, aten.gather.default,
+    aten.index.Tensor, aten.index_select.default, aten.permute.default, aten.reshape.default,
+    aten.select.int, aten.slice.Tensor, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
+}  # fmt: skip

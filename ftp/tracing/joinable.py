@@ -1,5 +1,6 @@
-"""Which ``if`` statements of a function's source only compute: their body binds names and writes to
-tensors, so that it may run whatever the condition is, and its results be chosen afterwards.
+"""Which ``if`` statements of a function's source only compute: their body only binds names and
+writes to tensors, so it may run for either value of the condition and its results be chosen
+afterwards.
 """
 
 import ast
@@ -30,7 +31,7 @@ class Joinable:
 
 
 def joinable_at(frame: FrameType) -> Joinable | None:
-    """The statement whose condition ``frame`` evaluates now; None where it does more."""
+    """The statement whose condition ``frame`` evaluates now; None if it does more than compute."""
     code = frame.f_code
     found = _joinable(code, frame.f_lasti)
     is_own = found is not None and found.names <= {*code.co_varnames, *code.co_cellvars}
@@ -71,8 +72,8 @@ def _joinable(code: CodeType, instruction: int) -> Joinable | None:
 
 @functools.lru_cache(maxsize=256)
 def _statements(source: str) -> list[tuple[ast.If, list[ast.stmt]]]:
-    """The ``if`` statements of a file, inner ones first, each with the statements behind it if it
-    stands in a loop's body itself.
+    """The ``if`` statements of a file, inner ones first, each with the statements that follow it in
+    the loop's body that it stands in.
     """
     nodes = nodes_of(source)
     behind = {
@@ -171,8 +172,8 @@ _STORING = (
 
 @functools.lru_cache(maxsize=4096)
 def asks_for_identity(code: CodeType) -> bool:
-    """Whether a function asks whether something ``is`` another object than None, True and False. A
-    chosen value is neither of the two objects.
+    """Whether a function compares by ``is`` with an object other than None, True and False: a value
+    chosen from two objects is neither of them.
     """
     before = ""
     for each in dis.get_instructions(code):

@@ -1,12 +1,11 @@
 """Joins: an ``if`` that only computes is run once, for both values of its condition.
 
-Following each way of k decisions takes 2^k runs. The body of a joinable statement
-(``joinable.py``) runs whatever its condition is: its writes to tensors are kept where the condition
-holds, the names that it binds are chosen between their values before and after it, and no gradient
-enters it where it is not taken. Where that is not possible, `Rerun` ends the run, and the ways of
-the function are followed.
+k decisions have 2^k paths, each of which takes a run. The body of a joinable statement
+(``joinable.py``) always runs instead: its writes to tensors count only if the condition holds, each
+name that it binds is chosen between its values before and after, and no gradient enters it if the
+condition does not hold. If that is impossible, `Rerun` ends the run, and the paths are followed.
 
-The end of a statement is seen as a debugger sees it, by ``sys.settrace``.
+``sys.settrace`` tells when a statement ends, as it tells a debugger.
 """
 
 import enum
@@ -27,14 +26,15 @@ from ftp.torch_internals.autograd_state import current_graph_task_id
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.modes import DisableTorchFunction
 from ftp.tracing.joinable import Joinable, changes_objects, joinable_at
+from ftp.tracing.nested_arguments import flat
 from ftp.tracing.paths import Rerun
 from ftp.tracing.row_functions import VIEWING
-from ftp.tracing.selected import Selected, flat
+from ftp.tracing.selected import Selected
 from ftp.tracing.traced_number import TracedNumber
 
 
 class _Entered(torch.autograd.Function):
-    """A tensor as a statement reads it: it has a gradient where the statement is taken."""
+    """A tensor as a statement reads it: its gradient is zero if the condition does not hold."""
 
     generate_vmap_rule = True
 
@@ -118,8 +118,8 @@ class _Statement(TorchFunctionMode):
         return out
 
     def _computed_in_place(self, func: Any, written: list[Any], args: Any, kwargs: Any) -> Tensor:
-        """Compute a tensor in place, as ``mul_`` does. Where the statement is not taken the op's
-        gradient may be zero times infinity: the tensor enters as other operands do.
+        """Compute a tensor in place, as ``mul_`` does. The tensor enters the statement like other
+        operands: the op's gradient may be zero times infinity if the condition does not hold.
         """
         x: Any = args[0] if args else None
         if len(written) != 1 or written[0] is not x:
@@ -150,8 +150,8 @@ class _Statement(TorchFunctionMode):
         return tree
 
     def check_written(self, after: Mapping[str, Any]) -> None:
-        """End the run where the statement writes to the elements of something else than a tensor,
-        such as a dict.
+        """End the run if the statement writes to elements of anything but a tensor, such as a
+        dict.
         """
         for path in self.statement.written:
             name, *attributes = path.split(".")
@@ -162,7 +162,7 @@ class _Statement(TorchFunctionMode):
                 raise Rerun
 
     def chosen(self, after: Mapping[str, Any]) -> dict[str, Any]:
-        """The names that the statement binds, as the function goes on with them."""
+        """The values after the statement of the names that it binds."""
         return {
             name: self._either(self.before[name], after[name])
             for name in self.statement.names
@@ -242,8 +242,8 @@ def _storing(x: Any) -> Tensor:
 
 
 class Either:
-    """A name of two values that no tensor holds both of, such as a loop's temporary: it may be
-    bound again, and not used.
+    """The value of a name whose two values no tensor can stand for, such as a loop's temporary. The
+    name may be bound again, but not used.
     """
 
     def _used(self, *_: Any, **__: Any) -> Any:
@@ -270,7 +270,7 @@ for _name in ("neg", "pos", "abs", "invert"):
 
 
 class _Outside(TorchFunctionMode):
-    """Ends the run where an op reads memory that other values have on one device.
+    """Ends the run if an op reads memory that would hold other values on one device.
 
     Attributes:
         of: tensors chosen between two values, with both. On one device a chosen tensor has the

@@ -1,4 +1,4 @@
-"""Values known while tracing: those that recorded ops compute only from numbers, such as a loop's
+"""Values known while tracing: recorded ops compute them from Python numbers alone, such as a loop's
 counter.
 """
 
@@ -93,18 +93,15 @@ class KnownValues:
                 self._of[at] = getattr(root, str(at.target))
                 continue
             args, kwargs = mapped_arguments(at, self._of.__getitem__)
-            kwargs = dict(kwargs)
             if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
+                kwargs = {**kwargs, "device": torch.device("cpu")}
             self._of[at] = at.target(*args, **kwargs)  # type: ignore[operator]
         return self._of[node]
 
 
 def _is_computable(node: fx.Node) -> bool:
-    if node.op == "get_attr":
-        return True
     target = node.target
-    if target is operator.getitem:
+    if node.op == "get_attr" or target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False

@@ -19,6 +19,7 @@ from ftp.tracing.control_flow import control_flow
 from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
 from ftp.tracing.python_draws import python_draws
+from ftp.tracing.replaced import replaced
 from ftp.tracing.selected import Selected
 from ftp.tracing.selection_group import SelectionGroup
 from ftp.tracing.varlen_attention import varlen_attention
@@ -38,19 +39,13 @@ def _transformers() -> Iterator[None]:
     """Tell transformers that it is traced: it then builds masks without reading values, and
     without warnings.
     """
-    found: list[Any] = [
-        module
-        for name in ("transformers.masking_utils", "transformers.modeling_utils")
-        if hasattr(module := sys.modules.get(name), "is_tracing")
-    ]
-    originals = [module.is_tracing for module in found]
-    for module in found:
-        module.is_tracing = lambda *args, **kwargs: True
-    try:
+    tracing = {"is_tracing": lambda *args, **kwargs: True}
+    masking, modeling = map(sys.modules.get, _OF_TRANSFORMERS)
+    with replaced(masking, tracing), replaced(modeling, tracing):
         yield
-    finally:
-        for module, original in zip(found, originals, strict=True):
-            module.is_tracing = original
+
+
+_OF_TRANSFORMERS = ("transformers.masking_utils", "transformers.modeling_utils")
 
 
 @contextmanager
@@ -64,17 +59,14 @@ def _torch_nn() -> Iterator[None]:
         is_known = mask is None or is_causal is not None
         return original(mask, is_causal, size) if is_known else False
 
-    transformer._detect_is_causal_mask = detect
-    try:
+    with replaced(transformer, {"_detect_is_causal_mask": detect}):
         yield
-    finally:
-        transformer._detect_is_causal_mask = original
 
 
 @contextmanager
 def _adaptive_softmax() -> Iterator[None]:
-    """Compute all clusters of nn.AdaptiveLogSoftmaxWithLoss on all rows. torch computes each on the
-    rows whose target is in it, of a number that depends on values.
+    """Compute all clusters of nn.AdaptiveLogSoftmaxWithLoss on all rows. torch computes each
+    cluster on the rows whose target is in it, and their number depends on values.
     """
     owner = adaptive.AdaptiveLogSoftmaxWithLoss
     original = owner.forward
@@ -89,11 +81,8 @@ def _adaptive_softmax() -> Iterator[None]:
         output = rows.gather(1, target_.reshape(-1, 1)).reshape(target_.shape)
         return adaptive._ASMoutput(output, (-output).mean())
 
-    owner.forward = forward
-    try:
+    with replaced(owner, {"forward": forward}):
         yield
-    finally:
-        owner.forward = original
 
 
 @contextmanager
@@ -130,14 +119,10 @@ def _distributions() -> Iterator[None]:
         module._PositiveSemidefinite: is_semidefinite,
         module._PositiveDefinite: is_definite,
     }
-    originals = {owner: owner.check for owner in checks}
-    for owner, check in checks.items():
-        owner.check = check
-    try:
+    with ExitStack() as stack:
+        for owner, check in checks.items():
+            stack.enter_context(replaced(owner, {"check": check}))
         yield
-    finally:
-        for owner, original in originals.items():
-            owner.check = original
 
 
 @contextmanager
@@ -150,7 +135,7 @@ def _checkpoint() -> Iterator[None]:
         yield
         return
     name, reentrant = "_checkpoint_without_reentrant_generator", module.CheckpointFunction
-    generator, forward, compiling = getattr(module, name), reentrant.forward, module._is_compiling
+    generator, forward = getattr(module, name), reentrant.forward
 
     def repeated(run: Callable[..., Any]) -> Callable[..., Any]:
         again = run_again()
@@ -173,15 +158,11 @@ def _checkpoint() -> Iterator[None]:
         ctx.run_function = again
         return results
 
-    setattr(module, name, made)
-    module._is_compiling = lambda *_: False
-    reentrant.forward = staticmethod(entered)
-    try:
+    with (
+        replaced(module, {name: made, "_is_compiling": lambda *_: False}),
+        replaced(reentrant, {"forward": staticmethod(entered)}),
+    ):
         yield
-    finally:
-        setattr(module, name, generator)
-        module._is_compiling = compiling
-        reentrant.forward = staticmethod(forward)
 
 
 def _without_gradient(run: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -199,20 +180,15 @@ def _without_gradient(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 @contextmanager
 def _inference_mode() -> Iterator[None]:
-    """Take ``torch.inference_mode`` as ``torch.no_grad``: torch refuses later changes to what is
-    made within it, transforms among them.
+    """Run ``torch.inference_mode`` as ``torch.no_grad``: torch refuses to change or transform
+    tensors that were made in inference mode.
     """
-    owner: Any = torch.inference_mode
-    original = owner.__enter__
 
     def enter(self: Any) -> None:
         self._inference_mode_context = torch.set_grad_enabled(not self.mode)
 
-    owner.__enter__ = enter
-    try:
+    with replaced(torch.inference_mode, {"__enter__": enter}):
         yield
-    finally:
-        owner.__enter__ = original
 
 
 @contextmanager
@@ -231,21 +207,17 @@ def _selected_rows_in_aux() -> Iterator[None]:
                 return plain(x)
             if x.group not in groups:
                 own = x.group
-                mask, valid, first, is_any = map(
-                    plain, (own.mask, own.valid, own.first, own.is_any)
-                )
-                groups[own] = SelectionGroup(mask, valid, first, is_any, own.line)
+                tensors = {name: plain(getattr(own, name)) for name in _TENSORS}
+                groups[own] = SelectionGroup(**tensors, line=own.line)
             return Selected(plain(x.rows), groups[x.group], x.upper_bound)
 
         return pytree.tree_map(of, results)
 
-    eager_transforms._undo_create_differentiable = undo
-    try:
+    with replaced(eager_transforms, {"_undo_create_differentiable": undo}):
         yield
-    finally:
-        eager_transforms._undo_create_differentiable = original
 
 
+_TENSORS = ("mask", "valid", "first", "is_any")  # of a `SelectionGroup`
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
     _adaptive_softmax,

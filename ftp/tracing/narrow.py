@@ -1,7 +1,7 @@
-"""``x.narrow(dim, start, length)`` from a start that is a value: JAX's ``dynamic_slice``.
+"""``x.narrow(dim, start, length)`` with a tensor as ``start``: JAX's ``dynamic_slice``.
 
-torch gives a view, but its place in memory depends on the value. A trace takes a copy by indices,
-and refuses a program in which the two would differ: one that writes to either afterwards.
+torch gives a view, whose place in memory depends on the value. A trace makes a copy by indices, and
+refuses a program that writes to the copy or to ``x`` afterwards: there view and copy differ.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
-from ftp.errors import TraceError, join_failures
+from ftp.errors import TraceError, raise_all
 from ftp.ops.assume import assume, is_listening
 from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
@@ -76,5 +76,4 @@ def check_copied_views(graph: fx.Graph) -> None:
             for value in writes(node)
             for storage in storages(value) & watched.keys()
         ]
-    if failures:
-        raise TraceError(join_failures(dict.fromkeys(failures)))
+    raise_all(TraceError, dict.fromkeys(failures))

@@ -1,4 +1,4 @@
-"""Traces within a trace: the outer trace records their ops."""
+"""Functions that torch would trace or compile within a trace are called directly."""
 
 import inspect
 import sys
@@ -29,8 +29,8 @@ def nested_traces() -> Iterator[None]:
 
 
 def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:
-    """Replaces ``make_fx`` in torch.func.linearize: the function of tangents by torch.func.jvp,
-    which all transforms see through.
+    """Replaces ``make_fx`` in torch.func.linearize: computes the function of tangents by
+    torch.func.jvp, which works under all transforms.
     """
     known = inspect.getclosurevars(traced).nonlocals
     func, tree = known["func"], known["primals_argspec"]

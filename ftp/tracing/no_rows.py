@@ -1,4 +1,4 @@
-"""Operands of functions of selected rows where the mask selects no row.
+"""Operands of functions of selected rows if the mask selects no row.
 
 torch then computes on an empty tensor. A program computes on all rows: an inf or nan among them
 would reach gradients, because inf and nan times zero are nan.

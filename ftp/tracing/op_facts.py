@@ -48,20 +48,10 @@ def _unless_half(by: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Ops that are always decomposed, at no loss of a kernel: a matmul and a sum, a sum and a division.
+_MATMULS = (aten.addmm, aten.addmv, aten.baddbmm)
 ALWAYS = {
-    op: _unless_half(DECOMPOSITIONS[op])
-    if packet in (aten.addmm, aten.addmv, aten.baddbmm)
-    else DECOMPOSITIONS[op]
-    for packet in (
-        aten.addmm,
-        aten.addmv,
-        aten.baddbmm,
-        aten.mean,
-        aten.std,
-        aten.std_mean,
-        aten.var,
-        aten.var_mean,
-    )
+    op: _unless_half(DECOMPOSITIONS[op]) if packet in _MATMULS else DECOMPOSITIONS[op]
+    for packet in (*_MATMULS, aten.mean, aten.std, aten.std_mean, aten.var, aten.var_mean)
     for op in (getattr(packet, overload) for overload in packet.overloads())
     if op in DECOMPOSITIONS
 }
@@ -105,12 +95,9 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
 # Autograd nodes (torch 2.13) whose formulas read values to raise an error: for a second derivative
 # at zeros, or for a gradient that does not exist as the loss depends on singular vectors' phase.
 _CHECKING = (
-    "IndexReduceBackward0",
-    "LinalgEigBackward0",
-    "LinalgEighBackward0",
-    "LinalgSvdBackward0",
+    "IndexReduceBackward0", "LinalgEigBackward0", "LinalgEighBackward0", "LinalgSvdBackward0",
     "ScatterReduceBackward0",
-)
+)  # fmt: skip
 
 
 def checks_in_gradient() -> bool:

@@ -21,8 +21,8 @@ from ftp.tracing.known_values import KnownValues
 
 
 class BatchSizes:
-    """``batch_sizes`` of a packed sequence: how many sequences go on at each step, which is a
-    value. Its first entry is the number of sequences, and its size the steps of the longest one.
+    """``batch_sizes`` of a packed sequence: how many sequences have each step, which are values.
+    Only its first entry, the number of sequences, and its size, the number of steps, are known.
 
     Attributes:
         kept: the mask of the steps that are not padding, (steps, sequences).
@@ -107,7 +107,7 @@ def padded(
 
 
 def _argument_of(function: Callable[..., Any], argument: str) -> Any:
-    """The argument that a running function of torch was given; None where it does not run."""
+    """An argument of a function of torch that is running; None if it is not running."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back

@@ -1,10 +1,10 @@
-"""Paths: a function that branches on values, as ``if error < 1e-6: break`` does, is run once for
-each way that it can go. Where that takes many runs, statements that only compute are run for both
-values of their conditions at once (``joins.py``).
+"""Paths: a function that branches on values, such as ``if error < 1e-6: break``, is run once for
+each path through its branches. If there are many paths, ``if`` statements that only compute run
+once, for both values of their condition (``joins.py``).
 
-Every run records all of its ops. Then equal ops of several runs are merged, results are chosen as
-those of ``torch.cond`` are, and ops that only one way reads become part of its branch. So gradients
-are those of the way that is taken.
+Every run records all of its ops. Then equal ops of several runs are merged, results are chosen like
+those of ``torch.cond``, and ops that only one path reads become part of its branch. So gradients
+are those of the path that is taken.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ftp.axis import is_inside
 from ftp.context import set_within
-from ftp.errors import TraceError, join_failures
+from ftp.errors import TraceError, raise_all
 from ftp.functional.remat import Region, current_region
 from ftp.ops.assume import Condition, is_listening
 from ftp.ops.choose import CHOOSE, BranchPath, common, read_in
@@ -28,14 +28,15 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.source import raised_by_user, user_line
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
+from ftp.tracing.explain_errors import typed
 from ftp.tracing.refused_rows import value_error
 from ftp.tracing.values_read import Level, is_reading, read
 
 if TYPE_CHECKING:
     from ftp.tracing.joins import Joins
 
-MOST = 32  # ways of one function, and decisions on one way
-MOST_UNJOINED = 8  # ways after which statements are joined
+MOST = 32  # paths of one function, and decisions on one path
+MOST_UNJOINED = 8  # paths after which statements are joined
 
 Outcomes = tuple[bool, ...]
 
@@ -67,8 +68,9 @@ _current: ContextVar["Paths | None"] = ContextVar("ftp_paths", default=None)
 
 
 class Rerun(BaseException):
-    """This run of the function is of no use: it is run in another way. No ``except Exception`` of
-    the function catches it; a run that catches it all the same ends with another one.
+    """Ends a run whose trace is useless; the function is run again, differently. The function's
+    ``except Exception`` does not catch it; if the function does catch it, the run ends with another
+    one.
     """
 
     def __init__(self) -> None:
@@ -78,14 +80,14 @@ class Rerun(BaseException):
 
 @dataclass
 class Paths:
-    """The ways that the function of one trace goes.
+    """The paths through the function of one trace.
 
     Attributes:
         is_checked: whether assumptions are checked.
-        asked: per sequence of outcomes, the next condition that is read: a tensor of each run.
+        asked: per sequence of outcomes, the condition that is read next: one tensor for each run.
         runs: how often the function was run.
-        joins: the statements that are joined, in runs that join.
-        is_void: whether the run is to be followed by another one.
+        joins: the joined statements, if runs join statements.
+        is_void: whether the run's trace is useless, see `Rerun`.
     """
 
     can_fork: bool
@@ -106,7 +108,7 @@ class Paths:
     is_void: bool = False
 
     def of(self, run: Callable[[], Ran]) -> Ran:
-        """Run the function in all the ways that it goes."""
+        """Run the function along all its paths, and merge the results."""
         self._most = MOST_UNJOINED
         with suppress(Rerun):
             return self._of(run)
@@ -124,7 +126,7 @@ class Paths:
         self._ways, self.is_void = 0, False
 
     def _of(self, run: Callable[[], Ran], given: Outcomes = ()) -> Ran:
-        """Run the function in all the ways that begin with the ``given`` outcomes."""
+        """Run the function along all paths that begin with the ``given`` outcomes."""
         self._ways, self.runs = self._ways + 1, self.runs + 1
         self._given, self._outcomes, self._conds = given, (), 0
         self._begun = {}
@@ -163,8 +165,8 @@ class Paths:
         return ran
 
     def _only(self, before: Outcomes, ran: Ran, outcome: bool) -> Ran:
-        """The result where a condition has one ``outcome``: with the other one the function raises
-        an error, so that this one is assumed.
+        """The result of the one ``outcome`` of a condition that the program assumes, because the
+        function raises an error for the other.
         """
         predicate = self.asked[before][0]
         holds = None
@@ -176,7 +178,7 @@ class Paths:
         return replace(ran, claims={key: holds, **ran.claims})
 
     def decide(self, condition: Tensor, frame: FrameType | None) -> bool:
-        """The outcome of a condition, which ``frame`` reads, on the way that is being run."""
+        """The outcome, on the path of this run, of a condition that ``frame`` reads."""
         before, line = self._outcomes, user_line()
         predicate = unwrapped(condition.detach().reshape(()) != 0)
         if self.joins and (joined := self.joins.begin(predicate, frame)) is not None:
@@ -197,13 +199,13 @@ class Paths:
         return outcome
 
     def has_decided(self) -> bool:
-        """Whether the run has taken one of several ways by now."""
+        """Whether the run has read the outcome of a condition."""
         return bool(self._outcomes) or (self.joins is not None and self.joins.is_open)
 
     def new_number(self) -> int:
         """The number of a new cond; the same one for the same cond of another run."""
         if self.joins and self.joins.is_open:
-            raise Rerun  # its branches compute what a statement reads only in one of them
+            raise Rerun  # a joined statement may read what only one branch computes
         self._conds += 1
         return self._number(self._outcomes, self._conds)
 
@@ -246,9 +248,9 @@ class Paths:
 
 
 def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
-    """The value of a condition in Python's eyes, which ``frame`` reads, on the way that is being
-    run; None where a function may not decide by values: in ``ftp.local``, under ``torch.vmap``, in
-    a branch of ``torch.cond`` and in recomputed blocks.
+    """The bool of a condition that ``frame`` reads, on the path of this run. None where a function
+    may not branch on values: in ``ftp.local``, under ``torch.vmap``, in a branch of ``torch.cond``
+    and in recomputed blocks.
     """
     paths = _current.get()
     if (
@@ -281,7 +283,7 @@ def new_number() -> int:
 
 
 def same_region(region: Region | None) -> Region | None:
-    """The recomputation as which the trace's runs know ``region``."""
+    """The region that stands for ``region`` in all runs of the trace."""
     paths = _current.get()
     return region if region is None or paths is None else paths.same_region(region)
 
@@ -295,19 +297,18 @@ def _check_alike(line: str, if_true: Ran, if_false: Ran) -> None:
             f"{where} {if_true.tree} where the condition is true and {if_false.tree} where it is"
             " not. Give results of one structure."
         )
-    if differing:
-        raise TraceError(
-            join_failures(
-                f"{where} {x} where the condition is true and {y} where it is not, as result {i}."
-                " Give tensors of equal shape and dtype, and equal static values."
-                for i, x, y in differing
-            )
-        )
+    raise_all(
+        TraceError,
+        (
+            f"{where} {x} where the condition is true and {y} where it is not, as result {i}. Give"
+            " tensors of equal shape and dtype, and equal static values."
+            for i, x, y in differing
+        ),
+    )
 
 
 def _described(ran: Ran) -> list[str]:
-    tensors = [f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in ran.tensors]
-    made = iter(tensors)
+    made = map(typed, ran.tensors)
     return [next(made) if x is None else repr(x.value) for x in ran.statics] + list(made)
 
 

@@ -18,6 +18,7 @@ from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
 from ftp.ops.choose import BranchPath, current_branch
 from ftp.ops.static_shape import FIXED
+from ftp.rules.call import replaced
 from ftp.source import describe_line, is_users
 from ftp.torch_internals import deferred_compiler
 from ftp.torch_internals.autograd_state import (
@@ -106,13 +107,14 @@ class Recorder(TorchDispatchMode):
             return self._recall.fake.contiguous(shape, dtype, self.device)
         if self.symbolic is not None:
             shape = [self.symbolic.symint(s) for s in shape]
+        options: Any = {"dtype": dtype, "device": self.device}
         with disable_current_modes(), self.mode:
-            if strides is None:
-                made: Any = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-                return made
-            return torch.empty_strided(
-                tuple(shape), tuple(strides), dtype=dtype, device=self.device
-            )  # type: ignore[return-value]
+            made: Any = (
+                torch.empty(tuple(shape), **options)
+                if strides is None
+                else torch.empty_strided(tuple(shape), tuple(strides), **options)
+            )
+            return made
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -165,14 +167,15 @@ class Recorder(TorchDispatchMode):
                 return func(*args)
         if facts.reads_value and checks_in_gradient():
             return True
-        if self._is_own_device(kwargs.get("device")):
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
         meta = self._meta(line)
         assert self._graph is not None
         root = self._graph._root
         call, out = self._again(func, args, kwargs)
         if call is None and not facts.is_lift:  # there may be captured tensors among them
-            args, kwargs = self._lifted(args), self._lifted(kwargs)
+            args, kwargs = replaced((tuple(args), kwargs), Tensor, self.known)
             call, out = self._again(func, args, kwargs)
         if out is None:
             if facts.is_mutable:
@@ -188,11 +191,8 @@ class Recorder(TorchDispatchMode):
         self._last = newest
         return out
 
-    def _is_own_device(self, device: Any) -> bool:
-        return device is not None and torch.device(device).type in self.device_types
-
     def _meta(self, line: str) -> dict[str, Any]:
-        """What nodes say of where they were recorded."""
+        """The metadata of new nodes: where in the function they are recorded."""
         phase, region, branch = self._turn()
         meta = {"source": line, "phase": phase, "region": region, "branch": branch}
         # torch copies its own facts to nodes that it records itself, and not to replayed ones.
@@ -220,21 +220,6 @@ class Recorder(TorchDispatchMode):
                     with disable_current_modes(), self.mode:
                         node.meta["val"] = tensor.detach()
 
-    def _lifted(self, tree: Any) -> Any:
-        if type(tree) is FakeTensor and tree.fake_mode is self.mode:
-            return tree
-        if isinstance(tree, Tensor):
-            return self.known(tree)
-        if isinstance(tree, list | tuple):
-            return (
-                [self._lifted(t) for t in tree]
-                if type(tree) is list
-                else tuple(map(self._lifted, tree))
-            )
-        if isinstance(tree, dict):
-            return {k: self._lifted(v) for k, v in tree.items()}
-        return tree
-
     @property
     def captured(self) -> tuple[Tensor, ...]:
         """The tensors that the function found outside of its arguments."""
@@ -256,8 +241,7 @@ class Recorder(TorchDispatchMode):
             if tensor.layout is not torch.strided:
                 raise TraceError(
                     f"The function captures a tensor of layout {tensor.layout}{located(self.line)}"
-                    " which no spec describes."
-                    " Capture x.to_dense()."
+                    " which no spec describes. Capture x.to_dense()."
                 )
             if is_traceable_wrapper_subclass(tensor):
                 raise TraceError(
@@ -361,8 +345,8 @@ def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _is_available(device_type: str) -> bool:
-    """Whether this machine has the device: on one that it lacks, even where this build of torch
-    knows it, autograd aborts the process or fails. CPU kernels stand in for those.
+    """Whether this machine has the device. Autograd fails on a device that the machine lacks, or
+    aborts the process, even if this build of torch knows it: the CPU's kernels replace its own.
     """
     if device_type in ("cpu", "meta"):
         return True

@@ -1,8 +1,8 @@
 """Recurrent layers, step by step: ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` as matmuls and pointwise
 functions.
 
-torch's own forms are kernels for a whole sequence, of cuDNN or oneDNN, or write in place. Those are
-no ops that a mesh can cut.
+torch runs a kernel of cuDNN or oneDNN for a whole sequence, or writes in place; a mesh can cut
+neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def recurrent(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """The outputs of the last layer, (steps, sequences, dim), and the states after each sequence's
+    """The outputs of the last layer, (steps, sequences, dim), and each sequence's states after its
     last step.
 
     Args:
@@ -67,15 +67,15 @@ def recurrent(
             its state. None where all are.
     """
     given = tuple(hx) if name == "lstm" else (hx,)
-    each = len(weights) // (num_layers * (2 if bidirectional else 1))
+    directions = (False, True)[: 2 if bidirectional else 1]
+    each = len(weights) // (num_layers * len(directions))
     runs = [weights[i : i + each] for i in range(0, len(weights), each)]
     last: list[States] = []
     for layer in range(num_layers):
         made = []
-        for backward in (False, True)[: 2 if bidirectional else 1]:
-            at = len(last)
-            states = tuple(h[at] for h in given)
-            out, states = _one_run(name, x, kept, states, runs[at], has_biases, backward)
+        for backward in directions:
+            own, states = runs[len(last)], tuple(h[len(last)] for h in given)
+            out, states = _one_run(name, x, kept, states, own, has_biases, backward)
             made.append(out)
             last.append(states)
         x = torch.cat(made, -1) if bidirectional else made[0]

@@ -7,23 +7,17 @@ place the op would find another tensor than the one that it was applied to.
 import torch
 from torch import fx
 
-from ftp.errors import TraceError, join_failures
+from ftp.errors import TraceError, raise_all
 from ftp.ops.written import writes
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages
 
 aten = torch.ops.aten
 RESHAPES = {
-    aten.t_.default,
-    aten.transpose_.default,
-    aten.swapaxes_.default,
-    aten.swapdims_.default,
-    aten.unsqueeze_.default,
-    aten.squeeze_.default,
-    aten.squeeze_.dim,
-    aten.squeeze_.dims,
+    aten.t_.default, aten.transpose_.default, aten.swapaxes_.default, aten.swapdims_.default,
+    aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims,
     aten.as_strided_.default,
-}
+}  # fmt: skip
 
 
 def check_reshaped_views(graph: fx.Graph) -> None:
@@ -36,15 +30,14 @@ def check_reshaped_views(graph: fx.Graph) -> None:
     ]
     if not changed or not any(node.meta.get("phase") for node in nodes):
         return
-    failures = [
+    failures = dict.fromkeys(
         f"{node.target}{located(node.meta['source'])} changes a shape in place, and"
         f" {user.target}{located(user.meta['source'])} uses the same memory: its gradient"
         " would be wrong. Make a new tensor: x = x.t() instead of x.t_()."
         for at, node in changed
         if (user := _used_later(nodes, at)) is not None
-    ]
-    if failures:
-        raise TraceError(join_failures(dict.fromkeys(failures)))
+    )
+    raise_all(TraceError, failures)
 
 
 def _changes(node: fx.Node) -> bool:

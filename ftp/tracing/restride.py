@@ -1,5 +1,5 @@
-"""Replace ``as_strided``, whose strides and offset hold on one device only (shards, gathered values
-and parts of a bucket have others), by permutations and a reshape, or by unfolds of a flat tensor.
+"""Replace ``as_strided`` by permutations and a reshape, or by unfolds of a flat tensor: its strides
+and offset hold on one device only, and shards and gathered values have others.
 """
 
 import math
@@ -101,7 +101,7 @@ def _windows(
 
 
 def _order_of_all(x: torch.Tensor, last: int) -> list[int] | None:
-    """The memory order of a tensor that holds its memory's elements up to the ``last``; else
+    """The memory order of a tensor that holds all elements of its memory up to ``last``; else
     None.
     """
     holds = not x.storage_offset() and last < max(x.numel(), 1)

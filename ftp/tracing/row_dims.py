@@ -1,6 +1,6 @@
-"""Find the dim of a function's result that holds selected rows, by the sharding rules of the ops
-that it runs: if a rule lets a mesh axis cut a dim without a collective, the op acts on each row of
-that dim by itself.
+"""Find the dim of a function's result that holds selected rows, from the sharding rules of its ops:
+if a rule lets a mesh axis cut a dim without a collective, the op acts on each row of that dim by
+itself.
 """
 
 import math

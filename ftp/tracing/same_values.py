@@ -19,9 +19,9 @@ _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default, aten.
 
 
 def holds_same(a: Tensor, b: Tensor) -> bool:
-    """Whether ``a``, when it was made, and ``b`` are seen to hold the same values.
+    """Whether the recorded ops show that ``b`` holds the values that ``a`` had when it was made.
 
-    Two ops read the same values from a tensor if no write to it follows the first of them.
+    Two ops read the same values from a tensor if nothing writes to it after the first of them.
     """
     x, y = node_of(a), node_of(b)
     if x is None or y is None or is_batched(a) or is_batched(b):
@@ -53,8 +53,8 @@ def holds_same(a: Tensor, b: Tensor) -> bool:
 
 
 def is_same_along_last(x: Tensor) -> bool:
-    """Whether the elements of ``x`` are seen to be the same along its last dim, as those of an
-    expanded mask.
+    """Whether the recorded ops show that the elements of ``x`` are equal along its last dim, like
+    those of an expanded mask.
     """
     node = node_of(x)
     if node is None or is_batched(x) or not x.ndim:
@@ -107,8 +107,8 @@ def _resolved(read: _Read) -> _Read:
 
 
 def _inputs(read: _Read) -> list[_Read] | None:
-    """The reads of its operands from which a node computes this read of it; None if it reads other
-    elements too.
+    """The reads of a node's operands that suffice to compute this read of the node; None if it
+    needs other elements too.
     """
     node, is_first = read
     if not is_first:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ftp.errors import TraceError
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.guards import asks_whether_any
+from ftp.tracing.nested_arguments import flat, map_leaves
 from ftp.tracing.no_rows import finite, is_singular_call, unless_none
 from ftp.tracing.refused_rows import number_refused, refused
 from ftp.tracing.row_dims import RowDim, RowTrial, try_rows
@@ -219,7 +220,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _counted(x: Selected) -> Any:
-    """The rows that are selected, as a plain tensor, where their number may be read."""
+    """The selected rows as a plain tensor, if the trace may read their number."""
     group = x.group
     count = read_count(group.mask, group.valid.sum, holds_same)
     if count is None or x.base is not None:
@@ -229,7 +230,7 @@ def _counted(x: Selected) -> Any:
 
 
 def all_counted(found: Any) -> Any:
-    """What a selection gives, with its rows as plain tensors."""
+    """Nested results with each selection's rows as a plain tensor."""
     if isinstance(found, list | tuple):
         return type(found)(map(all_counted, found))
     return _counted(found) if isinstance(found, Selected) else found
@@ -269,30 +270,31 @@ def _row_by_row(
     """The result of a function that acts on each row by itself, or that sums over rows."""
     trial = _row_trial(func, name, given, args, kwargs)
     if trial.is_sum and name in MATMULS:
-        filled = _map_tensors(
-            (list(args), dict(kwargs)),
-            lambda x: x,
-            lambda x: _move_rows(fill_unselected(x, 0), x.row_dim),
-        )
-        return func(*filled[0], **filled[1])
+
+        def filled(x: Any) -> Any:
+            return _move_rows(fill_unselected(x, 0), x.row_dim) if isinstance(x, Selected) else x
+
+        args, kwargs = map_leaves(filled, (list(args), dict(kwargs)))
+        return func(*args, **kwargs)
     if trial.result is None:
         raise refused(name)
     group = given[0].group
     is_singular = any(is_singular_call(*op) for op in trial.ops)
     is_lookup = name in LOOKUPS and any(isinstance(a, Tensor) for a in args)
 
-    def plain(x: Tensor) -> Tensor:
+    def plain(x: Any) -> Any:
+        if isinstance(x, Selected):
+            rows = finite(x.rows, group.is_any, is_singular) if is_singular else x.rows
+            return _move_rows(rows, x.row_dim)
+        if not isinstance(x, Tensor):
+            return x
         if _is_pointwise(name, given):
             return finite(_broadcast_or_spread(x, given[0].rows, group), group.is_any, is_singular)
         is_made_finite = x.is_floating_point() and not is_lookup
         return finite(x, group.is_any, is_singular) if is_made_finite else x
 
-    def selected_rows(x: Selected) -> Tensor:
-        rows = finite(x.rows, group.is_any, is_singular) if is_singular else x.rows
-        return _move_rows(rows, x.row_dim)
-
-    all_args, all_kwargs = _map_tensors((list(args), dict(kwargs)), plain, selected_rows)
-    out = func(*all_args, **all_kwargs)
+    args, kwargs = map_leaves(plain, (list(args), dict(kwargs)))
+    out = func(*args, **kwargs)
     if is_singular or is_lookup:
         out = optree.tree_map(lambda x: unless_none(x, group.is_any), out)
     if isinstance(out, tuple | list):
@@ -312,7 +314,8 @@ def _row_trial(
 ) -> RowTrial:
     """Which dim of the result holds the rows; pointwise functions are not tried."""
     if not _is_pointwise(name, given):
-        return try_rows(func, args, kwargs, _rows_and_dim)
+        rows_and_dim = lambda x: (x.rows, x.row_dim) if isinstance(x, Selected) else None  # noqa: E731
+        return try_rows(func, args, kwargs, rows_and_dim)
     if len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
     return RowTrial(RowDim(0), [(name, args)])
@@ -362,10 +365,6 @@ def _infer_row_count(args: Sequence[Any], group: SelectionGroup) -> list[Any]:
     return [x, *(-1 if is_count else next(next_other) for is_count in is_row_count)]
 
 
-def _rows_and_dim(x: Any) -> tuple[Tensor, int] | None:
-    return (x.rows, x.row_dim) if isinstance(x, Selected) else None
-
-
 def _selection_of(out: Any, rows: Any, given: Sequence[Selected], name: str) -> Selected:
     """The result tensor ``out`` as a selection; ``rows`` is the `RowDim` that a trial found."""
     if not isinstance(rows, RowDim) or (rows.dim and rows.per_row > 1):
@@ -403,27 +402,6 @@ def write_rows(x: Selected, new: Selected) -> Selected:
         base = x.base.movedim(x.row_dim, 0)
         base.copy_(torch.where(broadcast_mask(x.group.valid, base), new.rows, base))
     return x
-
-
-def flat(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        return [leaf for value in tree.values() for leaf in flat(value)]
-    if isinstance(tree, list | tuple):
-        return [leaf for value in tree for leaf in flat(value)]
-    return [tree]
-
-
-def _map_tensors(
-    tree: Any, plain: Callable[[Tensor], Tensor], selection: Callable[[Selected], Tensor]
-) -> Any:
-    """Apply ``plain`` to each plain tensor of a tree, ``selection`` to each `Selected`."""
-    if isinstance(tree, dict):
-        return {key: _map_tensors(value, plain, selection) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_map_tensors(value, plain, selection) for value in tree)
-    if isinstance(tree, Selected):
-        return selection(tree)
-    return plain(tree) if isinstance(tree, Tensor) else tree
 
 
 def _broadcast_or_spread(x: Tensor, rows: Tensor, group: SelectionGroup) -> Tensor:

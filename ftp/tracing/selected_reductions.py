@@ -49,14 +49,6 @@ def _mean(
     return total / (group.valid.sum() * elements_per_row)
 
 
-def _mean_over_rows(group: SelectionGroup, x: Selected) -> Tensor:
-    return _sum(group, x) / group.valid.sum()
-
-
-def _count_nonzero(group: SelectionGroup, x: Selected, dim: Any = None) -> Any:
-    return _sum(group, apply(torch.ne, (x, 0), {}), dim)
-
-
 def _dims(x: Selected, dim: Any) -> tuple[int, ...]:
     """The dims that a reduction joins: ``dim``, or all dims if it is None or empty."""
     ndim = x.rows.ndim
@@ -208,7 +200,7 @@ def _squeeze(group: SelectionGroup, x: Any, *dims: Any) -> Any:
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "mean": _mean,
     "sum": _sum,
-    "batchmean": _mean_over_rows,
+    "batchmean": lambda group, x: _sum(group, x) / group.valid.sum(),
 }  # "none" acts on each row by itself
 
 
@@ -321,6 +313,12 @@ def _recurrent(name: str) -> Callable[..., Any]:
     return of
 
 
+_LOSSES = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+    kl_div cosine_embedding_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss
+    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss soft_margin_loss
+    triplet_margin_loss
+"""
 _OF_DIMS = {
     "var": _var,
     "std": _std,
@@ -329,7 +327,7 @@ _OF_DIMS = {
     "prod": _ignoring("prod", 1),
     "any": _ignoring("any", 0),
     "all": _ignoring("all", 1),
-    "count_nonzero": _count_nonzero,
+    "count_nonzero": lambda group, x, dim=None: _sum(group, apply(torch.ne, (x, 0), {}), dim),
     "nansum": _ignoring("nansum", 0),
     "nanmean": _ignoring("nanmean", math.nan),
     "sum": _sum,
@@ -351,27 +349,7 @@ OF_ALL_ROWS.update(
         "quantile": _quantile("nanquantile"),
         **{name: _recurrent(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
         "index_select": _index_select,
-        **{
-            f.__name__: _loss(f)
-            for f in (
-                F.mse_loss,
-                F.l1_loss,
-                F.smooth_l1_loss,
-                F.huber_loss,
-                F.binary_cross_entropy,
-                F.binary_cross_entropy_with_logits,
-                F.kl_div,
-                F.cosine_embedding_loss,
-                F.poisson_nll_loss,
-                F.hinge_embedding_loss,
-                F.margin_ranking_loss,
-                F.multi_margin_loss,
-                F.multilabel_margin_loss,
-                F.multilabel_soft_margin_loss,
-                F.soft_margin_loss,
-                F.triplet_margin_loss,
-            )
-        },
+        **{name: _loss(getattr(F, name)) for name in _LOSSES.split()},
         "cross_entropy": _cross_entropy(F.cross_entropy),
         "nll_loss": _cross_entropy(F.nll_loss),
     }

@@ -1,5 +1,6 @@
-"""Traced slices, whose bounds are values of the program: ``x[start:stop]``, ``x.narrow(dim, start,
-length)`` and ``x.split(counts.tolist())``. As in torch they are views: writes to them go to ``x``.
+"""Traced slices, whose bounds are values that the program computes: ``x[start:stop]``,
+``x.narrow(dim, start, length)`` and ``x.split(counts.tolist())``. They are views, as in torch:
+writes to them go to ``x``.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from ftp.ops.assume import assume
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import unwrapped
+from ftp.tracing.nested_arguments import map_leaves
 from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected import Selected, selected
@@ -38,23 +40,18 @@ def is_traced_int(end: Any) -> bool:
 
 
 def slices_read(tree: Any) -> Any:
-    """A tree of arguments with the bounds of its traced slices as Python numbers, as far as they
-    may be read.
-    """
-    if isinstance(tree, dict):
-        return {key: slices_read(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(slices_read, tree))
-    if not is_traced_slice(tree):
-        return tree
-    return slice(*(_bound_read(end) for end in (tree.start, tree.stop, tree.step)))
+    """Nested arguments with the bounds of traced slices as Python numbers, if they may be read."""
 
+    def bound(end: Any) -> Any:
+        if not is_traced_int(end):
+            return end
+        number = python_value(Tensor.__index__, getattr(end, "value", end))
+        return end if number is None else number
 
-def _bound_read(end: Any) -> Any:
-    if not is_traced_int(end):
-        return end
-    number = python_value(Tensor.__index__, getattr(end, "value", end))
-    return end if number is None else number
+    def read(x: Any) -> Any:
+        return slice(*map(bound, (x.start, x.stop, x.step))) if is_traced_slice(x) else x
+
+    return map_leaves(read, tree)
 
 
 def read_traced_slice(x: Tensor, key: Any) -> Selected | None:

@@ -14,21 +14,9 @@ from ftp.tracing.selection_group import SelectionGroup, group_of
 _PACK: Any = torch._VF._pack_padded_sequence
 _UNIQUE = (torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive)
 _SPLIT = (torch.split, Tensor.split)
-SELECTING = frozenset(
-    (
-        _PACK,
-        Tensor.__getitem__,
-        Tensor.masked_select,
-        Tensor.nonzero,
-        Tensor.argwhere,
-        torch.argwhere,
-        torch.masked_select,
-        torch.nonzero,
-        torch.where,
-        *_UNIQUE,
-        *_SPLIT,
-    )
-)
+_NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
+_MASKED = (torch.masked_select, Tensor.masked_select)
+SELECTING = frozenset((_PACK, Tensor.__getitem__, *_MASKED, *_NONZERO, *_UNIQUE, *_SPLIT))
 
 
 def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -42,7 +30,7 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _read(*args)
     if func in _SPLIT:
         return split(*args, **kwargs)
-    if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
+    if func in _MASKED and len(args) == 2 and not kwargs:
         x, mask = torch.broadcast_tensors(*args)
         return select(x, group_of(mask)) if is_selection(mask, x) else None
     if func in _UNIQUE:
@@ -55,13 +43,10 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def with_counts(func: Any, found: Any) -> Any:
-    """A selection with its rows as plain tensors, as all numbers of rows are read; packed sequences
-    stay as they are.
+    """A selection with its rows as plain tensors, in a trace that reads all numbers of rows; packed
+    sequences stay as they are.
     """
     return found if func is _PACK else all_counted(found)
-
-
-_NONZERO = (torch.where, torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere)
 
 
 def _unique(
@@ -92,7 +77,7 @@ def _consecutive(
 
 
 def _runs(x: Tensor) -> tuple[Selected, Tensor, Selected]:
-    """Of the runs of equal elements: their first elements, each element's run, their lengths."""
+    """Runs of equal elements: the first element of each, each element's run, the runs' lengths."""
     is_first = torch.cat([x.new_ones(1, dtype=torch.bool), x[1:] != x[:-1]])
     run = is_first.cumsum(0) - 1
     group = group_of(is_first)
@@ -124,16 +109,13 @@ def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
     the key. None if there is no mask, or if anything but full slices precedes it.
     """
     keys = key if isinstance(key, tuple) else (key,)
-    at = next((i for i, k in enumerate(keys) if not _is_full(k)), len(keys))
+    is_full = [isinstance(k, slice) and k.start is k.stop is k.step is None for k in keys]
+    at = [*is_full, False].index(False)
     if not at < len(keys) <= x.ndim + sum(k is None or k is Ellipsis for k in keys):
         return None
     if not is_selection(keys[at], x, at):
         return None
     return at, keys[at], tuple(keys[at + 1 :])
-
-
-def _is_full(key: Any) -> bool:
-    return isinstance(key, slice) and key.start is key.stop is key.step is None
 
 
 def masked_first(x: Tensor, at: int, mask: Tensor) -> Tensor:

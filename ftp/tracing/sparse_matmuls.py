@@ -14,16 +14,9 @@ from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
 from ftp.torch_internals.modes import disable_current_modes
 
+_METHODS = (Tensor.__matmul__, Tensor.matmul, Tensor.mm)
 MATMULS: frozenset[Callable[..., Any]] = frozenset(
-    (
-        torch.sparse.mm,
-        torch.mm,
-        torch.matmul,
-        torch.spmm,
-        Tensor.__matmul__,
-        Tensor.matmul,
-        Tensor.mm,
-    )
+    (torch.sparse.mm, torch.mm, torch.matmul, torch.spmm, *_METHODS)
 )
 _entries: Any = WeakTensorKeyDictionary()
 

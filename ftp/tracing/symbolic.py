@@ -24,7 +24,14 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
+from ftp.dynamic_float import (
+    FUNCTIONS,
+    INT_FUNCTIONS,
+    OPERATORS,
+    DynamicFloat,
+    evaluated,
+    is_formula,
+)
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
@@ -39,7 +46,7 @@ _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
 
 
 class NotSymbolic(Exception):
-    """A number in a trace that is no formula of the dynamic sizes that `Sizes` can hold."""
+    """A number in a trace is no formula of the dynamic sizes that `Sizes` can hold."""
 
 
 class _Env(ShapeEnv):
@@ -107,7 +114,7 @@ class Symbolic:
             )
 
     def stands_for(self, theirs: Any, x: DynamicInt) -> None:
-        """Read a symbol of another program's formulas as the size ``x``."""
+        """Read the symbol ``theirs`` of another program's formulas as the size ``x``."""
         self._dynamic[theirs] = x
 
     def symint(self, x: Any) -> Any:
@@ -120,27 +127,16 @@ class Symbolic:
         if not is_dynamic(x):
             return x
         if x not in self._symints:
-            total: Any = 0
-            for atoms, c in x.terms.items():
-                product: Any = c
-                for atom in atoms:
-                    product = product * self._atom(atom)
-                total = total + product
-            self._symints[x] = total
+            self._symints[x] = sum(
+                math.prod(map(self._atom, atoms), start=c) for atoms, c in x.terms.items()
+            )
         return self._symints[x]
 
     def _atom(self, atom: int) -> Any:
         alone = self.sizes.alone(atom)
         if alone not in self._symints:
-            kind, (x, y) = self.sizes.made_of(atom)
-            x, y = self.symint(x), self.symint(y)
-            join = {
-                "//": lambda: x // y,
-                "%": lambda: x % y,
-                "min": lambda: torch.sym_min(x, y),
-                "max": lambda: torch.sym_max(x, y),
-            }
-            self._symints[alone] = join[kind]()
+            kind, operands = self.sizes.made_of(atom)
+            self._symints[alone] = INT_FUNCTIONS[kind](*map(self.symint, operands))
         return self._symints[alone]
 
     def dynamic(self, x: Any) -> Any:
@@ -158,7 +154,7 @@ class Symbolic:
         return x
 
     def replaced(self, tree: Any) -> Any:
-        """Nested arguments with symbolic numbers, and nodes that hold one, replaced by formulas."""
+        """Nested arguments with symbolic numbers and their nodes replaced by formulas."""
 
         def number(x: Any) -> Any:
             if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SYMBOLIC):
@@ -188,7 +184,7 @@ class Symbolic:
         return new
 
     def described(self) -> str:
-        """The conditions that the function's code asks for, with their lines."""
+        """The conditions on sizes that the function's code tests, with their lines."""
         found = dict.fromkeys(
             f"{guard.expr} at {line}" if line else str(guard.expr)
             for guard, line in zip(self.env.guards, self.env.lines, strict=True)
@@ -210,7 +206,7 @@ class Symbolic:
         self.note_guards()
 
     def of_formula(self, e: Any) -> Any:
-        """A formula of torch's as one of `Sizes`."""
+        """torch's formula as one of `Sizes`."""
         if e not in self._dynamic:
             self._dynamic[e] = self._of_formula(e)
         return self._dynamic[e]
@@ -227,9 +223,9 @@ class Symbolic:
             case "Add":
                 return sum(args[1:], args[0])
             case "Mul":
-                return _product(args)
+                return math.prod(args)
             case "Pow" if isinstance(args[1], int) and not is_dynamic(args[1]) and args[1] >= 0:
-                return _product([args[0]] * args[1])
+                return math.prod([args[0]] * args[1])
             case "FloorDiv" | "CleanDiv":
                 return args[0] // args[1]
             case "Mod" | "PythonMod":
@@ -306,21 +302,13 @@ class Symbolic:
             self._note_one_of(e, answer)
         elif e.is_Relational:
             x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
-            kind = {
-                "Equality": ("zero", 1, True),
-                "Unequality": ("zero", 1, False),
-                "StrictGreaterThan": ("positive", 1, True),
-                "StrictLessThan": ("positive", -1, True),
-                "GreaterThan": ("positive", -1, False),
-                "LessThan": ("positive", 1, False),
-            }[name]
-            question, sign, means = kind
+            question, sign, means = _QUESTIONS[name]
             self.sizes.note(question, sign * x, means == answer)
         else:
             raise NotSymbolic(f"the condition {e}")
 
     def _note_one_of(self, e: Any, answer: bool) -> None:
-        """One part decides an ``or`` that holds. That a size is one number is the last choice."""
+        """Note a part of an ``or`` that holds; that a size equals a number is the last choice."""
         for part in sorted(e.args, key=_is_number):
             with suppress(ValueError, NotSymbolic):
                 self._note(part, answer)
@@ -329,9 +317,9 @@ class Symbolic:
 
     @contextmanager
     def generic(self, line: Callable[[], str]) -> Iterator[None]:
-        """Within the block torch's shape functions assume that a dynamic size is not one. The
-        result holds for size one as well, with one more copy where strides decide. Guards get
-        their ``line``.
+        """Within the block torch's shape functions assume that no dynamic size is one. Their
+        results hold for size one too, at the cost of a copy where strides decide. Guards are noted
+        with their ``line``.
         """
         self.env.line = line
         # Some ops take symbolic ints in their Python form only.
@@ -340,6 +328,18 @@ class Symbolic:
         numbers = replaced(math, of_sizes)
         with oblivious, enable_python_dispatcher(), numbers, replaced(*SLICES):
             yield
+
+
+# By the kind of a comparison with zero: what is asked of ``sign`` times the number, and the answer
+# of a comparison that holds.
+_QUESTIONS = {
+    "Equality": ("zero", 1, True),
+    "Unequality": ("zero", 1, False),
+    "StrictGreaterThan": ("positive", 1, True),
+    "StrictLessThan": ("positive", -1, True),
+    "GreaterThan": ("positive", -1, False),
+    "LessThan": ("positive", 1, False),
+}
 
 
 def _of_sizes(name: str) -> Callable[..., Any]:
@@ -351,11 +351,9 @@ def _of_sizes(name: str) -> Callable[..., Any]:
             return plain(x, *more)
         if more:  # log(x, base)
             return of(x) / plain(*more)
-        return (
-            handle_sym_dispatch(_SYMBOLIC[name], (x,), {})
-            if get_proxy_mode()
-            else _function(name, x)
-        )
+        if get_proxy_mode():
+            return handle_sym_dispatch(_SYMBOLIC[name], (x,), {})
+        return _function(name, x)
 
     return of
 
@@ -385,18 +383,8 @@ def _is_number(condition: Any) -> bool:
     )
 
 
-def _product(args: Sequence[Any]) -> Any:
-    found: Any = 1
-    for a in args:
-        found = found * a
-    return found
-
-
 def symbolic_of(sizes: Sizes) -> Symbolic:
     """The one `Symbolic` of these sizes."""
-    return sizes.memo.setdefault("symbolic", None) or _made(sizes)
-
-
-def _made(sizes: Sizes) -> Symbolic:
-    sizes.memo["symbolic"] = Symbolic(sizes)
+    if "symbolic" not in sizes.memo:
+        sizes.memo["symbolic"] = Symbolic(sizes)
     return sizes.memo["symbolic"]

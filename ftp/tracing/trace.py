@@ -78,8 +78,8 @@ class Traced:
         assumptions: claims about values that the function takes as true. Where they are to be
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
-        recording: what was recorded, where it is kept.
-        asked: the program returns a value that the function reads, rather than its result.
+        recording: the recorded ops, if the trace keeps them.
+        asked: set if the program returns a value that the function reads, not its result.
     """
 
     gm: fx.GraphModule
@@ -152,22 +152,8 @@ def trace(
         mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
         return (mm,)
     """
-    made = partial(
-        _traced,
-        fn=fn,
-        leaves=leaves,
-        in_tree=in_tree,
-        device_type=device_type,
-        names=names,
-        line=line,
-        checked=checked,
-        within=within,
-        calls=calls,
-        shapes=shapes,
-        symbolic=symbolic,
-        keeps_recording=keeps_recording,
-        replayed=replayed,
-    )
+    options = (line, checked, within, calls, shapes, symbolic, keeps_recording, replayed)
+    made = partial(_traced, _Request(fn, leaves, in_tree, device_type, names, *options))
     with torch.autograd.set_detect_anomaly(False):  # it reads gradients
         try:
             return _with_reads(made, reads)
@@ -178,23 +164,58 @@ def trace(
         return _with_reads(made, reads)
 
 
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `trace`, except ``reads``."""
+
+    fn: Callable[..., Any]
+    leaves: Sequence[Any]
+    in_tree: optree.PyTreeSpec
+    device_type: str
+    names: Sequence[str]
+    line: Callable[[], str] | None
+    checked: bool
+    within: bool
+    calls: TorchCalls | None
+    shapes: Sequence[tuple[int, ...] | None] | None
+    symbolic: "Symbolic | None"
+    keeps_recording: bool
+    replayed: Alike | None
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """The positions of tensors among the leaves."""
+        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def tensor_names(self) -> list[str]:
+        return [self.names[i] for i in self.tensors]
+
+    def fakes(self, recorder: Recorder) -> list[Tensor]:
+        given = [tuple(map(int, self.leaves[i].shape)) for i in self.tensors]
+        if self.shapes is not None:
+            given = [self.shapes[i] or own for i, own in zip(self.tensors, given, strict=True)]
+        dtypes = [self.leaves[i].dtype for i in self.tensors]
+        return list(map(recorder.fake, given, dtypes))
+
+
 class _FollowsDecision(Exception):
-    """A value is read after a decision, so that each way would read another one."""
+    """The function reads a value after a decision: each path would read a value of its own."""
 
 
 def _with_reads(made: Callable[..., Traced], reads: ValuesRead | None) -> Traced:
-    """A trace that reads as few values as it can."""
+    """A trace that reads as few values as possible."""
     refused: TraceError | None = None
     if reads is None or not reads.values:
         try:
-            return _by_either_way(partial(made, reads=None))
+            return _by_any_way(partial(made, reads=None))
         except TraceError as error:
             if not error.needs_value or reads is None:
                 raise
             refused = error
     while reads is not None:
         try:
-            return _by_either_way(partial(made, reads=reads))
+            return _by_any_way(partial(made, reads=reads))
         except _FollowsDecision:
             pass
         except TraceError as error:
@@ -206,7 +227,8 @@ def _with_reads(made: Callable[..., Traced], reads: ValuesRead | None) -> Traced
     raise refused
 
 
-def _by_either_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
+def _by_any_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
+    """A trace by the first of `WAYS` to take gradients that the function accepts."""
     refused: GradientRefused | None = None
     for by in WAYS:
         with taking(by) as gradient:
@@ -247,57 +269,71 @@ def _lacks_module(error: BaseException | None) -> bool:
 
 
 @collection_paused()
-def _traced(
-    recorders: list[Recorder],
-    *,
-    fn: Callable[..., Any],
-    leaves: Sequence[Any],
-    in_tree: optree.PyTreeSpec,
-    device_type: str,
-    names: Sequence[str],
-    line: Callable[[], str] | None,
-    checked: bool,
-    within: bool,
-    calls: TorchCalls | None,
-    shapes: Sequence[tuple[int, ...] | None] | None,
-    symbolic: "Symbolic | None",
-    keeps_recording: bool,
-    replayed: Alike | None,
-    reads: ValuesRead | None,
-) -> Traced:
+def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead | None) -> Traced:
     """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
-    check_leaves(leaves, names)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    described = calls.line if calls else describe_line
-    recorder = Recorder(device_type, line, within, described, symbolic)
+    check_leaves(request.leaves, request.names)
+    described = request.calls.line if request.calls else describe_line
+    symbolic, device_type = request.symbolic, request.device_type
+    recorder = Recorder(device_type, request.line, request.within, described, symbolic)
     recorders.append(recorder)
-    given = [tuple(map(int, leaves[i].shape)) for i in at]
-    if shapes is not None:
-        given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
-    fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
-    result: list[Ran] = []
-    paths, means = Paths(not within, checked, Joins), None if within else means_of_trace()
+    paths = Paths(not request.within, request.checked, Joins)
     reading = None if reads is None else Reading(reads)
+    gm, ran = _recorded(request, recorder, paths, reading)
+    recording = None
+    if request.keeps_recording and not paths.asked and reading is None:
+        recording = recording_of(gm, recorder, ran)
+    check_writes(gm.graph)
+    check_copied_views(gm.graph)
+    check_reshaped_views(gm.graph)
+    check_unwritten(gm, dict(zip(_inputs(gm), request.tensor_names, strict=True)))
+    with _sizes_asked(recorder):
+        gm = functional_form(gm, recorder)
+    lift_attributes(gm, recorder)
+    if paths.runs > 1:
+        merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
+    as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
+    clean(gm, recorder.device, torch.device(device_type))
+    if symbolic is not None:
+        symbolic.inline(gm.graph)
+    constants = constants_last(gm, recorder, request.tensor_names)
+    index = iter(range(len(ran.statics)))
+    return Traced(
+        gm,
+        constants,
+        ran.tree,
+        out_leaves=tuple(next(index) if s is None else s.value for s in ran.statics),
+        is_static=tuple(s is not None for s in ran.statics),
+        captured=recorder.captured,
+        assumptions=tuple(claim for claim, _ in ran.claims),
+        symbolic=symbolic,
+        recording=recording,
+        asked=None if reading is None or reading.asked is None else reading.made(),
+    )
+
+
+def _recorded(
+    request: _Request, recorder: Recorder, paths: Paths, reading: Reading | None
+) -> tuple[fx.GraphModule, Ran]:
+    """The graph of all ops that the function runs, writes included, and its result."""
+    result: list[Ran] = []
+    replayed, means = request.replayed, None if request.within else means_of_trace()
+    calls = request.calls
 
     def run(filled: Sequence[Any]) -> Ran:
-        assumed = Assumptions(recorder, checked)
+        assumed = Assumptions(recorder, request.checked)
         if means is not None:
             means.begin()
         recorder.begin()
         with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
-            out = _result(fn, in_tree.unflatten(filled), reading, paths)
+            out = _result(request.fn, request.in_tree.unflatten(filled), reading, paths)
         if reading is not None and reading.asked is not None:
             return Ran(flatten(out)[1], [None], [recorder.known(out)], {})
         out_leaves, out_tree = flatten(out)
         check_results(out_leaves, out)
         tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
         tensors += [] if means is None else means.tensors
-        return Ran(
-            out_tree,
-            [None if isinstance(leaf, Tensor) else Static(leaf) for leaf in out_leaves],
-            [recorder.known(x) for x in tensors],
-            assumed.found,
-        )
+        statics = [None if isinstance(leaf, Tensor) else Static(leaf) for leaf in out_leaves]
+        return Ran(out_tree, statics, [recorder.known(x) for x in tensors], assumed.found)
 
     def flat(*values: Tensor) -> list[Tensor]:
         if replayed is not None:
@@ -305,8 +341,8 @@ def _traced(
             result[:] = [Ran(first.out_tree, list(first.statics), [], dict.fromkeys(first.claims))]
             with recorder.recording():
                 return replayed.run(recorder, values)
-        filled = list(leaves)
-        for i, value in zip(at, values, strict=True):
+        filled = list(request.leaves)
+        for i, value in zip(request.tensors, values, strict=True):
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
         with unchecked(), recorder.recording():
@@ -317,64 +353,40 @@ def _traced(
             asked = [x for runs in paths.asked.values() for x in runs]
             return [*ran.tensors[:own], *checks, *ran.tensors[own:], *asked]
 
-    def sizes_asked() -> AbstractContextManager[None]:
-        if symbolic is None:
-            return nullcontext()
-        return symbolic.generic(lambda: user_line() or recorder.line)
-
     # The gradient of a write to a view replays the view's op, rather than strides that a shard does
     # not have.
+    fakes = request.fakes(recorder)
     with (
         nested_traces(),
         patched_libraries(),
         noted_gradients(),
-        sizes_asked(),
+        _sizes_asked(recorder),
         recorder.mode,
         _force_original_view_tracking(True),
     ):
         gm = record(recorder, flat, fakes)
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
-    if len(inputs) != len(at):
+    if len(_inputs(gm)) != len(fakes):
         raise TraceError(
-            f"The trace has {len(inputs)} inputs for {len(at)} tensors: an argument is in a"
+            f"The trace has {len(_inputs(gm))} inputs for {len(fakes)} tensors: an argument is in a"
             " container that optree does not know. Register its class, or use a dict or list."
         )
-    (ran,) = result
-    recording = None
-    if keeps_recording and not paths.asked and reading is None:
-        recording = recording_of(gm, recorder, ran)
-    check_writes(gm.graph)
-    check_copied_views(gm.graph)
-    check_reshaped_views(gm.graph)
-    check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
-    with sizes_asked():
-        gm = functional_form(gm, recorder)
-    lift_attributes(gm, recorder)
-    if paths.runs > 1:
-        merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
-    as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
-    clean(gm, recorder.device, torch.device(device_type))
-    if symbolic is not None:
-        symbolic.inline(gm.graph)
-    constants = constants_last(gm, recorder, [names[i] for i in at])
-    index = iter(range(len(ran.statics)))
-    numbered = tuple(next(index) if s is None else s.value for s in ran.statics)
-    return Traced(
-        gm,
-        constants,
-        ran.tree,
-        numbered,
-        tuple(s is not None for s in ran.statics),
-        recorder.captured,
-        tuple(claim for claim, _ in ran.claims),
-        symbolic,
-        recording,
-        None if reading is None or reading.asked is None else reading.made(),
-    )
+    return gm, result[0]
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a graph, without captured tensors."""
+    return [n for n in gm.graph.find_nodes(op="placeholder") if "ftp_constant" not in n.meta]
+
+
+def _sizes_asked(recorder: Recorder) -> AbstractContextManager[None]:
+    """Within the block, code may ask for dynamic sizes."""
+    if recorder.symbolic is None:
+        return nullcontext()
+    return recorder.symbolic.generic(lambda: user_line() or recorder.line)
 
 
 def _result(fn: Callable[..., Any], args: Any, reading: Reading | None, paths: Paths) -> Any:
-    """The function's result; the value that it asks for, where it asks for one."""
+    """The function's result; if it asks for a value, the tensor that has the value."""
     if reading is None:
         return counted(fn(*args))
     reading.begin()
@@ -383,7 +395,7 @@ def _result(fn: Callable[..., Any], args: Any, reading: Reading | None, paths: P
         with reading_to(reading, paths.has_decided):
             out = counted(fn(*args))
     except (ValueAsked, Exception):
-        # torch may raise an error of its own in place of one that it meets where it takes a size.
+        # torch replaces an error that is raised where it converts a size.
         if not reading.is_over:
             raise
     if reading.follows_decision:

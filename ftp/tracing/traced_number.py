@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.tracing.nested_arguments import map_leaves
 from ftp.tracing.refused_rows import number_refused, numpy_refused
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.values_read import python_value, read_count
@@ -37,7 +38,9 @@ class TracedNumber:
 
     @property
     def __class__(self) -> type:
-        return float if _is_float(self) else bool if self.value.dtype is torch.bool else int
+        if self.value.is_floating_point():
+            return float
+        return bool if self.value.dtype is torch.bool else int
 
     def is_of(self, mask: Tensor) -> bool:
         return self.mask is not None and holds_same(self.mask, mask)
@@ -139,10 +142,6 @@ def _operator(name: str, swapped: bool) -> Callable[[TracedNumber, Any], Any]:
     return of
 
 
-def _is_float(x: TracedNumber) -> bool:
-    return x.value.is_floating_point()
-
-
 def _counted(x: Any, dtype: torch.dtype | None = None) -> Any:
     """A number as an operand of arithmetic, in which a bool is an int."""
     if not isinstance(x, TracedNumber):
@@ -171,16 +170,15 @@ for _sign, _name in {
 
 def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     """The arguments of a call with each traced number replaced by a tensor."""
-    return _without((args, dict(kwargs)), _other(args, kwargs))
+    other = _other(args, kwargs)
+    return map_leaves(
+        lambda x: x.beside(other) if isinstance(x, TracedNumber) else x, (args, dict(kwargs))
+    )
 
 
 def numbers_read(tree: Any) -> Any:
-    """A tree of arguments with traced numbers read as Python's."""
-    if isinstance(tree, dict):
-        return {key: numbers_read(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(numbers_read, tree))
-    return tree.read() if isinstance(tree, TracedNumber) else tree
+    """Nested arguments with traced numbers read as Python's."""
+    return map_leaves(lambda x: x.read() if isinstance(x, TracedNumber) else x, tree)
 
 
 def beside_narrow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -211,11 +209,3 @@ def _kind(x: Any) -> int:
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return 2
     return 0 if x.dtype is torch.bool else 1
-
-
-def _without(tree: Any, other: Any) -> Any:
-    if isinstance(tree, dict):
-        return {key: _without(value, other) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_without(value, other) for value in tree)
-    return tree.beside(other) if isinstance(tree, TracedNumber) else tree

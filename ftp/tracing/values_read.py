@@ -1,8 +1,8 @@
 """Values that a function needs as Python numbers: ``int(mask.sum())`` as a size, ``len(x[mask])``.
 
-A trace has no values. Where it cannot go on without one, its program ends there and returns the
-value; a step runs that program, and traces the function again with the number. So each number has
-a program of its own.
+A trace has no values. If it needs one, its program ends there and returns the value; a step runs
+that program, and traces the function again with the number. So each number that is read has its own
+program.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class ValuesRead:
         return ValuesRead((*self.values, _frozen(value)), self.level)
 
     def more(self) -> "ValuesRead | None":
-        """To begin anew with more kinds of values; None if all are read."""
+        """The start of a trace that reads more kinds of values; None if all kinds are read."""
         return None if self.level is max(Level) else ValuesRead((), Level(self.level + 1))
 
 
@@ -73,7 +73,7 @@ class Reading:
 
     Attributes:
         asked: the tensor whose value the run asks for.
-        follows_decision: whether it asks after a decision, so that that more is to be read.
+        follows_decision: whether it asks after a decision on values, so that more must be read.
         counts: masks, and how many rows each selects, as far as it was read.
     """
 
@@ -108,7 +108,7 @@ class Reading:
                 " loop that ends by a value is one op with ftp.static.while_loop(cond_fn, body_fn,"
                 " carried, max_steps=n)."
             )
-        # The run may go on to write to it, in what it does to leave its blocks.
+        # A copy: the function may write to it in a ``finally`` block.
         self.asked = unwrapped(x.clone())
         raise ValueAsked
 
