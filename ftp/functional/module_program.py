@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import InputError, TraceError, raise_all
+from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import EmptyAttributes, attributes_of, check_state, join
@@ -110,13 +110,9 @@ def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
 def _items(value: Any) -> Sequence[Any]:
     """The values that ``_replace`` replaces."""
     kind = type(value)
-    return (
-        tuple(value.values())
-        if kind is dict or kind is OrderedDict
-        else tuple(value)
-        if kind in _CONTAINERS
-        else (value,)
-    )
+    if kind is dict or kind is OrderedDict:
+        return tuple(value.values())
+    return tuple(value) if kind in _CONTAINERS else (value,)
 
 
 def snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> ModuleState:
@@ -194,21 +190,7 @@ def _call_hooked(
     """Call a module, or its forward, with the program's hooks for random draws, taps, constraints
     and remat registered.
     """
-    # In eval mode without a key register no hooks: they would turn fused kernels off.
-    if draws.key is not None or any(m.module.training for m in program.modules):
-        for m in program.modules:
-            m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
-            m.module.register_forward_hook(partial(_leave, draws), always_call=True)
-    for tap in program.taps:
-        tap.module.register_forward_hook(partial(tapped, tap, ran))
-    for pin in program.pins:
-        if pin.constraint.forward is not None:
-            pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
-        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
-        pin.module.register_forward_hook(partial(pin_outputs, pin))
-    for block in program.blocks:
-        if not any(block in outer.program.blocks for outer in program.blocks):
-            block.module.forward = partial(_recomputed, block, draws, values, ran)
+    _register_hooks(program, draws, values, ran)
     modules = [(m.path, m.module) for m in program.modules]
     attributes = dict(attributes_of(modules))
     held = {
@@ -229,31 +211,54 @@ def _call_hooked(
     try:
         with guard, empty:
             out = call(*args, **kwargs)
-    except TypeError as error:
-        if unknown := _unknown_keywords(call, kwargs):
-            raise InputError(
-                f"{program.name} does not take the keyword {' or '.join(map(repr, unknown))}:"
-                f" {error}."
-            ) from error
-        raise
-    except RuntimeError as error:
-        if meaning_of(error) is Meaning.MUTATES_CAPTURED:
-            raise TraceError(
-                impure(program.name, "buffer (through a view)", "modifies a")
-            ) from error
-        if share := times_too_large(error):
-            raise TraceError(
-                f"{program.name}: {error}\n  The tensor has {share} times the elements that its"
-                " new shape holds, as where a model was"
-                f" edited for {share} ranks to view to its local head count. Model code sees"
-                " global shapes here: give it the global count."
-            ) from error
-        raise
+    except (TypeError, RuntimeError) as error:
+        if (explained := _explained(program.name, call, kwargs, error)) is None:
+            raise
+        raise explained from error
     for key, (tensor, name) in held.items():
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
     check_state(program.name, modules, attributes, guard.read, empty)
     return out
+
+
+def _register_hooks(
+    program: ModuleProgram, draws: Draws, values: Mapping[str, Tensor], ran: set[str]
+) -> None:
+    # In eval mode without a key register no hooks: they would turn fused kernels off.
+    if draws.key is not None or any(m.module.training for m in program.modules):
+        for m in program.modules:
+            m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
+            m.module.register_forward_hook(partial(_leave, draws), always_call=True)
+    for tap in program.taps:
+        tap.module.register_forward_hook(partial(tapped, tap, ran))
+    for pin in program.pins:
+        if pin.constraint.forward is not None:
+            pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
+        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
+        pin.module.register_forward_hook(partial(pin_outputs, pin))
+    for block in program.blocks:
+        if not any(block in outer.program.blocks for outer in program.blocks):
+            block.module.forward = partial(_recomputed, block, draws, values, ran)
+
+
+def _explained(
+    name: str, call: Callable[..., Any], kwargs: dict[str, Any], error: Exception
+) -> FtpError | None:
+    """The error to raise for an error of a module's call; None for one that says enough."""
+    if isinstance(error, TypeError):
+        if not (unknown := " or ".join(map(repr, _unknown_keywords(call, kwargs)))):
+            return None
+        return InputError(f"{name} does not take the keyword {unknown}: {error}.")
+    if meaning_of(error) is Meaning.MUTATES_CAPTURED:
+        return TraceError(impure(name, "buffer (through a view)", "modifies a"))
+    if share := times_too_large(error):
+        return TraceError(
+            f"{name}: {error}\n  The tensor has {share} times the elements that its new shape"
+            f" holds, as where a model was edited for {share} ranks to view to its local head count."
+            " Model code sees global shapes here: give it the global count."
+        )
+    return None
 
 
 def _memory_in_model(

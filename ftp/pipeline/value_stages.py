@@ -1,10 +1,10 @@
-"""At which stage of a pipeline each value of a traced step, loss and gradients, is computed.
+"""The stage of a pipeline that computes each value of a traced step, loss and gradients.
 
 1. A value of the forward pass is computed at the last stage among the stages of the parameters
    that it depends on. A value that depends only on the batch, or only on parameters, is computed
    at each stage that reads it.
 2. A value of the backward pass is computed at the last stage that has the activations and
-   parameters that it reads, and that does not come after the stages of the gradients that it reads.
+   parameters that it reads, and that is not after any stage whose gradient it reads.
 """
 
 import operator
@@ -24,9 +24,9 @@ FREE, OF_PARAMETERS, ACTIVATION, GRADIENT = range(4)
 
 @dataclass
 class StagedValue:
-    """Where a node is computed. An activation or a gradient is computed at stage ``first`` and
-    passed on to stage ``last``. A value that depends only on parameters is computed at each stage
-    of ``uses``.
+    """The stages that compute a node. An activation or a gradient is computed at stage ``first``
+    and sent as far as stage ``last``. A value that depends only on parameters is computed at each
+    stage of ``uses``.
     """
 
     kind: int
@@ -36,7 +36,7 @@ class StagedValue:
 
 
 class StepGraph:
-    """A traced ``grad_and_value``, and per node in ``of`` where it is computed.
+    """A traced ``grad_and_value``, and in ``of`` the stages of each node.
 
     Args:
         gm, holders, batch, results, leaves, stages: as of ``split``.
@@ -52,7 +52,7 @@ class StepGraph:
         stages: int,
     ):
         self.graph, self.holders, self.stages = copied(gm.graph), holders, stages
-        inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
+        inputs = list(self.graph.find_nodes(op="placeholder"))
         n = len(holders)
         self.leaves = inputs[:n]
         self.params = {node: i for i, node in enumerate(self.leaves)}
@@ -71,7 +71,7 @@ class StepGraph:
                 self.of_batch.add(node)
 
     def place(self) -> None:
-        """Find where each value is computed."""
+        """Find the stages that compute each value."""
         for node in (*self.params, *self.batch, *self.constants):
             holder = self.holders[self.params[node]] if node in self.params else 0
             kind = OF_PARAMETERS if node in self.params else FREE
@@ -102,10 +102,10 @@ class StepGraph:
         return StagedValue(ACTIVATION, first, first)
 
     def _sink(self) -> None:
-        """Move ops whose results only later stages read to the first of these stages, if it
-        receives their operands anyway: a norm of the residual stream.
+        """Move each op whose result only later stages read to the first of these stages, if that
+        stage receives the op's operands anyway, such as a norm of the residual stream.
         """
-        target: dict[fx.Node, int] = {}  # of nodes that only later stages read
+        target: dict[fx.Node, int] = {}  # the stage to move a node to
         for node in reversed(self.nodes):
             own = self.of.get(node)
             if node not in self.is_forward or node in self.results or own is None:
@@ -117,43 +117,46 @@ class StepGraph:
             if min(users) > own.first:
                 target[node] = min(users)
 
-        def gets(x: fx.Node, to: int, moved: Mapping[fx.Node, int]) -> bool:
+        def is_received(x: fx.Node, stage: int, moves: Mapping[fx.Node, int]) -> bool:
             return self.of[x].kind != ACTIVATION or any(
-                u in self.is_forward and moved.get(u, self.of[u].first) >= to for u in (x, *x.users)
+                u in self.is_forward and moves.get(u, self.of[u].first) >= stage
+                for u in (x, *x.users)
             )
 
-        for node, to in self._settled(target, min, gets).items():
-            self.of[node] = StagedValue(ACTIVATION, to, to)
+        for node, stage in self._possible_moves(target, min, is_received).items():
+            self.of[node] = StagedValue(ACTIVATION, stage, stage)
 
-    def _settled(
+    def _possible_moves(
         self,
-        target: Mapping[fx.Node, int],
-        nearest: Callable[[Iterable[int]], int],
-        gets: Callable[[fx.Node, int, Mapping[fx.Node, int]], bool],
+        moves: Mapping[fx.Node, int],
+        first_reader: Callable[[Iterable[int]], int],
+        is_received: Callable[[fx.Node, int, Mapping[fx.Node, int]], bool],
     ) -> Mapping[fx.Node, int]:
-        """The moves of nodes to their users' stages that can be made together: a node stays if one
-        of its operands is not sent to that stage, and then its operands' moves are judged again.
+        """The moves that are possible together. A node cannot move to a stage that does not receive
+        all its operands. Dropping a move may make others impossible, so repeat until none is
+        dropped.
 
         Args:
-            target: per node the stage to move to.
-            nearest: of the stages of a node's users, the one that reads it first.
-            gets: whether an operand is at, or sent to, a stage after some moves.
+            moves: per node the stage to move to.
+            first_reader: of the stages of a node's users, the one that runs first.
+            is_received: whether a stage computes or receives an operand after the given moves.
         """
         while True:
-            moved: dict[fx.Node, int] = {}
-            for node in (n for n in self.nodes if n in target):
+            possible: dict[fx.Node, int] = {}
+            for node in (n for n in self.nodes if n in moves):
                 users = [u for u in node.users if u in self.of]
-                to = nearest(target.get(u, self.of[u].first) for u in users)
-                moves = to != self.of[node].first
-                if moves and all(gets(x, to, moved) for x in node.all_input_nodes):
-                    moved[node] = to
-            if moved == target:
-                return moved
-            target = moved
+                stage = first_reader(moves.get(u, self.of[u].first) for u in users)
+                if stage != self.of[node].first and all(
+                    is_received(x, stage, possible) for x in node.all_input_nodes
+                ):
+                    possible[node] = stage
+            if possible == moves:
+                return possible
+            moves = possible
 
     def _extend(self, node: fx.Node) -> None:
-        """Record the last stage that a value of the forward pass is passed on to, and the stages
-        that read a value which depends only on parameters.
+        """Record the last stage that each operand of a node must be sent to, and the stages that
+        read operands which depend only on parameters.
         """
         own = self.of[node]
         at = {own.first} if own.kind == ACTIVATION else own.uses
@@ -200,16 +203,16 @@ class StepGraph:
                     self.of[node] = StagedValue(ACTIVATION, min(at, default=stage), stage)
             if is_seeded and node not in seeds:
                 seeded.add(node)
-        self._give_back()
+        self._move_parameter_gradients()
         self._sink_gradients(backward)
 
-    def _give_back(self) -> None:
-        """Move ops that end in a parameter's gradient to a stage that reads the parameter, and has
-        the activations that they read: a bias' sum over the gradient that comes from the next
-        stage.
+    def _move_parameter_gradients(self) -> None:
+        """Move the op that gives a parameter's gradient to a stage that reads the parameter and has
+        the op's activations, such as a bias' sum over a gradient that comes from the next stage.
         """
         for leaf, node in self.gradients.items():
-            own, read = self.of[node], self._readers(leaf)
+            own = self.of[node]
+            read = self.of[self.leaves[leaf]].uses | {self.holders[leaf]}
             activations = [v for x in node.all_input_nodes if (v := self.of[x]).kind == ACTIVATION]
             earlier = [
                 k
@@ -220,13 +223,10 @@ class StepGraph:
             if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
                 self.of[node] = StagedValue(GRADIENT, max(earlier), max(earlier))
 
-    def _readers(self, leaf: int) -> set[int]:
-        """The stages that read a parameter, its own among them."""
-        return self.of[self.leaves[leaf]].uses | {self.holders[leaf]}
-
     def _sink_gradients(self, backward: Sequence[fx.Node]) -> None:
-        """Move ops on gradients whose results only earlier stages read to the last of these
-        stages, if it receives their operands anyway: a view of the residual stream's gradient.
+        """Move each op on gradients whose result only earlier stages read to the last of these
+        stages, if that stage receives the op's operands anyway, such as a view of the residual
+        stream's gradient.
         """
         target: dict[fx.Node, int] = {}
         wanted = set(self.gradients.values())
@@ -243,18 +243,18 @@ class StepGraph:
             if to < own.first and is_free:
                 target[node] = to
 
-        def gets(x: fx.Node, to: int, moved: Mapping[fx.Node, int]) -> bool:
+        def is_received(x: fx.Node, stage: int, moves: Mapping[fx.Node, int]) -> bool:
             return self.of[x].kind != GRADIENT or any(
-                u in self.of and moved.get(u, self.of[u].first) <= to for u in (x, *x.users)
+                u in self.of and moves.get(u, self.of[u].first) <= stage for u in (x, *x.users)
             )
 
-        for node, to in self._settled(target, max, gets).items():
-            self.of[node] = StagedValue(GRADIENT, to, to)
+        for node, stage in self._possible_moves(target, max, is_received).items():
+            self.of[node] = StagedValue(GRADIENT, stage, stage)
 
 
 def with_constant_seeds(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the seed of the backward pass, the loss's gradient by itself, as a constant 1.
-    If the seed read the loss, ranks that hold terms of the loss would wait for its sum.
+    """The graph with the seed of the backward pass, the gradient of the loss by itself, as a
+    constant 1. If the seed read the loss, ranks that hold terms of the loss would wait for its sum.
     """
     graph = copied(gm.graph)
     for node in graph.nodes:
@@ -292,8 +292,8 @@ def _is_seed(node: fx.Node, results: Sequence[fx.Node]) -> bool:
 
 
 def _is_sum_over(node: fx.Node) -> bool:
-    """Whether a node reduces a tensor to one number. A later stage that needs this number of a
-    parameter receives the number, like an activation, and not the parameter.
+    """Whether a node reduces a tensor to one number. A later stage that needs such a number of a
+    parameter receives the number, not the parameter.
     """
     return _ndim(node) == 0 and any(_ndim(x) for x in node.all_input_nodes)
 

@@ -112,13 +112,7 @@ def send_tokens(
         leaves, tree = flatten(params)
         names = leaf_names(params, "params")
         others, tree_of_others = flatten(beside)
-        for name, t in zip(leaf_names(beside, "beside"), others, strict=True):
-            if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
-                raise InputError(
-                    f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
-                    f" shape {tuple(x.shape)}, which are cut on dim 0: its dim 0 must have size"
-                    f" {x.shape[0]} too. Expand it, or pass it with the parameters."
-                )
+        _check_beside(x, others, leaf_names(beside, "beside"))
         shown = [showing_range(t) for t in others]
 
         def run(leaves: Sequence[Any], x: Tensor, others: Sequence[Any]) -> Any:
@@ -149,14 +143,7 @@ def send_tokens(
                     f" returns {said}. It returns one tensor of the tokens' shape; compute"
                     " losses and statistics outside of it."
                 )
-            for name, where in sees.read.items():
-                warnings.warn(
-                    f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on"
-                    f" every rank: {where} reads them otherwise than as the matrices of a grouped"
-                    " matmul.",
-                    PlanWarning,
-                    stacklevel=2,
-                )
+            _warn_of_gathers(sees, axis, count)
             return made
 
         rows = P(axes)
@@ -244,6 +231,26 @@ def _holding(at: Mapping[str, tuple[nn.Module, str]], values: Mapping[str, Any])
     finally:
         for path, (module, name) in at.items():
             module._parameters[name] = old[path]
+
+
+def _check_beside(x: Tensor, others: Sequence[Any], names: Sequence[str]) -> None:
+    for name, t in zip(names, others, strict=True):
+        if isinstance(t, Tensor) and t.shape[:1] != x.shape[:1]:
+            raise InputError(
+                f"{at_line()}send_tokens: {name} of shape {tuple(t.shape)} is beside tokens of"
+                f" shape {tuple(x.shape)}, which are cut on dim 0: its dim 0 must have size"
+                f" {x.shape[0]} too. Expand it, or pass it with the parameters."
+            )
+
+
+def _warn_of_gathers(sees: RowsTravel, axis: str, count: int) -> None:
+    for name, where in sees.read.items():
+        warnings.warn(
+            f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on every rank:"
+            f" {where} reads them otherwise than as the matrices of a grouped matmul.",
+            PlanWarning,
+            stacklevel=2,
+        )
 
 
 def _with_copies(t: Any, missing: int) -> Any:

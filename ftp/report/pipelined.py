@@ -221,7 +221,7 @@ class LoweredPipeline(Startable):
         coming: dict[tuple[int, str], int] = {}  # gradients so far and those of the action
         summed: dict[tuple[int, int], int] = {}  # by parameter and stage; some have equal gradients
         held: dict[tuple[int, int], set[str]] = {}
-        sent: dict[Action, Sequence[str]] = {}  # and not read for certain
+        sent: dict[Action, Sequence[str]] = {}  # and perhaps not read yet
         peak = base
         own_actions = program.actions[rank]
         for at, (kind, stage, i) in enumerate(own_actions):
@@ -234,10 +234,8 @@ class LoweredPipeline(Startable):
             here.update(self._given(own_actions[at]))
             for sender in program.known_read[own_actions[at]]:
                 sent.pop(sender, None)
-            subgraph, lowered = (
-                program.made.subgraphs.get((kind, stage)),
-                self.stages[stage].get(kind),
-            )
+            subgraph = program.made.subgraphs.get((kind, stage))
+            lowered = self.stages[stage].get(kind)
             is_first = (kind, stage) in self._first and not any(
                 (stage, name) in totals
                 for name in subgraph.sums  # type: ignore[union-attr]
@@ -261,17 +259,22 @@ class LoweredPipeline(Startable):
             if messages := self._sent(own_actions[at]):
                 sent[own_actions[at]] = messages
             here &= self._read_later(kind, stage)
-        end = base + sum(summed.values())
+        return max(peak, self._peak_at_end(rank, base + sum(summed.values())))
+
+    def _peak_at_end(self, rank: int, held: int) -> int:
+        """The peak bytes of one rank that sums gradients over microbatches and receives gradients
+        of its parameters from other ranks, with ``held`` bytes before.
+        """
+        program = self._program
         received = sum(
             self._nbytes(program.leaves[leaf])
-            for leaf, found in enumerate(stages.gradients)
+            for leaf, found in enumerate(program.made.stages.gradients)
             for k in found
             if (program.stage_of[leaf] or 0) % program.ranks == rank != k % program.ranks
         )
         reduction = self._reductions.get(rank)
-        if reduction is not None:
-            peak = max(peak, end + reduction.memory - self._taken(reduction))
-        return max(peak, end + received)
+        reducing = 0 if reduction is None else reduction.memory - self._taken(reduction)
+        return held + max(received, reducing)
 
     def _held_throughout(self, rank: int) -> int:
         """Bytes of the parameters that a rank owns or borrows, and of its batch."""

@@ -243,8 +243,8 @@ def by_the_mean(p: Any, x: Any, weights: Any, experts: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (with_the_scale_before, "on a few drawn tokens"),
-        (beyond_a_capacity, "on a few drawn tokens"),
+        (with_the_scale_before, "results for a few random tokens"),
+        (beyond_a_capacity, "results for a few random tokens"),
         (by_the_mean, r"by aten\.sum"),
     ],
 )

@@ -208,7 +208,7 @@ def test_what_from_hf_refuses():
         ftp.from_hf(linear, axis=None)
     with pytest.raises(ftp.errors.SpecError, match="has no module of experts"):
         ftp.from_hf(linear, axis=None, expert_axis="ep")
-    with pytest.raises(ftp.errors.SpecError, match="it is one of the axes"):
+    with pytest.raises(ftp.errors.SpecError, match="token_axes must name it too"):
         ftp.from_hf(linear, expert_axis="ep", token_axes=("dp",))
     with pytest.raises(ftp.errors.SpecError, match="need expert_axis="):
         ftp.from_hf(linear, expert_capacity=2.0)

@@ -148,7 +148,7 @@ def test_a_style_function_that_does_not_fit_is_named_with_its_path():
         return {"weight": P(None, None, "tp")}, {}
 
     assert error_of({"blk.w1": narrow, "blk.w2": long}) == (
-        "plan['blk.w1']: narrow(path) does not take (path, module), with which a style is called:"
+        "plan['blk.w1']: narrow(path) must take (path, module), as every style:"
         " too many positional arguments.\n"
         "plan['blk.w2']: long('blk.w2', ...) gives P(None, None, 'tp'), of 3 entries, for"
         " 'weight', whose shape (4, 4) has 2 dims."

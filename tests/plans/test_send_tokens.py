@@ -394,7 +394,7 @@ def test_what_send_tokens_refuses():
             run(lambda p, x: form(p, x, 1), params, x, capacity=1.5)
         with pytest.raises(ftp.errors.SpecError, match="there are no tokens"):
             run(lambda p, x: form(p, x, 1), params, x[:0])
-    with pytest.raises(ftp.errors.SpecError, match="it is one of the axes"):
+    with pytest.raises(ftp.errors.SpecError, match="token_axes must name it too"):
         ftp.plans.send_tokens(dense, "ep", token_axes=("dp",))
     with pytest.raises(ftp.errors.SpecError, match="an equal load needs 1"):
         ftp.plans.on_expert_axis("ep", capacity=0.5)

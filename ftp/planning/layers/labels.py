@@ -1,12 +1,14 @@
 """The layer of each node of a graph, and whether two layers are equal.
 
-An input's layer is in its name (``layers.3.attn.wq``), or is its index in a stack (``ftp.scan``).
-Every other node belongs to the last layer that it is computed from, in a backward pass to the first
-one. A value that distant layers read, such as a global norm, belongs to none. Two layers are equal
-if their nodes are equal, in order, with operands from equally distant layers.
+The layer of an input is the number in its name (``layers.3.attn.wq``), or the index of the slice of
+a stack (``ftp.scan``). Another node belongs to the last layer among its operands; in a backward
+pass, to the first. A value that distant layers read, such as a global norm, belongs to no layer.
+Two layers are equal if they have the same nodes in the same order, with operands from layers at the
+same distance.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,10 +17,10 @@ from ftp.functional.remat import Region
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.planning.graph import Graph, Node, Value
 
-FEWEST = 6  # least number of equal layers in a row that are folded
+FEWEST = 6  # equal layers in a row that are folded
 
-# A number after a word: layers.3, layers[3], layers']['3; for nn.Sequential after the argument's
-# name: params['3
+# A word and a number: layers.3, layers[3], layers']['3; of nn.Sequential, the argument's name and a
+# number: params['3
 _INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
 
 _Layer = list[Any]
@@ -27,12 +29,17 @@ Named = TypeVar("Named")
 
 @dataclass
 class Layers:
-    """The nodes of each layer, in order; a node of no layer is shared. Each slice of a node in
-    ``stacks`` belongs to a layer.
+    """The layers of a graph.
+
+    Attributes:
+        of: the layer of each node; layers share the nodes that it lacks.
+        at: the position of each node in its layer.
+        nodes: of each layer, in order.
+        stacks: nodes whose results are slices, one for each layer.
     """
 
     of: dict[Node, int]
-    at: dict[Node, int]  # its place in the layer
+    at: dict[Node, int]
     nodes: list[list[Node]]
     stacks: set[Node]
 
@@ -41,13 +48,15 @@ class Layers:
 
 
 def label(graph: Graph, of_inputs: Mapping[Node, int], slices: int) -> Layers:
-    """Each node's layer."""
-    users: dict[Node, int] = {}
-    for node in graph.nodes:
-        for value in node.operands:
-            users[value.node] = users.get(value.node, 0) + 1
+    """The layers of a graph.
+
+    Args:
+        of_inputs: the layer of each input that has one.
+        slices: the number of slices of a stack; 0 if inputs have layers.
+    """
+    users = Counter(value.node for node in graph.nodes for value in node.operands)
     shared: set[Node] = set()
-    _labelled(graph, of_inputs, slices, users, shared)
+    _labelled(graph, of_inputs, slices, users, shared)  # finds the shared nodes
     return _labelled(graph, of_inputs, slices, users, shared)
 
 
@@ -58,8 +67,8 @@ def _labelled(
     users: Mapping[Node, int],
     shared: set[Node],
 ) -> Layers:
-    """Each node's layer. If a node's operands are from distant layers, the operand with most users
-    becomes ``shared``.
+    """The layers of a graph, given the ``shared`` nodes. If a node has operands from layers that
+    are not adjacent, the operand with most users is added to these.
     """
     stacks = {
         node
@@ -98,8 +107,8 @@ def _layer_of(
 
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
-    """The layer of each input that has one: the number in its path after the word that has the most
-    numbers.
+    """The layer of each input that has one, counted from 0: the order of the numbers that follow
+    the word of `word_and_numbers` in the paths.
     """
     _, found = word_and_numbers(names)
     order = {number: i for i, number in enumerate(sorted(set(found.values())))}
@@ -107,7 +116,8 @@ def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
 
 
 def word_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]:
-    """The word of a path that the most numbers follow, and the number of each name that has it.
+    """The word that most different numbers follow in the names, and the number in each name that
+    has the word.
 
     >>> word_and_numbers({0: "emb", 1: "layers.4.up", 2: "layers.5.up"})
     ('layers', {1: 4, 2: 5})
@@ -124,7 +134,7 @@ def word_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]
 
 
 def named_layers(graph: Graph) -> dict[Node, str]:
-    """Per node of a layer its name: ``layers.3``, or ``layer 3`` for a slice of a stack."""
+    """The name of each node's layer: ``layers.3``, or ``layer 3`` for a slice of a stack."""
     names = {node: node.name for node in graph.inputs}
     word, numbers = word_and_numbers(names)
     labels = numbered(names)
@@ -144,11 +154,11 @@ def named_layers(graph: Graph) -> dict[Node, str]:
 
 
 def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Source lines that are labelled as of the first or last layer but stand outside of it, such as
-    the head's: (layer, line).
+    """Source lines outside of all layers whose nodes `label` gives to the first or last layer, such
+    as the head's: (layer, line).
 
-    No other layer has such a line, and the line reads no parameter of the layer. Backward ops have
-    the lines of their forward ops.
+    Such a line occurs in no other layer, and reads no parameter of the layer. Backward ops have the
+    lines of their forward ops.
     """
     layers: dict[str, set[int]] = {}
     reading: set[tuple[int, str]] = set()
@@ -157,13 +167,11 @@ def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tu
             layers.setdefault(node.source, set()).add(layer)
             if any(_computed(value.node) in labels for value in node.operands):
                 reading.add((layer, node.source))
-    ends, is_one = (
-        {0, max(labels.values())},
-        {line for line, found in layers.items() if len(found) == 1},
-    )
-    if len(is_one) == len(layers):  # each layer has its own source lines
+    ends = {0, max(labels.values())}
+    of_one_layer = {line for line, found in layers.items() if len(found) == 1}
+    if len(of_one_layer) == len(layers):  # each layer has its own source lines
         return set()
-    return {(layer, line) for line in is_one for layer in layers[line] & ends} - reading
+    return {(layer, line) for line in of_one_layer for layer in layers[line] & ends} - reading
 
 
 def _computed(node: Node) -> Node:
@@ -201,7 +209,9 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
 
 
 def _refer(tree: Any, layer: int, layers: Layers) -> Any:
-    """Arguments of a layer's node, with values named by their place relative to the layer."""
+    """Arguments of a layer's node, with each value described by its position relative to the
+    layer.
+    """
     if isinstance(tree, Value):
         if tree.node in layers.stacks:
             return ("slice", id(tree.node), tree.index - layer)
@@ -221,8 +231,8 @@ def is_stack_of(node: Node, slices: int) -> bool:
 
 
 def stack_shift(node: Node, layers: Layers, layer: int) -> int:
-    """The number of layers from a slice of a stack to the layer that computes it: 0, or 1 or -1 for
-    a bias' gradient, which a neighbouring layer computes.
+    """The distance from a slice of a stack to the layer that computes it: 0, or 1 or -1 for a bias'
+    gradient, which a neighbouring layer computes.
     """
     found = {v.node: layers.of.get(v.node) for v in node.operands}
     return next(
