@@ -1,5 +1,5 @@
-"""Programs of functions that read sizes as Python numbers: each size is recorded, and planned with
-others whose recordings differ in numbers alone.
+"""Programs of functions that read sizes as Python numbers: each size is recorded, and sizes whose
+recordings differ only in numbers share plans.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,7 +21,7 @@ class AlikeSizes:
     """Sizes whose recordings are alike, and the traces that serve them.
 
     Attributes:
-        dynamic: the dynamic dims, and the unknown numbers among the ranges.
+        dynamic: the dynamic dims; the ranges are those of their sizes and of the unknown numbers.
         is_closed: whether sizes that no plan serves yet are planned one by one.
     """
 
@@ -45,8 +45,8 @@ class NumbersRead:
     def find(
         self, values: tuple[int, ...], recording: RecordedOps, dynamic: Dynamic
     ) -> tuple[AlikeSizes, tuple[int, ...]] | None:
-        """The group of a recording at these sizes, and its sizes and numbers; None where there are
-        not enough recordings like it.
+        """The group of a recording at these sizes, with the sizes and the recording's numbers; None
+        if there are too few recordings like it.
         """
         for group in self.groups:
             found = group.alike.numbers(values, recording)

@@ -55,16 +55,16 @@ def _unfit_static(leaf: Any, name: str) -> list[str]:
     if held := _held_tensors(leaf):
         return [
             f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors"
-            f" ({', '.join(held)}) that would be baked in as"
-            " constants. Register the class with optree (namespace='ftp'), or use a dict."
+            f" ({', '.join(held)}) that would be baked in as constants. Register the class with"
+            " optree (namespace='ftp'), or use a dict."
         ]
     try:
         hash(leaf)
     except TypeError:
         return [
             f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor"
-            " a hashable static value."
-            " Register the class with optree (namespace='ftp'), or use a dict, list or tuple."
+            " a hashable static value. Register the class with optree (namespace='ftp'), or use a"
+            " dict, list or tuple."
         ]
     return []
 
@@ -116,10 +116,8 @@ def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
             of_line, _ = changed.setdefault(located(node.meta["source"]), ([], node.target))
             if name not in of_line:
                 of_line.append(name)
-    raise_all(
-        TraceError,
-        [
-            f"{of_line[0]} is changed in place{line} by {op}{_as_well(of_line[1:])}. {COPY}"
-            for line, (of_line, op) in changed.items()
-        ],
+    failures = (
+        f"{of_line[0]} is changed in place{line} by {op}{_as_well(of_line[1:])}. {COPY}"
+        for line, (of_line, op) in changed.items()
     )
+    raise_all(TraceError, failures)

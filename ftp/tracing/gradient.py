@@ -72,13 +72,9 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         def scalar(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             # An alias, so that the graph shows a write to a batch tensor and an error can name it;
             # torch.func's own error does not.
-            own = [
-                aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf
-                for leaf in batch_leaves
-            ]
-            loss, extra = _split(
-                loss_fn, loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own)), has_aux
-            )
+            own = [aten.alias.default(x) if isinstance(x, Tensor) else x for x in batch_leaves]
+            out = loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own))
+            loss, extra = _split(loss_fn, out, has_aux)
             aux_leaves, aux_tree = flatten(counted(extra))
             aux[:] = aux_tree, aux_leaves
             return loss, [leaf for leaf in aux_leaves if isinstance(leaf, Tensor)]
@@ -89,12 +85,8 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             return loss, grads
         aux_tree, aux_leaves = aux
         fresh = iter(extras)
-        return (
-            loss,
-            aux_tree.unflatten(
-                [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves]
-            ),
-        ), grads
+        aux_leaves = [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves]
+        return (loss, aux_tree.unflatten(aux_leaves)), grads
 
     return fn
 
@@ -149,8 +141,7 @@ def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor
     if loss.ndim:
         raise InputError(
             f"The loss function{where} returns a tensor of shape {tuple(loss.shape)}; a gradient"
-            " needs a scalar, of shape ()."
-            " Reduce it with .mean() or .sum()."
+            " needs a scalar, of shape (). Reduce it with .mean() or .sum()."
         )
     if not loss.dtype.is_floating_point:
         raise InputError(
@@ -161,9 +152,8 @@ def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor
 
 
 def _kind(value: Any) -> str:
-    return (
-        f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
-    )
+    of = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{kind_of(value)}{of}"
 
 
 def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -184,8 +174,8 @@ def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 @contextmanager
 def noted_gradients() -> Iterator[None]:
-    """Inside the block, gradients by ``torch.func.grad`` and ``grad_and_value`` are noted, where a
-    pipeline asks for them.
+    """In a trace for a pipeline, note gradients by ``torch.func.grad`` and ``grad_and_value``
+    within the block.
     """
     noting = _noting(eager_transforms.grad_and_value_impl)
     owner = None if means_of_trace() is None else eager_transforms

@@ -1,5 +1,5 @@
-"""vmap rules for ops that torch maps in a loop, or by a lookup in all mapped tables at once. With
-these the mapped dim stays a dim of the op, so that a mesh axis may cut it without collectives.
+"""vmap rules for ops that torch maps in a loop, or by one lookup in all mapped tables. With these
+rules the mapped dim stays a dim of the op, so that a mesh axis may cut it without collectives.
 """
 
 import warnings
@@ -56,10 +56,8 @@ def _kernel(op: Any, call: MappedForm) -> Callable[..., Any]:
             made, mapped = call(op, interpreter.batch_size(), is_mapped, given, by_name)
         if isinstance(made, Tensor):
             return add_batch_dim(made, 0, level) if mapped else made
-        return tuple(
-            add_batch_dim(x, 0, level) if is_one else x
-            for x, is_one in zip(made, mapped, strict=True)
-        )
+        pairs = zip(made, mapped, strict=True)
+        return tuple(add_batch_dim(x, 0, level) if has_dim else x for x, has_dim in pairs)
 
     return run
 
@@ -102,7 +100,6 @@ def _of_rows(ids: Tensor, width: int) -> Tensor:
 
 def _attention(op: Any, n: int, is_mapped: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Fold the mapped dim into the batch; a bias is expanded over it."""
-    arguments = op._schema.arguments
     batch, *_ = next(
         x.shape[1 if mapped else 0 :]
         for x, mapped in zip(args, is_mapped[0], strict=True)
@@ -121,17 +118,14 @@ def _attention(op: Any, n: int, is_mapped: Any, args: Any, kwargs: Any) -> tuple
             return x.expand(n, batch, *x.shape[2:]).flatten(0, 1)
         return _all(x, n, mapped).flatten(0, 1)
 
-    given = [
-        joined(of.name, x, mapped)
-        for of, x, mapped in zip(arguments, args, is_mapped[0], strict=False)
-    ]
+    names = [argument.name for argument in op._schema.arguments]
+    given = map(joined, names, args, is_mapped[0])
     named = {k: joined(k, x, is_mapped[1][k]) for k, x in kwargs.items()}
     made = op(*given, **named)
     made = made if isinstance(made, tuple | list) else (made,)
     is_split = [isinstance(x, Tensor) and x.ndim > 2 for x in made]
-    parts = [
-        x.unflatten(0, (n, batch)) if split else x for x, split in zip(made, is_split, strict=True)
-    ]
+    pairs = zip(made, is_split, strict=True)
+    parts = [x.unflatten(0, (n, batch)) if split else x for x, split in pairs]
     return (tuple(parts), is_split) if len(parts) > 1 else (parts[0], is_split[0])
 
 

@@ -38,9 +38,8 @@ def istft(
     end = start + length if length is not None else size - start
 
     def overlapped(x: Tensor) -> Tensor:
-        return torch.ops.aten.unfold_backward(x, [*x.shape[:-2], size], x.ndim - 2, n_fft, hop)[
-            ..., start:end
-        ]
+        shape = [*x.shape[:-2], size]
+        return torch.ops.aten.unfold_backward(x, shape, x.ndim - 2, n_fft, hop)[..., start:end]
 
     out = overlapped(parts * window) / overlapped((window * window).expand(frames, n_fft))
     return F.pad(out, (0, end - size)) if end > size else out
@@ -74,9 +73,8 @@ def stft(
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     if center:
-        padded = F.pad(
-            input.reshape(1, *(1,) * (2 - input.ndim), *input.shape), [n_fft // 2] * 2, pad_mode
-        )
+        signals = input.reshape(1, *(1,) * (2 - input.ndim), *input.shape)
+        padded = F.pad(signals, [n_fft // 2] * 2, pad_mode)
         input = padded.reshape(*input.shape[:-1], padded.shape[-1])
     frames = input.unfold(-1, n_fft, hop)
     if window is not None or width < n_fft:

@@ -1,7 +1,5 @@
-"""Functions of torch that read values, to check them or to choose among equivalent algorithms: a
-trace has no values, so they are replaced.
-
-Also here: functions that torch can only compute by writes in place or by strides.
+"""Replacements for functions of torch that a trace cannot run: they read values to check them or to
+choose an algorithm, or they need writes in place or strides.
 """
 
 import math
@@ -10,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
 from types import FrameType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -163,7 +161,7 @@ def _asking_frame() -> FrameType | None:
 
 
 def _guarded(condition: Tensor, frame: FrameType) -> Any:
-    """The assumed value of a guard's condition; None where the value decides more."""
+    """The assumed value of a guard's condition; None if the condition is no guard's."""
     if not is_listening() or is_inside() or condition.numel() != 1:
         return None  # in ftp.local each rank has values of its own
     if (guard := guard_at(frame)) is None:
@@ -198,10 +196,8 @@ def _gaussian_nll_loss(
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
     with torch.no_grad():
-        below = (eps - var).clamp(
-            min=0
-        )  # added, so that the gradient is that of var itself, as torch's is
-    var = var + below
+        below = (eps - var).clamp(min=0)
+    var = var + below  # not var.clamp: the gradient is that of var itself, like torch's
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
@@ -211,10 +207,8 @@ def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> 
     if input.ndim != 1 or r <= 0:
         return torch.combinations(input, r, with_replacement)
     choose = combinations_with_replacement if with_replacement else combinations
-    chosen = torch.tensor(
-        list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device
-    ).reshape(-1, r)
-    return input[chosen]
+    places = list(choose(range(input.shape[0]), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(-1, r)]
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
@@ -223,10 +217,9 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
         return torch.index_fill(input, dim, index, value)
     shape = [1] * max(input.ndim, 1)
     size = shape[dim] = input.shape[dim] if input.ndim else 1
-    filled = torch.zeros(size, dtype=torch.bool, device=input.device).index_fill(
-        0, index.long(), True
-    )
-    return input.masked_fill(filled.reshape(shape[: input.ndim]), value.to(input.dtype))
+    filled = torch.zeros(size, dtype=torch.bool, device=input.device)
+    filled = filled.index_fill(0, index.long(), True).reshape(shape[: input.ndim])
+    return input.masked_fill(filled, value.to(input.dtype))
 
 
 def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
@@ -235,24 +228,18 @@ def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = F
     """
     at = [d for d, i in enumerate(indices) if i is not None]
     mask = indices[at[0]] if len(at) == 1 else None
-    if (
-        mask is None
-        or mask.dtype not in (torch.bool, torch.uint8)
-        or mask.shape != input.shape[at[0] : at[0] + mask.ndim]
-    ):
+    if not _is_mask(mask) or mask.shape != input.shape[at[0] : at[0] + mask.ndim]:
         return torch.index_put(input, indices, values, accumulate)
     behind = input.ndim - at[0] - mask.ndim
     before = values.ndim - behind
     if before <= 0 or values.shape[before - 1] == 1:
         kept = mask.to(torch.bool).reshape(*mask.shape, *(1,) * behind)
         if before > 0:
-            values = values.reshape(
-                *values.shape[: before - 1], *(1,) * mask.ndim, *values.shape[before:]
-            )
-        put = (
-            input + torch.where(kept, values, 0) if accumulate else torch.where(kept, values, input)
-        )
-        return put.to(input.dtype)
+            ones = (1,) * mask.ndim
+            values = values.reshape(*values.shape[: before - 1], *ones, *values.shape[before:])
+        if accumulate:
+            return (input + torch.where(kept, values, 0)).to(input.dtype)
+        return torch.where(kept, values, input).to(input.dtype)
     if not (values.requires_grad or is_gradtrackingtensor(values)):
         return torch.index_put(input, indices, values, accumulate)
     count = values.shape[before - 1]
@@ -271,8 +258,8 @@ def _getitem(input: Tensor, key: Any) -> Tensor:
 
 
 def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
-    """Of the first 0-d integer tensor in ``key``: its dim, the place along the dim, and the key for
-    a tensor of this place only. None if there is no such tensor.
+    """The first 0-d integer tensor in ``key``: the dim that it indexes, its place along the dim,
+    and the rest of the key, for a tensor that has this place only. None if there is none.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
     numbers = [
@@ -297,7 +284,7 @@ def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
     return dim, place, tuple(keys)
 
 
-def _is_mask(key: Any) -> bool:
+def _is_mask(key: Any) -> TypeGuard[Tensor]:
     return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
 
 
@@ -314,12 +301,7 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
         part = input.index_select(dim, place)
         _setitem(part, key, value)
         input.index_copy_(dim, place, part)
-    elif (
-        isinstance(key, Tensor)
-        and key.dtype in (torch.bool, torch.uint8)
-        and key.ndim
-        and isinstance(value, Tensor)
-    ):
+    elif _is_mask(key) and key.ndim and isinstance(value, Tensor):
         input.copy_(_index_put(input, (key,), value.to(input.dtype)))
     else:
         Tensor.__setitem__(input, key, value)
@@ -375,6 +357,17 @@ def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
 
 
+_METHODS: dict[str, Callable[..., Any]] = {  # also functions of torch
+    "bincount": bincount,
+    "narrow": narrow,
+    "cov": cov,
+    "corrcoef": corrcoef,
+    "index_fill": _index_fill,
+    "index_put": _index_put,
+    "istft": istft,
+    "stft": stft,
+}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch._is_all_true: torch.all,  # pyright: ignore[reportPrivateImportUsage]
     torch._is_any_true: torch.any,  # pyright: ignore[reportPrivateImportUsage]
@@ -385,35 +378,18 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
-    torch.bincount: bincount,
-    Tensor.bincount: bincount,
-    torch.narrow: narrow,
-    Tensor.narrow: narrow,
-    torch.cov: cov,
-    Tensor.cov: cov,
-    torch.corrcoef: corrcoef,
-    Tensor.corrcoef: corrcoef,
+    **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
     torch.combinations: _combinations,
     F.ctc_loss: _with_lengths(F.ctc_loss),
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
-    torch.index_fill: _index_fill,
-    Tensor.index_fill: _index_fill,
     Tensor.index_fill_: _in_place(_index_fill),
-    torch.index_put: _index_put,
-    Tensor.index_put: _index_put,
     Tensor.index_put_: _in_place(_index_put),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
-    torch.istft: istft,
-    Tensor.istft: istft,
-    torch.stft: stft,
-    torch.lstm: of_sequences("lstm"),
-    torch.gru: of_sequences("gru"),
-    torch.rnn_tanh: of_sequences("rnn_tanh"),
-    torch.rnn_relu: of_sequences("rnn_relu"),
-    Tensor.stft: stft,
-    Tensor.polygamma_: _in_place(
-        lambda input, n: torch.polygamma(n, input.clone())
-    ),  # torch cannot functionalize it
+    **{
+        getattr(torch, name): of_sequences(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    },
+    # torch cannot functionalize it.
+    Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),
 }
