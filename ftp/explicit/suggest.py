@@ -7,7 +7,7 @@ constraint: a constraint replaces a probe.
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -63,8 +63,8 @@ class Suggestion:
 
     plan: Plan
     wanted: tuple[Wanted, ...]
-    without: tuple[Node, ...] = ()
-    is_proven: bool = False
+    without: tuple[Node, ...]
+    is_proven: bool
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,27 @@ class Probed:
     names: Sequence[str]
 
     def planned(self, wanted: Mapping[Site, Wanted]) -> Plan:
-        """The plan with constraints in place of the probes at their sites."""
-        return self.plans(with_constraints(self.gm, self.calls, wanted))
+        """The plan with constraints in place of the probes at their sites, and without the other
+        probes.
+        """
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.gm.graph, {}))
+        for node in list(graph.nodes):
+            if (number := _probe_of(node)) is None:
+                continue
+            given = wanted.get(self.calls.sites[number].site)
+            if given is None:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+            else:
+                is_gradient = node.meta.get("phase", 0) % 2
+                entries = pin_to_str(given.pin) if given.grad or not is_gradient else MARK
+                node.args = (node.args[0], entries)
+        return self.plans(fx.GraphModule({}, graph))
 
-    def unasked(self, plan: Plan) -> list[Node]:
-        return unasked(plan, self.out_specs)
+    def unasked(self, plan: Plan, without: Collection[str] = ()) -> list[Node]:
+        """The plan's reshards that no line asks for; ``without``: constraints to ignore."""
+        return unasked(plan, self.out_specs, without)
 
     @cached_property
     def of_inputs(self) -> dict[str, list[int]]:
@@ -149,10 +165,10 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
     Constraints are tried in four forms: with or without the gradient, on all mesh axes or only on
     those of the reshards.
     """
-    sent = sent_by(plan)
+    sent = _sent_by(plan)
     places = Places(probed.planned({}), probed)
     found, without = places.all_wanted()
-    first = Suggestion(places.plan, tuple(found.values()), without)
+    first = Suggestion(places.plan, tuple(found.values()), without, is_proven=False)
     for on_fewer_axes, is_free in product((False, True), repeat=2):
         tried = found
         if on_fewer_axes:
@@ -162,7 +178,7 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
         for _ in range(ROUNDS):
             then = probed.planned(tried)
             if not probed.unasked(then):
-                if sent_by(then) != sent:
+                if _sent_by(then) != sent:
                     break
                 return _needed(tried, then, probed, sent)
             more, _ = Places(then, probed).all_wanted()
@@ -179,43 +195,21 @@ def _needed(
     kept = dict(wanted)
     for site in list(kept):
         less = {other: w for other, w in kept.items() if other != site}
-        if not less or unasked(plan, probed.out_specs, probed.nodes_at(site)):
+        if not less or probed.unasked(plan, probed.nodes_at(site)):
             continue
         then = probed.planned(less)
-        if not probed.unasked(then) and sent_by(then) == sent:
+        if not probed.unasked(then) and _sent_by(then) == sent:
             kept, plan = less, then
     names, without = set[str](), set[str]()
     for site in kept:
         without |= probed.nodes_at(site)
-        found = {m.name for m in unasked(plan, probed.out_specs, without)}
+        found = {m.name for m in probed.unasked(plan, without)}
         kept[site] = replace(kept[site], reshards=tuple(sorted(found - names)))
         names |= found
-    return Suggestion(plan, tuple(kept.values()), (), True)
+    return Suggestion(plan, tuple(kept.values()), (), is_proven=True)
 
 
-def with_constraints(
-    gm: fx.GraphModule, calls: TorchCalls, wanted: Mapping[Site, Wanted]
-) -> fx.GraphModule:
-    """A copy of the trace with constraints in place of the probes at their sites, and without the
-    other probes.
-    """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for node in list(graph.nodes):
-        if (number := _probe_of(node)) is None:
-            continue
-        given = wanted.get(calls.sites[number].site)
-        if given is None:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-        else:
-            is_gradient = node.meta.get("phase", 0) % 2
-            entries = pin_to_str(given.pin) if given.grad or not is_gradient else MARK
-            node.args = (node.args[0], entries)
-    return fx.GraphModule({}, graph)
-
-
-def sent_by(plan: Plan) -> Counter[Any]:
+def _sent_by(plan: Plan) -> Counter[Any]:
     """The collectives of a plan with their counts; a value and its views count as the same."""
     return Counter(
         (n.target.op, n.target.axes, math.prod(n.results[0].shape), n.results[0].dtype, n.phase % 2)
@@ -310,11 +304,9 @@ class Places:
         spec = self._layout(site)
         assert spec is not None
         gradients = [v for v in self.values[site] if v.node.phase % 2]
-        read_before_sum = any(
-            v.node.pending.get(v.index) and user.kind != "reshard"
-            for v in gradients
-            for user, _ in self.users.get(v, ())
-        )
+        pending = [v for v in gradients if v.node.pending.get(v.index)]
+        users = [user for v in pending for user, _ in self.users.get(v, ())]
+        read_before_sum = any(user.kind != "reshard" for user in users)
         grad = not read_before_sum and all(self._used_as(v, site) == spec for v in gradients)
         return Wanted(site, Pin(spec), grad, tuple(m.name for m in reshards))
 
@@ -332,16 +324,10 @@ class Places:
         sites = [site for v in makers(reshard.operands[0]) for site in self._at(v, reshard)]
         sites += self._from_users(reshard)
         call = getattr(reshard.operands[0].node.source, "call", None)
-        if call is not None:
-            sites += [
-                site
-                for site, values in self.values.items()
-                if not isinstance(site, Operand)
-                and any(
-                    getattr(v.node.source, "call", None) == call and not v.node.phase % 2
-                    for v in values
-                )
-            ]
+        for site, values in self.values.items() if call is not None else ():
+            made = [v.node for v in values if not v.node.phase % 2]
+            if any(getattr(node.source, "call", None) == call for node in made):
+                sites += [] if isinstance(site, Operand) else [site]
         return [site for site in dict.fromkeys(sites) if site in self.values]
 
     def _at(self, value: Value, reshard: Node) -> list[Site]:
