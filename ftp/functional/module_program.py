@@ -255,8 +255,8 @@ def _explained(
     if share := times_too_large(error):
         return TraceError(
             f"{name}: {error}\n  The tensor has {share} times the elements that its new shape"
-            f" holds, as where a model was edited for {share} ranks to view to its local head count."
-            " Model code sees global shapes here: give it the global count."
+            f" holds, as where a model was edited for {share} ranks to view to its local head"
+            " count. Model code sees global shapes here: give it the global count."
         )
     return None
 
