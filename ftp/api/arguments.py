@@ -11,7 +11,7 @@ import torch
 
 from ftp.api.dynamic_shapes import DynamicDims
 from ftp.errors import DonationError, InputError, raise_all
-from ftp.sharding.arguments import Shape
+from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.pytree import key_of_static, kind_of, leaf_names
@@ -60,14 +60,8 @@ class Arguments:
 
     @cached_property
     def names(self) -> list[str]:
-        roots = [
-            self.roots[i] if i < len(self.roots) else f"args[{i}]" for i in range(len(self.args))
-        ]
-        return [
-            name
-            for arg, root in zip(self.args, roots, strict=True)
-            for name in leaf_names(arg, root)
-        ]
+        named = zip(self.args, padded_names(self.roots, len(self.args)), strict=True)
+        return [name for arg, root in named for name in leaf_names(arg, root)]
 
     @cached_property
     def positions(self) -> list[int]:
@@ -87,15 +81,11 @@ class Arguments:
         far as this rank can tell.
         """
         head, *described = key
-        if self.key[0] != head:
-            return False
-        return all(
+        return self.key[0] == head and all(
             _is_alike(
-                leaf, shape, dtype, None if known is None else placement(mesh, spec, known), mesh
+                leaf, of[0], of[1], None if known is None else placement(mesh, spec, known), mesh
             )
-            for leaf, (shape, dtype, *_), known, spec in zip(
-                self.leaves, described, shapes, specs, strict=True
-            )
+            for leaf, of, known, spec in zip(self.leaves, described, shapes, specs, strict=True)
         )
 
 
@@ -119,11 +109,8 @@ def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         # A placement implies the dispatch keys, which take longer to read than all the rest.
         known = known_of(leaf)
-        return (
-            leaf.shape,
-            leaf.dtype,
-            known if known is not None else dispatch_keys(leaf).raw_repr(),
-        )
+        last = dispatch_keys(leaf).raw_repr() if known is None else known
+        return leaf.shape, leaf.dtype, last
     return key_of_static(leaf)
 
 
@@ -144,9 +131,8 @@ def check_static(call: Arguments) -> None:
         elif not _is_hashable(leaf):
             failures.append(
                 f"{name} is {kind_of(leaf)}: neither a tensor, nor a container that optree knows,"
-                " nor a hashable static value."
-                " Register the class with optree.register_pytree_node(..., namespace='ftp'), or"
-                " pass its tensors in a dict."
+                " nor a hashable static value. Register the class with"
+                " optree.register_pytree_node(..., namespace='ftp'), or pass its tensors in a dict."
             )
     raise_all(InputError, failures)
 
@@ -154,15 +140,11 @@ def check_static(call: Arguments) -> None:
 def nones(call: Arguments) -> list[str]:
     """The names of all None among the arguments."""
     found = []
-    for i, arg in enumerate(call.args):
-        root = call.roots[i] if i < len(call.roots) else f"args[{i}]"
+    for arg, root in zip(call.args, padded_names(call.roots, len(call.args)), strict=True):
         accessors = optree.tree_accessors(arg, none_is_leaf=True, namespace="ftp")
         leaves = optree.tree_leaves(arg, none_is_leaf=True, namespace="ftp")
-        found += [
-            accessor.codify(root)
-            for accessor, leaf in zip(accessors, leaves, strict=True)
-            if leaf is None
-        ]
+        nones = (at for at, leaf in zip(accessors, leaves, strict=True) if leaf is None)
+        found += [accessor.codify(root) for accessor in nones]
     return found
 
 
@@ -175,9 +157,9 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
             continue
         if _is_traced(leaf):
             failures.append(
-                f"{name} belongs to a trace or a transform of torch.func, and has no values."
-                " A step takes plain tensors;"
-                " inside another function call the function itself, not its step."
+                f"{name} belongs to a trace or a transform of torch.func, and has no values. A step"
+                " takes plain tensors; inside another function call the function itself, not its"
+                " step."
             )
         elif leaf.device.type == "meta":
             failures.append(
@@ -217,8 +199,8 @@ def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> N
 
 
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
-    """Raises for a donated tensor whose memory two leaves hold: a program writes to it while it
-    still reads the other.
+    """Raises for a donated tensor that shares memory with another leaf: a program would write to
+    one while it still reads the other.
     """
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
         raise DonationError(
@@ -245,8 +227,8 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
 def check_captured_kept(
     call: Arguments, donated: Sequence[int], captured: Sequence[torch.Tensor]
 ) -> None:
-    """Raises for a donated leaf that shares memory with a tensor which the function has captured: a
-    program reads that at each call.
+    """Raises for a donated leaf that shares memory with a tensor that the function captures and the
+    program reads at each call.
     """
     n = len(call.leaves)
     tensors = {i: call.leaves[i] for i in donated} | {n + k: x for k, x in enumerate(captured)}
@@ -261,7 +243,7 @@ def check_captured_kept(
 
 
 def _sharing(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, int]]:
-    """Pairs of tensors between whose first and last element lie elements of the other."""
+    """Pairs of tensors whose memory, from the first to the last element, overlaps."""
     real = {
         i: x
         for i, x in tensors.items()
@@ -292,14 +274,14 @@ def describe_keywords(
     Args:
         arguments: names of the positional arguments.
     """
-    positional = [arguments[i] if i < len(arguments) else f"args[{i}]" for i in range(n)]
+    positional = padded_names(arguments, n)
     if strange := [name for name in keywords if name not in arguments[n:]]:
         name, listed = getattr(fn, "__name__", kind_of(fn)), ", ".join(arguments)
         if strange[0] in _takes_by_name(fn):
             return (
                 f"The step takes no keyword {strange[0]!r}, though {name} does: its arguments"
-                f" are positional, ({listed})."
-                f" Make the step of functools.partial({name}, {strange[0]}=...)."
+                f" are positional, ({listed}). Make the step of functools.partial({name},"
+                f" {strange[0]}=...)."
             )
         again = f", and {strange[0]!r} was given already" if strange[0] in positional else ""
         return (

@@ -35,7 +35,7 @@ def build(
 
     Args:
         watch: what the planner reports to.
-        traced: the function's trace, where a report has made it already.
+        traced: the function's trace, if a report has made it already.
     """
     is_lowered = traced is not None
     traced = traced or inputs.traced or traced_for(definition, inputs)

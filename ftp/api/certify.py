@@ -77,8 +77,8 @@ def certified(program: Program) -> Certificate:
     except CertificateError:
         if not isinstance(program, SizedProgram):
             raise
-    # Where sizes are equal by coincidence, as a length to the model's width, or one, ops may have
-    # other rules than those by which they were planned.
+    # Sizes that are one, or equal by coincidence, such as a length and the model's width, may give
+    # ops other rules than those by which they were planned.
     with program.ranks.sizes.noting(program.values):
         return check(_with_formulas(certificate, program))
 
@@ -114,9 +114,7 @@ def certificate_of(program: Program) -> Certificate:
 
 
 def _at_sizes(program: SizedProgram) -> Certificate:
-    """The certificate of a program at its sizes: of the graphs that serve them, with their numbers
-    in place of formulas.
-    """
+    """The certificate of a program at its sizes: its graphs with numbers in place of formulas."""
     graphs: dict[str, int] = {}
     made: list[fx.Graph] = []
     at: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
@@ -263,11 +261,8 @@ def _pending(value: Value) -> tuple[tuple[str, str], ...]:
 
 def _arguments(given: Any, number: Callable[[Any], Any] = evaluated) -> Any:
     """An op's arguments with references for values, and numbers for formulas of dynamic sizes."""
-    return replaced(
-        given,
-        (Value, DynamicInt, DynamicFloat),
-        lambda x: _ref(x) if isinstance(x, Value) else number(x),
-    )
+    new = lambda x: _ref(x) if isinstance(x, Value) else number(x)  # noqa: E731
+    return replaced(given, (Value, DynamicInt, DynamicFloat), new)
 
 
 def _ref(value: Value) -> Ref:

@@ -16,7 +16,7 @@ from ftp.errors import InputError, SpecError, raise_all
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
-from ftp.sharding.arguments import Shape
+from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.counted_rows import are_counted
 from ftp.sharding.mesh import Mesh, use_mesh
@@ -70,7 +70,7 @@ class Definition:
         return getattr(self.fn, "__name__", kind_of(self.fn))
 
     def argument_name(self, position: int) -> str:
-        return self.arguments[position] if position < len(self.arguments) else f"args[{position}]"
+        return padded_names(self.arguments, position + 1)[position]
 
     @property
     def donated_names(self) -> dict[int, str]:
@@ -160,8 +160,8 @@ def traced_for(
 
 
 def _of_nones(names: Sequence[str], error: AttributeError | TypeError) -> str:
-    """The message for an error of a function whose arguments hold None. An AttributeError names
-    None as its object; a TypeError may have other causes.
+    """The message for an error of a function with None among its arguments. An AttributeError is
+    about None; a TypeError may have other causes.
     """
     line = raised_line(error)
     at = f" at {line}" if line else ""

@@ -21,6 +21,7 @@ from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement
+from ftp.tracing.alike import Alike
 
 
 class DynamicPrograms:
@@ -40,13 +41,13 @@ class DynamicPrograms:
         self._key_of = WeakKeyDictionary[Planned, tuple[object, ...]]()
 
     def known(self, definition: Definition, call: Arguments) -> Dynamic | None:
-        """The dims that change size, as far as is known before a call; None where none do."""
+        """The dims that change size, as far as known before the call; None if no dim does."""
         if definition.dynamic is not None:
             return definition.dynamic(call.args)
         return self._seen.known(call)
 
     def found(self, definition: Definition, inputs: Inputs) -> Dynamic | None:
-        """The dims that change size, these inputs among those seen; None where none do."""
+        """The dims that change size, with this call counted; None if no dim does."""
         if definition.dynamic is not None:
             return definition.dynamic(inputs.call.args)
         if not definition.finds_dynamic:
@@ -95,10 +96,10 @@ class DynamicPrograms:
         """The family of this call: programs of calls that differ from it only in dynamic sizes."""
         key = _key(call, dynamic)
         if key not in self.families:
-            for family in self.families.values():
-                if families.is_like(family, call, dynamic, mesh):
-                    self.families[key] = family
-                    break
+            known = self.families.values()
+            like = next((f for f in known if families.is_like(f, call, dynamic, mesh)), None)
+            if like is not None:
+                self.families[key] = like
         return self.families.get(key)
 
     def build(
@@ -179,7 +180,7 @@ def _like_others(
 ) -> Planned | None:
     """The program of a group for these sizes and numbers; None where it makes no more programs."""
     trace = group.trace_for(values)
-    plan = trace and next((p for p in trace.plans if p.holds(values)), None)
+    plan = trace and trace.plan_for(values)
     if plan is not None:
         return _at_size(plan, inputs.call, values, definition.mesh)
     if group.is_closed:
@@ -187,12 +188,7 @@ def _like_others(
     if trace is None:
         if len(group.traces) == families.MOST_TRACES:
             return None
-        sizes = families.sizes_for(group.dynamic, values)
-        formulas = families.shapes_with(group.dynamic, inputs.shapes, sizes)
-        traced = traced_for(
-            definition, inputs, formulas=formulas, sizes=sizes, replayed=group.alike
-        )
-        trace = FamilyTrace(traced, sizes)
+        trace = _traced_at(group.dynamic, definition, inputs, values, group.alike)
         group.traces.append(trace)
     if len(trace.plans) == MOST_PLANS:
         return None
@@ -208,15 +204,10 @@ def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: M
     program, like = plan.program(values), plan.planned
     if program.options.certify:
         check_certified(program)
+    outputs = (program.out_specs, program.out_shapes, plan.ranks.is_dynamic, like.placements)
     placements = tuple(
         placement(mesh, spec, shape) if is_dynamic else known
-        for spec, shape, is_dynamic, known in zip(
-            program.out_specs,
-            program.out_shapes,
-            plan.ranks.is_dynamic,
-            like.placements,
-            strict=True,
-        )
+        for spec, shape, is_dynamic, known in zip(*outputs, strict=True)
     )
     shapes = tuple(families.shapes_at(plan.dynamic, like.shapes, values))
     return replace(like, program=program, key=call.key, shapes=shapes, placements=placements)
@@ -226,18 +217,29 @@ def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: M
 def _traced(
     family: Family, definition: Definition, inputs: Inputs, values: tuple[int, ...]
 ) -> FamilyTrace | None:
-    """Trace for all sizes. Where the function's code compares sizes, the trace serves the sizes
-    with the same answers. None where a size is one and the function treats one in its own way.
+    """Trace for many sizes: if the function's code compares sizes, for those with the same results
+    of the comparisons. None if a size is one and the function treats one differently.
     """
     for at in families.sizes_to_trace(family, inputs.shapes, values):
-        sizes = families.sizes_for(family.dynamic, at)
-        formulas = families.shapes_with(family.dynamic, inputs.shapes, sizes)
-        traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes)
-        trace = FamilyTrace(traced, sizes)
+        trace = _traced_at(family.dynamic, definition, inputs, at)
         family.add(trace)
-        if sizes.conditions.holds(values):
+        if trace.sizes.conditions.holds(values):
             return trace
     return None
+
+
+def _traced_at(
+    dynamic: Dynamic,
+    definition: Definition,
+    inputs: Inputs,
+    values: tuple[int, ...],
+    replayed: Alike | None = None,
+) -> FamilyTrace:
+    """The trace for many sizes, such as ``values``."""
+    sizes = families.sizes_for(dynamic, values)
+    formulas = families.shapes_with(dynamic, inputs.shapes, sizes)
+    traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes, replayed=replayed)
+    return FamilyTrace(traced, sizes)
 
 
 @collection_paused()

@@ -1,5 +1,5 @@
-"""Which dims of a step's arguments change size from call to call: as ``dynamic_shapes`` names them,
-the way torch.export takes them, or as they changed so far.
+"""The dims of a step's arguments that change size from call to call: ``dynamic_shapes`` names them
+as torch.export takes them, or they have changed in earlier calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import optree
 import torch
 
 from ftp.errors import InputError, raise_all
-from ftp.sharding.arguments import Shape
+from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Dynamic:
 
 
 class SeenShapes:
-    """Finds the dims that change size by the shapes of a step's calls, from the third ones on.
+    """Finds the dims that change size from the shapes of a step's calls, from the third shapes on.
 
     Args:
         limit: the number of keys of arguments that are kept: those that came last.
@@ -118,7 +118,7 @@ class SeenShapes:
         return self._found.get(key)
 
 
-_THIRD, _SEEN = 3, 8  # shapes: those that show what changes, and those that are remembered
+_THIRD, _SEEN = 3, 8  # the number of shapes that show what changes, and of those remembered
 
 
 def _changing(seen: Sequence[tuple[Shape | None, ...]], names: Sequence[str]) -> Dynamic:
@@ -134,9 +134,7 @@ def _changing(seen: Sequence[tuple[Shape | None, ...]], names: Sequence[str]) ->
     return Dynamic(dims, tuple(named.values()), is_seen=True)
 
 
-def dynamic_dims(
-    given: Any, args: tuple[Any, ...], roots: Sequence[str], first: int = 0
-) -> Dynamic:
+def dynamic_dims(given: Any, args: tuple[Any, ...], roots: Sequence[str], first: int) -> Dynamic:
     """The dynamic dims of arguments.
 
     Args:
@@ -148,8 +146,7 @@ def dynamic_dims(
         InputError: where it does not fit the arguments.
     """
     reader = _RangeReader()
-    names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
-    mine, called = args[first:], names[first:]
+    mine, called = args[first:], padded_names(roots, len(args))[first:]
     if isinstance(given, Mapping) and set(called) & set(given) and not _is_of_tensor(given):
         if unknown := [name for name in given if name not in called]:
             raise InputError(

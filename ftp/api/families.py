@@ -79,6 +79,10 @@ class FamilyTrace:
     sizes: Sizes
     plans: list[FamilyPlan] = field(default_factory=list)
 
+    def plan_for(self, values: Sequence[int]) -> FamilyPlan | None:
+        """The plan that serves these sizes."""
+        return next((plan for plan in self.plans if plan.holds(values)), None)
+
 
 @dataclass(frozen=True)
 class ShapeCounts:
@@ -112,9 +116,9 @@ class Family:
     """The programs of calls that differ only in dynamic sizes.
 
     Attributes:
-        alone: the number of sizes that were traced for many and serve one.
-        why_not: why sizes are traced and planned one by one; "" where they are not.
-        numbers_read: the sizes that are, and those of them that are planned together.
+        alone: the number of traces for many sizes that turned out to serve one.
+        why_not: why sizes are traced and planned one by one; "" if they are not.
+        numbers_read: the recordings of sizes that are traced one by one; alike ones share plans.
     """
 
     dynamic: Dynamic
@@ -126,7 +130,7 @@ class Family:
     def find(self, values: Sequence[int]) -> FamilyPlan | None:
         """The plan that serves these sizes."""
         trace = self.trace_for(values)
-        return trace and next((p for p in trace.plans if p.holds(values)), None)
+        return trace and trace.plan_for(values)
 
     def trace_for(self, values: Sequence[int]) -> FamilyTrace | None:
         """The trace that serves these sizes."""
@@ -152,8 +156,8 @@ class Family:
             self.traces.append(trace)
 
     def give_up(self, error: Exception) -> None:
-        """Plan sizes that no plan serves yet one by one from now on, and say why where the user
-        named them or must know.
+        """Plan sizes that no plan serves yet one by one from now on. Warn if the user named the
+        dims, or if a certificate was refused.
         """
         self.why_not = reason(error)
         if isinstance(error, CertificateError):
@@ -169,7 +173,7 @@ class Family:
 
 
 def warn_of_refused(dynamic: Dynamic, error: CertificateError) -> None:
-    """Say that a certificate of a program of many sizes was refused: its size is planned alone."""
+    """Warn that the certificate of a program of many sizes was refused at one size."""
     warnings.warn(
         f"certify: a program of many sizes of {_named(dynamic)} is refused at these sizes, which"
         f" are planned for themselves. That is a fault of ftp: please report it: {reason(error)}",
@@ -187,7 +191,7 @@ def reason(error: Exception) -> str:
 
 
 def symbolic_of(sizes: Sizes) -> Any:
-    """The sizes as torch's symbolic ints. Imported where they are used: sympy takes long."""
+    """The sizes as torch's symbolic ints; imported late, because sympy takes long to import."""
     from ftp.tracing.symbolic import symbolic_of
 
     return symbolic_of(sizes)

@@ -114,20 +114,13 @@ def initializer(
         params = {path: found[path] for path in trained}
         return (params, {path: found[path] for path in others}) if buffers else params
 
-    like = {path: tensors[path] for path in trained}
-    out_specs: Any = dict(
-        zip(
-            sorted(like),
-            broadcast_specs(PartitionSpec() if specs is None else specs, like, "params"),
-            strict=True,
-        )
-    )
+    def by_path(specs: Any, paths: list[str], what: str) -> dict[str, PartitionSpec]:
+        given = broadcast_specs(specs, {path: tensors[path] for path in paths}, what)
+        return dict(zip(sorted(paths), given, strict=True))
+
+    out_specs: Any = by_path(PartitionSpec() if specs is None else specs, trained, "params")
     if buffers:
-        rest = {path: tensors[path] for path in others}
-        out_specs = (
-            out_specs,
-            dict(zip(sorted(rest), broadcast_specs(buffer_specs, rest, "buffers"), strict=True)),
-        )
+        out_specs = out_specs, by_path(buffer_specs, others, "buffers")
     return spmd(drawn, resolve(mesh), PartitionSpec(), out_specs)
 
 
@@ -137,12 +130,10 @@ def _overrides(
     failures: list[str] = []
 
     def check(pattern: str, value: Any) -> str | None:
-        return (
-            None
-            if callable(value)
-            else f"init[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a function (key,"
-            " shape, dtype)."
-        )
+        if callable(value):
+            return None
+        what = f"init[{pattern!r}] is {value!r}, {kind_of(value)}"
+        return f"{what}; it must be a function (key, shape, dtype)."
 
     answers = [(tuple(path.split(".")),) for path in tensors]
     found = match_patterns(init, answers, list(tensors), "the parameters", failures, check)
@@ -167,15 +158,11 @@ def _drawn(
             shape, dtype = tuple(tensors[path].shape), tensors[path].dtype
             with draws.at(path):
                 made = initializer(draws.next_key(f"init of {path!r}"), shape, dtype)
-            if not isinstance(made, Tensor) or (tuple(made.shape), made.dtype) != (shape, dtype):
-                what = (
-                    f"{made.dtype} of shape {tuple(made.shape)}"
-                    if isinstance(made, Tensor)
-                    else repr(made)
-                )
-                raise InputError(
-                    f"init of {path!r} returns {what}; the parameter is {dtype} of shape {shape}."
-                )
+            due, what = f"{dtype} of shape {shape}", repr(made)
+            if isinstance(made, Tensor):
+                what = f"{made.dtype} of shape {tuple(made.shape)}"
+            if what != due:
+                raise InputError(f"init of {path!r} returns {what}; the parameter is {due}.")
             fresh[path] = made
     return fresh
 
@@ -184,8 +171,8 @@ def _drawn(
 def _fresh(
     model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """A context in which the model's modules hold new tensors. The dict has them by path; at the
-    end it gets those that the modules hold then, and the model is restored.
+    """Give the model's modules new tensors within the block; yields these by path. At the end of
+    the block the dict gets the tensors that the modules hold then, and the model is restored.
     """
     paths = {id(t): path for path, t in tensors.items()}
     fresh: dict[str, Tensor] = {}
@@ -197,9 +184,8 @@ def _fresh(
                 own[kind] = dict(own[kind])
                 for name, tensor in own[kind].items():
                     if tensor is not None:
-                        own[kind][name] = made = torch.empty(
-                            tensor.shape, dtype=tensor.dtype, device=device
-                        )
+                        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                        own[kind][name] = made
                         path = f"{prefix}.{name}" if prefix else name
                         # A tied tensor is read only under its first path.
                         if paths[id(tensor)] == path:
@@ -240,8 +226,7 @@ def _check_covered(
         what = "parameter" if isinstance(tensors[path], nn.Parameter) else "buffer"
         failures.append(
             f"{what} {path!r} has no initialization: {why}. Write one that fills self.{name} in"
-            " place, or give"
-            f" init={{{path!r}: lambda key, shape, dtype: ...}}, such as 0.02 *"
+            f" place, or give init={{{path!r}: lambda key, shape, dtype: ...}}, such as 0.02 *"
             " ftp.random.normal(key, shape, dtype)."
         )
     raise_all(InputError, failures)

@@ -19,8 +19,8 @@ class Inputs:
 
     Attributes:
         shapes: None for static leaves.
-        handed_out: how the first rank's plan reaches ranks of other hosts, where there are several.
-        traced: the function's trace for them, where it is made already.
+        handed_out: how the first rank's plan reaches ranks of other hosts, if there are several.
+        traced: the function's trace for them, if it is made already.
     """
 
     call: Arguments

@@ -117,9 +117,7 @@ def _check_axes(options: Options, mesh: Mesh) -> None:
 
 
 def _check_prefetch(prefetch: Any) -> None:
-    if prefetch is not None and (
-        isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
-    ):
+    if prefetch is not None and (type(prefetch) is not int or prefetch < 0):
         raise InputError(
             f"prefetch is {prefetch!r}; it must be a number of bytes, 0 for none, or None for"
             " those of the largest parameter."
@@ -127,7 +125,7 @@ def _check_prefetch(prefetch: Any) -> None:
 
 
 def _check_count(name: str, count: Any, unit: str) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if type(count) is not int or count < 1:
         raise InputError(f"{name} is {count!r}; it must be a number of {unit}.")
 
 
@@ -142,8 +140,8 @@ def _check_cuda_graph(options: Options, mesh: Mesh) -> None:
     if options.check_inputs:
         raise InputError(
             "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
-            " call, for which the GPU waits."
-            " Leave one out, and call ftp.check_replicas now and then."
+            " call, for which the GPU waits. Leave one out, and call ftp.check_replicas now and"
+            " then."
         )
 
 
@@ -166,9 +164,8 @@ def _check_async_tp(options: Options, mesh: Mesh) -> None:
         return
     if mesh.kind == "process" and mesh.device_type != "cuda":
         raise MeshError(
-            f"async_tp=True, but the mesh {mesh} has no GPUs with symmetric memory."
-            " Leave it out; chunks=n hides the same"
-            " reshards behind matmuls with ordinary collectives."
+            f"async_tp=True, but the mesh {mesh} has no GPUs with symmetric memory. Leave it out;"
+            " chunks=n hides the same reshards behind matmuls with ordinary collectives."
         )
     if options.chunks > 1:
         raise InputError(

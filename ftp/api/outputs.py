@@ -1,5 +1,6 @@
 """The specs and the memory of a step's outputs."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def returned_trees(
     out_specs: Sequence[PartitionSpec | None],
 ) -> dict[int, list[list[int]]]:
     """The arguments that the result returns, such as an optimizer's state: a subtree of the result
-    has the argument's tree and shapes, and its specs where the result's specs are given.
+    has the argument's tree and shapes, and no other specs than the argument.
 
     Returns:
         Per position of such an argument, for each equal tree of the result, the indices of its
@@ -57,28 +58,25 @@ def with_given(
     given: Mapping[int, Sequence[PartitionSpec]],
     traced: Traced,
 ) -> list[PartitionSpec | None]:
-    """``out_specs`` in which an output without a spec that returns an argument has the argument's
-    spec, so that the next call can take it.
+    """``out_specs``, with the argument's spec for an output without a spec that returns an
+    argument, so that the next call can take it.
 
-    Several equal arguments are matched to the result's equal trees in order; where their numbers
+    Several equal arguments are matched to the result's equal trees in order; if their numbers
     differ, the planner chooses.
     """
     found = list(out_specs)
-    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for indices in sorted(
-        {tuple(indices) for found in trees.values() for indices in found},
-        key=lambda own: (own[0], -len(own)),
-    ):
-        alike.setdefault(
-            tuple(p for p, found in trees.items() if list(indices) in found), []
-        ).append(indices)
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+    every = {tuple(indices) for of in trees.values() for indices in of}
+    for indices in sorted(every, key=lambda own: (own[0], -len(own))):
+        positions = tuple(p for p, of in trees.items() if list(indices) in of)
+        alike[positions].append(indices)
     for positions, subtrees in alike.items():
         specs = [given[position] for position in positions]
         if all(of == specs[0] for of in specs):
             specs = specs[:1] * len(subtrees)
-        for indices, of in (
-            zip(subtrees, specs, strict=False) if len(subtrees) == len(specs) else ()
-        ):
+        if len(subtrees) != len(specs):
+            continue
+        for indices, of in zip(subtrees, specs, strict=True):
             for i, spec in zip(indices, of, strict=True):
                 if not traced.is_static[i] and found[leaf := traced.out_leaves[i]] is None:
                     found[leaf] = spec

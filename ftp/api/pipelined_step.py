@@ -217,8 +217,8 @@ def plan_pipeline(
 def _warn_of_idle_stages(
     stages: Stages, stage_of: Sequence[int | None], names: Sequence[str]
 ) -> None:
-    """Warn of a stage whose parameters are read by later stages alone: what the loss computes first
-    reads a parameter of one of these.
+    """Warn of a stage whose parameters only later stages read: the op that reads them also reads a
+    value computed there.
     """
     for k in range(len(stages.forward)):
         read = [i for i, at in enumerate(stages.borrowed) if at and stage_of[i] == k]
@@ -238,8 +238,8 @@ def _warn_of_idle_stages(
 def _copied(pipeline: Pipeline, batch: Sequence[StoredValue], within: Mesh) -> list[bool]:
     """Per batch tensor, whether a microbatch is a copy because its rows are not adjacent."""
     count = pipeline.microbatches
-    rows = [local_shape(held.spec, held.shape, within.axes)[0] for held in batch]
-    return [count < n for n in rows] if count > 1 else [False] * len(rows)
+    rows = (local_shape(held.spec, held.shape, within.axes)[0] for held in batch)
+    return [1 < count < n for n in rows]
 
 
 def check_batch(

@@ -51,11 +51,7 @@ class PipelinedTrainStep(StepOfMicrobatches):
         names, specs, shapes = inputs.tensor_names, inputs.specs, inputs.shapes
         whole, noted = self._noted(inputs)
         traced, (out_specs, returned) = whole, specs_of_results(definition, inputs, whole)
-        in_stages = {
-            position
-            for position, spec in zip(inputs.call.positions, specs, strict=True)
-            if staged(spec) is not None
-        }
+        in_stages = {call.positions[i] for i, s in enumerate(specs) if staged(s) is not None}
         state = definition.state.union(returned, in_stages)
         is_state = [position in state for position in inputs.tensor_positions]
         batch = batch_of(traced.gm, noted, is_state)
@@ -99,7 +95,7 @@ class PipelinedTrainStep(StepOfMicrobatches):
         return traced, Noted(results, is_gradient, len(means.batch))
 
     def _check_sizes(self, noted: Noted, whole: Traced, traced: Traced) -> None:
-        """Raises where ops after the gradient depend on the batch size: the trace saw one
+        """Raises if ops after the gradient depend on the size of the batch: the trace saw one
         microbatch.
         """
         is_alike = is_alike_after(traced.gm, whole.gm, noted)

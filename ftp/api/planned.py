@@ -50,9 +50,7 @@ class Planned:
         return any(place.now() is not place.tensor for place in self.captured)
 
     def describe_leaf(self, i: int) -> str:
-        """The part of the program's key that a leaf gives, in words: dtype and global shape, or a
-        value.
-        """
+        """A leaf in words, as it counts in the program's key: dtype and global shape, or value."""
         shape, (kind, known, *_) = self.shapes[i], self.key[1 + i]
         if shape is not None:
             return f"{str(known).removeprefix('torch.')}{list(shape)}"
@@ -86,23 +84,18 @@ def planned_for(
     Args:
         donated: names of the donated arguments, by position.
     """
-    call, facts = inputs.call, {position: Donated(name) for position, name in donated.items()}
+    positions = inputs.call.positions
+    facts = {position: Donated(name) for position, name in donated.items()}
+    outputs = zip(program.out_specs, program.out_shapes, strict=True)
+    renewed = program.renewed if isinstance(program, Program) else ()
+    reused = [i for i in program.tensor_leaves if positions[i] in facts]
     return Planned(
         program,  # type: ignore[arg-type]
-        call.key,
+        inputs.call.key,
         tuple(inputs.shapes),
-        tuple(
-            placement(mesh, spec, tuple(shape))
-            for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
-        ),
-        tuple((i, RENEWALS[name]) for i, name in program.renewed)
-        if isinstance(program, Program)
-        else (),
-        tuple(
-            (i, facts[call.positions[i]])
-            for i in program.tensor_leaves
-            if call.positions[i] in facts
-        ),
+        tuple(placement(mesh, spec, tuple(shape)) for spec, shape in outputs),
+        tuple((i, RENEWALS[name]) for i, name in renewed),
+        tuple((i, facts[positions[i]]) for i in reused),
         captured,
         asked,
     )

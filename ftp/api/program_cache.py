@@ -40,14 +40,10 @@ class ProgramCache:
 
     def alike(self, call: Arguments, mesh: Mesh) -> Planned | None:
         """A program that was made for other arguments and serves these too."""
-        return next(
-            (
-                p
-                for p in self.programs.values()
-                if call.is_like(p.key, p.shapes, p.program.leaf_specs, mesh)
-            ),
-            None,
-        )
+        for known in self.programs.values():
+            if call.is_like(known.key, known.shapes, known.program.leaf_specs, mesh):
+                return known
+        return None
 
     def use(self, planned: Planned) -> Planned | None:
         """Mark a program as used. Drops the least recently used one where there are too many, and

@@ -95,16 +95,9 @@ def _by_program(
 
 # Dtypes that every backend can send, and that every op which only moves elements has a kernel for.
 _SENT_AS_IS = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-}
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool,
+}  # fmt: skip
 
 
 def _resharded_as_bytes(

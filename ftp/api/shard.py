@@ -143,8 +143,7 @@ def shard(
     names = argument_names(loss_fn)
 
     def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        in_rows = pipeline is not None
-        (params, *batch), of_key = _before_key(args, in_rows=in_rows) if rng else (args, [])
+        (params, *batch), of_key = _before_key(args, pipeline is not None) if rng else (args, [])
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
         if sums := [spec for spec in given if spec.unreduced]:
             raise SpecError(
@@ -251,18 +250,16 @@ def spmd(
     names = argument_names(fn)
 
     def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        given, of_key = _before_key(args, in_rows=in_rows) if rng else (args, [])
+        given, of_key = _before_key(args, in_rows) if rng else (args, [])
         specs = PartitionSpec() if in_specs is None else in_specs
         return argument_specs(specs, given, names, "in_specs") + of_key
 
     def output_specs(
         result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
     ) -> Sequence[PartitionSpec | None]:
-        return (
-            [None] * len(flatten(result)[0])
-            if out_specs is None
-            else broadcast_specs(out_specs, result, "the result")
-        )
+        if out_specs is None:
+            return [None] * len(flatten(result)[0])
+        return broadcast_specs(out_specs, result, "the result")
 
     m = resolve(mesh)
     options = checked_options(m, options)
@@ -326,7 +323,7 @@ def _reads(mesh: Mesh, options: Options) -> ValuesRead | None:
 
 
 def _before_key(
-    args: tuple[Any, ...], *, in_rows: bool = False
+    args: tuple[Any, ...], in_rows: bool
 ) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
     """The arguments before the key, and the key's spec, P().
 
@@ -340,9 +337,7 @@ def _before_key(
 
 
 def _with_row(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, whose last argument is a key, as a function that takes a microbatch's row of keys,
-    which holds one key.
-    """
+    """``fn`` of a key as a function of a microbatch's row of keys, which holds one key."""
 
     @wraps(fn)
     def with_row(*args: Any) -> Any:

@@ -81,7 +81,7 @@ def plan_rounds(
         facts: as of `result_facts`.
 
     Raises:
-        SpecError: stages over several axes, or over one that is cut otherwise too.
+        SpecError: stages over several axes, or over one that specs also cut dims over.
     """
     mesh, options = definition.mesh, definition.options
     axis = _axis([*specs, *(s for s in out_specs if s is not None)])
@@ -158,7 +158,7 @@ def plan_rounds(
 
 
 def _axis(specs: Sequence[PartitionSpec]) -> str:
-    """The axis of the stages; raises where there are several, or it is cut otherwise too."""
+    """The axis of the stages; raises if there are several, or if specs also cut dims over it."""
     entries = [entry for s in specs if (entry := staged(s)) is not None]
     axes = sorted({entry.axis for entry in entries})
     if len(axes) > 1:

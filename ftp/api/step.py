@@ -119,8 +119,8 @@ class Step:
     def _result(
         self, planned: Planned, outputs: list[torch.Tensor], record: Calls, args: tuple[Any, ...]
     ) -> Any:
-        """The function's result; where the program returns a value that the function reads, the
-        result of the step that goes on with it.
+        """The function's result. If the program returns a value that the function reads, the result
+        of the step that is traced with this value.
         """
         if planned.asked is None:
             return planned.result(outputs)
@@ -169,8 +169,8 @@ class Step:
 
     @property
     def shapes(self) -> ShapeCounts:
-        """How many traces and plans serve all sizes of dims that change, and why sizes are planned
-        one by one, where they are.
+        """How many traces and plans serve many sizes of dims that change, and why sizes are planned
+        one by one, if they are.
         """
         return self._dynamic.counts()
 
@@ -233,8 +233,8 @@ class Step:
         if self.mesh.kind == "abstract":
             raise MeshError(
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Read the"
-                " program with step.lower(...), or make the"
-                " step on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
+                " program with step.lower(...), or make the step on ftp.make_mesh(...) or"
+                " ftp.simulated_mesh(...)."
             )
         return calls(self.mesh)
 
@@ -347,7 +347,7 @@ def _check_captured_kept(call: Arguments, planned: Planned) -> None:
 
 
 def _check_inputs(call: Arguments, program: Program, mesh: Mesh, record: Calls) -> None:
-    """Raises where replicas differ on the ranks, or an index is out of range."""
+    """Raises if replicas differ between ranks, or if an index is out of range."""
     when = f" at call {record.next()}"
     given = [*(call.leaves[i] for i in program.tensor_leaves), *program.constants]
     names = [call.names[i] for i in program.tensor_leaves]
@@ -362,6 +362,6 @@ def _check_inputs(call: Arguments, program: Program, mesh: Mesh, record: Calls) 
 
 
 def _several(hosts: Iterable[str]) -> tuple[str, ...]:
-    """The hosts of ranks; none where it is one."""
+    """The hosts of ranks, if there are several."""
     found = tuple(hosts)
     return found if len(set(found)) > 1 else ()

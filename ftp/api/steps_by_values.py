@@ -20,15 +20,15 @@ _MANY = 10  # values, at which a step warns
 
 
 class StepsByValues:
-    """The steps that go on from a value that a function reads: one for each value.
+    """The steps of a function that reads a value, one for each value.
 
     Args:
         definition: of the step whose program returns the value.
         new_step: makes a step of a definition.
 
     Attributes:
-        last: the step of the value that was read last, for each kind of values: another kind's
-            first value is one of another line.
+        last: the step of the value that was read last, for each kind of values: the first value of
+            another kind is read at another line.
     """
 
     def __init__(self, definition: Definition, new_step: "Callable[[Definition], Step]"):

@@ -34,7 +34,7 @@ from ftp.per_rank.program import Port, RankCode, interned
 from ftp.per_rank.trace_locally import check_captured, index_of, run_inside, trace_apart
 from ftp.per_rank.uneven import UnevenCut, check_result, uneven_cut, with_own_rows
 from ftp.per_rank.varying import check_claims, infer
-from ftp.sharding.arguments import argument_names, argument_specs
+from ftp.sharding.arguments import argument_names, argument_specs, padded_names
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import (
     broadcast_specs,
@@ -223,8 +223,7 @@ def _prepare(
     args: tuple[Any, ...],
 ) -> _Local:
     check_captured(fn)
-    roots = argument_names(fn)
-    roots = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
+    roots = padded_names(argument_names(fn), len(args))
     leaves, tree = flatten(args)
     names = [name for arg, root in zip(args, roots, strict=True) for name in leaf_names(arg, root)]
     specs = argument_specs(in_specs, args, roots, "in_specs")

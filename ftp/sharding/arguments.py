@@ -22,11 +22,20 @@ def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     )
 
 
+def padded_names(names: Sequence[str], count: int) -> list[str]:
+    """The names of ``count`` arguments; those without a name are called by position.
+
+    >>> padded_names(["x"], 2)
+    ['x', 'args[1]']
+    """
+    return [*names[:count], *(f"args[{i}]" for i in range(len(names), count))]
+
+
 def argument_specs(
     specs: Any, args: tuple[Any, ...], roots: Sequence[str], where: str
 ) -> list[PartitionSpec]:
     """A spec for each leaf, from a prefix tree of the tuple of arguments, or of a single one."""
-    names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
+    names = padded_names(roots, len(args))
     if isinstance(specs, PartitionSpec):
         return [specs] * len(flatten(args)[0])
     if len(args) == 1 and not (isinstance(specs, tuple) and len(specs) == 1):
