@@ -5,6 +5,7 @@ function computes with them as with Python numbers; the program computes their v
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,6 +175,17 @@ def without_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any
     return map_leaves(
         lambda x: x.beside(other) if isinstance(x, TracedNumber) else x, (args, dict(kwargs))
     )
+
+
+def arrays_stacked(tree: Any) -> Any:
+    """A tree of arguments with arrays of traced numbers, such as ``x.numpy()``, as tensors."""
+    if isinstance(tree, dict):
+        return {key: arrays_stacked(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(arrays_stacked, tree))
+    if isinstance(tree, np.ndarray) and tree.dtype == object and tree.size:
+        return torch.stack([_tensor(x) for x in tree.flat]).reshape(tree.shape)
+    return tree
 
 
 def numbers_read(tree: Any) -> Any:

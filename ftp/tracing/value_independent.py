@@ -40,7 +40,13 @@ from ftp.tracing.selected_slices import slices_read, write_traced_slice
 from ftp.tracing.selecting import SELECTING, selection, with_counts
 from ftp.tracing.short_time_fourier import istft, stft
 from ftp.tracing.sparse_matmuls import MATMULS, matmul
-from ftp.tracing.traced_number import TracedNumber, beside_narrow, numbers_read, without_numbers
+from ftp.tracing.traced_number import (
+    TracedNumber,
+    arrays_stacked,
+    beside_narrow,
+    numbers_read,
+    without_numbers,
+)
 from ftp.tracing.values_read import Level, is_reading, python_value
 
 
@@ -55,6 +61,7 @@ class unchecked(ModeOfBlocks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if TracedNumber in types:
+            args, kwargs = arrays_stacked(args), arrays_stacked(kwargs or {})
             if (found := sized_by_row_count(func, args, kwargs or {})) is not None:
                 return found
             if (found := beside_narrow(func, args, kwargs or {})) is not None:

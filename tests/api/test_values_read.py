@@ -309,3 +309,15 @@ def test_arrays_of_numpy_are_read():
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
     for k in INDICES:
         torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k))
+
+
+def test_an_array_of_values_is_an_index():
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:  # TimesNet: periods of frequencies
+        y = x @ w
+        top = y.square().mean(0).topk(2)[1].detach().cpu().numpy()
+        periods, weights = 7 // (top + 2), y[:, top]
+        parts = [y.reshape(-1, period, 6).amax(1).sum() for period in periods]
+        return (torch.stack(parts) * weights.mean(0)).sum()
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"))
+    torch.testing.assert_close(step(W, X, INDICES[0]), expected(fn, W, X, INDICES[0]))
