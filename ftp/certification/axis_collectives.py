@@ -45,17 +45,14 @@ def _first(x: ElementMap, dim: int) -> ElementMap:
 
 def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
     """Whether all ranks along an axis hold the same elements."""
-    if any(p.held.is_zero != parts[0].held.is_zero for p in parts):
-        return False
-    return not any(i.varies(along.dim) for i in _column(parts, along).index)
+    return len({p.held.is_zero for p in parts}) == 1 and not any(
+        i.varies(along.dim) for i in _column(parts, along).index
+    )
 
 
 def _require_alike(parts: Sequence[Contribution], along: MeshAxis, what: str) -> None:
-    """Raises Unsound unless ranks send parts of one shape and one value, with no sum pending over
-    the axis.
-
-    Args:
-        what: is done to the parts, for the message.
+    """Raise Unsound unless the ranks' parts have one shape and one value, and no sum of them is
+    pending over the axis. ``what`` names the collective in the message: "gathered", "exchanged".
     """
     first = parts[0].held
     if any(p.held.shape != first.shape for p in parts) or not first.groups:
@@ -75,22 +72,21 @@ def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     x = _column(parts, along)
     if not x.index:
         _require_no_zeros(parts)
-        return replace(x, atoms=(along.n, *x.atoms), groups=(x.groups[0] + 1, *x.groups[1:]))
-    places = [d + (d >= x.lead) for d in range(x.lead + len(x.atoms))]
-    places[along.dim] = x.lead
-    index = tuple(i.renamed(places, len(places) + 1) for i in x.index)
-    return ElementMap(
-        x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending
-    )
+    ndim = x.lead + len(x.atoms)
+    places = [x.lead if d == along.dim else d + (d >= x.lead) for d in range(ndim)]
+    index = tuple(i.renamed(places, ndim + 1) for i in x.index)
+    groups = (x.groups[0] + 1, *x.groups[1:])
+    return replace(x, atoms=(along.n, *x.atoms), groups=groups, index=index)
 
 
 def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> ElementMap:
-    """The result of a reduction: a pending sum is done, or parts padded with zeros are joined."""
+    """The result of a reduction: it completes a pending reduction, or adds up parts of the value
+    that are padded with zeros.
+    """
     first, axis = parts[0].held, along.name
     if any(p.held.shape != first.shape or p.held.value != first.value for p in parts):
-        raise Unsound(
-            f"ranks send tensors of shapes {[p.held.shape for p in parts]} to one reduction"
-        )
+        shapes = [p.held.shape for p in parts]
+        raise Unsound(f"ranks send tensors of shapes {shapes} to one reduction")
     if first.is_empty:
         return replace(first, pending=first.pending - {(axis, op)})
     if (axis, op) in first.pending:
@@ -98,10 +94,8 @@ def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> Elem
             raise Unsound("ranks send different parts to one reduction")
         return replace(_first(first, along.dim), pending=first.pending - {(axis, op)})
     if any(a == axis for p in parts for a, _ in p.held.pending):
-        raise Unsound(
-            f"the reduction that is pending over {axis} is"
-            f" {dict(first.pending).get(axis, 'another')}, not {op}"
-        )
+        pending = dict(first.pending).get(axis, "another")
+        raise Unsound(f"the reduction that is pending over {axis} is {pending}, not {op}")
     if op in ("max", "min"):
         is_other = any(p.held.is_zero or p.held.pending != first.pending for p in parts)
         if is_other or not _is_common(parts, along):
@@ -113,7 +107,7 @@ def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> Elem
 
 
 def _joined_by_sum(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
-    """The sum of parts padded with zeros: each element comes from one rank."""
+    """The sum of parts padded with zeros. At most one rank holds each element."""
     first, axis = parts[0].held, along.name
     bring = [p for p in parts if not p.held.is_zero]
     if not bring:
@@ -135,15 +129,12 @@ def _joined_by_sum(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap
 
 
 def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMap:
-    """Scatter ``x``, equal on all ranks of an axis: those at ``at`` keep their part of dim 0."""
+    """Scatter ``x``, equal on all ranks of an axis: the ranks ``at`` keep their part of dim 0."""
     x = _in_parts(x, along.n)
     if x.is_zero or x.is_empty:
         return zeros_like(x, x.shape[1:])
-    dim = along.dim
-    index = tuple(_swapped(i, dim, x.lead, at) for i in x.index)
-    return replace(
-        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.without_dim(x.lead) for i in index)
-    )
+    index = tuple(_swapped(i, along.dim, x.lead, at).without_dim(x.lead) for i in x.index)
+    return replace(x, atoms=x.atoms[1:], groups=x.groups[1:], index=index)
 
 
 def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[int]) -> ElementMap:
@@ -160,7 +151,9 @@ def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[i
 
 
 def _require_no_zeros(parts: Sequence[Contribution]) -> None:
-    """An element of a scalar has no position: nothing would tell it from a zero beside it."""
+    """Raise Unsound if zeros are moved together with copies of a scalar. An element of a scalar has
+    no position that would tell it from a zero.
+    """
     if any(p.held.is_zero for p in parts):
         raise Unsound("zeros are moved with copies of a scalar")
 

@@ -1,11 +1,11 @@
 """Branches of ``torch.cond`` in a rank's graph: prove that skipping the branch not taken changes
 nothing.
 
-A graph holds the nodes of both branches, and choices between their results; the checker checks it
-as it stands. A run skips the branch that the predicate does not take. That changes no result if
-only a choice reads a branch's values, each in its own branch. All ranks skip the same collectives
-if their branches have the same collectives and their predicates are equal, which the check of each
-choice's operands proves.
+A graph holds the nodes of both branches and a choice between each pair of results; the checker
+checks both branches. A run skips the branch that the predicate does not take. Skipping a branch
+changes no result if only the cond's choices and the branch itself read the branch's values. All
+ranks skip the same collectives if their branches have the same collectives and their predicates are
+equal; the check of each choice's operands proves that predicates are equal.
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,19 @@ def branch_of(node: fx.Node) -> BranchPath:
 
 
 def leaks(graph: fx.Graph) -> Iterator[str]:
-    """Messages for values that are read where their branch may not have run, and for branches of
-    which it is not known whether they run.
+    """Messages for values that are read where their branch may not have run, and for branches of a
+    cond that has no choice.
     """
-    predicates: dict[int, fx.Node] = {}
-    around: dict[int, BranchPath] = {}
+    conds: dict[int, tuple[fx.Node, BranchPath]] = {}  # number: its predicate and outer branch
     for node in graph.nodes:
-        number = node.args[3] if node.target is CHOOSE else -1
-        if number < 0:
-            continue
-        first = predicates.setdefault(number, node.args[0])
-        of = branch_of(node)
-        is_same = around.setdefault(number, of) == of
-        if first is not node.args[0] or not is_same:
-            yield f"{node.name} chooses by another predicate than the cond's other choices"
+        if node.target is CHOOSE and node.args[3] >= 0:
+            cond = node.args[0], branch_of(node)
+            if conds.setdefault(node.args[3], cond) != cond:
+                yield f"{node.name} chooses by another predicate than the cond's other choices"
     for node in graph.nodes:
         branch = branch_of(node)
         for depth, (number, _) in enumerate(branch):
-            if around.get(number) != branch[:depth]:
+            if number not in conds or conds[number][1] != branch[:depth]:
                 yield f"{node.name} is of a branch of cond {number}, which has no choice there"
                 break
         for slot, value in _operands(node):

@@ -1,4 +1,4 @@
-"""Cells: ranks that run one graph on shards of equal shapes, and so are checked at once."""
+"""Cells: groups of ranks that run one graph on shards of equal shapes and are checked together."""
 
 import itertools
 import math
@@ -14,10 +14,11 @@ from ftp.certification.ranks import MeshIndex, Ranks
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Ranks that are checked together: they run one graph on shards of equal shapes.
+    """Ranks that are checked together.
 
     Attributes:
-        at: per mesh axis, the coordinates; the cell is their product.
+        graph: index of the graph that they run.
+        at: per mesh axis, coordinates; the cell's ranks are the product.
     """
 
     graph: int
@@ -25,7 +26,7 @@ class Cell:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return math.prod(map(len, self.at))
 
     def coordinates(self) -> Iterator[MeshIndex]:
@@ -33,12 +34,12 @@ class Cell:
 
 
 class Cells:
-    """The mesh as cells, and the ranks' names in messages.
+    """The mesh divided into cells, and the names of ranks in messages.
 
     Args:
-        lengths: of every claimed chunk on each rank, as arrays with a dim for each axis; they are
-            equal within a cell.
-        alone: axes along which a cell holds a single rank.
+        lengths: per claimed chunk, its length on each rank, an array with a dim for each axis. The
+            ranks of a cell have equal lengths.
+        alone: axes along which each cell has one coordinate.
     """
 
     def __init__(
@@ -46,16 +47,15 @@ class Cells:
         ranks: Ranks,
         axes: Mapping[str, MeshAxis],
         lengths: Sequence[Index],
-        *,
-        alone: Collection[str] = (),
+        alone: Collection[str],
     ):
         self.ranks, self.axes, self.lengths = ranks, axes, lengths
         self.alone = alone
 
     @cached_property
     def all(self) -> list[Cell]:
-        """Every rank in one cell. Coordinates of an axis share a cell if exchanging them changes no
-        rank's graph or lengths.
+        """All cells; each rank is in one. Coordinates of an axis share a cell if exchanging them
+        changes no rank's graph or lengths.
         """
         facts = [self.ranks.number, *self.lengths]
         classes: list[list[tuple[int, ...]]] = []
@@ -63,14 +63,9 @@ class Cells:
             varying = [fact for fact in facts if fact.shape[dim] > 1]
             alike: dict[Any, list[int]] = {}
             for i in range(along.n):
-                alike.setdefault(tuple(fact.take(i, dim).tobytes() for fact in varying), []).append(
-                    i
-                )
-            classes.append(
-                [(i,) for i in range(along.n)]
-                if axis in self.alone
-                else [tuple(found) for found in alike.values()]
-            )
+                known = tuple(fact.take(i, dim).tobytes() for fact in varying)
+                alike.setdefault(i if axis in self.alone else known, []).append(i)
+            classes.append([tuple(found) for found in alike.values()])
         return [
             Cell(self.ranks.graph_at([at[0] for at in together]), together)
             for together in itertools.product(*classes)
@@ -78,8 +73,7 @@ class Cells:
 
     def along(self, cell: Cell, along: MeshAxis) -> list[Cell]:
         """The cells that differ from ``cell`` on one axis only."""
-        key = (along.dim, cell.at[: along.dim], cell.at[along.dim + 1 :])
-        return self._columns[key]
+        return self._columns[along.dim, cell.at[: along.dim], cell.at[along.dim + 1 :]]
 
     @cached_property
     def _columns(self) -> dict[Any, list[Cell]]:
@@ -90,18 +84,14 @@ class Cells:
         return found
 
     def where(self, coordinate: MeshIndex) -> str:
-        return (
-            " on the rank at ("
-            + ", ".join(f"{a} {i}" for a, i in zip(self.axes, coordinate, strict=True))
-            + ")"
-        )
+        return self._named([(i,) for i in coordinate], "the rank")
 
     def among(self, cell: Cell) -> str:
-        if cell.size == 1:
-            return self.where(next(cell.coordinates()))
-        ranges = [", ".join(map(str, at[:3])) + (", ..." if len(at) > 3 else "") for at in cell.at]
-        return (
-            " on one of the ranks at ("
-            + ", ".join(f"{a} {r}" for a, r in zip(self.axes, ranges, strict=True))
-            + ")"
-        )
+        return self._named(cell.at, "the rank" if cell.size == 1 else "one of the ranks")
+
+    def _named(self, coordinates: Sequence[tuple[int, ...]], who: str) -> str:
+        named = [
+            f"{axis} {', '.join(map(str, at[:3]))}{', ...' if len(at) > 3 else ''}"
+            for axis, at in zip(self.axes, coordinates, strict=True)
+        ]
+        return f" on {who} at ({', '.join(named)})"

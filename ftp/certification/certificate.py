@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,14 +12,13 @@ from ftp.certification.ranks import Ranks
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.call import Meta, tensors
 
-Spec = tuple[
-    tuple[tuple[str, int, Any], ...], ...
-]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
+# Per dim its cuts, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag".
+Spec = tuple[tuple[tuple[str, int, Any], ...], ...]
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A result of an operation."""
+    """A result of an operation, by the operation's name."""
 
     name: str
     index: int = 0
@@ -31,10 +30,11 @@ class Ref:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed cut of a factor over an axis, the factor viewed as ``[outer, extent, inner]``.
+    """A claimed cut of a factor over an axis: the factor is viewed as ``[outer, extent, inner]``,
+    and the extent is cut.
 
-    A size is an int, or ``[const, [[size, axis, n, is_zigzag], ...]]``. In a zigzag the extent is
-    2n chunks, of which rank r holds chunks r and 2n-1-r.
+    A size is an int, or ``[const, [[size, axis, n, is_zigzag], ...]]``: ``const`` times the lengths
+    of local chunks. In a zigzag the extent is 2n chunks, and rank r holds chunks r and 2n-1-r.
     """
 
     axis: str
@@ -47,11 +47,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ports:
-    """Specs of the operands and results of per-rank code (``ftp.local``), as its user states them.
+    """In and out specs that the user states for per-rank code (``ftp.local``).
 
     Attributes:
-        operands: their specs.
-        results: their specs, and the axes over which the ranks' values are terms of a sum.
+        results: per result its spec, and the axes over which it is a pending sum.
     """
 
     operands: tuple[Spec, ...]
@@ -60,19 +59,20 @@ class Ports:
 
 @dataclass(frozen=True)
 class Operation:
-    """A line of the single-device program; ``target`` is None for an input.
+    """An op or an input of the single-device program.
 
     Attributes:
-        claims: how its factors are cut, outer axis first.
-        partial: ``{axis: operands}`` that are pending sums together.
+        target: the op; None for an input.
+        claims: how the op's factors are cut, outer axis first.
+        partial: ``{axis: operands}``: the operands that are pending sums over the axis together.
         spec: for an input, its spec.
         ports: for per-rank code, its specs.
-        body: for per-rank code, the code.
-        found: a rule that trials found, for an op without a stated one; ``linear`` are its
-            groups of operands.
-        strides: of the results of a recorded op.
-        formulas: in a program of dynamic sizes the op with formulas in place of numbers, which are
-            their values at the sizes at hand; None where the claims are those of the numbers' rule.
+        found: for an op without a rule, the rule that trials on small tensors found; ``linear``
+            holds that rule's groups of operands.
+        strides: for a recorded op, the strides of its results.
+        body: for per-rank code, its graph.
+        formulas: in a program of dynamic sizes, the op with formulas of sizes in place of numbers;
+            None where the claims are for the rule that the numbers give.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Unreduced:
-    """The axes over which each input and each output is a pending sum of the ranks' tensors."""
+    """Per input and per output, the axes over which the ranks' tensors are a pending sum."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -109,12 +109,12 @@ class Unreduced:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The data that a proof about recorded rank programs needs in addition to the programs.
+    """What a proof about recorded rank programs needs besides the programs.
 
     Attributes:
-        names: of the outputs.
-        integers: of inputs that are no floats, by position: the elements as they were given.
-        every_routing: whether it is a proof for every outcome of the reference's choice.
+        names: the outputs' names.
+        integers: by position, the elements that the user gave for integer inputs.
+        every_routing: whether the proof covers every outcome of the reference's choice.
     """
 
     names: tuple[str, ...]
@@ -131,14 +131,14 @@ class Certificate:
         axes: ``{name: size}`` of the mesh.
         groups: the axes of each process group that the ranks' graphs name.
         operations: the single-device program.
-        outputs: what it returns, each with its spec.
-        unreduced: the sums that are pending in inputs and outputs.
+        outputs: its results, each with its spec.
+        unreduced: the axes of pending sums in inputs and outputs.
         ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
-        recorded: of ranks' programs that ftp did not write; None for those that it wrote.
-        trusted: what is taken as true of per-rank code (``ftp.local``): the op, and "code", that
-            the ranks run it as it is written, or "specs", that results are equal where its specs
-            say so.
+        recorded: for rank programs that ftp did not write; else None.
+        trusted: assumptions about per-rank code (``ftp.local``), each an op's name and a kind:
+            "code", the ranks run the code as written; "specs", results are equal on the ranks where
+            its out specs say so.
 
     >>> import torch, ftp
     >>> mesh = ftp.AbstractMesh((2,), ("tp",))
@@ -153,7 +153,7 @@ class Certificate:
     unreduced: Unreduced
     ranks: Ranks
     donated: tuple[int, ...] = ()
-    recorded: "Recorded | None" = None
+    recorded: Recorded | None = None
     trusted: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
@@ -166,11 +166,13 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What the certificate assumes: the parts of per-rank code that are not proven, which are
-        that the ranks run it as written and that results are equal where its out specs say so; that
-        the collectives of code over some axes alone do what they say; rules that trials found; and,
-        of a program that ftp did not write, that orders of compared numbers which were not drawn,
-        such as a router's choice, give what the drawn ones gave.
+        """The assumptions of the certificate, a line each:
+
+        - per-rank code: the ranks run it as written; results are equal where its out specs say so;
+          a collective over one of several axes does what its name says;
+        - the rule of an op, where trials on small tensors found it;
+        - for a program that ftp did not write: an order of compared numbers that was not drawn, as
+          of a router's choice, gives the same result as the orders that were.
 
         >>> import torch, ftp
         >>> mesh, spec = ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp")
@@ -179,45 +181,38 @@ class Certificate:
         >>> ftp.certify(lowered).assumptions
         []
         """
-        found = {}
-        if self.recorded is not None:
-            from ftp.certification.lockstep.check import sampled  # imports this file
+        return list(dict.fromkeys(self._assumptions()))
 
-            found |= dict.fromkeys(sampled(self))
+    def _assumptions(self) -> Iterator[str]:
+        if self.recorded is not None:
+            from ftp.certification.lockstep.check import sampled  # it imports this file
+
+            yield from sampled(self)
         for o in self.operations:
             where = f"at {o.source or 'an unknown line'}"
             if (o.name, "code") in self.trusted:
-                found[f"{o.name} {where} is run on each rank as it is written"] = None
+                yield f"{o.name} {where} is run on each rank as it is written"
             if (o.name, "specs") in self.trusted and o.ports is not None:
-                found[
-                    f"{o.name} {where} returns"
-                    f" {', '.join(_written(*result) for result in o.ports.results)}"
-                ] = None
+                results = ", ".join(_written(*result) for result in o.ports.results)
+                yield f"{o.name} {where} returns {results}"
             if (o.name, "specs") in self.trusted and o.target is LEAVE:
-                found[f"{o.name} {where} is equal on all ranks along {_claimed_equal(o)}"] = None
+                _, region, _, axes, _, _, pending = o.args
+                equal = ", ".join(axis for axis in region if axis not in (*axes, *pending))
+                yield f"{o.name} {where} is equal on all ranks along {equal}"
             if (axis := collective_axis(o.target, o.args)) is not None:
                 name = str(o.target).split(".")[1]
-                found[f"{name} over {axis} in per-rank code {where} does what it says"] = None
+                yield f"{name} over {axis} in per-rank code {where} does what it says"
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
-                found[
-                    f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"
-                ] = None
-        return list(found)
+                yield f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks
         it again.
         """
-        from ftp.certification.certificate_file import write_certificate  # which reads this file
+        from ftp.certification.certificate_file import write_certificate  # it imports this file
 
         write_certificate(self, path)
-
-
-def _claimed_equal(left: Operation) -> str:
-    """The axes along which per-rank code claims that a value is equal on all ranks."""
-    _, region, _, axes, _, _, pending = left.args
-    return ", ".join(axis for axis in region if axis not in (*axes, *pending))
 
 
 def _written(spec: Spec, pending: Sequence[str]) -> str:
@@ -225,6 +220,5 @@ def _written(spec: Spec, pending: Sequence[str]) -> str:
     entries = [
         "None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims
     ]
-    return f"P({', '.join(entries)})" + (
-        f", a pending sum over {', '.join(pending)}" if pending else ""
-    )
+    tail = f", a pending sum over {', '.join(pending)}" if pending else ""
+    return f"P({', '.join(entries)}){tail}"

@@ -5,7 +5,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,21 @@ from ftp.rules.call import Meta
 from ftp.torch_internals.op_types import OpOverload
 
 VERSION = 8
-# Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
-# for per-rank code the operand that it takes and the results that it gives.
+# Keys of a node's ``meta`` that the file keeps: among them the op that the node belongs to, the ops
+# of a fused update, the user's line, and for per-rank code its operand and its results.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
 
 
 def write_certificate(certificate: Certificate, path: str | os.PathLike[str]) -> None:
-    text = json.dumps(_encode_certificate(certificate), separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    text, digest = _text(_encode_certificate(certificate))
     head = f'"ftp certificate":{VERSION},"torch":"{torch.__version__}","sha256":"{digest}"'
     Path(path).write_text(f'{{{head},"program":{text}}}')
+
+
+def _text(body: Any) -> tuple[str, str]:
+    """The program as JSON, and the SHA-256 of the JSON."""
+    text = json.dumps(body, separators=(",", ":"))
+    return text, hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_certificate(path: str | os.PathLike[str]) -> Certificate:
@@ -61,10 +66,7 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
             f"{path} is a certificate of version {version}; this is version {VERSION}. Make it"
             " again."
         )
-    if (
-        hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
-        != document["sha256"]
-    ):
+    if _text(body)[1] != document["sha256"]:
         raise CertificateError(f"{path} was altered: its SHA-256 is not the one that it states.")
     return _decode_certificate(body)
 
@@ -90,13 +92,13 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
                 "found": [o.found, o.linear],
                 "strides": o.strides,
-                "body": None if o.body is None else [_encode_node(n) for n in o.body.nodes],
+                "body": None if o.body is None else _encode_graph(o.body),
             }
             for o in c.operations
         ],
         "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
         "unreduced": [c.unreduced.inputs, c.unreduced.outputs],
-        "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
+        "graphs": [_encode_graph(g) for g in c.ranks.graphs],
         "ranks": [
             c.ranks.shape,
             _encode_array(c.ranks.number),
@@ -181,16 +183,18 @@ def _decode_array(encoded: Any) -> np.ndarray:
     return np.array(values, dtype=np.int64).reshape(shape)
 
 
-def _encode_node(node: fx.Node) -> dict[str, Any]:
-    target = node.target if node.op in ("placeholder", "output") else _encode(node.target)
-    made = {
-        "name": node.name,
-        "op": node.op,
-        "target": target,
-        "args": _encode(node.args),
-        "kwargs": _encode(dict(node.kwargs)),
-    }
-    return made | {key: node.meta[key] for key in NOTES if key in node.meta}
+def _encode_graph(graph: fx.Graph) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": n.name,
+            "op": n.op,
+            "target": n.target if n.op in ("placeholder", "output") else _encode(n.target),
+            "args": _encode(n.args),
+            "kwargs": _encode(dict(n.kwargs)),
+            **{key: n.meta[key] for key in NOTES if key in n.meta},
+        }
+        for n in graph.nodes
+    ]
 
 
 def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
@@ -206,39 +210,36 @@ def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
     return graph
 
 
-# Arguments of ops as JSON; a type that JSON lacks is an object with one key.
-_TORCH = (torch.dtype, torch.memory_format, torch.layout)
-
-
 def _encode(value: Any) -> Any:
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return value if math.isfinite(value) else {"float": repr(value)}
-        case complex():
-            return {"complex": [value.real, value.imag]}
-        case Ref():
-            return {"ref": [value.name, value.index]}
-        case fx.Node():
-            return {"node": value.name}
-        case torch.device():
-            return {"device": str(value)}
-        case OpOverload():
-            return {"target": str(value)}
-        case tuple():
-            return {"tuple": [_encode(v) for v in value]}
-        case list():
-            return [_encode(v) for v in value]
-        case dict():
-            return {"dict": [[k, _encode(v)] for k, v in value.items()]}
-    if isinstance(value, _TORCH):
-        return {"torch": str(value).removeprefix("torch.")}
+    """An argument of an op as JSON; a value of a type that JSON lacks is ``{kind: content}``."""
+    if isinstance(value, None | bool | int | str) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
+        return value
+    if isinstance(value, list):
+        return [_encode(v) for v in value]
     if value is operator.getitem:
         return {"target": "getitem"}
+    for type_, (kind, encode) in _ENCODERS.items():
+        if isinstance(value, type_):
+            return {kind: encode(value)}
     raise CertificateError(
         f"An argument of type {type(value).__name__} has no form in a certificate: {value!r}."
     )
+
+
+_TORCH = (torch.dtype, torch.memory_format, torch.layout)
+_ENCODERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    float: ("float", repr),
+    complex: ("complex", lambda x: [x.real, x.imag]),
+    Ref: ("ref", lambda ref: [ref.name, ref.index]),
+    fx.Node: ("node", lambda node: node.name),
+    torch.device: ("device", str),
+    OpOverload: ("target", str),
+    tuple: ("tuple", lambda values: _encode(list(values))),
+    dict: ("dict", lambda items: [[k, _encode(v)] for k, v in items.items()]),
+    _TORCH: ("torch", lambda value: str(value).removeprefix("torch.")),
+}
 
 
 def _decode(value: Any, env: Mapping[str, fx.Node] | None = None) -> Any:
@@ -249,30 +250,27 @@ def _decode(value: Any, env: Mapping[str, fx.Node] | None = None) -> Any:
     ((kind, inner),) = value.items()
     match kind:
         case "tuple":
-            return tuple(_decode(v, env) for v in inner)
+            return tuple(_decode(inner, env))
         case "dict":
             return {k: _decode(v, env) for k, v in inner}
         case "node":
             assert env is not None
             return env[inner]
-        case "ref":
-            return Ref(*inner)
-        case "float":
-            return float(inner)
-        case "complex":
-            return complex(*inner)
-        case "device":
-            return torch.device(inner)
-        case "torch":
-            found = getattr(torch, inner, None)
-            if isinstance(found, _TORCH):
-                return found
-        case "target":
-            return operator.getitem if inner == "getitem" else _op(inner)
-    raise CertificateError(f"{value!r} is no part of a certificate.")
+    if kind not in _DECODERS:
+        raise CertificateError(f"{value!r} is no part of a certificate.")
+    return _DECODERS[kind](inner)
+
+
+def _torch_constant(name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, _TORCH):
+        raise CertificateError(f"torch.{name} is no part of a certificate.")
+    return found
 
 
 def _op(name: str) -> Any:
+    if name == "getitem":
+        return operator.getitem
     namespace, packet, overload = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
@@ -280,3 +278,13 @@ def _op(name: str) -> Any:
         raise CertificateError(
             f"The op {name} is not known here: import the library that registers it."
         ) from None
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "ref": lambda inner: Ref(*inner),
+    "float": float,
+    "complex": lambda inner: complex(*inner),
+    "device": torch.device,
+    "torch": _torch_constant,
+    "target": _op,
+}

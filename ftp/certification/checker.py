@@ -1,11 +1,14 @@
-"""An independent check that a program's collectives make every output right.
+"""The independent check that every rank computes every output of a program right.
 
 The checker reads the single-device program, the ranks' graphs, the specs, and the layout that is
-claimed for each op. It shares no code with the planner, the partitioner and the passes; it does
-share the sharding rules (which ``ftp.testing.check_rule`` proves), the decompositions, the rules'
-local forms, and the tracer. What each rank's tensors hold follows from the specs of the inputs. An
-op is right where its operands hold what its rule asks for and its nodes are the rule's local form.
-Data movement between two ops is followed element by element, through the collectives of all ranks.
+claimed for each op. The specs of the inputs say which elements each rank's tensors hold. An op is
+right if its operands hold the elements that its rule needs, and the rank's nodes are the rule's
+local form. Between two ops the checker follows data movement element by element, through the
+collectives of all ranks.
+
+The checker shares no code with the planner, the partitioner and the passes. It shares the sharding
+rules (which ``ftp.testing.check_rule`` proves), the decompositions, the rules' local forms, and the
+tracer.
 """
 
 import math
@@ -25,7 +28,14 @@ from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
 from ftp.certification.data_movement import FILLS, MOVEMENTS, divided, filled
-from ftp.certification.element_map import ElementMap, MeshAxis, PendingSums, element_map, is_same
+from ftp.certification.element_map import (
+    ElementMap,
+    MeshAxis,
+    PendingSums,
+    element_map,
+    is_same,
+    pending_sums,
+)
 from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.lockstep.check import check_recorded
 from ftp.certification.op_forms import OpForms
@@ -38,21 +48,19 @@ from ftp.ops.rings import RINGS
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-FEW = 64  # ranks that are checked one by one after a failure, to name the one that fails
+FEW = 64  # up to so many ranks are checked one by one after a failure, to name the one that fails
 
 
 def check(certificate: Certificate) -> Certificate:
     """The certificate itself, if every output of every rank is right.
 
     Raises:
-        CertificateError: with each value that is wrong, on which ranks, and why.
+        CertificateError: each wrong value, on which ranks, and why.
     """
     if certificate.recorded is not None:
         return check_recorded(certificate)
-    failures = list(dict.fromkeys(Checker(certificate).failures()))
-    if not failures:
-        failures = [str(left) for left in unproven(certificate)]
-    raise_all(CertificateError, failures)
+    failures = dict.fromkeys(Checker(certificate).failures())
+    raise_all(CertificateError, failures or map(str, unproven(certificate)))
     return certificate
 
 
@@ -60,13 +68,14 @@ NodeOfCell = Callable[[Cell], fx.Node]
 
 
 class Checker:
-    """One check of one certificate. The element map of each node is computed once.
+    """One check of one certificate.
 
     Attributes:
         parts: the positions that the specs and the claims give each rank.
         graphs: the ranks' graphs without writes.
+        cells: the groups of ranks that are checked together.
+        maps: the element maps of nodes, each computed once.
         forms: the nodes that compute each op.
-        cells: the ranks that are checked together.
     """
 
     def __init__(self, certificate: Certificate, *, is_each_alone: bool = False):
@@ -89,11 +98,8 @@ class Checker:
     def failures(self) -> Iterator[str]:
         if len(self.operations) < len(self.certificate.operations):
             names = [o.name for o in self.certificate.operations]
-            yield (
-                "several values are called"
-                f" {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name stands for"
-                " one value"
-            )
+            several = ", ".join(sorted({n for n in names if names.count(n) > 1}))
+            yield f"several values are called {several}: a name stands for one value"
             return
         ranks = self.certificate.ranks
         if ranks.shape != tuple(self.certificate.axes.values()) or ranks.misfit:
@@ -145,29 +151,21 @@ class Checker:
     def check_cell(self, cell: Cell) -> None:
         for name in self.graphs.local_ops[cell.graph]:
             op = self.operations[name]
-            forms = self.forms.bind(cell, name)
-            for at in range(len(forms)):
-                for slot in forms[at].operands:
-                    expected = self.forms.expected_operand(op, cell, slot, forms[at].rows)
-                    pending = pending_sums(
-                        [axis for axis, slots in op.partial.items() if slot in slots]
-                    )
+            for at, form in enumerate(self.forms.bind(cell, name)):
+                for slot in form.operands:
                     self.require(
                         cell,
                         lambda c, name=name, at=at, slot=slot: self.operand(c, name, at, slot),
-                        expected,
-                        pending,
+                        self.forms.expected_operand(op, cell, slot, form.rows),
+                        pending_sums([a for a, slots in op.partial.items() if slot in slots]),
                         f"operand {slot} of {op}",
                     )
         for at, (ref, spec) in enumerate(self.certificate.outputs):
             shape = self.operations[ref.name].results[ref.index].shape
-            expected = element_map(
-                self.forms.key(ref, cell), self.parts.cut_by_spec(shape, spec, cell)
-            )
             self.require(
                 cell,
                 lambda c, at=at: self.output_nodes(c)[at],
-                expected,
+                element_map(self.forms.key(ref, cell), self.parts.cut_by_spec(shape, spec, cell)),
                 pending_sums(self.certificate.unreduced.outputs[at]),
                 f"output {at}",
             )
@@ -177,7 +175,7 @@ class Checker:
                 self.require_that_it_runs(cell, node)
 
     def require_that_it_runs(self, cell: Cell, node: fx.Node) -> None:
-        """Check that nodes whose results no op reads do not raise: the other ranks would wait for
+        """Check that a node whose result no op reads does not raise: the other ranks would wait for
         this one.
         """
         try:
@@ -200,8 +198,12 @@ class Checker:
     def require(
         self, cell: Cell, at: NodeOfCell, expected: ElementMap, pending: PendingSums, what: str
     ) -> None:
-        """Check that the tensor that ``at`` reads holds the expected values, by itself or summed
-        with the ranks along the axes of ``pending``.
+        """Check that the tensor of a node holds the expected elements, on each rank or as the sum
+        over the axes of ``pending``.
+
+        Args:
+            at: the node, in the graph of a cell.
+            what: names the tensor in messages.
         """
         node = at(cell)
         what = f"{what}, {node.name},"
@@ -217,7 +219,8 @@ class Checker:
         except (Unsound, KeyError) as e:
             raise e if isinstance(e, Refused) else Refused(f"{what} {e}") from None
         if expected.is_empty and held.shape == expected.shape:
-            # Any value's, but of one dtype: it may be padded, and sent beside other ranks' parts.
+            # Empty parts of all values are alike. The dtype counts: an empty part may be padded and
+            # sent beside other ranks' parts.
             if self.dtype_of(held) != self.dtype_of(expected):
                 raise Refused(f"{what} is {self.dtype_of(held)}; expected is another dtype")
             return
@@ -232,7 +235,9 @@ class Checker:
             raise Refused(f"{what} holds other elements than expected")
 
     def dtype_of(self, x: ElementMap) -> torch.dtype | None:
-        """The dtype of the value that a tensor holds parts of; None of no value of the program."""
+        """The dtype of the value whose elements a tensor holds; None for a value that is not the
+        program's.
+        """
         return self.dtypes.get(x.value, self.dtypes.get(x.value.rpartition("@")[0]))
 
     @cached_property
@@ -251,18 +256,13 @@ class Checker:
         return held
 
     def reduced(self, cell: Cell, at: NodeOfCell, axes: Sequence[str]) -> ElementMap:
-        """The sum over ``axes``: one rank holds the value, or each a part with zeros elsewhere."""
+        """The sum over ``axes`` of the ranks' tensors."""
         if not axes:
             return self.single(cell, at(cell))
         along = self.axes[axes[0]]
-        return reduce_axis(
-            [
-                Contribution(c.at[along.dim], self.reduced(c, at, axes[1:]))
-                for c in self.cells.along(cell, along)
-            ],
-            along,
-            "sum",
-        )
+        peers = self.cells.along(cell, along)
+        parts = [Contribution(c.at[along.dim], self.reduced(c, at, axes[1:])) for c in peers]
+        return reduce_axis(parts, along, "sum")
 
     def map_of(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
         key = (cell, node)
@@ -273,7 +273,7 @@ class Checker:
         return self.maps[key]
 
     def follow(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
-        """The elements that a node of a cell's graph holds."""
+        """The element map of a node of a cell's graph."""
         if node.op == "placeholder":
             return self._map_of_input(cell, node)
         if self.graphs.is_operation(node):
@@ -295,7 +295,7 @@ class Checker:
             return parts[at]  # type: ignore[index]
         if node.target in FILLS and node.target is not aten.zeros_like.default:
             made = filled(node)
-            self.map_of(cell, node.args[0])  # type: ignore[arg-type]  # a tensor that has arrived
+            self.map_of(cell, node.args[0])  # type: ignore[arg-type]  # it must have arrived
             return made
         return self._moved(cell, node)
 
@@ -311,7 +311,7 @@ class Checker:
         )
 
     def _moved(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
-        """The elements after a data movement, such as a slice or a transpose."""
+        """The element map after a data movement, such as a slice or a transpose."""
         step = MOVEMENTS.get(node.target)
         if step is None:
             raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
@@ -342,14 +342,14 @@ class Checker:
         return self.splits[cell, node]
 
     def received(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
-        axes = self.certificate.groups.get(node.args[-1])  # type: ignore[arg-type]
-        if axes is None:
-            raise Unsound(
-                f"its collective runs over {node.args[-1]!r}, which is no axis of the mesh"
-            )
+        """The element map of a collective's result, once it has arrived."""
+        group: Any = node.args[-1]
+        if group not in self.certificate.groups:
+            raise Unsound(f"its collective runs over {group!r}, which is no axis of the mesh")
+        axes = [self.axes[axis] for axis in self.certificate.groups[group]]
         at = self.graphs.position[node]
 
-        def issued(there: Cell) -> fx.Node:
+        def sent(there: Cell) -> ElementMap | PackedValues:
             found = self.graphs.collectives[there.graph]
             if (
                 at >= len(found)
@@ -358,16 +358,7 @@ class Checker:
             ):
                 where = self.cells.where(next(there.coordinates()))
                 raise Unsound(f"collective {at + 1}{where} differs")
-            return found[at]
+            return self.map_of(there, found[at].args[0])  # type: ignore[arg-type]
 
-        def sent(there: Cell) -> ElementMap | PackedValues:
-            return self.map_of(there, issued(there).args[0])  # type: ignore[arg-type]
-
-        return COLLECTIVES[node.target](
-            IssuedCollective(cell, sent, self.cells.along, [self.axes[a] for a in axes]),
-            *node.args[1:-1],
-        )
-
-
-def pending_sums(axes: Sequence[str]) -> PendingSums:
-    return frozenset((axis, "sum") for axis in axes)
+        issued = IssuedCollective(cell, sent, self.cells.along, axes)
+        return COLLECTIVES[node.target](issued, *node.args[1:-1])

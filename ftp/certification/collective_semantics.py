@@ -1,8 +1,9 @@
-"""Collectives on element maps: what each rank receives, from what its peers send."""
+"""Collectives on element maps: what each rank receives, from what the ranks send."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """A collective as the ranks of a cell issue it.
+    """A collective, as the ranks of ``cell`` issue it.
 
     Attributes:
-        sent: the element map of what the ranks of a cell send.
-        along: the cells that differ from one cell on one axis only.
-        axes: the mesh axes over which it runs, major first.
+        sent: from a cell to the element map that its ranks send.
+        along: from a cell and an axis to the cells that differ from it on that axis only.
+        axes: the mesh axes over which the collective runs, major first.
     """
 
     cell: Cell
@@ -40,9 +41,12 @@ class IssuedCollective:
     along: Callable[[Cell, MeshAxis], Sequence[Cell]]
     axes: Sequence[MeshAxis]
 
-    @property
-    def n(self) -> int:
-        return math.prod(along.n for along in self.axes)
+    def require_parts(self, n: int, done: str) -> None:
+        """Raise Unsound unless the collective runs over ``n`` ranks."""
+        size = math.prod(along.n for along in self.axes)
+        if n != size:
+            axes = " × ".join(a.name for a in self.axes)
+            raise Unsound(f"{n} parts are {done} over {axes} of size {size}")
 
     def operand(self, cell: Cell, part: int | None) -> ElementMap:
         """The element map that the ranks of a cell send, or that of one part of packed values."""
@@ -57,9 +61,8 @@ class IssuedCollective:
             not isinstance(held, PackedValues)
             or not isinstance(mine, PackedValues)
             or (held.dim, held.shape) != (mine.dim, mine.shape)
+            or [p.shape for p in held.parts] != [p.shape for p in mine.parts]
         ):
-            raise Unsound("ranks send differently packed values")
-        if [p.shape for p in held.parts] != [p.shape for p in mine.parts]:
             raise Unsound("ranks send differently packed values")
         return held.parts[part]
 
@@ -80,9 +83,14 @@ class IssuedCollective:
             along,
         )
 
-    def packed(self) -> PackedValues | None:
+    def result(
+        self,
+        of_part: Callable[[int | None], ElementMap],
+        packed: Callable[[PackedValues], ElementMap | PackedValues],
+    ) -> ElementMap | PackedValues:
+        """``packed`` of the values if packed values are sent, else ``of_part(None)``."""
         mine = self.sent(self.cell)
-        return mine if isinstance(mine, PackedValues) else None
+        return packed(mine) if isinstance(mine, PackedValues) else of_part(None)
 
     def reduced(self, op: str, part: int | None) -> ElementMap:
         return self.over(
@@ -98,49 +106,32 @@ class IssuedCollective:
     def scattered(self, op: str, part: int | None) -> ElementMap:
         held = self.reduced(op, part)
         if part is not None:
-            held = reshape(held, (-1,))  # as if it were scattered alone
+            held = reshape(held, (-1,))  # each packed value is scattered as if it were alone
         for along in self.axes:
             held = scatter_axis(held, along, self.cell.at[along.dim])
         return held
 
 
 def _all_reduce(issued: IssuedCollective, op: str) -> ElementMap | PackedValues:
-    found = issued.packed()
-    return (
-        issued.reduced(op, None)
-        if found is None
-        else found.reduced(lambda i: issued.reduced(op, i))
-    )
+    reduced = partial(issued.reduced, op)
+    return issued.result(reduced, lambda packed: packed.reduced(reduced))
 
 
 def _all_gather(issued: IssuedCollective, n: int) -> ElementMap | PackedValues:
-    if n != issued.n:
-        raise Unsound(
-            f"{n} parts are gathered over {' × '.join(a.name for a in issued.axes)} of size"
-            f" {issued.n}"
-        )
-    found = issued.packed()
-    return issued.gathered(None) if found is None else found.gathered(n, issued.gathered)
+    issued.require_parts(n, "gathered")
+    return issued.result(issued.gathered, lambda packed: packed.gathered(n, issued.gathered))
 
 
 def _reduce_scatter(issued: IssuedCollective, op: str, n: int) -> ElementMap | PackedValues:
-    if n != issued.n:
-        raise Unsound(
-            f"{n} parts are scattered over {' × '.join(a.name for a in issued.axes)} of size"
-            f" {issued.n}"
-        )
-    found = issued.packed()
-    return (
-        issued.scattered(op, None)
-        if found is None
-        else found.scattered(n, lambda i: issued.scattered(op, i))
-    )
+    issued.require_parts(n, "scattered")
+    scattered = partial(issued.scattered, op)
+    return issued.result(scattered, lambda packed: packed.scattered(n, scattered))
 
 
 def _all_to_all(
     issued: IssuedCollective, received: Sequence[int], sent: Sequence[int]
 ) -> ElementMap:
-    if issued.packed() is not None or len(issued.axes) != 1:
+    if isinstance(issued.sent(issued.cell), PackedValues) or len(issued.axes) != 1:
         raise Unsound("an all-to-all of packed values, or over several axes, is not known")
     (along,) = issued.axes
     parts = [
@@ -157,7 +148,7 @@ def _all_to_all(
 
 
 def _all_to_all_rows(issued: IssuedCollective, *_: Any) -> ElementMap:
-    raise Unsound("what arrives by an all-to-all of parts whose sizes are values is not known")
+    raise Unsound("an all-to-all sends parts whose sizes depend on values: they are not followed")
 
 
 COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
@@ -170,9 +161,7 @@ COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
 
 
 def collective_count(graph: fx.Graph) -> int:
-    """The number of collectives that a rank issues; in a recorded program sends and receives count
-    too.
-    """
+    """The number of collectives in a rank's graph; a recorded graph's sends and receives count."""
     return sum(
         n.target in COLLECTIVES or (n.target is EXCHANGE and n.args[0] != "barrier")
         for n in graph.nodes

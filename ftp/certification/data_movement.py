@@ -1,6 +1,7 @@
 """Data movement on element maps: views, slices, pads, concatenations, and fills."""
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -30,7 +31,7 @@ FILLS = {
     aten.ones_like.default: 1.0,
     aten.zeros.default: 0.0,
     aten.zeros_like.default: 0.0,
-}  # the fill value, or its position (an int) among the arguments
+}  # the value (a float), or its position among the arguments (an int)
 
 
 def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
@@ -40,7 +41,7 @@ def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
 
 
 def filled(node: fx.Node) -> ElementMap:
-    """The element map of a fill that gives a scalar."""
+    """The element map of a scalar that ``new_full`` makes."""
     dtype = node.kwargs.get("dtype")
     if (
         node.target is not aten.new_full.default
@@ -59,7 +60,7 @@ def sliced(
     _require_dims(x, [dim])
     size = x.shape[dim]
     first, last = (
-        v + size * (v < 0)  # an int, or one of each rank
+        v + size * (v < 0)  # an int, or an array with one for each rank
         for v in (0 if start is None else start, size if stop is None else stop)
     )
     if isinstance(x, PackedValues):
@@ -70,7 +71,7 @@ def sliced(
 def divided(
     x: ElementMap | PackedValues, dim: int, sizes: Sequence[int]
 ) -> Sequence[ElementMap | PackedValues]:
-    """``x`` split along a dim into parts of these sizes, which add up to it."""
+    """``x`` split along a dim into parts of these sizes, which add up to the dim's."""
     if isinstance(x, PackedValues):
         return x.split(dim, sizes)
     ends = accumulate(sizes)
@@ -88,7 +89,7 @@ def _padded(x: ElementMap, pad: Sequence[Any], value: float = 0.0) -> ElementMap
 
 
 def _require_dims(x: ElementMap | PackedValues, dims: Sequence[int]) -> None:
-    """Raises where torch would: for dims that the tensor has not."""
+    """Raise Unsound for dims that the tensor lacks."""
     if any(not -len(x.shape) <= d < len(x.shape) for d in dims):
         raise Unsound(f"a tensor of {len(x.shape)} dims is moved along dims {list(dims)}")
 
@@ -107,12 +108,6 @@ def _selected(x: ElementMap, dim: int, at: int) -> ElementMap:
     return reshape(y, [size for d, size in enumerate(y.shape) if d != dim])
 
 
-def _flipped(x: ElementMap, dims: Sequence[int]) -> ElementMap:
-    for dim in dims:
-        x = flip_dim(x, dim % len(x.shape))
-    return x
-
-
 def _reshaped(x: ElementMap | PackedValues, shape: Sequence[int]) -> ElementMap | PackedValues:
     return x.reshaped(shape) if isinstance(x, PackedValues) else reshape(x, shape)
 
@@ -124,11 +119,11 @@ MOVEMENTS: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     aten.constant_pad_nd.default: _padded,
     aten.contiguous.default: lambda x: x,
     aten.detach.default: lambda x: x,
-    aten.flip.default: _flipped,
+    aten.flip.default: lambda x, dims: reduce(flip_dim, [d % len(x.shape) for d in dims], x),
     aten.permute.default: _permuted,
     aten.reshape.default: _reshaped,
     aten.select.int: _selected,
     aten.slice.Tensor: sliced,
     aten.view.default: _reshaped,
-    aten.zeros_like.default: lambda x: zeros_like(x),
+    aten.zeros_like.default: zeros_like,
 }

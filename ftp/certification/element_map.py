@@ -1,29 +1,28 @@
 """Element maps: which element of the global value each local element holds, on every rank, and how
 data movement changes the map.
 
-A tensor's dims are split into *atoms* where a reshape split them. For each dim of the global value
-the index holds the position of every local element along that dim, or a hole where the element is a
-zero of padding. Its dims are the mesh axes, then the atoms. So data movement is followed exactly,
-on all ranks at once, and no layout is assumed.
+A dim of a tensor consists of *atoms*; a reshape splits and merges atoms. For each dim of the global
+value, the index holds every local element's position along that dim, or a hole where the element is
+a zero of padding. The dims of the index are the mesh axes, then the atoms. So the checker follows
+data movement exactly, on all ranks at once, and assumes no layout.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ftp.certification.positions import (
-    Index,
-    Positions,
-    concatenated,
-    holes,
-)
+from ftp.certification.positions import Index, Positions, concatenated, holes
 from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.unsound import Unsound
 
-Position = int | Index  # one for all ranks, or an array with a dim for each mesh axis
-PendingSums = frozenset[tuple[str, str]]
+Position = int | Index  # equal on all ranks, or an array with a dim for each mesh axis
+PendingSums = frozenset[tuple[str, str]]  # (axis, op) of reductions that are still to be done
+
+
+def pending_sums(axes: Iterable[str]) -> PendingSums:
+    return frozenset((axis, "sum") for axis in axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +32,9 @@ class ElementMap:
     Attributes:
         value: name of the global value.
         atoms: sizes of the atoms, in memory order.
-        groups: how many atoms make up each dim of the tensor.
+        groups: number of atoms of each dim of the tensor.
         index: per dim of the value, the elements' positions along it.
-        pending: ``(axis, op)`` of pending reductions.
-        is_zero: whether the tensor is zero throughout.
+        is_zero: whether all elements are zeros of padding.
     """
 
     value: str
@@ -60,13 +58,13 @@ class ElementMap:
 
     @property
     def lead(self) -> int:
-        """How many leading dims of the index are mesh axes."""
+        """Number of leading dims of the index, the mesh axes."""
         return self.index[0].ndim - len(self.atoms) if self.index else 0
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """A mesh axis: its name, its dim in an index, its size."""
+    """A mesh axis: its name, its dim in an index, its size ``n``."""
 
     name: str
     dim: int
@@ -75,15 +73,13 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class DimPart:
-    """A rank's part of one dim of a value: its positions, the last dim of ``index``, and how many
-    they are.
-    """
+    """A rank's part of one dim of a value: ``size`` positions, along the last dim of ``index``."""
 
     index: Positions
     size: int
 
     def positions(self) -> Index:
-        """The positions of one rank's elements, in order."""
+        """The positions as an array, where ``index`` is one rank's."""
         return np.broadcast_to(self.index.dense().reshape(-1), self.size).copy()
 
 
@@ -105,13 +101,11 @@ def element_map(
 
 
 def on_rank(x: ElementMap, at: Sequence[int]) -> ElementMap:
-    """The map of one rank: ``at`` has its place along each mesh axis."""
-    index = []
-    for i in x.index:
-        for dim, place in enumerate(at):
-            i = i.taken(dim, range(place, place + 1))
-        index.append(i)
-    return replace(x, index=tuple(index))
+    """The map of the rank at a coordinate."""
+    index = x.index
+    for dim, place in enumerate(at):
+        index = tuple(i.taken(dim, range(place, place + 1)) for i in index)
+    return replace(x, index=index)
 
 
 def is_same(a: ElementMap, b: ElementMap) -> bool:
@@ -122,14 +116,9 @@ def is_same(a: ElementMap, b: ElementMap) -> bool:
         return True
     if a.is_zero or b.is_zero:
         return a.is_zero and b.is_zero
-    a, b = _aligned(a, b)
+    if (a.atoms, a.groups) != (b.atoms, b.groups):
+        a, b = dims_as_atoms(a), dims_as_atoms(b)
     return all(map(is_same_positions, a.index, b.index))
-
-
-def _aligned(a: ElementMap, b: ElementMap) -> tuple[ElementMap, ElementMap]:
-    if (a.atoms, a.groups) == (b.atoms, b.groups):
-        return a, b
-    return dims_as_atoms(a), dims_as_atoms(b)
 
 
 def dims_as_atoms(x: ElementMap) -> ElementMap:
@@ -163,12 +152,12 @@ def reshape(x: ElementMap, shape: Sequence[int]) -> ElementMap:
     while at < len(x.atoms):  # atoms of one element at the end
         if x.atoms[at] != 1:
             raise AssertionError("sizes agree")
-        x = _without(x, at)
+        x = _replaced(x, at, 1, (), [i.without_dim(x.lead + at) for i in x.index])
     return replace(x, groups=tuple(groups))
 
 
 def resolved(shape: Sequence[int], total: int) -> list[int]:
-    """A shape of ``total`` elements in which one size may be -1."""
+    """A shape of ``total`` elements, with its size for a -1."""
     known = abs(math.prod(shape))
     found = [total // max(known, 1) if s == -1 else s for s in shape]
     if math.prod(found) != total:
@@ -195,7 +184,7 @@ def permute(x: ElementMap, dims: Sequence[int]) -> ElementMap:
 
 
 def common_position(at: Position) -> int | None:
-    """A position that is equal on all ranks; None if it differs."""
+    """A position that is equal on all ranks; None if ranks differ."""
     if isinstance(at, int):
         return at
     first = at.reshape(-1)[0]
@@ -204,23 +193,20 @@ def common_position(at: Position) -> int | None:
 
 def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> ElementMap:
     size = x.shape[dim]
-    first, length = (
-        common_position(_clipped(start, size)),
-        common_position(np.maximum(_clipped(stop, size) - _clipped(start, size), 0)),
-    )
+    starts, stops = np.clip(start, 0, size), np.clip(stop, 0, size)
+    first, length = common_position(starts), common_position(np.maximum(stops - starts, 0))
     if length is None:
         raise Unsound("ranks with one program slice parts of different sizes")
     if (first, length) == (0, size):
         return x
     x, at = one_atom(x, dim)
-    dim, starts = x.lead + at, _clipped(start, size)
-    index = tuple(
-        i.taken(dim, range(first, first + length))
+    index = [
+        i.taken(x.lead + at, range(first, first + length))
         if first is not None
-        else i.from_starts(dim, starts, length)
+        else i.from_starts(x.lead + at, starts, length)
         for i in x.index
-    )
-    return replace(x, atoms=(*x.atoms[:at], length, *x.atoms[at + 1 :]), index=index)
+    ]
+    return _replaced(x, at, 1, (length,), index)
 
 
 def flip_dim(x: ElementMap, dim: int) -> ElementMap:
@@ -230,10 +216,6 @@ def flip_dim(x: ElementMap, dim: int) -> ElementMap:
     return replace(x, index=tuple(i.taken(x.lead + at, backwards) for i in x.index))
 
 
-def _clipped(at: Position, size: int) -> Index:
-    return np.clip(np.asarray(at), 0, size)
-
-
 def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> ElementMap:
     """Pad a dim of the tensor with zeros."""
     more = common_position(np.asarray(before) + np.asarray(after))
@@ -241,23 +223,16 @@ def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> Eleme
         raise Unsound(f"dim {dim} is padded by {before} and {after}")
     if more == 0:
         return x
-    x, at = one_atom(x, dim)
-    size = x.atoms[at]
-    atoms = (*x.atoms[:at], more + size, *x.atoms[at + 1 :])
+    size = x.shape[dim]
     if size == 0 or x.is_zero:
-        return zeros_like(x, _shape(atoms, x.groups))
+        return zeros_like(x, (*x.shape[:dim], more + size, *x.shape[dim + 1 :]))
     if not x.index:
         raise Unsound("a scalar is padded")
-    dim = x.lead + at
-    along = [d for d, i in enumerate(x.index) if i.varies(dim)] or [0]
-    index = list(x.index)
-    for d in along:
+    x, at = one_atom(x, dim)
+    dim, index = x.lead + at, list(x.index)
+    for d in [d for d, i in enumerate(index) if i.varies(dim)] or [0]:
         index[d] = index[d].padded(dim, size, np.asarray(before), more + size)
-    return replace(x, atoms=atoms, index=tuple(index))
-
-
-def _shape(atoms: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
-    return ElementMap("", tuple(atoms), tuple(groups), ()).shape
+    return _replaced(x, at, 1, (more + size,), index)
 
 
 def concatenate(parts: Sequence[ElementMap], dim: int) -> ElementMap:
@@ -279,7 +254,7 @@ def concatenate(parts: Sequence[ElementMap], dim: int) -> ElementMap:
 def concatenated_index(
     parts: Sequence[ElementMap], dim: int, sizes: Sequence[int]
 ) -> tuple[Positions, ...]:
-    """The parts' indexes one after another along ``dim``; equal ones are shared."""
+    """The parts' indexes, concatenated along ``dim``."""
     return tuple(
         concatenated(index, dim, sizes) for index in zip(*(p.index for p in parts), strict=True)
     )
@@ -289,39 +264,32 @@ def concatenated_index(
 
 
 def one_atom(x: ElementMap, dim: int) -> tuple[ElementMap, int]:
-    """Merge the atoms of a dim; returns the map and the atom's place."""
+    """Make a dim one atom; returns the map and the atom's place."""
     at = sum(x.groups[:dim])
     if x.groups[dim] == 1:
         return x, at
     if x.groups[dim] == 0:
-        x = _inserted(x, at, dim)
+        x = _replaced(x, at, 0, (1,), [i.with_dim(x.lead + at) for i in x.index])
     for _ in range(x.groups[dim] - 1):
         x = _merged(x, at)
     return replace(x, groups=tuple(1 if d == dim else g for d, g in enumerate(x.groups))), at
 
 
-def _inserted(x: ElementMap, at: int, dim: int) -> ElementMap:
-    index = tuple(i.with_dim(x.lead + at) for i in x.index)
-    groups = tuple(1 if d == dim else g for d, g in enumerate(x.groups))
-    return replace(x, atoms=(*x.atoms[:at], 1, *x.atoms[at:]), index=index, groups=groups)
-
-
-def _without(x: ElementMap, at: int) -> ElementMap:
-    return replace(
-        x,
-        atoms=(*x.atoms[:at], *x.atoms[at + 1 :]),
-        index=tuple(i.without_dim(x.lead + at) for i in x.index),
-    )
-
-
 def _split(x: ElementMap, at: int, major: int) -> ElementMap:
     minor = x.atoms[at] // major
-    index = tuple(i.split(x.lead + at, major, minor) for i in x.index)
-    return replace(x, atoms=(*x.atoms[:at], major, minor, *x.atoms[at + 1 :]), index=index)
+    return _replaced(
+        x, at, 1, (major, minor), [i.split(x.lead + at, major, minor) for i in x.index]
+    )
 
 
 def _merged(x: ElementMap, at: int) -> ElementMap:
     """Merge atoms ``at`` and ``at + 1``."""
     a, b = x.atoms[at : at + 2]
-    index = tuple(i.merged(x.lead + at, a, b) for i in x.index)
-    return replace(x, atoms=(*x.atoms[:at], a * b, *x.atoms[at + 2 :]), index=index)
+    return _replaced(x, at, 2, (a * b,), [i.merged(x.lead + at, a, b) for i in x.index])
+
+
+def _replaced(
+    x: ElementMap, at: int, count: int, atoms: Sequence[int], index: Sequence[Positions]
+) -> ElementMap:
+    """``x`` with ``atoms`` in place of ``count`` atoms from ``at`` on, and a new index."""
+    return replace(x, atoms=(*x.atoms[:at], *atoms, *x.atoms[at + count :]), index=tuple(index))

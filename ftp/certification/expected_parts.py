@@ -1,4 +1,4 @@
-"""Expected parts: the positions of a value that each rank holds, by the specs and the claims."""
+"""Expected parts: the positions of a value that the specs and the claims give each rank."""
 
 import itertools
 import math
@@ -11,12 +11,7 @@ import numpy as np
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Spec
 from ftp.certification.element_map import DimPart, MeshAxis
-from ftp.certification.positions import (
-    Index,
-    concatenated,
-    from_array,
-    whole,
-)
+from ftp.certification.positions import Index, concatenated, from_array, whole
 from ftp.certification.ranks import shrunk
 from ftp.certification.unsound import Refused, Unsound
 from ftp.per_rank.planned import rank_axes, region_of
@@ -27,11 +22,7 @@ from ftp.rules.rule import BoundRule
 
 
 class ExpectedParts:
-    """The positions that each rank holds, cached.
-
-    Args:
-        operations: with their claims, which say which sizes are cut over which axes.
-    """
+    """The positions that each rank holds, by the specs and by the claims of ``operations``."""
 
     def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
         self.axes, self.operations = axes, operations
@@ -41,7 +32,7 @@ class ExpectedParts:
 
     @cached_property
     def rank_axes(self) -> dict[str, frozenset[str]]:
-        """Per op the axes along which its results are one rank's: those of per-rank code."""
+        """Per op of per-rank code, the axes along which each rank has a value of its own."""
         found: dict[str, frozenset[str]] = {}
         for op in self.operations:
             operands = [found.get(ref.name, frozenset()) for ref in op.operands]
@@ -60,7 +51,7 @@ class ExpectedParts:
         ]
 
     def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart:
-        """The positions along a dim that each rank of a cell holds."""
+        """The positions that each rank of a cell holds along a dim."""
         key = (cell, size, tuple(cuts))
         if key not in self._cuts:
             found = self._cut(size, cuts, cell)
@@ -68,29 +59,26 @@ class ExpectedParts:
         return self._cuts[key]
 
     def _cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart | None:
-        """The part of a dim that ranks of the cell hold after several cuts; None if sizes vary."""
+        """The part of a dim that the ranks of a cell hold; None if its size varies between them."""
         held = self.whole(size)
         for axis, unit, packs in cuts:
-            ranks = cell.at[self.axes[axis].dim]
-            if packs == "zigzag":
-                of_ranks = [self.zigzag_at(held.size, axis, i) for i in ranks]
-            else:
-                sizes = [held.size // packs] * packs if isinstance(packs, int) else packs
-                ends = np.cumsum(sizes).tolist()
-                of_ranks = [
-                    [
-                        self.units(end - s, s, axis, unit, i)
-                        for s, end in zip(sizes, ends, strict=True)
-                    ]
-                    for i in ranks
+            sizes = [held.size // packs] * packs if isinstance(packs, int) else packs
+            of_ranks = [
+                self.zigzag_at(held.size, axis, rank)
+                if packs == "zigzag"
+                else [
+                    self.units(end - pack, pack, axis, unit, rank)
+                    for pack, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)
                 ]
-            if len({tuple(length for _, length in pieces) for pieces in of_ranks}) > 1:
+                for rank in cell.at[self.axes[axis].dim]
+            ]
+            if _differ_in_length(of_ranks):
                 return None
             held = self.taken(held, 1, held.size, 1, self.starts(of_ranks, axis))
         return held
 
     def _cut_alone(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart:
-        """As `_cut`, rank by rank."""
+        """`_cut`, one rank at a time."""
         dims = {self.axes[axis].dim for axis, _, _ in cuts}
         ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
         rows = []
@@ -104,9 +92,8 @@ class ExpectedParts:
         return DimPart(from_array(stacked), len(rows[0]))
 
     def units(self, first: int, size: int, axis: str, unit: int, rank: int) -> tuple[int, int]:
-        """Start and length of a rank's chunk of whole units, of ``size`` elements from ``first``.
-
-        Neighbours share a unit if the ranks are a multiple.
+        """Start and length of a rank's chunk, in whole units, of ``size`` elements from ``first``
+        on. If the number of ranks is a multiple of the number of units, neighbours share a unit.
         """
         count, n = -(-size // unit), self.axes[axis].n
         if unit > 1 and 0 < count < n and n % count == 0:
@@ -123,9 +110,9 @@ class ExpectedParts:
     ) -> tuple[dict[str, DimPart], dict[str, list[LocalCut]]]:
         """Check an op's claims against its rule.
 
-        Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
-
-        The start of a cut is an array over the ranks if it differs between them.
+        Returns:
+            Per factor the claimed positions on each rank, and the claimed cuts. The start of a cut
+            is an array with a dim for each mesh axis.
         """
         if (cell, op.name) not in self._factors:
             self._factors[cell, op.name] = self._checked_factors(op, rule, cell)
@@ -172,8 +159,8 @@ class ExpectedParts:
             bounds: Any = pieces
             (start, _), *second = bounds
             length = sum(length for _, length in pieces)
-            place = list(self.axes).index(claim.axis)
-            of_axis: Any = {"axis": claim.axis, "n": self.axes[claim.axis].n, "place": place}
+            along = self.axes[claim.axis]
+            of_axis: Any = {"axis": claim.axis, "n": along.n, "place": along.dim}
             cut = LocalCut(outer, extent, inner, start, length, *second, **of_axis)
             cuts.setdefault(claim.factor, []).append(cut)
         for axis, slots in op.partial.items():
@@ -189,8 +176,8 @@ class ExpectedParts:
         return index, cuts
 
     def _starts_alike(self, op: Operation, rule: BoundRule, factor: str) -> bool:
-        """Whether an op claims to be cut along a factor and the one that comes with it, over one
-        axis and no other, and the ranks' chunks of both start alike.
+        """Whether an op claims to be cut along a pair of factors that its rule cuts together, over
+        one axis only, and each rank's chunks of both factors start at equal positions.
         """
         for pair in rule.together:
             if factor in pair:
@@ -214,8 +201,8 @@ class ExpectedParts:
         inner: int,
         pieces: Sequence[tuple[Index, int]],
     ) -> DimPart:
-        """The pieces, one after another, of each of ``outer`` blocks of ``extent`` times ``inner``
-        positions.
+        """The positions of ``held``, viewed as (outer, extent, inner), at ``pieces`` of the extent,
+        each (starts, length).
         """
         dim = len(self.axes)
         seen = held.index.split(dim, outer, extent * inner).split(dim + 1, extent, inner)
@@ -229,8 +216,10 @@ class ExpectedParts:
     def starts(
         self, of_ranks: Sequence[Sequence[tuple[int, int]]], axis: str
     ) -> list[tuple[Index, int]]:
-        """Per piece, its starts (an array with a dim for each mesh axis) and common length, given
-        (start, length) of each piece of each rank along an axis.
+        """Per piece its starts, an array with a dim for each mesh axis, and its length.
+
+        Args:
+            of_ranks: per rank along the axis, (start, length) of each piece. Lengths are equal.
         """
         dim = self.axes[axis].dim
         shape = [len(of_ranks) if d == dim else 1 for d in range(len(self.axes))]
@@ -242,17 +231,15 @@ class ExpectedParts:
     # Chunks.
 
     def chunk_at(self, size: int, axis: str, rank: int) -> tuple[int, int]:
-        """Start and length of the chunk of the rank at an index along an axis. As in
-        ``torch.chunk`` the last ones are shorter or empty.
+        """Start and length of a rank's chunk. As in ``torch.chunk`` the last ones are shorter or
+        empty.
         """
         length = math.ceil(size / self.axes[axis].n)
         start = min(rank * length, size)
         return start, min(length, size - start)
 
     def zigzag_at(self, size: int, axis: str, rank: int) -> list[tuple[int, int]]:
-        """Start and length of a rank's two chunks of a zigzag, one counted from the front, one from
-        the back.
-        """
+        """Start and length of a rank's two chunks of a zigzag: ``rank`` and its mirror image."""
         n = self.axes[axis].n
         length = math.ceil(size / (2 * n))
         starts = [min(i * length, size) for i in (rank, 2 * n - 1 - rank)]
@@ -262,12 +249,12 @@ class ExpectedParts:
         return self.zigzag_at(size, axis, rank) if zigzag else [self.chunk_at(size, axis, rank)]
 
     def pieces(self, size: int, axis: str, zigzag: bool, cell: Cell) -> list[tuple[Index, int]]:
-        """The starts of each piece of a cell's ranks, and its common length."""
+        """Per piece of a claimed cut its starts on the ranks of a cell, and its length."""
         key = (cell, size, axis, zigzag)
         if key not in self._chunks:
             ranks = cell.at[self.axes[axis].dim]
             found = [self.pieces_at(size, axis, zigzag, i) for i in ranks]
-            if len({tuple(length for _, length in held) for held in found}) > 1:
+            if _differ_in_length(found):
                 raise Refused(
                     f"ranks with one program hold chunks of different sizes of {size} over {axis}"
                 )
@@ -275,6 +262,7 @@ class ExpectedParts:
         return self._chunks[key]
 
     def size(self, size: Any, cell: Cell) -> int:
+        """The number that a claimed size is on a cell."""
         if isinstance(size, int):
             return size
         const, chunks = size
@@ -285,7 +273,7 @@ class ExpectedParts:
 
     @cached_property
     def sizes(self) -> list[tuple[Any, str, bool]]:
-        """The distinct sizes that the claims cut, each with its axis and whether in zigzag."""
+        """The distinct cuts of the claims: size, axis, and whether in zigzag."""
         found: dict[str, tuple[Any, str, bool]] = {}
 
         def collect(size: Any, axis: str | None, zigzag: bool) -> None:
@@ -303,11 +291,11 @@ class ExpectedParts:
 
     @cached_property
     def lengths(self) -> list[Index]:
-        """The length of every claimed chunk on each rank: arrays with a dim for each mesh axis."""
-        return [self._lengths(size, axis, zigzag) for size, axis, zigzag in self.sizes]
+        """Per distinct cut, the chunk's length on each rank: an array with a dim for each axis."""
+        return [self._lengths(*cut) for cut in self.sizes]
 
     def _lengths(self, size: Any, axis: str, zigzag: bool) -> Index:
-        """The lengths of one chunk; ranks with equal sizes before the cut are one question."""
+        # Ranks with equal sizes before the cut are computed once.
         along, before = self.axes[axis], self._sizes(size)
         sizes, which = np.unique(before, return_inverse=True)
         lengths = np.array(
@@ -322,23 +310,26 @@ class ExpectedParts:
     def positions_along(
         self, dim: Dim, index: Mapping[str, DimPart], sizes: Mapping[str, int]
     ) -> DimPart:
-        """The part of a dim composed of factors, major to minor."""
+        """The part of a dim that consists of factors, major to minor."""
         if len(dim) == 1:
             return index[dim[0]]
-        ndim = len(self.axes) + 1
+        at = len(self.axes)
         found = self.whole(1)
         for name in dim:
             part = index[name]
-            places = list(range(ndim))
-            major = found.index.renamed(places, ndim + 1).scaled(sizes[name])
-            minor = part.index.renamed([*places[:-1], ndim], ndim + 1)
-            both = major.plus(minor).merged(ndim - 1, found.size, part.size)
+            major = found.index.with_dim(at + 1).scaled(sizes[name])
+            both = major.plus(part.index.with_dim(at)).merged(at, found.size, part.size)
             found = DimPart(both, found.size * part.size)
         return found
 
     def _sizes(self, size: Any) -> Index:
+        """The number that a claimed size is on each rank."""
         const, chunks = (size, ()) if isinstance(size, int) else size
         found = np.full((1,) * len(self.axes), const)
         for inner, axis, _, zigzag in chunks:
             found = found * self._lengths(inner, axis, zigzag)
         return found
+
+
+def _differ_in_length(of_ranks: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    return len({tuple(length for _, length in pieces) for pieces in of_ranks}) > 1

@@ -1,4 +1,4 @@
-"""The local form that an op's sharding rule gives, against which a rank's nodes are matched."""
+"""The local form of an op by its sharding rule. The checker matches a rank's nodes with it."""
 
 import operator
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ from ftp.rules.rule import BoundRule, Rule
 
 
 def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
-    """The rule of an op. Of one with formulas, it is the formulas' rule: two dims have one factor
-    if they have one size at all sizes, not by coincidence.
+    """The rule of an op. An op with formulas has the rule of its formulas: in it, two dims share a
+    factor if they are equal at all sizes of the program, not if they happen to be equal at one.
     """
     stated = _rule_of(op, operations)
     if op.formulas is None:
@@ -40,7 +40,7 @@ def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
 
 
 def _numbers(op: Operation) -> str:
-    """An op's call as text, with numbers for formulas."""
+    """An op's call as text, with the numbers that its formulas give."""
     given = replaced(
         (op.args, dict(op.kwargs), [list(m.shape) for m in op.results]),
         (DynamicInt, DynamicFloat),
@@ -62,31 +62,19 @@ def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
     found = lookup(call)
     if found is not None:
         return found
+    operands, results = ([m.shape for m in metas] for metas in (call.operands, op.results))
     if op.found:
-        return bind(
-            Rule(parse(op.found), op.linear),
-            [m.shape for m in call.operands],
-            [m.shape for m in op.results],
-            str(op.target),
-        )
-    names = iter(range(10**6))
-    dims = [tuple((f"whole{next(names)}",) for _ in m.shape) for m in (*call.operands, *op.results)]
-    sizes = {
-        f: int(s)
-        for ds, m in zip(dims, (*call.operands, *op.results), strict=True)
-        for (f,), s in zip(ds, m.shape, strict=True)
-    }
-    n = len(call.operands)
-    return BoundRule(
-        tuple(dims[:n]),
-        tuple(dims[n:]),
-        frozenset(sizes),
-        ({},) * len(op.results),
-        (),
-        sizes,
-        None,
-        False,
-    )
+        return bind(Rule(parse(op.found), op.linear), operands, results, str(op.target))
+    # No rule: every dim is a factor of its own, and whole.
+    sizes: dict[str, int] = {}
+    dims = []
+    for shape in (*operands, *results):
+        factors = [f"whole{len(sizes) + d}" for d in range(len(shape))]
+        sizes |= dict(zip(factors, map(int, shape), strict=True))
+        dims.append(tuple((f,) for f in factors))
+    n = len(operands)
+    whole, pending = frozenset(sizes), ({},) * len(results)
+    return BoundRule(tuple(dims[:n]), tuple(dims[n:]), whole, pending, (), sizes, None, False)
 
 
 def local_form(
@@ -97,11 +85,13 @@ def local_form(
     device: torch.device,
     groups: Mapping[str, tuple[str, ...]],
 ):
-    """Build the rule's local form as a separate graph.
+    """Build the local form of an op as a graph of its own.
 
-    ``groups`` has the axes of each process group.
+    Args:
+        groups: the axes of each process group.
 
-    Returns its results, the operand that each of its inputs is, and the start of each cut.
+    Returns:
+        The graph's results; ``{input: operand}``; ``{input: starts of a cut on the ranks}``.
     """
     graph = RankGraph()
     places: dict[fx.Node, int] = {}
@@ -125,11 +115,11 @@ def local_form(
     sizes = {f: part.size for f, part in parts.items()}
     begun = {f: list(map(begin, found)) for f, found in cuts.items()}
     names = {axes: name for name, axes in groups.items()}
-    made = localize(
-        LocalOp(
-            graph, op.target, args, kwargs, rule, sizes, begun, device, lambda *axes: names[axes]
-        )
-    )
+
+    def group(*axes: str) -> str:
+        return names[axes]
+
+    made = localize(LocalOp(graph, op.target, args, kwargs, rule, sizes, begun, device, group))
     for node in graph.nodes:
         if node.op == "call_function":
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), evaluated)

@@ -10,15 +10,15 @@ import torch
 from torch import fx
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Operation, Ports, Ref
+from ftp.certification.certificate import Operation, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.data_movement import FILLS, constant
 from ftp.certification.element_map import (
-    DimPart,
     ElementMap,
     common_position,
     element_map,
     is_same,
+    pending_sums,
     slice_dim,
 )
 from ftp.certification.expected_parts import ExpectedParts
@@ -40,11 +40,11 @@ ROWWISE = (aten.mm.default, aten.reshape.default)  # blocks of rows give blocks 
 
 @dataclass(frozen=True)
 class Form:
-    """A rank's form of an op.
+    """The nodes with which a rank computes an op, or a block of rows of its result.
 
     Attributes:
-        operands: the nodes that it reads, by operand.
-        rows: first and last row of the first operand, if not all.
+        operands: ``{operand: node that is read}``.
+        rows: begin and end of the block in the first operand's rows; None for all rows.
     """
 
     operands: Mapping[int, fx.Node]
@@ -52,14 +52,14 @@ class Form:
 
 
 class OpForms:
-    """The forms of each op on each cell; each is matched once.
+    """The forms of each op on each cell, each matched once.
 
     Args:
-        map_of: what a node's tensor holds.
+        map_of: the element map of a node.
 
     Attributes:
-        result_maps: what the results of matched nodes hold.
-        in_rows: ops that are computed in blocks of rows.
+        result_maps: the element maps of matched results.
+        in_rows: the ops that a cell computes in blocks of rows.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class OpForms:
         self.bound: dict[tuple[Cell, str], list[Form]] = {}
 
     def bind(self, cell: Cell, name: str) -> list[Form]:
-        """Match a rank's nodes of an op with the rule's local form.
-
-        Returns one form, or one for each block of rows.
+        """Match a rank's nodes of an op with the rule's local form: one form, or one for each block
+        of rows.
         """
-        if (cell, name) in self.bound:
-            return self.bound[cell, name]
-        op, nodes = self.operations[name], self.graphs.local_ops[cell.graph].get(name, [])
-        if op.ports is not None:
-            self.bound[cell, name] = [self.own_code(cell, op, op.ports, nodes)]
-            return self.bound[cell, name]
-        if op.target is AXIS_INDEX or collective_axis(op.target, op.args) is not None:
-            self.bound[cell, name] = [self.own_collective(cell, op, nodes)]
-            return self.bound[cell, name]
+        if (cell, name) not in self.bound:
+            op, nodes = self.operations[name], self.graphs.local_ops[cell.graph].get(name, [])
+            is_collective = collective_axis(op.target, op.args) is not None
+            if op.ports is not None or op.target is AXIS_INDEX or is_collective:
+                self.bound[cell, name] = [self._of_per_rank_code(cell, op, nodes)]
+            else:
+                self.bound[cell, name] = self._matched(cell, op, nodes)
+        return self.bound[cell, name]
+
+    def _matched(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> list[Form]:
         rule = self.rule(op)
         index, cuts = self.parts.factors(op, rule, cell)
         results, places, starts = local_form(
@@ -106,8 +106,8 @@ class OpForms:
         for node in nodes if len(blocks) < 2 else ():
             if all(u in inside for u in node.users) or node.target in COPIES:
                 continue
-            # Results of one form, such as zeros where a rank's part is empty, are told apart by
-            # their notes.
+            # Results may be computed alike, such as zeros where a rank's part is empty: the node
+            # notes which result it gives.
             noted = [at for at in node.meta.get("gives", ()) if at in range(len(results))]
             left = [*noted, *(at for at in range(len(results)) if at not in taken), *sorted(taken)]
             for at in left:
@@ -115,20 +115,18 @@ class OpForms:
                 if matcher.is_same(results[at], node, trial, {}):
                     bound = trial
                     taken.add(at)
-                    self.result_maps[cell, node] = self.result(cell, op, rule, index, at)
+                    self.result_maps[cell, node] = self.result(cell, op, at)
                     break
             else:
-                raise Refused(
-                    f"{node.name} = {node.target}{node.args} is not the local form of {op}"
-                )
+                raise _no_form(node, op)
         forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
         if len(blocks) > 1:
-            self.in_rows.add((cell, name))  # slices that its nodes read may be marked as its own
-            whole = self.result(cell, op, rule, index, 0)
+            # The slices that the blocks read may carry the op's name too.
+            self.in_rows.add((cell, op.name))
+            whole = self.result(cell, op, 0)
             forms = [self.rows(cell, node, op, whole, at) for at, node in enumerate(blocks)]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
-        self.bound[cell, name] = forms
         return forms
 
     def check_written(
@@ -139,22 +137,18 @@ class OpForms:
         written: Sequence[fx.Node],
         cell: Cell,
     ) -> None:
-        """Check that what is written to an operand's memory has its shape and dtype: torch would
-        convert it.
+        """Check that a result written to an operand's memory has the operand's shape and dtype:
+        torch would convert it without an error.
         """
         values: dict[fx.Node, Any] = {
             node: int(at.flat[0]) for node, at in self.graphs.offsets(cell).items()
         }
         for form in forms:
             for slot, node in form.operands.items():
-                dtype = (
-                    self.operations[op.operands[slot].name].results[op.operands[slot].index].dtype
-                )
-                values[node] = torch.empty(
-                    self.expected_operand(op, cell, slot, form.rows).shape,
-                    dtype=dtype,
-                    device="meta",
-                )
+                ref = op.operands[slot]
+                dtype = self.operations[ref.name].results[ref.index].dtype
+                shape = self.expected_operand(op, cell, slot, form.rows).shape
+                values[node] = torch.empty(shape, dtype=dtype, device="meta")
         for node in nodes:
             if node not in values:
                 if any(x not in values for x in node.all_input_nodes):
@@ -173,15 +167,19 @@ class OpForms:
                         f" tensor that is {_typed(before)}"
                     )
 
-    def own_code(self, cell: Cell, op: Operation, ports: Ports, nodes: Sequence[fx.Node]) -> Form:
-        """The form of per-rank code (``ftp.local``): it reads its operands' parts and nothing else,
-        and its results hold what its out specs say.
+    def _of_per_rank_code(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> Form:
+        """The form of per-rank code (``ftp.local``), of a collective in it, or of the rank's index.
+        Its nodes read the parts of its operands and nothing else. Its results hold what the out
+        specs say, or what the collective of that name gives.
         """
+        if op.ports is None:
+            self.parts.factors(op, self.rule(op), cell)  # check the claims
         inside, offsets = set(nodes), self.graphs.offsets(cell)
         taking: dict[int, fx.Node] = {}
         for node in nodes:
             if (
-                node.target in COLLECTIVES
+                op.ports is not None
+                and node.target in COLLECTIVES
                 and node.target is not ALL_TO_ALL_ROWS
                 and any(u.target is not c10d.wait_tensor.default for u in node.users)
             ):
@@ -191,31 +189,9 @@ class OpForms:
             elif other := [x for x in node.all_input_nodes if x not in inside and x not in offsets]:
                 raise Refused(f"{node.name} of {op} reads {other[0].name}, which it was not given")
             for at in node.meta.get("gives", ())[:1]:
-                spec, pending = ports.results[at]
-                index = self.parts.cut_by_spec(op.results[at].shape, spec, cell)
-                self.result_maps[cell, node] = element_map(
-                    self.key(Ref(op.name, at), cell),
-                    index,
-                    frozenset((axis, "sum") for axis in pending),
-                )
-        return Form(taking)
-
-    def own_collective(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> Form:
-        """The form of a collective of per-rank code, or of the rank's index: it reads its operand's
-        part, and its result is what the collective of that name gives.
-        """
-        rule = self.rule(op)
-        index, _ = self.parts.factors(op, rule, cell)
-        inside, offsets, taking = set(nodes), self.graphs.offsets(cell), {}
-        for node in nodes:
-            if "takes" in node.meta and node.target is aten.contiguous.default:
-                taking[node.meta["takes"]] = node.args[0]
-            elif other := [x for x in node.all_input_nodes if x not in inside and x not in offsets]:
-                raise Refused(f"{node.name} of {op} reads {other[0].name}, which it was not given")
-            for at in node.meta.get("gives", ())[:1]:
                 if op.target is AXIS_INDEX:
                     self.check_index(cell, op, node)
-                self.result_maps[cell, node] = self.result(cell, op, rule, index, at)
+                self.result_maps[cell, node] = self.result(cell, op, at)
         return Form(taking)
 
     def check_index(self, cell: Cell, op: Operation, node: fx.Node) -> None:
@@ -226,7 +202,7 @@ class OpForms:
             raise Refused(f"{node.name} is not the rank's index along {op.args[0]!r}")
 
     def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap, at: int) -> Form:
-        """The form of a node that computes a block of rows of an op, the ``at``-th that does."""
+        """The form of a node that computes a block of rows of an op, ``at``-th of such nodes."""
         expected = self.expected_operand(op, cell, 0)
         given: Any = node.args[0]
         held = self.map_of(cell, given)
@@ -239,12 +215,12 @@ class OpForms:
             or not held.shape[0]
             or count % held.shape[0]
         ):
-            raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
+            raise _no_form(node, op)
         size = held.shape[0]
         found = [
             a for a in range(0, count, size) if is_same(held, slice_dim(expected, 0, a, a + size))
         ]
-        # Rows without elements are any block's, and give zeros or nothing: they are in order.
+        # Rows without elements fit every block: assume the order of the nodes.
         first = at * size if at * size in found else next(iter(found), None)
         if first is None:
             raise Refused(
@@ -260,23 +236,22 @@ class OpForms:
         part = slice_dim(result, 0, first * times // count, (first + size) * times // count)
         shape: Any = node.args[1] if node.target is aten.reshape.default else part.shape
         if tuple(shape) != part.shape:
-            raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
+            raise _no_form(node, op)
         self.result_maps[cell, node] = part
         return Form(operands, rows)
 
     def expected_operand(
         self, op: Operation, cell: Cell, slot: int, rows: tuple[int, int] | None = None
     ) -> ElementMap:
-        """The element map that a rank's form of an op needs in an operand."""
+        """The element map that an op needs in an operand, or in a block of its rows."""
         ref = op.operands[slot]
+        shape = self.operations[ref.name].results[ref.index].shape
         if op.ports is not None:
-            shape = self.operations[ref.name].results[ref.index].shape
             return element_map(
                 self.key(ref, cell), self.parts.cut_by_spec(shape, op.ports.operands[slot], cell)
             )
         rule = self.rule(op)
         index, _ = self.parts.factors(op, rule, cell)
-        shape = self.operations[ref.name].results[ref.index].shape
         expected = element_map(
             self.key(ref, cell),
             [
@@ -289,27 +264,30 @@ class OpForms:
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
 
     def cuts_of(self, op: Operation, dim: Dim) -> list[tuple[str, int, Any]]:
-        """The cuts of a dim that an op gives another size: chunks of the size that it has."""
+        """The cuts of an operand's dim whose size the op changes: chunks of the operand's size."""
         claims = [claim for claim in op.claims if claim.factor in dim]
         if any((claim.outer, claim.inner, claim.zigzag) != (1, 1, False) for claim in claims):
             raise Refused(f"{op} is claimed to be cut within {dim}, whose size it changes")
         return [(claim.axis, 1, 1) for claim in claims]
 
-    def result(
-        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, DimPart], at: int
-    ) -> ElementMap:
+    def result(self, cell: Cell, op: Operation, at: int) -> ElementMap:
+        """The element map of an op's result, by its claims or its out specs."""
+        key = self.key(Ref(op.name, at), cell)
+        if op.ports is not None:
+            spec, pending = op.ports.results[at]
+            index = self.parts.cut_by_spec(op.results[at].shape, spec, cell)
+            return element_map(key, index, pending_sums(pending))
+        rule = self.rule(op)
+        index, _ = self.parts.factors(op, rule, cell)
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}
-        pending = {(axis, "sum") for axis in op.partial}
+        pending = set(pending_sums(op.partial))
         cut = {claim.axis for claim in op.claims if claim.factor in held}
         for claim in op.claims:
             if claim.axis not in cut and (reduction := rule.pending[at].get(claim.factor)):
                 pending.add((claim.axis, reduction))
-        return element_map(
-            self.key(Ref(op.name, at), cell),
-            [self.parts.positions_along(dim, index, rule.sizes) for dim in dims],
-            frozenset(pending),
-        )
+        parts = [self.parts.positions_along(dim, index, rule.sizes) for dim in dims]
+        return element_map(key, parts, frozenset(pending))
 
     def rule(self, op: Operation) -> BoundRule:
         if op.name not in self.rules:
@@ -317,8 +295,8 @@ class OpForms:
         return self.rules[op.name]
 
     def key(self, ref: Ref, cell: Cell | None = None) -> str:
-        """The name of the value that a reference stands for. In per-rank code each position along
-        its axes has a value of its own, that of a cell.
+        """The name of a value in element maps. In per-rank code the name has the cell's coordinates
+        along the code's axes, since each rank has a value of its own.
         """
         found = self.key_in(self.names, ref)
         root = self.operations.get(found.rpartition(".")[0])
@@ -330,7 +308,7 @@ class OpForms:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Keys of values that are copies of others, or constants."""
+        """Values that are copies of another value, or constants: their names in element maps."""
         found: dict[str, str] = {}
         for op in self.operations.values():
             if op.target in COPIES:
@@ -341,6 +319,10 @@ class OpForms:
 
     def key_in(self, names: Mapping[str, str], ref: Ref) -> str:
         return names.get(ref.key, ref.key)
+
+
+def _no_form(node: fx.Node, op: Operation) -> Refused:
+    return Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
 
 
 def _typed(x: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Match a rank's nodes with the expected local form of an op."""
+"""Match a rank's nodes with the local form of an op."""
 
 import math
 from collections.abc import Mapping
@@ -13,11 +13,7 @@ from ftp.certification.positions import Index
 from ftp.rules.op_kinds import RESHAPES
 
 aten = torch.ops.aten
-COPIES = (
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-)  # their result is their operand
+COPIES = (aten.alias.default, aten.clone.default, aten.detach.default)  # result equals operand
 
 
 @dataclass(frozen=True)
@@ -25,8 +21,8 @@ class Matcher:
     """Compares a rank's nodes with an expected graph.
 
     Attributes:
-        offsets: values of the rank graph's inputs that are numbers.
-        starts: values of the expected graph's inputs that are numbers.
+        offsets: values of the number inputs of the rank's graph.
+        starts: values of the number inputs of the expected graph.
     """
 
     offsets: Mapping[fx.Node, Index]
@@ -35,8 +31,11 @@ class Matcher:
     def is_same(
         self, expected: Any, actual: Any, bound: dict[fx.Node, fx.Node], seen: dict[Any, bool]
     ) -> bool:
-        """Whether a node computes what the expected one does; ``bound`` collects the operands that
-        it reads.
+        """Whether ``actual`` computes the same as ``expected``.
+
+        Args:
+            bound: collects, per input of the expected graph, the node that takes its place.
+            seen: results for pairs of nodes.
         """
         if isinstance(expected, fx.Node):
             if expected in self.starts:
@@ -89,8 +88,8 @@ class Matcher:
 
 
 def _sized(expected: fx.Node, actual: fx.Node) -> tuple[Any, ...]:
-    """The arguments expected of a node. If the node is a reshape in which one size is -1, the same
-    size of the expected shape becomes -1: the operand and the other sizes determine it.
+    """The arguments of ``expected``. If ``actual`` is a reshape with one size -1, so is the same
+    size of the expected shape: the operand and the other sizes determine it.
     """
     if expected.target not in RESHAPES:
         return expected.args

@@ -1,4 +1,4 @@
-"""Packed values: several values concatenated in one tensor, for one collective to transfer."""
+"""Packed values: several values concatenated in one tensor, so that one collective sends them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,13 +28,9 @@ class PackedValues:
 
     @property
     def unflattened(self) -> tuple[int, ...]:
-        """The shape before it was flattened."""
-        first = self.parts[0].shape
-        return (
-            *first[: self.dim],
-            sum(p.shape[self.dim] for p in self.parts),
-            *first[self.dim + 1 :],
-        )
+        """The shape of the concatenation."""
+        first, dim = self.parts[0].shape, self.dim
+        return (*first[:dim], sum(p.shape[dim] for p in self.parts), *first[dim + 1 :])
 
     def require_unflattened(self) -> None:
         if self.shape != self.unflattened:
@@ -62,16 +58,14 @@ class PackedValues:
         return pack(taken or [slice_dim(self.parts[0], dim, 0, 0)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> "Sequence[ElementMap | PackedValues]":
-        """Split along ``dim``. Split into the sizes that were packed, it gives the packed parts
-        themselves, empty ones included.
-        """
+        """Split along ``dim``. The sizes of the parts give the parts, empty ones too."""
         if dim == self.dim and list(sizes) == [p.shape[dim] for p in self.parts]:
             self.require_unflattened()
             return self.parts
         ends = accumulate(sizes)
         return [self.sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
-    # Collectives: each part is transferred as if it were the only one.
+    # Collectives: ``each(i)`` is the result for part i, sent alone.
 
     def reduced(self, each: Callable[[int], ElementMap]) -> "PackedValues":
         return replace(self, parts=tuple(each(i) for i in range(len(self.parts))))
@@ -95,7 +89,7 @@ class PackedValues:
 
 
 def pack(parts: Sequence[ElementMap], dim: int) -> "ElementMap | PackedValues":
-    """Concatenate parts: an element map if all are of one value, else packed values."""
+    """Concatenate parts: parts of one value give an element map, others packed values."""
     first = parts[0]
     is_one = all(p.value == first.value and p.pending == first.pending for p in parts)
     if len(parts) == 1 or (is_one and not any(p.is_zero for p in parts)):

@@ -1,9 +1,9 @@
 """Positions: where each local element is along one dim of a value, on every rank.
 
-A position is a base plus terms. Each term varies along some dims, mesh axes and atoms. The
-terms of even shards are progressions, kept as ranges, so that a statement about thousands of ranks
-is a few numbers. What is no such sum, uneven shards and padding, is an array over the dims that it
-depends on. An element without a position, a zero of padding, is a hole in the base or in a term.
+A position is a base plus terms. Each term varies along some dims, which are mesh axes or atoms. For
+even shards each term is an arithmetic progression, kept as a range, so that positions on thousands
+of ranks take a few numbers. For uneven shards and padding a term is an array over its dims. A zero
+of padding has no position: it is a hole in the base or in a term.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,12 +14,12 @@ import numpy as np
 
 Index = np.ndarray
 HOLE = -(1 << 60)
-_LEAST = HOLE // 2  # a number below it is a hole plus some position
+_LEAST = HOLE // 2  # numbers below are a hole plus a position
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """The amounts that are added to a position along ``dims``, ascending; a range has one dim."""
+    """Amounts that positions vary by along ``dims``, which ascend; a range has one dim."""
 
     dims: tuple[int, ...]
     values: range | Index
@@ -27,7 +27,7 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The sum of ``base`` and ``terms``, whose dims are disjoint; make one by ``sum_of``.
+    """The sum of ``base`` and ``terms``, whose dims are disjoint; ``sum_of`` makes it.
 
     >>> x = whole(2, 1, 6).from_starts(1, np.array([[0], [3]]).reshape(2), 3)
     >>> x.terms[0].values, x.terms[1].values
@@ -63,11 +63,11 @@ class Positions:
         return Positions(ndim, self.base, tuple(terms))
 
     def with_dim(self, dim: int) -> "Positions":
-        """With a new dim, along which nothing varies."""
+        """Insert a dim along which nothing varies."""
         return self.renamed([d + (d >= dim) for d in range(self.ndim)], self.ndim + 1)
 
     def without_dim(self, dim: int) -> "Positions":
-        """Without a dim of size 1."""
+        """Remove a dim of size 1."""
         assert not self.varies(dim), "a dim along which positions vary is no dim of size 1"
         return self.renamed([d - (d > dim) for d in range(self.ndim)], self.ndim - 1)
 
@@ -86,7 +86,7 @@ class Positions:
         return sum_of(wide.ndim, wide.base, [*rest, Term(dims, r.reshape(shape))])
 
     def merged(self, dim: int, major: int, minor: int) -> "Positions":
-        """With ``dim`` and the next one, of these sizes, as one."""
+        """Merge ``dim`` and the next dim, of sizes ``major`` and ``minor``."""
         places, ndim = [d - (d > dim) for d in range(self.ndim)], self.ndim - 1
         mine = [t for t in self.terms if dim in t.dims or dim + 1 in t.dims]
         if not mine:
@@ -127,7 +127,7 @@ class Positions:
         return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
 
     def from_starts(self, dim: int, starts: Index, length: int) -> "Positions":
-        """``length`` elements along a dim from each rank's start on; ``starts`` has a dim for each
+        """``length`` elements along a dim, from each rank's start on. ``starts`` has a dim for each
         mesh axis.
         """
         term, rest = self._along(dim)
@@ -145,8 +145,8 @@ class Positions:
         return sum_of(self.ndim, self.base, [*rest, Term(tuple(dims), values)])
 
     def padded(self, dim: int, size: int, before: Index, total: int) -> "Positions":
-        """The ``size`` elements along a dim after ``before`` holes, and holes after them: ``total``
-        in all; ``before`` has a dim for each mesh axis.
+        """Pad the ``size`` elements along a dim with holes to ``total``. ``before``, the number of
+        holes in front, has a dim for each mesh axis.
         """
         term, rest = self._along(dim)
         start = _of_ranks(before)
@@ -189,13 +189,13 @@ def holes(ndim: int) -> Positions:
 
 
 def from_array(values: Index) -> Positions:
-    """Positions from an array without holes, which has a dim for each dim."""
+    """Positions from an array without holes."""
     return sum_of(values.ndim, 0, [Term(tuple(range(values.ndim)), values)])
 
 
 def sum_of(ndim: int, base: int, terms: Iterable[Term]) -> Positions:
-    """The positions in normal form: no two terms share a dim, none is constant along one, and
-    what is a progression is a range.
+    """The sum in normal form: no two terms share a dim, none is constant along one of its dims, and
+    progressions are ranges.
     """
     found: list[Term] = []
     todo = list(terms)
@@ -211,7 +211,7 @@ def sum_of(ndim: int, base: int, terms: Iterable[Term]) -> Positions:
 
 
 def is_same(x: Positions, y: Positions) -> bool:
-    """Whether two have the same positions and the same holes."""
+    """Whether the positions and the holes are the same."""
     if x is y:
         return True
     if x.is_hole or y.is_hole:
@@ -229,7 +229,7 @@ def is_same(x: Positions, y: Positions) -> bool:
 
 
 def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> Positions:
-    """The parts one after another along a dim, along which they have these sizes."""
+    """Concatenate parts of these sizes along a dim."""
     first = parts[0]
     if len(parts) == 1 or all(not p.varies(dim) and is_same(p, first) for p in parts):
         return first
@@ -241,7 +241,7 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
     apart: list[Term] = []
     for group in _groups([t for p in held for t in p.terms]):
         mine = [[t for t in group if owner[id(t)] == i] for i in range(len(held))]
-        # Along ``dim`` parts may have different sizes.
+        # Terms that vary along ``dim`` are not compared: parts may have different sizes there.
         gains: list[Any] = [None]
         if not any(dim in t.dims for t in group):
             gains = [_difference(terms, mine[0]) for terms in mine]
@@ -266,26 +266,20 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
 
 
 def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
-    """The positions after overlaying the elements along a dim on which all vary; None if two
-    elements that are no holes meet.
+    """Overlay the slices along a dim, along which all of ``index`` vary: of the elements that meet,
+    one may be no hole. None if two are no holes.
     """
-    terms = [i._along(dim)[0] for i in index]
-    dims = sorted({d for t in terms if t is not None for d in t.dims})
-    arrays = [_joined([t], dims) for t in terms if t is not None]
+    terms, rests = zip(*(i._along(dim) for i in index), strict=True)
+    dims = tuple(sorted({d for t in terms for d in t.dims}))
+    arrays = [_joined([t], dims) for t in terms]
     is_element = np.logical_and.reduce(np.broadcast_arrays(*(a >= _LEAST for a in arrays)))
     at = dims.index(dim)
     if (is_element.sum(at) > 1).any():
         return None
+    kept = [np.where(is_element, a, HOLE).max(at, keepdims=True) for a in arrays]
     return [
-        sum_of(
-            i.ndim,
-            i.base,
-            [
-                *i._along(dim)[1],
-                Term(tuple(dims), np.where(is_element, a, HOLE).max(at, keepdims=True)),
-            ],
-        )
-        for i, a in zip(index, arrays, strict=True)
+        sum_of(i.ndim, i.base, [*rest, Term(dims, values)])
+        for i, rest, values in zip(index, rests, kept, strict=True)
     ]
 
 
@@ -293,12 +287,12 @@ def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
 
 
 def _progression(first: int, step: int, count: int) -> range:
-    """``count`` numbers; a step of 0 gives one, for all."""
+    """``count`` numbers; with a step of 0 one number stands for all."""
     return range(first, first + step * count, step) if step and count else range(first, first + 1)
 
 
 def _of_ranks(values: Index) -> Term:
-    """One number a rank as a term; ``values`` has a dim for each mesh axis."""
+    """A number for each rank as a term; ``values`` has a dim for each mesh axis."""
     dims = tuple(d for d, size in enumerate(values.shape) if size > 1)
     return Term(dims, values.reshape([values.shape[d] for d in dims]))
 
@@ -317,7 +311,7 @@ def _over(term: Term, dims: Sequence[int]) -> Index:
 
 
 def _joined(terms: Sequence[Term], dims: Sequence[int]) -> Index:
-    """The sum of terms as an array over ``dims``; a hole of any is a hole."""
+    """The sum of terms as an array over ``dims``; a hole in one term is a hole in the sum."""
     total = np.zeros((1,) * len(dims), dtype=np.int64)
     for term in terms:
         total = total + _over(term, dims)
@@ -333,7 +327,7 @@ def _merged_terms(terms: Sequence[Term]) -> Term:
 
 
 def _groups(terms: Sequence[Term]) -> list[list[Term]]:
-    """The terms, together where they share dims."""
+    """The terms in groups: terms that share dims are in one group."""
     groups: list[tuple[set[int], list[Term]]] = []
     for term in terms:
         dims, members = set(term.dims), [term]
@@ -349,11 +343,8 @@ def _groups(terms: Sequence[Term]) -> list[list[Term]]:
 
 
 def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
-    """The sum of ``a`` minus that of ``b``, if it is the same everywhere; None if it varies, or if
-    their holes differ.
-    """
+    """The sum of ``a`` minus the sum of ``b``; None if it is not constant, or the holes differ."""
     if all(isinstance(t.values, range) for t in (*a, *b)):
-        # Each a range, as the line above says.
         steps = [
             {t.dims: (len(t.values), t.values.step) for t in terms}  # type: ignore[union-attr]
             for terms in (a, b)
@@ -388,7 +379,7 @@ def _parts(term: Term) -> tuple[int, list[Term]]:
     if is_hole.any():
         if is_hole.all():
             return HOLE, []
-        for dim in dims:  # along which nothing varies
+        for dim in dims:  # remove dims along which nothing varies
             at = dims.index(dim)
             line = values.take([0], at)
             if len(dims) > 1 and (values == line).all():
@@ -411,7 +402,7 @@ def _parts(term: Term) -> tuple[int, list[Term]]:
 
 
 def _line(dim: int, values: Index) -> list[Term]:
-    """Numbers from 0 along one dim: as a range where they are a progression, none if all are 0."""
+    """Numbers along one dim, the first of them 0, as at most one term: a range if possible."""
     step, count = int(values[1]), len(values)
     if np.array_equal(values, np.arange(count) * step):
         return [Term((dim,), _progression(0, step, count))] if step else []

@@ -1,8 +1,9 @@
-"""Turn a graph that writes to memory into a pure graph: each read gives what the memory holds then.
+"""Turn a graph that writes to memory into a pure graph, in which each read has the value that the
+memory holds at that time.
 
-Nothing is taken from the passes that made the writes. The ops' schemas say which results share
-memory. Refused are aliases that the schemas leave open, writes to what a collective still sends,
-and writes to inputs that are not donated.
+The ops' schemas say which results share memory; nothing is taken from the passes that made the
+writes. Errors are: aliases that the schemas leave open, writes to a tensor that a collective still
+sends, and writes to inputs that are not donated.
 """
 
 import operator
@@ -25,14 +26,14 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 COPIES = (aten.alias.default, aten.detach.default)  # the same elements in the same memory
-_NUMBERS = (
+_NUMBERS = (  # on numbers, such as the offsets of random draws
     operator.add,
     operator.sub,
     operator.mul,
     operator.floordiv,
     operator.mod,
     operator.neg,
-)  # as of the offsets of random draws
+)
 _BY_KERNEL = {update.kernel: (op, update) for op, update in UPDATES.items()}
 
 
@@ -43,8 +44,8 @@ def without_writes(graph: fx.Graph, donated: Collection[int]) -> fx.Graph:
         donated: positions of the inputs whose memory may be written to.
 
     Raises:
-        Unsound: a read of memory that was partly overwritten, or a write that another reader
-            notices.
+        Unsound: a read of memory that was partly overwritten, or a write that changes what another
+            node reads.
     """
     return _Purified(graph, donated).run()
 
@@ -71,8 +72,8 @@ class _Purified:
         self.free = {inputs[i] for i in donated}
         self.env: dict[fx.Node, fx.Node] = {}
         self.memory: dict[fx.Node, _SharedMemory] = {}
-        self.part: dict[fx.Node, fx.Node] = {}  # nodes of one part share all elements
-        self.content: dict[fx.Node, fx.Node] = {}  # what a part that was written to holds
+        self.part: dict[fx.Node, fx.Node] = {}  # nodes with one part have all elements in common
+        self.content: dict[fx.Node, fx.Node] = {}  # part that was written to -> the value it holds
         self.born: dict[fx.Node, int] = {}
         self.counted: dict[fx.Node, fx.Node] = {}  # step counter -> its value before the increment
         self.items: dict[tuple[fx.Node, Any], fx.Node] = {}
@@ -108,7 +109,7 @@ class _Purified:
         memory, part = self.memory[node], self.part[node]
         if memory.owner.op == "placeholder" and memory.owner not in self.free:
             raise Unsound(f"{by.name} writes to {memory.owner.name}, an input that is not donated")
-        if part is not self.part[memory.owner]:  # it may be expanded, or have memory of its own
+        if part is not self.part[memory.owner]:  # it may be expanded, or a copy
             raise Unsound(
                 f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}"
             )
@@ -130,26 +131,20 @@ class _Purified:
         else:
             self.env[node] = self.new.node_copy(node, self.read)
         bases = _bases(node)
-        if (
-            node.target is operator.getitem and not bases
-        ):  # results of one op, each in memory of its own
+        # The results of one op have memory of their own; getitem nodes of one result share it.
+        is_item = node.target is operator.getitem and not bases
+        if is_item:
             item: Any = node.args[:2]
-            bases = [self.items.setdefault(item, node)]
-            bases = [] if bases[0] is node else bases
+            first = self.items.setdefault(item, node)
+            bases = [] if first is node else [first]
         if len({id(self.memory[b]) for b in bases}) > 1:
             raise Unsound(f"{node.name} = {node.target} may share memory with several operands")
         if bases:
-            self.share_memory(
-                node,
-                bases[0],
-                node.target in (*COPIES, WAIT)
-                or (node.target is operator.getitem and not _bases(node)),
-            )
+            self.share_memory(node, bases[0], is_item or node.target in (*COPIES, WAIT))
         else:
             self.memory[node], self.part[node] = _SharedMemory(node), node
-        if (
-            _is_collective(node) and node.target is not c10d.all_reduce.default
-        ):  # which works on a copy
+        # An all-reduce sends a copy.
+        if _is_collective(node) and node.target is not c10d.all_reduce.default:
             self.memory[node.args[0]].senders.append(node)  # type: ignore[index]
         elif node.target is WAIT and _is_collective(node.args[0]):
             senders = self.memory[node.args[0].args[0]].senders  # type: ignore[union-attr,index]
@@ -207,12 +202,10 @@ class _Purified:
             for i, x in enumerate([row[0], *row[2:]]):
                 item = self.new.call_function(operator.getitem, (made, i))
                 item.meta.update(made.meta)
-                if not (kind.counts and x is row[-1]):
-                    self.write(x, item, node)
+                if kind.counts and x is row[-1]:  # the kernel reads the counter and writes the rest
+                    self.content[self.part[x]] = item
                 else:
-                    self.content[self.part[x]] = (
-                        item  # incremented before; the kernel only reads it
-                    )
+                    self.write(x, item, node)
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -231,15 +224,12 @@ def _is_collective(node: Any) -> bool:
 def _bases(node: fx.Node) -> list[fx.Node]:
     """The operands that a node's result may share memory with."""
     target: Any = node.target
-    if node.op != "call_function":
+    if node.op != "call_function" or target in _NUMBERS:
         return []
     if target in (WAIT, aten._unsafe_view.default):  # their schemas do not say so
         return [node.args[0]]  # type: ignore[list-item]
     if target is operator.getitem:
-        tuple_of: Any = node.args[0]
-        return _bases(tuple_of)
-    if target in _NUMBERS:
-        return []
+        return _bases(node.args[0])  # type: ignore[arg-type]
     if not isinstance(target, OpOverload):
         return list(node.all_input_nodes)
     found: list[fx.Node] = []

@@ -1,8 +1,9 @@
 """Proofs of per-rank code (``ftp.local``): the ranks run it as it is written, and its results are
 equal on the ranks where its specs say so.
 
-Axes along which a value varies are followed through the ranks' graphs, whatever their number. The
-rest runs on random residues, on all ranks side by side, as programs do that ftp did not write.
+For equal results the checker first follows the axes along which each value varies through the
+ranks' graphs. What that leaves open it proves by running the code on random residues, on all ranks
+side by side, as it does for programs that ftp did not write.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,10 +55,10 @@ class Unproven:
 
 
 def unproven(certificate: Certificate) -> Iterator[Unproven]:
-    """The claims of per-rank code that are neither proven nor trusted by the certificate.
+    """The claims of per-rank code that are neither proven nor trusted.
 
     Raises:
-        CertificateError: it is wrong; inputs were found that show it.
+        CertificateError: a claim is wrong, as a run showed.
     """
     known = set(certificate.trusted)
     code = [o for o in certificate.operations if o.ports is not None or o.target is LEAVE]
@@ -80,7 +81,9 @@ def unproven(certificate: Certificate) -> Iterator[Unproven]:
 def _claims(
     certificate: Certificate, graphs: RankGraphs, op: Operation
 ) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Results, each with the axes along which it is claimed to be equal, and not seen to be."""
+    """Results, each with axes along which it is claimed to be equal and may vary, as far as the
+    graphs show.
+    """
     assert op.ports is not None
     varying = _of_results(certificate, graphs, op)
     for at, (spec, pending) in enumerate(op.ports.results):
@@ -90,7 +93,7 @@ def _claims(
 
 
 def _of_operations(certificate: Certificate) -> dict[Ref, AxisSet]:
-    """The axes along which each value varies within per-rank code that is planned over others."""
+    """The axes along which each value may vary in per-rank code over some of the mesh's axes."""
     found: dict[Ref, AxisSet] = {}
     for op in certificate.operations:
         operands = [found.get(r, frozenset()) for r in op.operands]
@@ -108,7 +111,7 @@ def _of_operations(certificate: Certificate) -> dict[Ref, AxisSet]:
 
 
 def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> list[AxisSet]:
-    """The axes along which each result varies, as far as its operands show."""
+    """The axes along which each result of per-rank code may vary, by its nodes and its operands."""
     assert op.ports is not None
     every = frozenset(certificate.axes)
     lists = [nodes.get(op.name, []) for nodes in graphs.local_ops]
@@ -148,7 +151,7 @@ def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> 
 
 
 def _text(node: fx.Node, numbers: dict[fx.Node, int], offsets: Sequence[fx.Node]) -> str:
-    """A call as text, with the numbers of its operands: equal on ranks that make equal calls."""
+    """A call as text that is equal on ranks that make the same call of the same operands."""
 
     def named(n: fx.Node) -> str:
         if n in numbers:
@@ -164,19 +167,19 @@ def _is_random(node: fx.Node) -> bool:
 
 
 class _VaryingNumbers:
-    """The mesh axes along which the ranks' graphs and offsets change."""
+    """The mesh axes along which facts of the ranks' graphs, and offsets, vary."""
 
     def __init__(self, certificate: Certificate):
         self.axes = list(certificate.axes)
         self.number, self.offsets = certificate.ranks.number, certificate.ranks.offsets
 
     def varying(self, of_graphs: Sequence[Any]) -> AxisSet:
-        """The axes along which the graphs' values differ."""
+        """The axes along which a fact varies, given the fact for each graph."""
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(of_graphs))}
         return self._along(np.array([kinds[kind] for kind in of_graphs])[self.number])
 
     def varying_offset(self, of_graphs: Sequence[int]) -> AxisSet:
-        """The same of an offset, given which of each graph's offsets it is."""
+        """The axes along which an offset varies, given its index in each graph."""
         values = np.zeros_like(self.number)
         for graph, which in enumerate(of_graphs):
             values = np.where(self.number == graph, self.offsets[graph][which], values)

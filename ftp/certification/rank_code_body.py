@@ -1,5 +1,5 @@
 """Run per-rank code as it is written, on all ranks: a collective of ``ftp.axis`` is a function of
-what the ranks of an axis hold.
+the tensors of the ranks along an axis.
 """
 
 import operator
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class NotRun(Exception):
-    """Code that cannot be run here; the message says why."""
+    """Per-rank code cannot be run; the message says why."""
 
 
 def run_body(
@@ -55,10 +55,8 @@ def run_body(
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, at in enumerate(every):
             groups.setdefault((*at[: dims[axis]], *at[dims[axis] + 1 :]), []).append(rank)
-        is_reduce = (
-            node.target is OPS.all_reduce.default
-        )  # (x, op, axis); others are (x, axis, ...)
-        rest = node.args[1:2] if is_reduce else node.args[2:]
+        # all_reduce takes (x, op, axis), the others take (x, axis, ...).
+        rest = node.args[1:2] if node.target is OPS.all_reduce.default else node.args[2:]
         for ranks in groups.values():
             sent = [values[r][node.args[0]] for r in ranks]
             found = _COLLECTIVES[node.target](domain, sent, *rest)

@@ -1,7 +1,6 @@
-"""Run per-rank code on all ranks: as the ranks' graphs have it, and as it is written."""
+"""Run per-rank code on all ranks, both the ranks' graphs and the code as written, and compare."""
 
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certification.certificate import Certificate, Operation
+from ftp.certification.certificate import Certificate, Operation, Spec
 from ftp.certification.collective_semantics import COLLECTIVES
-from ftp.certification.lockstep.check import ATTEMPTS, depth_of_graphs, is_equal
+from ftp.certification.lockstep.check import depth_of_graphs, first_over_draws, is_equal
 from ftp.certification.lockstep.program import coordinates, shard
 from ftp.certification.lockstep.reals import Reals
 from ftp.certification.lockstep.run import RunError, run_ranks
@@ -23,13 +22,14 @@ from ftp.errors import CertificateError
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.rules.call import Meta
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-RANKS = 64
-LARGEST = 1 << 20  # elements of all values of all ranks
+RANKS = 64  # at most
+LARGEST = 1 << 20  # elements of all values of all ranks, at most
 SIMULATIONS = 4
-_CLOSE = 1e-9  # of float64, relative to the largest element
+_CLOSE = 1e-9  # in float64, relative to the largest element
 Results = Sequence[tuple[int, tuple[str, ...]]]
 
 
@@ -40,41 +40,27 @@ def open_after_a_run(
     "specs", that results are equal along axes.
 
     Args:
-        claims: numbers of results, and the axes.
+        claims: (result, axes) that are claimed.
 
     Raises:
-        CertificateError: it is wrong, on inputs that a simulation found.
+        CertificateError: a claim is wrong, as a simulation in floating point shows.
     """
     left = ["code", *(["specs"] if claims else [])]
     try:
         programs = _Programs(certificate, graphs, op)
         depth = depth_of_graphs([*programs.graphs, programs.body])
-        for draw in range(depth.draws):
-            for attempt in range(ATTEMPTS):
-                domain = Residues(depth.field(secrets.randbits(60)))
-                try:
-                    found = programs.differs(domain, draw, claims)
-                except Degenerate:
-                    if attempt == ATTEMPTS - 1:
-                        return left
-                    continue
-                if found is not None:
-                    _refuse_if_simulated(programs, claims)
-                    return left
-                break
-    except (NotRun, Blind, RunError):
-        return left
-    return []
-
-
-def _refuse_if_simulated(programs: "_Programs", claims: Results) -> None:
-    for draw in range(SIMULATIONS):
-        if why := programs.differs(Reals(draw + 1), draw, claims):
-            raise CertificateError(f"{programs.op}: {why}")
+        if first_over_draws(depth, lambda d, draw: programs.differs(d, draw, claims)) is None:
+            return []
+        for draw in range(SIMULATIONS):
+            if why := programs.differs(Reals(draw + 1), draw, claims):
+                raise CertificateError(f"{op}: {why}")
+    except (NotRun, Blind, Degenerate, RunError):
+        pass
+    return left
 
 
 class _Programs:
-    """The ranks' graphs of one op of per-rank code, in the form in which they are run."""
+    """The ranks' graphs of one op of per-rank code, as graphs that ``run_ranks`` runs."""
 
     def __init__(self, certificate: Certificate, graphs: RankGraphs, op: Operation):
         self.certificate, self.op = certificate, op
@@ -101,16 +87,13 @@ class _Programs:
                 raise NotRun(f"its values have more than {LARGEST:,} elements")
 
     def differs(self, domain: Any, draw: int, claims: Results) -> str | None:
-        """The first way in which the ranks differ from the code or its claims."""
-        assert self.op.ports is not None
+        """The first result that is not what the code computes, or not equal where it is claimed to
+        be, as text.
+        """
         axes = self.certificate.axes
         every = coordinates(self.certificate)
         inputs: list[list[Any]] = [[] for _ in every]
-        operations = {o.name: o for o in self.certificate.operations}
-        for slot, (ref, spec) in enumerate(
-            zip(self.op.operands, self.op.ports.operands, strict=True)
-        ):
-            meta = operations[ref.name].results[ref.index]
+        for slot, (meta, spec) in enumerate(_operands(self.certificate, self.op)):
             whole = _drawn(domain, tuple(map(int, meta.shape)), meta.dtype, slot, draw)
             for own, c in zip(inputs, every, strict=True):
                 own.append(shard(domain, whole, spec, axes, dict(zip(axes, c, strict=True))))
@@ -118,12 +101,7 @@ class _Programs:
         try:
             found = run_ranks(domain, self.graphs, inputs)
             written = run_body(domain, self.body, axes, copies)
-        except (
-            IndexError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as e:  # values that the code does not take
+        except (IndexError, RuntimeError, TypeError, ValueError) as e:
             raise NotRun(f"it does not take random inputs: {e}") from None
         for rank, (own, due) in enumerate(zip(found, written, strict=True)):
             for at, (x, y) in enumerate(zip(own, due, strict=True)):
@@ -142,6 +120,14 @@ class _Programs:
                         " name the axis in out_specs."
                     )
         return None
+
+
+def _operands(certificate: Certificate, op: Operation) -> list[tuple[Meta, Spec]]:
+    """The operands of per-rank code: shape and dtype, and the spec."""
+    assert op.ports is not None
+    results = {o.name: o.results for o in certificate.operations}
+    metas = [results[ref.name][ref.index] for ref in op.operands]
+    return list(zip(metas, op.ports.operands, strict=True))
 
 
 def _drawn(domain: Any, shape: tuple[int, ...], dtype: torch.dtype, key: int, draw: int) -> Any:
@@ -165,10 +151,10 @@ def _is_same(domain: Any, a: Any, b: Any) -> bool:
 
 
 class _Written:
-    """One rank's nodes of an op as a graph whose collectives are exchanges.
+    """Writes one rank's nodes of an op as a graph whose collectives are exchanges.
 
     Attributes:
-        elements: of all values.
+        elements: the number of elements of all values.
     """
 
     def __init__(
@@ -185,12 +171,11 @@ class _Written:
         self.elements = self.calls = 0
 
     def run(self, nodes: Sequence[fx.Node]) -> fx.Graph:
-        assert self.op.ports is not None
-        operands = [self.graph.placeholder(f"x{i}") for i in range(len(self.op.ports.operands))]
+        metas = self._operand_metas()
+        operands = [self.graph.placeholder(f"x{i}") for i in range(len(metas))]
         env: dict[fx.Node, Any] = dict(self.offsets)
         given: dict[int, Any] = {}
         arriving: dict[fx.Node, tuple[int, Any]] = {}
-        metas = self._operand_metas()
         for node in nodes:
             if "takes" in node.meta and node.target is aten.contiguous.default:
                 slot = node.meta["takes"]
@@ -209,22 +194,17 @@ class _Written:
                 env[node] = self._call(node.target, args, kwargs, node)
             for at in node.meta.get("gives", ()):
                 given[at] = env[node]
+        assert self.op.ports is not None
         # None is a gradient that nothing reads.
         self.graph.output([given.get(at) for at in range(len(self.op.ports.results))])
         return self.graph
 
     def _operand_metas(self) -> list[torch.Tensor]:
-        assert self.op.ports is not None
-        operations = {o.name: o for o in self.certificate.operations}
         found = []
-        for ref, spec in zip(self.op.operands, self.op.ports.operands, strict=True):
-            meta = operations[ref.name].results[ref.index]
-            shape = [
-                int(size) // math.prod(self.certificate.axes[axis] for axis, _, _ in cuts)
-                for size, cuts in zip(
-                    meta.shape, [*spec, *[()] * (len(meta.shape) - len(spec))], strict=True
-                )
-            ]
+        for meta, spec in _operands(self.certificate, self.op):
+            shape = list(map(int, meta.shape))
+            for dim, cuts in enumerate(spec):
+                shape[dim] //= math.prod(self.certificate.axes[axis] for axis, _, _ in cuts)
             found.append(torch.empty(shape, dtype=meta.dtype, device="meta"))
         return found
 
@@ -253,7 +233,7 @@ class _Written:
     # Collectives.
 
     def _group(self, name: str) -> list[int]:
-        """The ranks of this rank's group, first to last."""
+        """The ranks of this rank's group, in order."""
         axes = list(self.certificate.axes)
         over = [axes.index(a) for a in self.certificate.groups[name]]
         return [
@@ -263,7 +243,9 @@ class _Written:
         ]
 
     def _issue(self, node: fx.Node, x: fx.Node) -> tuple[int, Any]:
-        """Issue a collective; its number, and what makes its result once it has arrived."""
+        """Issue a collective. Returns its number, and a function that makes its result when it has
+        arrived.
+        """
         self.calls += 1
         number, args, name = self.calls, node.args, str(node.args[-1])
         ranks = self._group(name)

@@ -20,8 +20,6 @@ from ftp.certification.unsound import Refused
 
 
 class RankGraphs:
-    """The graphs of a certificate's ranks."""
-
     def __init__(self, certificate: Certificate, operations: Mapping[str, Operation]):
         self.certificate, self.operations = certificate, operations
         self._pure: dict[int, fx.Graph] = {}
@@ -33,10 +31,10 @@ class RankGraphs:
         return [self.without_writes(graph) for graph in range(len(self.certificate.ranks.graphs))]
 
     def without_writes(self, graph: int) -> fx.Graph:
-        """A graph without its writes.
+        """A graph without writes to memory.
 
         Raises:
-            Unsound: a write to memory that it must not change.
+            Unsound: a write to memory that must not change.
         """
         if graph not in self._pure:
             given = self.certificate.ranks.graphs[graph]
@@ -48,7 +46,7 @@ class RankGraphs:
 
     @cached_property
     def local_ops(self) -> list[dict[str, list[fx.Node]]]:
-        """Per graph and op of the program, the nodes whose note names it."""
+        """Per graph ``{op's name: nodes}``, by the nodes' ``meta["origin"]``."""
         found: list[dict[str, list[fx.Node]]] = []
         for graph in self.pure:
             found.append({})
@@ -74,7 +72,7 @@ class RankGraphs:
         return [{n: i for i, n in enumerate(g.nodes) if n.op == "placeholder"} for g in self.pure]
 
     def offsets(self, cell: Cell) -> dict[fx.Node, Index]:
-        """Per offset input its values on the ranks of a cell: an array with a dim for each axis."""
+        """``{offset input: values on the ranks of a cell}``, arrays with a dim for each axis."""
         if cell not in self._offsets:
             of_ranks = self.certificate.ranks.offsets[cell.graph]
             nodes = list(self.placeholders[cell.graph])[self.inputs :]
@@ -89,8 +87,8 @@ class RankGraphs:
         return self._offsets[cell]
 
     def signature(self, node: fx.Node) -> str:
-        """The facts of a collective that must be equal on all ranks; sizes are compared with its
-        peers alone.
+        """A collective as text that must be equal on all ranks. It leaves out sizes: only the
+        collective's peers must agree on them.
         """
         group: Any = node.args[-1]
         given = [a for a in node.args[1:-1] if not isinstance(a, list | tuple | fx.Node)]
@@ -110,7 +108,7 @@ class RankGraphs:
 
     @cached_property
     def inputs(self) -> int:
-        """How many placeholders are tensors; the rest are offsets."""
+        """Number of tensor inputs; the placeholders after them are offsets."""
         return sum(o.target is None for o in self.operations.values())
 
 

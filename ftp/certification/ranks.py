@@ -11,14 +11,14 @@ MeshIndex = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks' programs: per rank a graph, and the values of the graph's number inputs, which
-    follow its tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along
-    it.
+    """The ranks' programs: per rank a graph, and the values of the graph's offsets, number inputs
+    that come after the tensors. Arrays have a dim for each mesh axis, of size 1 where nothing
+    changes along it.
 
     Attributes:
         shape: of the mesh.
-        number: which graph each rank runs.
-        offsets: per graph, the values of each number on the ranks that run it.
+        number: index of the graph that each rank runs.
+        offsets: per graph and offset, the values on the ranks that run the graph.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Ranks:
     def of(
         graphs: Sequence[fx.Graph], at: Mapping[MeshIndex, tuple[int, Sequence[int]]]
     ) -> "Ranks":
-        """Make it from each rank's graph and numbers."""
+        """From ``{coordinate: (graph, offsets)}``."""
         shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
         number = np.zeros(shape, dtype=np.int64)
         counts = {graph: len(given) for graph, given in at.values()}
@@ -48,7 +48,7 @@ class Ranks:
 
     @property
     def at(self) -> dict[MeshIndex, tuple[int, tuple[int, ...]]]:
-        """Each rank's graph and numbers."""
+        """``{coordinate: (graph, offsets)}``."""
         number = np.broadcast_to(self.number, self.shape)
         given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
         return {
@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def misfit(self) -> str:
-        """Why these are no programs of a mesh's ranks; "" if they are."""
+        """What does not fit the mesh or the graphs; "" if everything fits."""
         arrays = [self.number, *(v for values in self.offsets for v in values)]
         if len(self.offsets) != len(self.graphs):
             return f"{len(self.graphs)} graphs, and offsets for {len(self.offsets)}"
@@ -80,7 +80,7 @@ class Ranks:
 
 
 def shrunk(of_ranks: np.ndarray) -> np.ndarray:
-    """With dims along which nothing changes shrunk to size 1."""
+    """Shrink dims along which nothing changes to size 1."""
     for dim in range(of_ranks.ndim):
         first = of_ranks.take([0], dim)
         if (of_ranks == first).all():

@@ -1,9 +1,9 @@
-"""Errors inside the checker: a step that is not sound."""
+"""Errors inside the checker."""
 
 
 class Unsound(Exception):
-    """A step after which a tensor no longer holds what it should; the message says why."""
+    """A tensor does not hold the elements that it should; the message says why."""
 
 
 class Refused(Unsound):
-    """A complete message: the checker adds the rank and nothing else."""
+    """An error whose message is complete but for the rank, which the checker adds."""

@@ -1,5 +1,5 @@
-"""Value numbering: whether two single-device programs compute the same. Equal ops on equal operands
-are one class.
+"""Value numbering: check that two single-device programs compute the same. Equal ops on equal
+operands get one number, their class.
 """
 
 import operator
@@ -27,11 +27,11 @@ aten = torch.ops.aten
 
 
 def check_traced(graph: fx.Graph, certificate: Certificate) -> None:
-    """Checks that the certificate's program is the traced one, up to merged common subexpressions
+    """Check that the certificate's program is the traced one, up to merged common subexpressions
     and decompositions.
 
     Raises:
-        CertificateError: naming the outputs that differ.
+        CertificateError: the outputs that differ.
     """
     numbers = _Numbers()
     for op in certificate.operations:
@@ -56,7 +56,7 @@ def check_traced(graph: fx.Graph, certificate: Certificate) -> None:
 
 
 class _Numbers:
-    """Classes of equal values; an op equals its decomposition."""
+    """The classes of values. An op and its decomposition have one class."""
 
     def __init__(self):
         self.classes: dict[Any, Any] = {}
@@ -66,7 +66,7 @@ class _Numbers:
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
         if target is CHOOSE:
-            args = args[:3]  # not which cond: `ftp.certification.branches` checks that
+            args = args[:3]  # without the cond's number, which `ftp.certification.branches` checks
         return (
             target,
             repr(self.numbered(tuple(args))),
@@ -117,7 +117,9 @@ class _Numbers:
         return made
 
     def local(self, node: fx.Node) -> list[Any]:
-        """Classes of the results of per-rank code; the program may lack results without users."""
+        """The classes of the results of per-rank code. The certificate's program may lack results
+        without users.
+        """
         arguments: Any = node.args
         operands, key = arguments
         if (program := program_of(key)).is_planned:
@@ -144,7 +146,9 @@ class _Numbers:
         ]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes that an output depends on; per-rank code takes what its used results need."""
+        """The nodes that an output depends on. Per-rank code depends on the operands that its used
+        results need.
+        """
         if graph not in self._live:
             every = needed([n for n in graph.nodes if n.op == "output"])
             found: set[fx.Node] = set()
@@ -165,8 +169,8 @@ class _Numbers:
         return self._live[graph]
 
     def sum_of_scatter(self, node: Any) -> Any:
-        """The key of a sum over the dim along which ``scatter_add`` put values onto zeros: the sum
-        of the values.
+        """The key of a sum over the dim along which ``scatter_add`` adds values to zeros: it is the
+        sum of the values.
         """
         if (
             node.target is not aten.sum.dim_IntList
@@ -180,8 +184,8 @@ class _Numbers:
         return self.key(node.target, (source, *node.args[1:]), node.kwargs, 0)
 
     def repeated(self, node: Any) -> list[Any] | None:
-        """The classes of a view that repeats elements, of a sum of what a view takes apart, and of
-        attention to shared keys, where the certificate's program has ops of their own for them.
+        """The classes of a view that repeats elements, of the sum that is its gradient, and of
+        attention with shared keys, if the certificate's program has special ops for them.
         """
         if node.target is aten.sum.dim_IntList:
             found = self.sum_of_repeated(node)
@@ -220,7 +224,7 @@ class _Numbers:
         return found and self.known(REPEAT_EACH, found, shapes[0][dim + 1], dim)
 
     def known(self, target: Any, of: Any, *args: Any) -> Ref | None:
-        """The value of an op of the certificate's program, if it has it."""
+        """The result of a call, if the certificate's program makes the call."""
         number = self.classes.get(self.key(target, (of, *args), {}, 0))
         if number is None:
             return None

@@ -1,14 +1,15 @@
-"""Prove recorded rank programs: on random residues, every output of every rank is the reference's.
+"""Prove recorded rank programs: on random residues, every output of every rank equals the
+reference's.
 
-What is proven: that both programs are equal as formulas, in the algebra of the reals (sums,
-products, quotients, powers, ``exp`` and ``log``), with every other function free, and for every
-order of the numbers that are compared. By Schwartz and Zippel unequal formulas agree on a draw with
-a probability below their degree over a prime of more than 2 million; independent draws are taken.
-Comparisons are sampled: each draw orders the numbers anew.
+It proves that both programs are equal as formulas in the algebra of the reals: sums, products,
+quotients, powers, ``exp`` and ``log``; other functions are unknown functions of their operands. By
+the lemma of Schwartz and Zippel unequal formulas agree on a draw with a probability below their
+degree over a prime of more than 2 million, and several independent draws are made. Orders of
+compared numbers are sampled: each draw orders the numbers anew.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +33,16 @@ from ftp.certification.residues.value import Blind, Degenerate, Planes, same
 from ftp.certification.residues.words import words
 from ftp.errors import CertificateError
 
-DRAWS, ORDERED_DRAWS = 4, 12
-ATTEMPTS = 8
+DRAWS, ORDERED_DRAWS = 4, 12  # ORDERED_DRAWS where numbers are compared
+ATTEMPTS = 8  # of a draw in which a divisor is zero by accident
+# Ops that nest one exponential or logarithm deeper, and ops that compare numbers.
 _EXPS = words(
     """
     exp expm1 sigmoid silu tanh _softmax _safe_softmax sigmoid_backward silu_backward
+    _log_softmax _log_softmax_backward_data logsumexp
     """
 )
-_LOGS = frozenset(["log", "log1p"])
-_BOTH = frozenset(["_log_softmax", "logsumexp"])
-_AFTER = frozenset(("_log_softmax_backward_data",))
+_LOGS = words("log log1p _log_softmax logsumexp")
 _ORDERED = words(
     """
     eq ne lt le gt ge maximum minimum fmax fmin clamp clip clamp_min clamp_max relu abs sign
@@ -52,12 +53,7 @@ _ORDERED = words(
 
 @dataclass(frozen=True)
 class WrongOutput:
-    """An output that a rank has wrong.
-
-    Attributes:
-        output: its number.
-        why: in words.
-    """
+    """A wrong output of a rank, by its number; ``why`` goes on after "OUTPUT on rank RANK"."""
 
     output: int
     rank: int
@@ -66,8 +62,8 @@ class WrongOutput:
 
 @dataclass(frozen=True)
 class Depth:
-    """How deep exponentials and logarithms nest, and the other facts by which a residue field is
-    chosen.
+    """How deep a program nests exponentials and logarithms, whether it holds infinities, and
+    whether it compares numbers: facts by which a residue field is chosen.
     """
 
     exps: int
@@ -84,10 +80,10 @@ class Depth:
 
 
 def check_recorded(certificate: Certificate) -> Certificate:
-    """The certificate itself, if every output of every rank is the reference's.
+    """The certificate itself, if every output of every rank equals the reference's.
 
     Raises:
-        CertificateError: the first output that is not proven.
+        CertificateError: the first output that is not proven to.
     """
     try:
         found = difference(certificate)
@@ -108,25 +104,41 @@ def difference(certificate: Certificate) -> WrongOutput | None:
     """The first output that differs from the reference's on some draw; None if none does.
 
     Raises:
-        Blind: an op of which the model knows too little.
+        Blind: an op of which the residue field knows too little.
     """
     depth = depth_of(certificate)
     assert certificate.recorded is not None
     if certificate.recorded.every_routing:
         return _difference_of_routings(certificate, depth)
+
+    def run(domain: Residues, draw: int) -> WrongOutput | None:
+        try:
+            return compare(domain, certificate, inputs_for(domain, certificate, draw))
+        except ReferenceFailed:
+            if draw == 0:
+                raise
+            return None  # the reference does not take the integers that were drawn
+
+    try:
+        return first_over_draws(depth, run)
+    except Degenerate:
+        raise Blind("a division by zero") from None
+
+
+def first_over_draws(depth: Depth, run: Callable[[Residues, int], Any]) -> Any:
+    """The first result of ``run(residues, draw)`` over independent draws; None if it has none.
+
+    Raises:
+        Degenerate: a draw whose every attempt is degenerate.
+    """
     for draw in range(depth.draws):
         for attempt in range(ATTEMPTS):
-            domain = Residues(depth.field(secrets.randbits(60)))
             try:
-                found = compare(domain, certificate, inputs_for(domain, certificate, draw))
+                found = run(Residues(depth.field(secrets.randbits(60))), draw)
             except Degenerate:
                 if attempt == ATTEMPTS - 1:
-                    raise Blind("a division by zero") from None
-                continue
-            except ReferenceFailed:
-                if draw == 0:
                     raise
-                break  # integers in the range of those given that neither program takes
+                continue
             if found is not None:
                 return found
             break
@@ -134,7 +146,7 @@ def difference(certificate: Certificate) -> WrongOutput | None:
 
 
 def _difference_of_routings(certificate: Certificate, depth: Depth) -> WrongOutput | None:
-    """The first output that differs for some routing."""
+    """The first output that differs from the reference's for some routing."""
     for draw in range(DRAWS):
         left = list(the_choice(certificate).routings())
         for _ in range(ATTEMPTS):
@@ -176,16 +188,11 @@ def _difference_of_routings(certificate: Certificate, depth: Depth) -> WrongOutp
 
 
 class WrongShape(Exception):
-    """An output whose shape is not the expected one."""
-
-
-def graphs_of(certificate: Certificate) -> list[fx.Graph]:
-    at = certificate.ranks.at
-    return [certificate.ranks.graphs[at[c][0]] for c in sorted(at)]
+    """An output has another shape than its spec gives; the argument is the ``WrongOutput``."""
 
 
 def inputs_for(domain: Any, certificate: Certificate, draw: int) -> list[Any]:
-    """Whole inputs: numbers drawn at random; integers as given, and in later draws permuted or
+    """Global inputs. Numbers are drawn at random. Integers are the given ones in draw 0, and later
     drawn between the smallest and the largest given.
     """
     assert certificate.recorded is not None
@@ -213,62 +220,55 @@ def compare(
     watch_reference: Any = None,
     is_same: Any = None,
 ) -> WrongOutput | None:
-    """Run both programs on the same inputs; the first difference."""
-    unreduced = certificate.unreduced
-    values = run_reference(
-        domain,
-        certificate.operations,
-        [domain.separate(x) for x in inputs],
-        watch_reference,
-    )
+    """Run both programs on the same inputs; the first difference.
+
+    Args:
+        watch: is called with each rank's results, as in ``run_ranks``.
+        watch_reference: is called with the reference's results, as in ``run_reference``.
+        is_same: compares a rank's output with the expected one; default ``is_equal``.
+    """
+    unreduced, axes = certificate.unreduced, certificate.axes
+    copies = [domain.separate(x) for x in inputs]
+    values = run_reference(domain, certificate.operations, copies, watch_reference)
     given = [o for o in certificate.operations if o.target is None]
     parts = [
         shards(domain, x, op.spec, unreduced.inputs[i], certificate, i)
         for i, (x, op) in enumerate(zip(inputs, given, strict=True))
     ]
-    graphs = graphs_of(certificate)
-    of_ranks = [[p[r] for p in parts] for r in range(ranks_of(certificate))]
+    programs = sorted(certificate.ranks.at.items())
+    graphs = [certificate.ranks.graphs[number] for _, (number, _) in programs]
+    of_ranks = [[p[rank] for p in parts] for rank in range(len(programs))]
     results = run_ranks(domain, graphs, of_ranks, watch)
-    names = list(certificate.axes)
-    every = sorted(certificate.ranks.at)
     for at, (ref, spec) in enumerate(certificate.outputs):
         local = [r[at] for r in results]
-        for rank, coordinate in enumerate(every):
-            where = dict(zip(names, coordinate, strict=True))
-            expected = shard(domain, values[ref], spec, certificate.axes, where)
+        for rank, (coordinate, _) in enumerate(programs):
+            where = dict(zip(axes, coordinate, strict=True))
+            expected = shard(domain, values[ref], spec, axes, where)
             held = local[rank]
-            if tuple(held.shape) != tuple(expected.shape):
-                return WrongOutput(
-                    at,
-                    rank,
-                    f"has shape {tuple(held.shape)}; its spec gives the rank"
-                    f" {tuple(expected.shape)}.",
-                )
+            shapes = tuple(held.shape), tuple(expected.shape)
+            if shapes[0] != shapes[1]:
+                why = f"has shape {shapes[0]}; its spec gives the rank {shapes[1]}."
+                return WrongOutput(at, rank, why)
             if unreduced.outputs[at]:
                 held = total(domain, local, unreduced.outputs[at], certificate, rank)
-            equal = (is_same or is_equal)(domain, held, expected)
-            if not equal:
+            if not (is_same or is_equal)(domain, held, expected):
                 return WrongOutput(at, rank, "is not what the reference computes.")
     return None
 
 
 def is_equal(domain: Residues, a: Any, b: Any) -> bool:
-    """Whether two values are the same, element for element."""
-    if not isinstance(a, Planes) or not isinstance(b, Planes):
-        return (
-            not isinstance(a, Planes)
-            and not isinstance(b, Planes)
-            and a.dtype == b.dtype
-            and bool((a == b).all())
-        )
-    return a.dtype == b.dtype and bool(same(domain.field, a, b).all())
+    """Whether two values are equal, element for element."""
+    if a.dtype != b.dtype or isinstance(a, Planes) != isinstance(b, Planes):
+        return False
+    equal = same(domain.field, a, b) if isinstance(a, Planes) else a == b
+    return bool(equal.all())
 
 
-# Properties that a proof needs of its field and its draws.
+# The assumptions of a proof, and the residue field that it needs.
 
 
 def sampled(certificate: Certificate) -> list[str]:
-    """The assumptions of a proof that rests on draws."""
+    """The assumptions of a proof by draws, as text."""
     assert certificate.recorded is not None
     found = []
     is_every = certificate.recorded.every_routing
@@ -289,9 +289,7 @@ def sampled(certificate: Certificate) -> list[str]:
 
 
 def compares_besides(certificate: Certificate) -> bool:
-    """Whether numbers are compared otherwise than by the reference's one choice and the ranks'
-    choices.
-    """
+    """Whether ops other than choices, such as ``topk``, compare numbers."""
     dtypes = {
         Ref(o.name, i): m.dtype for o in certificate.operations for i, m in enumerate(o.results)
     }
@@ -323,56 +321,38 @@ def _compares(name: str, args: Any) -> bool:
 
 
 def depth_of(certificate: Certificate) -> Depth:
-    """How deep exponentials nest; through memory that is written, an upper bound."""
+    """The depth of both programs."""
     reference = [
         (o.target, [Ref(r.name) for r in o.operands], Ref(o.name), (o.args, dict(o.kwargs)))
         for o in certificate.operations
         if o.target is not None
     ]
-    return _deepest([*map(_calls, certificate.ranks.graphs), reference])
+    return depth_of_graphs(certificate.ranks.graphs, reference)
 
 
-def depth_of_graphs(graphs: Sequence[fx.Graph]) -> Depth:
-    """The same of ranks' graphs alone."""
-    return _deepest([*map(_calls, graphs)])
-
-
-def _calls(graph: fx.Graph) -> list[Any]:
-    return [(n.target, n.all_input_nodes, n, n.args) for n in graph.nodes]
-
-
-def _deepest(programs: Sequence[Sequence[Any]]) -> Depth:
-    exps = logs = 0
-    infinite = ordered = False
-    for program in programs:
-        e, g, i, o = _depth(program)
-        exps, logs, infinite, ordered = max(exps, e), max(logs, g), infinite or i, ordered or o
-    return Depth(exps, logs, infinite, ordered)
-
-
-def _depth(program: Sequence[tuple[Any, Sequence[Any], Any, Any]]) -> tuple[int, int, bool, bool]:
-    found: dict[Any, tuple[int, int]] = {}
-    floor = (0, 0)
-    deepest = (0, 0)
-    infinite = ordered = False
-    for target, operands, node, args in program:
-        here = floor
-        for operand in operands:
-            known = found.get(operand, (0, 0))
-            here = (max(here[0], known[0]), max(here[1], known[1]))
-        schema = getattr(target, "_schema", None)
-        name = _name_of(target)
-        here = (
-            here[0] + (name in _EXPS or name in _BOTH or name in _AFTER),
-            here[1] + (name in _LOGS or name in _BOTH),
-        )
-        ordered = ordered or _compares(name, args)
-        infinite = infinite or _holds_infinity(args)
-        found[node] = here
-        deepest = (max(deepest[0], here[0]), max(deepest[1], here[1]))
-        if schema is not None and schema.is_mutable:
-            floor = (max(floor[0], here[0]), max(floor[1], here[1]))
-    return deepest[0], deepest[1], infinite, ordered
+def depth_of_graphs(graphs: Sequence[fx.Graph], reference: Sequence[Any] = ()) -> Depth:
+    """The depth of graphs and of a reference, its calls (op, operands, result, arguments). Through
+    memory that is written it is an upper bound.
+    """
+    every: list[tuple[int, int]] = [(0, 0)]
+    has_infinities = is_ordered = False
+    calls = [[(n.target, n.all_input_nodes, n, n.args) for n in graph.nodes] for graph in graphs]
+    for program in (*calls, reference):
+        found: dict[Any, tuple[int, int]] = {}
+        floor = (0, 0)  # of any value, since writes may have changed it
+        for target, operands, result, args in program:
+            name = _name_of(target)
+            before = [floor, *(found.get(x, (0, 0)) for x in operands)]
+            exps, logs = map(max, zip(*before, strict=True))
+            found[result] = here = (exps + (name in _EXPS), logs + (name in _LOGS))
+            every.append(here)
+            is_ordered = is_ordered or _compares(name, args)
+            has_infinities = has_infinities or _holds_infinity(args)
+            schema = getattr(target, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                floor = (max(floor[0], here[0]), max(floor[1], here[1]))
+    exps, logs = map(max, zip(*every, strict=True))
+    return Depth(exps, logs, has_infinities, is_ordered)
 
 
 def _holds_infinity(args: Any) -> bool:

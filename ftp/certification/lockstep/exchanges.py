@@ -10,7 +10,7 @@ SENDS = ("send", "recv")
 
 
 class Mismatch(Exception):
-    """Ranks that issue exchanges which do not fit each other."""
+    """The exchanges that the ranks of a group issue do not fit each other."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,10 @@ class Issued:
     """An exchange as a rank issues it.
 
     Attributes:
-        sent: copies of what it sends.
-        ranks: of its group, first to last.
-        sizes: rows for and from each rank where they are unequal; a root or a peer.
+        sent: copies of the tensors that the rank sends.
+        ranks: of the group, in order.
+        option: the reduction, or the tag of a send.
+        sizes: rows for and from each rank where they are unequal; or the root, or the peer.
     """
 
     kind: str
@@ -39,7 +40,7 @@ def delivered(domain: Any, issued: Sequence[Issued]) -> list[list[Any]]:
     """Per rank of the group, the values that it receives.
 
     Raises:
-        Mismatch: they are different collectives, or of sizes that do not fit.
+        Mismatch: ranks issue different collectives, or sizes that do not fit.
     """
     first = issued[0]
     for other in issued[1:]:
@@ -102,7 +103,7 @@ def _gather(domain: Any, issued: Sequence[Issued]) -> list[list[Any]]:
 
 
 def _reduce_scatter(domain: Any, issued: Sequence[Issued]) -> list[list[Any]]:
-    """Each sends a tensor for each rank, in turn for each of several calls packed together."""
+    """Each rank sends a tensor for each rank of the group, and so on for each packed call."""
     n = len(issued)
     columns = list(zip(*(i.sent for i in issued), strict=True))
     totals = [_reduced(domain, issued[0].option, column) for column in columns]

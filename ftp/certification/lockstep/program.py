@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -17,13 +18,17 @@ from ftp.rules.call import replaced
 
 
 class ReferenceFailed(CertificateError):
-    """An op of the single-device program that does not take its operands."""
+    """An op of the single-device program refuses its operands."""
 
 
 def run_reference(
     domain: Any, operations: Sequence[Operation], inputs: Sequence[Any], watch: Any = None
 ) -> dict[Ref, Any]:
-    """Every value of the single-device program."""
+    """Every value of the single-device program.
+
+    Args:
+        watch: is called with each op and its results: ``watch(op, results)``.
+    """
     values: dict[Ref, Any] = {}
     given = iter(inputs)
     for op in operations:
@@ -56,7 +61,7 @@ def coordinates(certificate: Certificate) -> list[MeshIndex]:
 def positions(
     size: int, cuts: Sequence[tuple[str, int, Any]], axes: Mapping[str, int], at: Mapping[str, int]
 ) -> torch.Tensor:
-    """The positions along a dim that a rank holds."""
+    """The positions that a rank holds along a dim."""
     along = {name: MeshAxis(name, dim, n) for dim, (name, n) in enumerate(axes.items())}
     cell = Cell(0, tuple((at[name],) for name in axes))
     part = ExpectedParts(along, ()).cut(size, cuts, cell)
@@ -80,8 +85,8 @@ def shards(
     certificate: Certificate,
     key: int,
 ) -> list[Any]:
-    """Each rank's tensor of a whole one; of a pending sum, terms drawn at random."""
-    axes, names = certificate.axes, list(certificate.axes)
+    """Each rank's tensor of a global one; for a pending sum, random terms that add up to it."""
+    axes = certificate.axes
     whole: dict[tuple[int, ...], Any] = {(): x}
     for axis in unreduced:
         split: dict[tuple[int, ...], Any] = {}
@@ -96,7 +101,7 @@ def shards(
         whole = split
     found = []
     for coordinate in coordinates(certificate):
-        at = dict(zip(names, coordinate, strict=True))
+        at = dict(zip(axes, coordinate, strict=True))
         term = whole[tuple(at[a] for a in unreduced)]
         found.append(shard(domain, term, spec, axes, at))
     return found
@@ -105,14 +110,11 @@ def shards(
 def total(
     domain: Any, parts: Sequence[Any], unreduced: Sequence[str], certificate: Certificate, rank: int
 ) -> Any:
-    """A rank's tensor of a sum pending over some axes, once reduced."""
-    names, every = list(certificate.axes), coordinates(certificate)
-    fixed = [i for i, n in enumerate(names) if n not in unreduced]
+    """The sum over the axes of ``unreduced`` of the tensors of a rank and its peers."""
+    every = coordinates(certificate)
+    fixed = [i for i, axis in enumerate(certificate.axes) if axis not in unreduced]
     group = [r for r, c in enumerate(every) if all(c[i] == every[rank][i] for i in fixed)]
-    found = parts[group[0]]
-    for r in group[1:]:
-        found = domain.add(found, parts[r])
-    return found
+    return reduce(domain.add, [parts[r] for r in group])
 
 
 def ranks_of(certificate: Certificate) -> int:

@@ -1,4 +1,4 @@
-"""Floating point as a domain in which recorded programs run: float32 as float64, the rest as is."""
+"""Floating point as a domain in which recorded programs run; float32 is computed in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -27,8 +27,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Reals:
-    """Runs ops on tensors."""
-
     def __init__(self, seed: int):
         self.seed = seed
         self._draws = 0

@@ -1,8 +1,8 @@
 """Prove recorded rank programs for every routing: every outcome of the one choice that the
 reference makes, such as a router's ``topk`` of each token.
 
-An order of the numbers that are chosen among is given rather than drawn, one for each outcome. Runs
-with several outcomes go side by side, as a batch: they differ only in the order.
+The order of the numbers that the choice compares is given rather than drawn, one order for each
+outcome. Runs differ only in that order, so several run as a batch.
 """
 
 import math
@@ -23,9 +23,9 @@ from ftp.errors import CertificateError, SpecError
 from ftp.torch_internals.functorch import unwrapped
 
 CHOICES = words("topk argmax argmin max min sort argsort")
-MOST = 1 << 16  # routings that are run
-LARGEST = 1 << 24  # elements of a batch of runs
-Routing = tuple[tuple[int, ...], ...]  # of each row those chosen, first to last
+MOST = 1 << 16  # routings that are run, at most
+LARGEST = 1 << 24  # elements of a batch of runs, at most
+Routing = tuple[tuple[int, ...], ...]  # the numbers that each row chooses, in order
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReferenceChoice:
     """A choice among the numbers of each row along a dim.
 
     Attributes:
-        count: how many of a row are chosen, in order.
-        shape: of the rows, with the dim last.
+        count: how many numbers each row chooses, in order.
+        shape: of the numbers, with the dim last.
     """
 
     source: str
@@ -45,7 +45,7 @@ class ReferenceChoice:
 
     @property
     def outcomes(self) -> int:
-        """How many routings there are."""
+        """Number of routings."""
         return math.perm(self.shape[-1], self.count) ** math.prod(self.shape[:-1])
 
     def routings(self) -> Iterator[Routing]:
@@ -53,14 +53,14 @@ class ReferenceChoice:
         return product(of_row, repeat=math.prod(self.shape[:-1]))
 
     def keys(self, routings: Sequence[Routing], keys: Tensor) -> Tensor:
-        """For each routing, a permutation of each row of ``keys`` (rows, size) under which the
-        choice selects that routing; the order of ``keys`` itself does not matter.
+        """Per routing the ``keys`` (rows, size), permuted within rows so that the choice gives the
+        routing.
         """
         chosen = torch.tensor(routings).view(len(routings), keys.shape[0], self.count)
         size = keys.shape[1]
         place = torch.full((*chosen.shape[:2], size), self.count)
         place = place.scatter(2, chosen, torch.arange(self.count).expand_as(chosen))
-        at = place.argsort(dim=2, stable=True).argsort(dim=2)  # of each number among those sorted
+        at = place.argsort(dim=2, stable=True).argsort(dim=2)  # each number's place when sorted
         ranked = keys.sort(dim=1, descending=self.is_largest).values
         return ranked.expand(len(routings), *ranked.shape).gather(2, at)
 
@@ -68,9 +68,9 @@ class ReferenceChoice:
 def choice_of(
     name: str, shape: Sequence[int], args: Sequence[Any], kwargs: Any
 ) -> ReferenceChoice | None:
-    """The choice that an op makes among numbers of a shape; None if it compares all of them."""
+    """The choice that an op makes among numbers of a shape; None if it compares all numbers."""
     given = dict(kwargs)
-    at = {"topk": 2, "argsort": 1, "sort": 1}.get(name, 1)
+    at = 2 if name == "topk" else 1
     dim = given.get("dim", args[at] if len(args) > at else None)
     count, is_largest = 1, name in ("argmax", "max")
     if name == "topk":
@@ -89,15 +89,15 @@ def choice_of(
 
 
 def choices_of(certificate: Certificate) -> list[ReferenceChoice | None]:
-    """The choices of the reference among numbers."""
-    dtypes = {Ref(o.name, i): m for o in certificate.operations for i, m in enumerate(o.results)}
+    """The reference's choices among floating-point numbers; None for an op that compares all."""
+    metas = {Ref(o.name, i): m for o in certificate.operations for i, m in enumerate(o.results)}
     found = []
     for op in certificate.operations:
         schema = getattr(op.target, "_schema", None)
         name = "" if schema is None else schema.name.split("::")[1]
         if name not in CHOICES or not op.operands:
             continue
-        meta = dtypes[op.operands[0]]
+        meta = metas[op.operands[0]]
         if meta.dtype.is_floating_point:
             made = choice_of(name, meta.shape, op.args, op.kwargs)
             found.append(None if made is None else replace(made, source=op.source))
@@ -133,11 +133,11 @@ def the_choice(certificate: Certificate) -> ReferenceChoice:
 
 
 class _Steered(Residues):
-    """Runs ops in the order that the field's ranking gives.
+    """Runs ops; choices compare numbers in the order of the field's ranking.
 
     Attributes:
-        seen: the numbers that choices compare.
-        zero: a number of each run of a batch, added to fresh memory, so that every run has its own.
+        seen: the numbers that choices compared.
+        zero: a batched zero. Added to fresh memory, it gives each run of a batch memory of its own.
     """
 
     def __init__(self, field: Field, zero: Tensor | None = None):
@@ -155,7 +155,7 @@ class _Steered(Residues):
         return self._own(found) if name in FACTORIES or name in UNINITIALISED else found
 
     def _own(self, x: Any) -> Any:
-        """``x`` in memory of each run."""
+        """``x`` with memory for each run of the batch."""
         if self.zero is None:
             return x
         if isinstance(x, Planes):
@@ -170,13 +170,13 @@ class _Steered(Residues):
         return unwrapped(held).untyped_storage()._cdata
 
     def compares_others(self) -> list[Tensor]:
-        """Whether choices compared numbers that the ranking does not hold."""
+        """Per choice, whether it compared numbers that are not in the ranking."""
         f = self.field
         assert f.ranking is not None
         return [(~f.ranking.holds(x.planes[f.order_level])).any() for x in self.seen]
 
 
-_RIGHT, _SPOILT, _OTHERS = -1, -2, -3
+_RIGHT, _SPOILT, _OTHERS = -1, -2, -3  # results of a run; else the number of a wrong result
 
 
 class EveryRouting:
@@ -184,7 +184,7 @@ class EveryRouting:
 
     Args:
         choose: runs the reference on a domain.
-        run: runs both programs on a domain, and says for each output and rank whether it is right.
+        run: runs both programs on a domain; per output and rank, whether it is right.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class EveryRouting:
         self.batch = max(1, min(MOST, LARGEST // _elements(certificate, field)))
 
     def _numbers(self, choose: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
-        """The numbers that are chosen among, (rows, size), and their own keys."""
+        """The numbers that the choice compares, (rows, size), and their keys."""
         domain = _Steered(self.field)
         choose(domain)
         x = domain.seen[0]
@@ -214,8 +214,8 @@ class EveryRouting:
     def wrong(
         self, routings: Sequence[Routing]
     ) -> tuple[tuple[int, Routing] | None, list[Routing]]:
-        """A result that is wrong, by its number, and a routing that shows it; and the routings
-        whose runs an accident of the draw spoils.
+        """The number of a wrong result with its routing, or None; and the routings whose runs were
+        degenerate.
         """
         todo, spoilt = iter(routings), []
         while some := list(islice(todo, self.batch)):
@@ -247,11 +247,11 @@ class EveryRouting:
         try:
             return torch.func.vmap(codes, randomness="same")(keys).tolist()
         except (CertificateError, RuntimeError, IndexError):
-            return [int(codes(k)) for k in keys]  # an op that takes no batch, or fails in a run
+            return [int(codes(k)) for k in keys]  # an op takes no batch, or fails in one run
 
 
 def _elements(certificate: Certificate, field: Field) -> int:
-    """Elements of all values of a run."""
+    """Number of elements of all values of a run."""
     of_ranks = [
         math.prod(shape)
         for at, _ in certificate.ranks.at.values()

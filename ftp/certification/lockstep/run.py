@@ -1,5 +1,5 @@
-"""Run the programs of all ranks in turn: each runs until it waits for an exchange that its peers
-have not issued.
+"""Run the programs of all ranks in turn: each rank runs until it waits for an exchange that a peer
+has not issued.
 """
 
 import operator
@@ -18,7 +18,7 @@ from ftp.ops.written import writes
 
 
 class RunError(CertificateError):
-    """A program that cannot go on; ``rank`` and ``line`` say where."""
+    """A rank's program cannot go on; ``rank`` and ``line`` say where."""
 
     def __init__(self, message: str, rank: int, line: str):
         super().__init__(message)
@@ -26,7 +26,7 @@ class RunError(CertificateError):
 
 
 class OpFailed(RunError):
-    """An op that does not take its operands, such as an index beyond the end."""
+    """An op refuses its operands, such as an index beyond the end."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class _PendingExchange:
 
     node: fx.Node
     issued: Issued
-    key: Any  # of its group, and which of the group's calls it is
+    key: Any  # the group, and the number of the call in the group
     into: list[Any]
     delivery: list[Any] | None = None
     is_done: bool = False
@@ -50,9 +50,11 @@ class Rank:
     """One rank's program as it runs.
 
     Attributes:
-        values: what each node has given.
-        calls: its exchanges by number.
-        at: the next node.
+        calls: ``{number: exchange}``.
+        counts: number of calls issued per group.
+        busy: ``{storage: exchange under way that reads or writes it}``.
+        at: index of the next node.
+        given: number of inputs taken.
     """
 
     number: int
@@ -81,14 +83,13 @@ def run_ranks(
     """The outputs of every rank.
 
     Args:
-        domain: of the numbers: residues or reals.
-        graphs: of each rank.
-        inputs: of each rank.
-        watch: is told of each result, and of what arrives: ``watch(rank, node, value)``.
+        domain: of numbers: residues or reals.
+        graphs, inputs: one for each rank.
+        watch: is called with each result and each arrival: ``watch(rank, node, value)``.
 
     Raises:
-        RunError: the ranks' exchanges do not fit each other, or a tensor is read or written while
-            an exchange writes or reads it.
+        RunError: the ranks' exchanges do not fit each other; a tensor is read that an exchange is
+            still to write, or written that an exchange still reads.
     """
     ranks = [
         Rank(i, list(g.nodes), xs) for i, (g, xs) in enumerate(zip(graphs, inputs, strict=True))
@@ -104,9 +105,8 @@ def run_ranks(
 def _go_on(
     domain: Any, rank: Rank, table: dict[Any, dict[int, _PendingExchange]], watch: Any
 ) -> bool:
-    """Run a rank until it waits; whether it did anything."""
+    """Run a rank until it waits; whether it ran any node."""
     start = rank.at
-    was_running = rank.outputs is None
     while rank.outputs is None:
         node = rank.node
         if node.target is ARRIVED:
@@ -118,7 +118,7 @@ def _go_on(
         else:
             _step(domain, rank, node, table, watch)
         rank.at += 1
-    return rank.at > start or (was_running and rank.outputs is not None)
+    return rank.at > start
 
 
 def _step(
@@ -173,13 +173,8 @@ def _issue(
     _require_quiet(domain, rank, node)
     sent = [rank.values[n] for n in sent]
     into = [rank.values[n] for n in into]
-    issued = Issued(
-        kind,
-        [domain.separate(x) for x in sent],
-        tuple(ranks),
-        option,
-        tuple(sizes),
-    )
+    copies = [domain.separate(x) for x in sent]
+    issued = Issued(kind, copies, tuple(ranks), option, tuple(sizes))
     if kind in SENDS:
         me, peer = rank.number, issued.sizes[0]
         pair = (me, peer) if kind == "send" else (peer, me)
@@ -200,7 +195,7 @@ def _issue(
 def _arrive(
     domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _PendingExchange]]
 ) -> bool:
-    """Wait for an exchange; False while a peer has not issued its part."""
+    """Complete an exchange; False if a peer has not issued its part."""
     call = rank.calls[node.args[0]]  # type: ignore[index]
     if call.is_done:
         return True
@@ -249,7 +244,9 @@ def _arrive(
 
 
 def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
-    """Refuse reads of memory that an exchange is yet to write, and writes to memory it reads."""
+    """Raise RunError for a read of memory that an exchange under way writes, and for a write to
+    memory that it reads.
+    """
     if not rank.busy:
         return
     for operand in node.all_input_nodes:

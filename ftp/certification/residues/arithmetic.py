@@ -21,6 +21,7 @@ from ftp.certification.residues.value import (
     Blind,
     Planes,
     Window,
+    common_window,
     degenerate_if,
     infinities,
     levels,
@@ -46,10 +47,8 @@ def add(f: Field, a: Planes, b: Planes) -> Planes:
 
 def negate(f: Field, a: Planes) -> Planes:
     found = [-x % p for x, p in zip(levels(f, a), f.primes, strict=True)]
-    infinite = infinities(f, a)
-    return made(
-        f, found, a.window & a.window, a.dtype, signs(f, a), None if infinite is None else -infinite
-    )
+    infinite = -a.planes[-1] if f.has_infinities else None
+    return made(f, found, a.window, a.dtype, signs(f, a), infinite)
 
 
 def multiply(f: Field, a: Planes, b: Planes) -> Planes:
@@ -71,7 +70,7 @@ def multiply(f: Field, a: Planes, b: Planes) -> Planes:
 
 
 def _infinite_product(f: Field, a: Planes, b: Planes) -> Tensor:
-    """Infinity times one or minus one; the sign of other numbers is not known."""
+    """Infinity times one or minus one. The sign of other numbers is unknown."""
     found = torch.zeros(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64)
     for x, y in ((a, b), (b, a)):
         infinite, unit = x.planes[-1], torch.zeros_like(y.planes[0])
@@ -89,7 +88,7 @@ def reciprocal(f: Field, a: Planes) -> Planes:
     for level in range(a.window.low, a.window.high + 1):
         degenerate_if(f, (a.planes[level] == 0) & (finite != 0))
     found = [inverse(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
-    return made(f, found, a.window & a.window, a.dtype)
+    return made(f, found, a.window, a.dtype)
 
 
 def scaled(f: Field, a: Planes, numerator: int, denominator: int = 1) -> Planes:
@@ -99,29 +98,16 @@ def scaled(f: Field, a: Planes, numerator: int, denominator: int = 1) -> Planes:
         for x, p in zip(levels(f, a), f.primes, strict=True)
     ]
     is_odd = denominator == 1 and numerator % 2 == 1
-    return made(
-        f,
-        found,
-        a.window & a.window,
-        a.dtype,
-        [s.clone() for s in signs(f, a)] if is_odd else None,
-        infinities(f, a),
-    )
+    sign = [s.clone() for s in signs(f, a)] if is_odd else None
+    return made(f, found, a.window, a.dtype, sign, infinities(f, a))
 
 
 def summed(f: Field, op: Callable[[Tensor], Tensor], a: Planes) -> Planes:
-    """A sum of elements: ``op`` adds integers."""
+    """A sum of elements; ``op`` adds the integers of one plane."""
     found = [op(x) % p for x, p in zip(levels(f, a), f.primes, strict=True)]
     sign = [op(s) % 2 for s in signs(f, a)]
-    infinite = infinities(f, a)
-    return made(
-        f,
-        found,
-        a.window & a.window,
-        a.dtype,
-        sign,
-        None if infinite is None else torch.sign(op(infinite)),
-    )
+    infinite = torch.sign(op(a.planes[-1])) if f.has_infinities else None
+    return made(f, found, a.window, a.dtype, sign, infinite)
 
 
 def matmul_of_values(f: Field, a: Planes, b: Planes) -> Planes:
@@ -137,14 +123,14 @@ def integer_power(f: Field, a: Planes, exponent: int) -> Planes:
     if exponent > 1 and not exponent % 2 and (number := _squared(f, a)) is not None:
         return integer_power(f, number, exponent // 2)
     found = [modpow(x, exponent, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
-    result = made(f, found, a.window & a.window, a.dtype, signs(f, a) if exponent == 1 else None)
+    result = made(f, found, a.window, a.dtype, signs(f, a) if exponent == 1 else None)
     if exponent == 1:
         result.root_of = a.root_of
     return result
 
 
 def root(f: Field, a: Planes) -> Planes:
-    found = made(f, _roots(f, a), a.window & a.window, a.dtype)
+    found = made(f, _roots(f, a), a.window, a.dtype)
     found.root_of = separate(a)
     return found
 
@@ -154,7 +140,9 @@ def _roots(f: Field, a: Planes) -> list[Tensor]:
 
 
 def _squared(f: Field, a: Planes) -> Planes | None:
-    """The number whose root ``a`` still is: its square modulo a prime may be minus the number."""
+    """The number whose root ``a`` is, if ``a`` is unchanged since: modulo a prime, the square of a
+    root may be minus the number.
+    """
     number = a.root_of
     if number is None or not all(map(torch.equal, levels(f, a), _roots(f, number))):
         return None
@@ -162,7 +150,7 @@ def _squared(f: Field, a: Planes) -> Planes | None:
 
 
 def exponential(f: Field, a: Planes) -> Planes:
-    """``exp`` maps sums to products; under too many of them it is a function without algebra."""
+    """``exp``, which maps sums to products; nested too deep it is an unknown function."""
     if a.window.low + 1 >= f.levels:
         return function(f, "exp", a)
     found = [torch.zeros_like(a.planes[0])]
@@ -181,7 +169,7 @@ def exponential(f: Field, a: Planes) -> Planes:
 
 
 def natural_logarithm(f: Field, a: Planes) -> Planes:
-    """The inverse of ``exp``."""
+    """``log``, the inverse of ``exp``; under too few exponentials it is an unknown function."""
     low, high = max(a.window.low - 1, 0), a.window.high - 1
     if high < low:
         return function(f, "log", a)
@@ -196,10 +184,7 @@ def natural_logarithm(f: Field, a: Planes) -> Planes:
 
 
 def function(f: Field, name: str, *operands: Planes) -> Planes:
-    """An elementwise function without algebra: equal operands give equal results."""
-    window = operands[0].window
-    for x in operands[1:]:
-        window = window & x.window
+    """An unknown elementwise function: equal operands give equal results, at random."""
     found = []
     for level, p in enumerate(f.primes):
         h = None
@@ -210,16 +195,11 @@ def function(f: Field, name: str, *operands: Planes) -> Planes:
             h = hashed(h, _seed(f, name))
         assert h is not None
         found.append(h % p)
-    return made(f, found, window & window, operands[0].dtype)
+    return made(f, found, common_window(operands), operands[0].dtype)
 
 
 def opaque(f: Field, name: str, operands: Sequence[Planes], shape: Sequence[int]) -> Planes:
-    """The result of an op without algebra: equal operands give equal results, and nothing else is
-    known.
-    """
-    window = operands[0].window
-    for x in operands[1:]:
-        window = window & x.window
+    """The result of an unknown op: equal operands give equal results, at random."""
     found = []
     for level, p in enumerate(f.primes):
         digest = hashlib.blake2b(f"{_seed(f, name)}".encode(), digest_size=7)
@@ -230,14 +210,14 @@ def opaque(f: Field, name: str, operands: Sequence[Planes], shape: Sequence[int]
                 digest.update(plane.contiguous().numpy().tobytes())
         generator = torch.Generator().manual_seed(int.from_bytes(digest.digest()))
         found.append(torch.randint(1, p, tuple(shape), generator=generator, dtype=torch.int64))
-    return made(f, found, window & window, operands[0].dtype)
+    return made(f, found, common_window(operands), operands[0].dtype)
 
 
 def _seed(f: Field, name: str) -> int:
     return zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15 + f.seed * 0x5851F42D4C957F2D
 
 
-# Order: random, the same for equal numbers; of the arithmetic it knows signs at most.
+# Order: random, but equal numbers are equal; at most it respects signs.
 
 
 def chosen(first: Tensor, a: Planes, b: Planes) -> Planes:
@@ -255,10 +235,10 @@ def smaller(f: Field, a: Planes, b: Planes) -> Planes:
 
 
 def extreme(f: Field, a: Planes, dim: int, keepdim: bool, largest: bool) -> tuple[Planes, Tensor]:
-    """The largest or smallest along a dim, and where it is."""
+    """The largest or smallest elements along a dim, and their positions."""
     key = order(f, a)
     at = (key.argmax if largest else key.argmin)(dim, keepdim=True)
     planes = [p.gather(dim, at) for p in a.planes]
     if not keepdim:
         planes, at = [p.squeeze(dim) for p in planes], at.squeeze(dim)
-    return Planes(planes, a.window & a.window, a.dtype), at
+    return Planes(planes, a.window.copy(), a.dtype), at

@@ -1,7 +1,7 @@
-"""A call of an op on values of a residue field, and the table of ops.
+"""Calls of ops on values of a residue field, and the table of ops.
 
-``FUNCTIONS`` holds one function for all overloads of an op, by its name. It takes a ``ResidueCall``
-and the op's arguments: values, numbers, or tensors of integers, whose elements are known numbers.
+``FUNCTIONS`` has a function for each op's name, for all its overloads. The function takes a
+``ResidueCall`` and the op's arguments: values, numbers, or plain tensors of integers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from ftp.certification.residues.value import Planes, embed, move
 
 @dataclass(frozen=True)
 class ResidueCall:
-    """A call of an op: the field, the op, and the dtype of its first result."""
+    """A call of an op; ``dtype`` is that of its first result."""
 
     field: Field
     target: Any
     dtype: torch.dtype
 
     def lift(self, x: Any) -> Planes:
-        """A value, of numbers or integers where they are known."""
+        """``x`` as a value of the field; ``x`` may be a number or a tensor of integers."""
         if isinstance(x, Planes):
             return x
         if isinstance(x, bool | int | float):

@@ -1,6 +1,7 @@
 """Ops on values of a residue field that compare or sort them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,12 @@ from ftp.certification.residues.call import FUNCTIONS, ResidueCall, dims_of, op,
 from ftp.certification.residues.value import Planes, move, order
 
 
-def _compared(compare: Callable[[Tensor, Tensor], Tensor]):
-    def run(c: ResidueCall, a: Any, b: Any) -> Tensor:
-        return compare(order(c.field, c.lift(a)), order(c.field, c.lift(b)))
-
-    return run
+def _compare(compare: Callable[[Tensor, Tensor], Tensor], c: ResidueCall, a: Any, b: Any) -> Tensor:
+    return compare(order(c.field, c.lift(a)), order(c.field, c.lift(b)))
 
 
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    FUNCTIONS[_name] = _compared(getattr(torch, _name))
+    FUNCTIONS[_name] = partial(_compare, getattr(torch, _name))
 
 
 @op("maximum", "fmax")
@@ -39,29 +37,18 @@ def _clamp(c: ResidueCall, x: Any, min: Any = None, max: Any = None) -> Planes:
     return x if max is None else _minimum(c, x, max)
 
 
-@op("clamp_min")
-def _clamp_min(c: ResidueCall, x: Any, min: Any) -> Planes:
-    return _maximum(c, x, min)
-
-
-@op("clamp_max")
-def _clamp_max(c: ResidueCall, x: Any, max: Any) -> Planes:
-    return _minimum(c, x, max)
-
-
-@op("relu")
-def _relu(c: ResidueCall, x: Planes) -> Planes:
-    return _maximum(c, x, 0)
-
-
-@op("threshold_backward")
-def _threshold_backward(c: ResidueCall, grad: Planes, x: Planes, threshold: Any) -> Planes:
-    return ar.chosen(FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
-
-
-@op("abs")
-def _abs(c: ResidueCall, x: Planes) -> Planes:
-    return ar.chosen(FUNCTIONS["lt"](c, x, 0), ar.negate(c.field, x), x)
+FUNCTIONS |= {
+    "abs": lambda c, x: ar.chosen(FUNCTIONS["lt"](c, x, 0), ar.negate(c.field, x), x),
+    "clamp_min": lambda c, x, min: _maximum(c, x, min),
+    "clamp_max": lambda c, x, max: _minimum(c, x, max),
+    "relu": lambda c, x: _maximum(c, x, 0),
+    "logical_not": lambda c, x: FUNCTIONS["eq"](c, x, 0),
+    "threshold_backward": lambda c, grad, x, threshold: ar.chosen(
+        FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0)
+    ),
+    "isnan": lambda c, x: torch.zeros(x.shape, dtype=torch.bool),
+    "isfinite": lambda c, x: ~_isinf(c, x),
+}
 
 
 @op("sign", "sgn")
@@ -96,15 +83,8 @@ def _argmax(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -
 
 
 @op("sort")
-def _sort(
-    c: ResidueCall,
-    x: Planes,
-    dim: int = -1,
-    descending: bool = False,
-    *,
-    stable: bool = True,
-) -> Any:
-    at = order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
+def _sort(c: ResidueCall, x: Planes, dim: int = -1, descending: bool = False, **_: Any) -> Any:
+    at = _argsort(c, x, dim, descending)
     return move(lambda p: p.gather(dim, at), [x]), at
 
 
@@ -112,25 +92,13 @@ def _sort(
 def _argsort(
     c: ResidueCall, x: Planes, dim: int = -1, descending: bool = False, **_: Any
 ) -> Tensor:
-    return order(c.field, x).argsort(dim=dim, descending=descending, stable=True)
+    return order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
 
 
 @op("topk")
-def _topk(
-    c: ResidueCall,
-    x: Planes,
-    k: int,
-    dim: int = -1,
-    largest: bool = True,
-    sorted: bool = True,
-) -> Any:
-    at = order(c.field, x).topk(k, dim, largest, sorted).indices
+def _topk(c: ResidueCall, x: Planes, k: int, dim: int = -1, *options: Any, **named: Any) -> Any:
+    at = order(c.field, x).topk(k, dim, *options, **named).indices
     return move(lambda p: p.gather(dim, at), [x]), at
-
-
-@op("isnan")
-def _isnan(c: ResidueCall, x: Planes) -> Tensor:
-    return torch.zeros(x.shape, dtype=torch.bool)
 
 
 @op("isinf")
@@ -138,13 +106,3 @@ def _isinf(c: ResidueCall, x: Planes) -> Tensor:
     if not c.field.has_infinities:
         return torch.zeros(x.shape, dtype=torch.bool)
     return x.planes[-1] != 0
-
-
-@op("isfinite")
-def _isfinite(c: ResidueCall, x: Planes) -> Tensor:
-    return ~_isinf(c, x)
-
-
-@op("logical_not")
-def _logical_not(c: ResidueCall, x: Planes) -> Tensor:
-    return FUNCTIONS["eq"](c, x, 0)

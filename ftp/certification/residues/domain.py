@@ -15,6 +15,7 @@ from ftp.certification.residues.movements import MOVEMENTS, rounded
 from ftp.certification.residues.value import (
     Blind,
     Planes,
+    common_window,
     drawn,
     embed,
     move,
@@ -39,7 +40,7 @@ class Residues:
     """Runs ops on values of a residue field, and on plain tensors of integers and booleans.
 
     Attributes:
-        blind: ops met of which the field knows nothing but that equal operands give equal results.
+        blind: the names of ops that were run as unknown functions of their operands.
     """
 
     def __init__(self, field: Field):
@@ -63,47 +64,33 @@ class Residues:
             return _plain(target, args, kwargs)
         if not holds_values and (name in FACTORIES or target is LITERAL):
             return embed(self.field, _plain(target, args, dict(kwargs)), dtype)
-        return self._named(target, name, args, kwargs, dtype, dtypes)
-
-    def _named(
-        self,
-        target: Any,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        dtype: torch.dtype,
-        dtypes: Sequence[Any],
-    ) -> Any:
         if name in MOVEMENTS:
             return self._moved(target, args, kwargs, dtype)
         if name in FUNCTIONS:
-            call = ResidueCall(self.field, target, dtype)
-            accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
-            return FUNCTIONS[name](call, *args, **accepted)
+            return FUNCTIONS[name](
+                ResidueCall(self.field, target, dtype), *args, **_accepted(kwargs)
+            )
         return self._opaque(target, args, kwargs, dtypes)
 
     def _moved(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
     ) -> Any:
         shares = any(r.alias_info is not None for r in target._schema.returns)
-        lifted = tree_map(lambda x: x, (args, dict(kwargs)))
+        lifted = (args, _accepted(kwargs))
         if target._schema.name.split("::")[1] in ("cat", "stack", "index_copy"):
             call = ResidueCall(self.field, target, dtype)
             lifted = tree_map(
                 lambda x: call.lift(x) if isinstance(x, Tensor) and not _is_index(x) else x, lifted
             )
         values = [x for x in tree_leaves(lifted) if isinstance(x, Planes)]
-        window = values[0].window
-        if not shares:
-            for x in values:
-                window = window & x.window
+        # A view shares the window of its base.
+        window = values[0].window if shares else common_window(values)
         found: list[list[Tensor]] = []
         is_single = True
         for i in range(self.field.planes):
             plane_args, plane_kwargs = tree_map(
                 lambda x, i=i: x.planes[i] if isinstance(x, Planes) else x, lifted
             )
-            plane_kwargs = {k: v for k, v in plane_kwargs.items() if k not in _IGNORED}
             made = target(*plane_args, **plane_kwargs)
             is_single = isinstance(made, Tensor)
             found.append([made] if isinstance(made, Tensor) else list(made))
@@ -131,10 +118,9 @@ class Residues:
         base = name.removesuffix("_")
         if base not in FUNCTIONS and base not in MOVEMENTS:
             raise Blind(f"{target}")
-        functional = ResidueCall(self.field, target, x.dtype)
         if base in FUNCTIONS:
-            accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
-            new = FUNCTIONS[base](functional, *args, **accepted)
+            call = ResidueCall(self.field, target, x.dtype)
+            new = FUNCTIONS[base](call, *args, **_accepted(kwargs))
         else:
             packet = getattr(torch.ops.aten, base)
             new = self._moved(getattr(packet, target._overloadname), args, kwargs, x.dtype)
@@ -144,28 +130,28 @@ class Residues:
     def _uninitialised(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
     ) -> Planes:
-        """Memory that nobody has written holds anything: numbers that nothing else holds."""
+        """Memory before it is written: numbers that nothing else holds."""
         plain = tree_map(
             lambda x: x.planes[0] if isinstance(x, Planes) else x, (args, dict(kwargs))
         )
         like: Tensor = target(*plain[0], **{**plain[1], "dtype": torch.int64})
+        return self._fresh(like.shape, dtype)
+
+    def _fresh(self, shape: Sequence[int], dtype: torch.dtype) -> Planes:
         self._draws += 1
-        return self.draw(like.shape, -self._draws, dtype)
+        return self.draw(shape, -self._draws, dtype)
 
     def _random(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[Any]
     ) -> Any:
-        """Random numbers may be anything: numbers that nothing else holds."""
+        """Random numbers: numbers that nothing else holds."""
         if any(not d.is_floating_point for d in dtypes):
             raise Blind(f"{target}, which draws random numbers")
         if target._schema.is_mutable:
-            self._draws += 1
-            write(args[0], self.draw(args[0].shape, -self._draws, args[0].dtype))
+            write(args[0], self._fresh(args[0].shape, args[0].dtype))
             return args[0]
-        found = []
-        for like, dtype in zip(_on_meta(target, args, kwargs), dtypes, strict=True):
-            self._draws += 1
-            found.append(self.draw(like.shape, -self._draws, dtype))
+        results = zip(_on_meta(target, args, kwargs), dtypes, strict=True)
+        found = [self._fresh(like.shape, dtype) for like, dtype in results]
         return found if len(found) > 1 else found[0]
 
     def _opaque(
@@ -176,15 +162,16 @@ class Residues:
         dtypes: Sequence[Any],
     ) -> Any:
         self.blind[str(target)] = None
-        if target._schema.is_mutable or any(not d.is_floating_point for d in dtypes):
-            raise Blind(str(target))
-        operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Planes)]
-        if not operands:
+        leaves = tree_leaves((args, dict(kwargs)))
+        operands = [x for x in leaves if isinstance(x, Planes)]
+        if (
+            target._schema.is_mutable
+            or any(not d.is_floating_point for d in dtypes)
+            or not operands
+        ):
             raise Blind(str(target))
         plain = [
-            x.tolist() if isinstance(x, Tensor) else x
-            for x in tree_leaves((args, dict(kwargs)))
-            if not isinstance(x, Planes)
+            x.tolist() if isinstance(x, Tensor) else x for x in leaves if not isinstance(x, Planes)
         ]
         results = _on_meta(target, args, kwargs)
         found = [
@@ -194,8 +181,8 @@ class Residues:
         return found if len(target._schema.returns) > 1 else found[0]
 
     def laid_out(self, x: Any, strides: Sequence[Sequence[int]] | None) -> Any:
-        """Fresh results with the strides of the tensors that they stand for, so that every view
-        of those is one of these.
+        """Fresh results with the strides of the program's tensors: a view of a tensor must be a
+        view of its planes.
         """
         if isinstance(x, Planes):
             return self._strided(x, strides[0]) if strides else x
@@ -239,7 +226,7 @@ class Residues:
         return ar.scaled(self.field, a, by.numerator, by.denominator)
 
     def move(self, fn: Callable[..., Tensor], *xs: Any) -> Any:
-        """A pure movement of data; values and integers are moved alike."""
+        """Data movement of values or plain tensors."""
         if all(isinstance(x, Tensor) for x in xs):
             return fn(*xs)
         return move(fn, xs)
@@ -264,6 +251,10 @@ class Residues:
 _IGNORED = frozenset(
     ("memory_format", "device", "layout", "pin_memory", "non_blocking", "dtype", "implicit")
 )
+
+
+def _accepted(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in kwargs.items() if k not in _IGNORED}
 
 
 def _is_index(x: Tensor) -> bool:

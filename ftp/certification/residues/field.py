@@ -1,12 +1,12 @@
 """Residue fields in which real formulas are evaluated: primes, powers, logarithms, constants.
 
-Level ``k`` computes modulo the prime ``p[k]``, and ``p[k + 1] = 2 p[k] + 1``. So 4 generates a
-group of order ``p[k]`` modulo ``p[k + 1]``, and ``x -> 4 ** x`` from level ``k`` to level
-``k + 1`` turns sums into products, as ``exp`` does; its inverse, up to sign, is ``log``.
+Level ``k`` computes modulo the prime ``p[k]``, and ``p[k + 1] = 2 p[k] + 1``. Modulo ``p[k + 1]``,
+4 generates a group of order ``p[k]``, so ``x -> 4 ** x`` from level ``k`` to level ``k + 1`` turns
+sums into products, as ``exp`` does. Its inverse, up to sign, is ``log``.
 
-A formula without exponentials is evaluated at one level, modulo a prime drawn from many. All are -1
-modulo 4, so that of ``x`` and ``-x`` just one is a square: the positive one. So signs multiply as
-they do for real numbers.
+A formula without exponentials is evaluated at one level, modulo a prime drawn from many. These
+primes are -1 modulo 4, so that either ``x`` or ``-x`` is a square. The square counts as positive;
+then signs multiply as those of real numbers do.
 
 Source: the tower of two primes is Mirage's (Wu et al., OSDI 2025, section 5); chains of such primes
 are Cunningham's.
@@ -31,12 +31,7 @@ _SIGN = 1 << 30
 
 @dataclass(frozen=True)
 class Ranking:
-    """Keys that say the order of some numbers.
-
-    Attributes:
-        residues: of the numbers, sorted.
-        keys: of each.
-    """
+    """The order of some numbers: their residues, sorted, and a key for each."""
 
     residues: Tensor
     keys: Tensor
@@ -45,7 +40,7 @@ class Ranking:
         return self.residues[self._at(x)] == x
 
     def ordered(self, x: Tensor, others: Tensor) -> Tensor:
-        """The keys of the numbers ``x``; ``others`` are those of numbers that it does not hold."""
+        """The keys of the numbers ``x``; ``others`` are the keys of numbers that are not held."""
         return torch.where(self.holds(x), self.keys[self._at(x)], others)
 
     def _at(self, x: Tensor) -> Tensor:
@@ -57,14 +52,14 @@ class Field:
     """One draw of a model of the reals.
 
     Attributes:
-        primes: one a level.
-        seed: of the inputs, of the functions without algebra, and of the order of numbers.
+        primes: one for each level.
+        seed: of inputs, of unknown functions, and of the order of numbers.
         order_level: the level whose residues are compared.
         has_logs: whether values carry the signs that logarithms leave.
-        has_infinities: whether values say which elements are infinite.
+        has_infinities: whether values mark infinite elements.
         ranking: the order of some numbers, if it is given rather than drawn.
-        suspects: where given, notes whether an accident of the draw spoils a run, in place of an
-            error: of runs in a batch it spoils some.
+        suspects: if given, collects whether runs are degenerate, in place of an error: some runs of
+            a batch may be.
     """
 
     primes: tuple[int, ...]
@@ -91,14 +86,14 @@ class Field:
 
     @property
     def has_signs(self) -> bool:
-        """Whether numbers have the signs of ``sign``. A chain's primes are few: a constant that is
-        no square modulo one would count as negative in every draw.
+        """Whether numbers have the signs of ``sign``. With a chain they have none: its primes are
+        few, and a constant that is not a square modulo one would be negative in every draw.
         """
         return self.levels == 1
 
     @property
     def planes(self) -> int:
-        """How many integer tensors make up a value."""
+        """Number of integer tensors of a value."""
         return self.levels * (2 if self.has_logs else 1) + self.has_infinities
 
 
@@ -134,7 +129,7 @@ def _is_prime(p: int) -> bool:
 
 
 def sign(x: Tensor, p: int) -> Tensor:
-    """1, 0 or -1, of a product the product: whether ``x`` is a square modulo ``p``."""
+    """1 if ``x`` is a square modulo ``p``, 0 if zero, else -1; it maps products to products."""
     found = modpow(x, (p - 1) // 2, p)
     return torch.where(found == p - 1, -1, found)
 
@@ -188,7 +183,7 @@ def logarithm(x: Tensor, p: int) -> tuple[Tensor, Tensor]:
 
 
 def hashed(x: Tensor, seed: int) -> Tensor:
-    """A function of integers drawn at random: 61 bits for each element."""
+    """A random function of integers, drawn by ``seed``: 61 bits for each element."""
     mask = (1 << 62) - 1
     h = x ^ (seed & mask)
     for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
@@ -215,7 +210,7 @@ def matmul(a: Tensor, b: Tensor, p: int) -> Tensor:
 
 
 def residue(value: float, p: int) -> int:
-    """The residue of a finite number: that of the fraction, or the root, that it stands for."""
+    """The residue of the fraction, or of the root, that a finite float stands for."""
     number, roots = exact(value)
     found = number.numerator % p * pow(number.denominator % p, p - 2, p) % p
     for _ in range(roots):
@@ -225,7 +220,7 @@ def residue(value: float, p: int) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def exact(value: float) -> tuple[Fraction, int]:
-    """The fraction that a float stands for, and how often its square root is to be taken.
+    """The fraction whose square root, taken a number of times, a float stands for.
 
     >>> exact(0.1), exact(1 / 3), exact(8**-0.5)
     ((Fraction(1, 10), 0), (Fraction(1, 3), 0), (Fraction(1, 8), 1))

@@ -19,9 +19,7 @@ def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Planes:
     return ar.chosen(condition, c.lift(a), c.lift(b))
 
 
-@op("masked_fill")
-def _masked_fill(c: ResidueCall, x: Planes, mask: Tensor, value: Any) -> Planes:
-    return ar.chosen(mask, c.lift(value), x)
+FUNCTIONS["masked_fill"] = lambda c, x, mask, value: _where(c, mask, value, x)
 
 
 @op("constant_pad_nd")
@@ -30,7 +28,7 @@ def _pad(c: ResidueCall, x: Planes, pad: Sequence[int], value: Any = 0) -> Plane
     planes = [
         aten.constant_pad_nd(p, pad, int(v)) for p, v in zip(x.planes, fill.planes, strict=True)
     ]
-    return Planes(planes, x.window & x.window, x.dtype)
+    return Planes(planes, x.window.copy(), x.dtype)
 
 
 @op("scatter")
@@ -43,35 +41,32 @@ def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwa
     return move(lambda p, s: p.scatter(dim, index, s), [x, source])
 
 
+def _expanded(x: Planes, shape: Sequence[int], dtype: torch.dtype) -> Planes:
+    return Planes([p.expand(tuple(shape)).clone() for p in x.planes], x.window, dtype)
+
+
 @op("fill", "full_like")
 def _fill(c: ResidueCall, x: Planes, value: Any, **_: Any) -> Planes:
-    found = c.lift(value)
-    return Planes([p.expand(x.shape).clone() for p in found.planes], found.window, c.dtype)
+    return _expanded(c.lift(value), x.shape, c.dtype)
 
 
-@op("zeros_like", "zero")
-def _zeros_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
-    return _fill(c, x, 0)
+@op("new_full")
+def _new_full(c: ResidueCall, x: Any, size: Sequence[int], value: Any, **_: Any) -> Planes:
+    return _expanded(c.lift(value), size, c.dtype)
 
 
-@op("ones_like")
-def _ones_like(c: ResidueCall, x: Planes, **_: Any) -> Planes:
-    return _fill(c, x, 1)
-
-
-@op("new_zeros", "new_ones", "new_full")
-def _new(c: ResidueCall, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Planes:
-    if value is None:
-        value = int(c.target._schema.name.endswith("ones"))
-    found = c.lift(value)
-    return Planes([p.expand(tuple(size)).clone() for p in found.planes], found.window, c.dtype)
+FUNCTIONS |= {
+    "zero": lambda c, x: _fill(c, x, 0),
+    "zeros_like": lambda c, x, **_: _fill(c, x, 0),
+    "ones_like": lambda c, x, **_: _fill(c, x, 1),
+    "new_zeros": lambda c, x, size, **_: _new_full(c, x, size, 0),
+    "new_ones": lambda c, x, size, **_: _new_full(c, x, size, 1),
+}
 
 
 @op("copy")
 def _copy(c: ResidueCall, x: Planes, source: Any, *_: Any) -> Planes:
-    source = c.lift(source)
-    source = rounded(c, source, x.dtype)
-    return Planes([p.expand(x.shape).clone() for p in source.planes], source.window, x.dtype)
+    return _expanded(rounded(c, c.lift(source), x.dtype), x.shape, x.dtype)
 
 
 @op("_to_copy", "to", "convert_element_type")
@@ -84,14 +79,12 @@ def _to_copy(c: ResidueCall, x: Any, *_: Any, **__: Any) -> Any:
 
 
 def rounded(c: ResidueCall, x: Planes, dtype: torch.dtype) -> Planes:
-    """A conversion to a dtype of fewer digits or a smaller range is a function without algebra."""
-    if x.dtype == dtype or not x.dtype.is_floating_point:
-        return Planes(x.planes, x.window, dtype)
-    a, b = torch.finfo(x.dtype), torch.finfo(dtype)
-    if b.eps <= a.eps and b.max >= a.max:
-        return Planes(x.planes, x.window, dtype)
-    found = ar.function(c.field, f"round to {dtype}", x)
-    return Planes(found.planes, found.window, dtype)
+    """``x`` in another dtype. Rounding to fewer digits or a smaller range: an unknown function."""
+    if x.dtype != dtype and x.dtype.is_floating_point:
+        a, b = torch.finfo(x.dtype), torch.finfo(dtype)
+        if b.eps > a.eps or b.max < a.max:
+            x = ar.function(c.field, f"round to {dtype}", x)
+    return Planes(x.planes, x.window, dtype)
 
 
 MOVEMENTS = words(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ftp.certification.residues import arithmetic as ar
 from ftp.certification.residues.call import FUNCTIONS, ResidueCall, dims_of, op, reshaped
 from ftp.certification.residues.value import Blind, Planes, made, move, separate
+from ftp.certification.residues.words import words
 
 # Arithmetic.
 
@@ -50,34 +52,19 @@ def _div(c: ResidueCall, a: Any, b: Any, rounding_mode: str | None = None) -> Pl
     return ar.multiply(c.field, c.lift(a), ar.reciprocal(c.field, c.lift(b)))
 
 
-@op("reciprocal")
-def _reciprocal(c: ResidueCall, a: Planes) -> Planes:
-    return ar.reciprocal(c.field, a)
-
-
-@op("neg")
-def _neg(c: ResidueCall, a: Planes) -> Planes:
-    return ar.negate(c.field, a)
-
-
-@op("addcmul")
-def _addcmul(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Planes:
-    return _add(c, x, _mul(c, _mul(c, a, b), value))
-
-
-@op("addcdiv")
-def _addcdiv(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Planes:
-    return _add(c, x, _mul(c, _div(c, a, b), value))
-
-
-@op("lerp")
-def _lerp(c: ResidueCall, a: Any, b: Any, weight: Any) -> Planes:
-    return _add(c, a, _mul(c, _sub(c, b, a), weight))
-
-
 @op("square")
 def _square(c: ResidueCall, a: Planes) -> Planes:
     return ar.multiply(c.field, a, a)
+
+
+FUNCTIONS |= {
+    "reciprocal": lambda c, a: ar.reciprocal(c.field, a),
+    "neg": lambda c, a: ar.negate(c.field, a),
+    "addcmul": lambda c, x, a, b, value=1: _add(c, x, _mul(c, _mul(c, a, b), value)),
+    "addcdiv": lambda c, x, a, b, value=1: _add(c, x, _mul(c, _div(c, a, b), value)),
+    "lerp": lambda c, a, b, weight: _add(c, a, _mul(c, _sub(c, b, a), weight)),
+    "sqrt": lambda c, a: ar.root(c.field, a),
+}
 
 
 @op("pow")
@@ -89,11 +76,6 @@ def _pow(c: ResidueCall, a: Any, exponent: Any) -> Planes:
             return ar.integer_power(c.field, ar.root(c.field, a), int(2 * exponent))
         return ar.function(c.field, f"pow {exponent}", a)
     return ar.function(c.field, "pow", *torch_broadcast(c.lift(a), c.lift(exponent)))
-
-
-@op("sqrt")
-def _sqrt(c: ResidueCall, a: Planes) -> Planes:
-    return ar.root(c.field, a)
 
 
 @op("rsqrt")
@@ -126,9 +108,7 @@ def _addmm(
 
 
 @op("sum")
-def _sum(
-    c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Planes:
+def _sum(c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False) -> Planes:
     x = c.lift(x)
     if not x.shape:
         return separate(x)
@@ -136,16 +116,14 @@ def _sum(
 
 
 @op("mean")
-def _mean(
-    c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Planes:
+def _mean(c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False) -> Planes:
     x = c.lift(x)
     count = math.prod(x.shape[d] for d in dims_of(x, dim)) if x.shape else 1
     return ar.scaled(c.field, _sum(c, x, dim, keepdim), 1, count)
 
 
 @op("cumsum")
-def _cumsum(c: ResidueCall, x: Planes, dim: int, dtype: Any = None) -> Planes:
+def _cumsum(c: ResidueCall, x: Planes, dim: int) -> Planes:
     return ar.summed(c.field, lambda p: p.cumsum(dim), c.lift(x))
 
 
@@ -171,8 +149,7 @@ def _var(
 
 @op("native_layer_norm")
 def _layer_norm(c: ResidueCall, x: Planes, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    dims = list(range(len(x.shape) - len(shape), len(x.shape)))
-    var, mean = _var_mean(c, x, dims, 0, True)
+    var, mean = _var_mean(c, x, list(range(-len(shape), 0)), 0, True)
     scale = _rsqrt(c, _add(c, var, eps))
     out = _mul(c, _sub(c, x, mean), scale)
     out = out if weight is None else _mul(c, out, weight)
@@ -181,9 +158,9 @@ def _layer_norm(c: ResidueCall, x: Planes, shape: Any, weight: Any, bias: Any, e
 
 @op("_fused_rms_norm")
 def _rms_norm(c: ResidueCall, x: Planes, shape: Any, weight: Any, eps: Any) -> Any:
-    dims = list(range(len(x.shape) - len(shape), len(x.shape)))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    scale = _rsqrt(c, _add(c, _mean(c, _square(c, x), dims, True), eps))
+    mean = _mean(c, _square(c, x), list(range(-len(shape), 0)), True)
+    scale = _rsqrt(c, _add(c, mean, eps))
     out = _mul(c, x, scale)
     return out if weight is None else _mul(c, out, weight), scale
 
@@ -215,7 +192,7 @@ def _index_put(
 
 
 def _modular(c: ResidueCall, a: Planes, b: Planes, planes: Sequence[Tensor]) -> Planes:
-    """Sums of planes as the planes of a sum."""
+    """The value of sums of planes."""
     f = c.field
     residues = [x % p for x, p in zip(planes, f.primes, strict=False)]
     sign = [s % 2 for s in planes[f.levels : 2 * f.levels]] if f.has_logs else None
@@ -239,15 +216,11 @@ def _embedding_backward(
 
 
 @op("prod")
-def _prod(
-    c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False, dtype: Any = None
-) -> Planes:
+def _prod(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Planes:
     if dim is None:
         x, dim = reshaped(x, (-1,)), 0
     parts = [move(lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
-    found = c.lift(1) if not parts else parts[0]
-    for part in parts[1:]:
-        found = ar.multiply(c.field, found, part)
+    found = reduce(partial(ar.multiply, c.field), parts) if parts else c.lift(1)
     return move(lambda p: p.unsqueeze(dim), [found]) if keepdim else found
 
 
@@ -259,29 +232,14 @@ def _exp(c: ResidueCall, x: Any) -> Planes:
     return ar.exponential(c.field, c.lift(x))
 
 
-@op("expm1")
-def _expm1(c: ResidueCall, x: Any) -> Planes:
-    return _sub(c, _exp(c, x), 1)
-
-
 @op("log")
 def _log(c: ResidueCall, x: Any) -> Planes:
     return ar.natural_logarithm(c.field, c.lift(x))
 
 
-@op("log1p")
-def _log1p(c: ResidueCall, x: Any) -> Planes:
-    return _log(c, _add(c, x, 1))
-
-
 @op("sigmoid")
 def _sigmoid(c: ResidueCall, x: Planes) -> Planes:
-    return ar.reciprocal(c.field, _add(c, _exp(c, _neg(c, x)), 1))
-
-
-@op("silu")
-def _silu(c: ResidueCall, x: Planes) -> Planes:
-    return _mul(c, x, _sigmoid(c, x))
+    return ar.reciprocal(c.field, _add(c, _exp(c, ar.negate(c.field, x)), 1))
 
 
 @op("tanh")
@@ -317,14 +275,13 @@ def _log_softmax_backward(c: ResidueCall, grad: Planes, out: Planes, dim: int, *
     return _sub(c, grad, _mul(c, _exp(c, out), _sum(c, grad, dim, True)))
 
 
-@op("sigmoid_backward")
-def _sigmoid_backward(c: ResidueCall, grad: Planes, out: Planes) -> Planes:
-    return _mul(c, grad, _mul(c, out, _rsub(c, out, 1)))
-
-
-@op("tanh_backward")
-def _tanh_backward(c: ResidueCall, grad: Planes, out: Planes) -> Planes:
-    return _mul(c, grad, _rsub(c, _square(c, out), 1))
+FUNCTIONS |= {
+    "expm1": lambda c, x: _sub(c, _exp(c, x), 1),
+    "log1p": lambda c, x: _log(c, _add(c, x, 1)),
+    "silu": lambda c, x: _mul(c, x, _sigmoid(c, x)),
+    "sigmoid_backward": lambda c, grad, out: _mul(c, grad, _mul(c, out, _rsub(c, out, 1))),
+    "tanh_backward": lambda c, grad, out: _mul(c, grad, _rsub(c, _square(c, out), 1)),
+}
 
 
 @op("silu_backward")
@@ -335,7 +292,7 @@ def _silu_backward(c: ResidueCall, grad: Planes, x: Planes) -> Planes:
 
 
 def _elementwise(*names: str) -> None:
-    """Functions without algebra."""
+    """Register unknown functions."""
     for name in names:
         FUNCTIONS[name] = lambda c, *xs, name=name, **kw: ar.function(
             c.field,
@@ -349,10 +306,13 @@ def torch_broadcast(*xs: Planes) -> list[Planes]:
     return [Planes([p.expand(shape) for p in x.planes], x.window, x.dtype) for x in xs]
 
 
-_elementwise("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "ceil", "celu", "cos")
-_elementwise("cosh", "digamma", "elu", "erf", "erfc", "erfinv", "exp2", "floor", "fmod", "frac")
-_elementwise("hardsigmoid", "hardswish", "hypot", "i0", "lgamma", "log10", "log2", "mish")
 _elementwise(
-    "remainder", "round", "selu", "sin", "sinh", "special_erfcx", "tan", "trunc", "copysign"
+    *words(
+        """
+        acos acosh asin asinh atan atan2 atanh ceil celu copysign cos cosh digamma elu elu_backward
+        erf erfc erfinv exp2 floor fmod frac hardsigmoid hardswish hypot i0 lgamma
+        log_sigmoid_forward log10 log2 mish remainder round selu sin sinh softplus
+        softplus_backward special_erfcx tan trunc
+        """
+    )
 )
-_elementwise("log_sigmoid_forward", "softplus", "softplus_backward", "elu_backward")

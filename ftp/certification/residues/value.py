@@ -1,12 +1,12 @@
-"""Values of a residue field: a tensor of numbers as a few tensors of integers.
+"""Values of a residue field: a tensor of numbers as a few tensors of integers, its *planes*.
 
-Its *planes* are the residues at each level, the signs that logarithms leave at each level, and
-which elements are infinite. Data movement is torch's own op on every plane, views and writes
-included.
+The planes are the residues at each level, the signs that logarithms leave at each level, and which
+elements are infinite. Data movement, views and writes are torch's own op on every plane.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from ftp.certification.residues.field import Field, hashed, residue, sign
 
 
 class Blind(Exception):
-    """An op on numbers of which the model knows too little; the message names it."""
+    """The residue field knows too little of an op; the message names the op."""
 
 
 class Degenerate(Exception):
-    """A division by a residue that is zero by accident, or a logarithm of one: draw again."""
+    """A divisor, or the operand of a logarithm, is zero by accident: draw again."""
 
 
 def degenerate_if(field: Field, bad: Tensor) -> None:
-    """Draw again where an element of ``bad`` is true."""
+    """Raise Degenerate if an element of ``bad`` is true, or note it for a batch of runs."""
     if field.suspects is not None:
         field.suspects.append(bad.any())
     elif bad.any():
@@ -33,13 +33,16 @@ def degenerate_if(field: Field, bad: Tensor) -> None:
 
 @dataclass
 class Window:
-    """The levels at which a value's residues mean anything; views share their base's."""
+    """The levels at which a value's residues have a meaning; a view shares its base's window."""
 
     low: int
     high: int
 
     def __and__(self, other: "Window") -> "Window":
         return Window(max(self.low, other.low), min(self.high, other.high))
+
+    def copy(self) -> "Window":
+        return Window(self.low, self.high)
 
     def narrow(self, other: "Window") -> None:
         self.low, self.high = max(self.low, other.low), min(self.high, other.high)
@@ -54,9 +57,8 @@ class Planes:
 
     Attributes:
         planes: of one shape and one layout in memory.
-        dtype: that of the tensor it stands for.
-        root_of: of square roots the numbers, as they were when the roots were taken; what is
-            written later is not in them.
+        dtype: of the program's tensor.
+        root_of: if the numbers are square roots, a copy of the numbers whose roots were taken.
     """
 
     planes: list[Tensor]
@@ -71,6 +73,11 @@ class Planes:
 
 def whole(field: Field) -> Window:
     return Window(0, field.levels - 1)
+
+
+def common_window(xs: Sequence[Planes]) -> Window:
+    """The levels at which all values have a meaning, as a new window."""
+    return reduce(Window.__and__, [x.window for x in xs], xs[0].window)
 
 
 def levels(field: Field, x: Planes) -> list[Tensor]:
@@ -93,7 +100,9 @@ def made(
     signs: Sequence[Tensor] | None = None,
     infinite: Tensor | None = None,
 ) -> Planes:
-    """A value of its planes; absent ones are zero. An infinite element has the residue zero."""
+    """A value from its planes, with a window of its own. Planes that are not given are zero. An
+    infinite element has the residue zero.
+    """
     planes = list(residues)
     if field.has_logs:
         planes += signs or [torch.zeros_like(r) for r in residues]
@@ -104,11 +113,11 @@ def made(
             finite = infinite == 0
             planes = [p * finite for p in planes]
         planes.append(infinite)
-    return Planes(planes, window, dtype)
+    return Planes(planes, window.copy(), dtype)
 
 
 def embed(field: Field, x: Tensor, dtype: torch.dtype) -> Planes:
-    """Known numbers: integers, booleans, or the fractions that floats stand for."""
+    """The value of known numbers: integers, booleans, or the fractions that floats stand for."""
     if not x.is_floating_point():
         x = x.to(torch.int64)
         return made(field, [x % p for p in field.primes], whole(field), dtype)
@@ -144,10 +153,8 @@ def move(
     xs: Sequence[Planes],
     dtype: torch.dtype | None = None,
 ) -> Planes:
-    """Data movement: ``op`` on each plane of the values; a new tensor or a view."""
-    window = xs[0].window
-    for x in xs[1:]:
-        window = window & x.window
+    """Data movement: ``op`` on each plane of the values."""
+    window = xs[0].window if len(xs) == 1 else common_window(xs)
     planes = [op(*planes) for planes in zip(*(x.planes for x in xs), strict=True)]
     return Planes(planes, window, dtype or xs[0].dtype)
 
@@ -155,7 +162,7 @@ def move(
 def separate(x: Planes) -> Planes:
     """A copy of ``x``."""
     planes = [p.clone(memory_format=torch.contiguous_format) for p in x.planes]
-    return Planes(planes, x.window & x.window, x.dtype)
+    return Planes(planes, x.window.copy(), x.dtype)
 
 
 def write(x: Planes, new: Planes) -> None:
@@ -166,10 +173,10 @@ def write(x: Planes, new: Planes) -> None:
 
 
 def order(field: Field, x: Planes) -> Tensor:
-    """Integers in a random order of the numbers; equal numbers have equal ones.
+    """Keys that put the numbers in a random order; equal numbers have equal keys.
 
-    At a single level the order respects signs: negative numbers are below zero, positive ones
-    above, and ``-x`` is as far below as ``x`` is above.
+    At a single level the order respects signs: the key of a negative number is negative, and the
+    key of ``-x`` is minus the key of ``x``.
     """
     if field.order_level not in x.window:
         raise Blind("a comparison of numbers under too many exponentials")
@@ -187,7 +194,7 @@ def order(field: Field, x: Planes) -> Tensor:
 
 
 def same(field: Field, a: Planes, b: Planes) -> Tensor:
-    """Per element, whether two values of one shape are equal at every level that both know."""
+    """Per element, whether two values of one shape are equal at every level of both windows."""
     window = a.window & b.window
     if window.low > window.high:
         raise Blind("a value under too many exponentials and logarithms")
