@@ -1,8 +1,7 @@
-"""Saves that go on while training does: one after another in a thread, and who is told of a
-failure.
+"""Saves in the background: one after another, in a thread.
 
-The caller of ``Saving.result`` is told. A failure nobody has asked for is raised by the next save
-or load, or where the process group ends, or printed at the end of the program.
+``Saving.result`` raises a save's failure. If nobody calls it, the next save or load raises the
+failure, or ``ftp.destroy_process_group``, or the program prints it at its end.
 """
 
 import atexit
@@ -31,7 +30,7 @@ class Saving:
 
     def __init__(self, future: "Future[Path]"):
         self._future = future
-        self._is_told = False
+        self._is_told = False  # whether the caller knows of the save's failure
 
     def result(self, timeout: float | None = None) -> Path:
         """The folder of the checkpoint, once it is complete and on the disk.
@@ -52,7 +51,7 @@ class Saving:
         return self._future.done()
 
     def _untold(self) -> BaseException | None:
-        """The failure, if nobody has been told of it."""
+        """The failure, if no caller knows of it."""
         return self._future.exception() if self._future.done() and not self._is_told else None
 
 
@@ -60,7 +59,7 @@ _unasked: list[Saving] = []
 
 
 def start(run: Callable[[], Path], *, wait: bool) -> Saving:
-    """Runs a save in the thread; with ``wait`` to its end."""
+    """Run a save in the thread; with ``wait``, return when it has ended."""
     saving = Saving(_thread().submit(run))
     if wait:
         saving.result()
@@ -71,50 +70,47 @@ def start(run: Callable[[], Path], *, wait: bool) -> Saving:
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """Runs saves in the order in which they were asked for; the interpreter waits for it."""
+    """The thread that runs saves in order; the interpreter waits for it at its end."""
     return ThreadPoolExecutor(1, "ftp-save")
 
 
 def earlier_failure() -> str | None:
-    """The failure of a save that has ended and that nobody asked for; `raise_earlier` raises it on
-    all ranks.
-    """
+    """The failure of an ended save that no caller knows of, for `raise_earlier`."""
     _unasked[:] = [s for s in _unasked if s._untold() is not None or not s.done()]
     return next((str(e) for s in _unasked if (e := s._untold()) is not None), None)
 
 
 def raise_earlier(told: Sequence[str | None]) -> None:
-    """Raises if any rank has such a failure.
+    """Raise if a save failed on any rank and no caller knows of it.
 
     Args:
         told: `earlier_failure` of each rank.
     """
     if (known := next(filter(None, told), None)) is not None:
-        failures = _settle()
-        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (
-            failures[0] if failures else None
-        )
+        failure = _settle()
+        raise CheckpointError(f"{_FAILED}: {failure or known}") from failure
 
 
 _FAILED = "An earlier save, of which nobody has asked the result, failed"
 
 
-def _settle() -> list[BaseException]:
-    """Waits for all saves; the failures that nobody was told of, which count as told now."""
-    waited = [(saving, saving._future.exception()) for saving in _unasked]
-    failures = [e for saving, e in waited if e is not None and not saving._is_told]
+def _settle() -> BaseException | None:
+    """Wait for all saves; the first failure that no caller knew of. Callers know of all failures
+    now.
+    """
+    waited = [(saving._is_told, saving._future.exception()) for saving in _unasked]
     for saving in _unasked:
         saving._is_told = True
     _unasked.clear()
-    return failures
+    return next((e for is_told, e in waited if e is not None and not is_told), None)
 
 
 def _end() -> None:
-    """Before the process group ends: finish saves, release folders, raise failures."""
-    failures = _settle()
+    """Before the process group ends: finish saves, release folders, raise a failure."""
+    failure = _settle()
     release()
-    if failures:
-        raise CheckpointError(f"{_FAILED}: {failures[0]}") from failures[0]
+    if failure is not None:
+        raise CheckpointError(f"{_FAILED}: {failure}") from failure
 
 
 def _exit() -> None:

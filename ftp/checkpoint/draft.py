@@ -1,4 +1,4 @@
-"""Folders that a save writes in: made, named as a checkpoint when complete, or removed."""
+"""Drafts: the folders that saves write to. A complete draft is renamed to be a checkpoint."""
 
 import os
 import shutil
@@ -10,17 +10,18 @@ from ftp.checkpoint.manifest import REMOVING, SAVING, checkpoints, folder_name
 from ftp.checkpoint.safetensors_io import sync
 from ftp.errors import CheckpointError
 
-_drafts: dict[Path, int] = {}  # the folders that this process is writing, and their numbers
-_last: dict[Path, int] = {}  # the number of the last draft in a folder
+_drafts: dict[Path, int] = {}  # this process' drafts, and their numbers
+_last: dict[Path, int] = {}  # per folder the number of its last draft
 
 
 def new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Path | None:
-    """A new folder in ``root`` to write in; drafts that killed runs left there are removed.
+    """A new draft in ``root``. Drafts that killed runs left there are removed.
 
     Args:
         limit: seconds without a heartbeat after which another job that owns ``root`` counts as
             dead.
-        wait: wait until it is known whether that job lives. Otherwise return None.
+        wait: if another job owns ``root``, wait until it is known to live or to be dead. Otherwise
+            return None.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -39,8 +40,8 @@ def new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Path
 
 
 def discard(folder: Path) -> None:
-    """Removes a folder. It is renamed first, so that a writer cannot complete it, and a part of it
-    is no checkpoint.
+    """Remove a draft or a checkpoint. It is renamed first: no writer can complete it, and what is
+    left of it is no checkpoint.
     """
     _drafts.pop(folder, None)
     grave = folder
@@ -49,18 +50,18 @@ def discard(folder: Path) -> None:
         try:
             os.rename(folder, grave)
         except OSError:
-            return  # it is gone, or the next save tries again
+            return  # it is gone, or the next save removes it
     shutil.rmtree(grave, ignore_errors=True)
 
 
 def target_of(draft: Path, step: int | None) -> Path:
-    """The folder that a draft becomes."""
+    """The folder that a draft is renamed to."""
     number = int(draft.name[len(SAVING) :].split("-")[0])
     return draft.with_name(folder_name(number, step))
 
 
 def complete(draft: Path, target: Path) -> None:
-    """Gives a draft that is on the disk its name, if this job still owns the folder."""
+    """Rename a draft whose files are on the disk, if this job still owns the folder."""
     sync(draft)
     check_held(target.parent)
     if target.exists():

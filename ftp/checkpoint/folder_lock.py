@@ -1,10 +1,11 @@
-"""The lock of a folder, which one job at a time saves to: owner, heartbeat, and takeover of a dead
+"""The lock of a folder: one job at a time saves to it. Owner, heartbeat, and takeover of a dead
 owner's lock.
 
-Locks are numbered files; the highest number owns the folder. To take over, a process creates the
-next number, which the file system lets only one do; it removes a lock only when a higher one is
-there. The owner touches its file every second, its heartbeat. Before it completes a checkpoint, it
-checks that it still owns the folder, so that a process which was stopped for long changes nothing.
+Locks are numbered files; the lock with the highest number owns the folder. To take over, a process
+creates the next number, which the file system lets only one process do. A lock is removed only if a
+higher one exists. The owner touches its file every second: the heartbeat. Before an owner completes
+a checkpoint it checks that it still owns the folder, so a process that was stopped for long changes
+nothing.
 """
 
 import atexit
@@ -30,7 +31,7 @@ from ftp.torch_internals.process_groups import get_default_store
 
 LOCK = ".lock-"
 BEAT = 1.0  # seconds between two heartbeats
-_LEAST = 10  # heartbeats that have to be missing, at the least, before an owner counts as dead
+_LEAST = 10  # an owner counts as dead after so many missed heartbeats, at the least
 _NAME = re.compile(re.escape(LOCK) + r"(\d{8,})")
 _SCHEDULERS = {
     "SLURM_JOB_ID": "Slurm job",
@@ -45,10 +46,10 @@ class Owner:
     """A process that saves, and its job.
 
     Attributes:
-        machine: a boot of a host and a process namespace: pids are unique within it.
-        started: when the process started, which tells it from a later one of the same pid.
-        job: what a person calls the job.
-        token: equal in all ranks and attempts of a job, and in no other.
+        machine: the host's boot and the process namespace; pids are unique within it.
+        started: when the process started; a later process of the same pid has another time.
+        job: the job's name for people.
+        token: equal in all ranks and restarts of a job, different in other jobs.
     """
 
     host: str
@@ -62,13 +63,13 @@ class Owner:
         return f"process {self.pid} on {self.host} ({self.job})"
 
     def is_gone(self, machine: str) -> bool:
-        """Whether the process has ended; known on its own machine only."""
+        """Whether the process is known to have ended; only its own machine knows."""
         return self.machine == machine and _started(self.pid) != self.started
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock as found; without an owner while it is being written."""
+    """A lock as read; it has no owner while its file is being written."""
 
     path: Path
     number: int
@@ -82,19 +83,21 @@ _token = uuid.uuid4().hex
 
 
 def hold(folder: Path, patience: float, *, wait: bool) -> bool:
-    """Makes this process the owner of a folder, until it ends or calls `release`.
+    """Make this process the owner of a folder, until it ends or calls `release`.
 
     Args:
         patience: seconds without a heartbeat after which an owner counts as dead, at least ten
-            heartbeats. One that is known to have ended, or was of this job, need not be waited for.
-        wait: watch the owner until it is known whether it lives; otherwise return at once.
+            heartbeats. There is no wait for an owner of this job, or one that is known to have
+            ended.
+        wait: watch another owner until it is known to live or to be dead. Otherwise return at once.
 
     Returns:
-        Whether this process is the owner. False, only without ``wait``: there is another, and it
-        may be dead.
+        Whether this process is the owner. False, without ``wait``: another process is the owner,
+        and may be dead.
 
     Raises:
-        CheckpointError: the owner lives. OSError: what the file system says.
+        CheckpointError: the owner lives.
+        OSError: as the file system says.
     """
     with _taking:
         if is_held(folder):
@@ -136,29 +139,28 @@ def longest_quiet(patience: float) -> float:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether this process owns a folder still."""
+    """Whether this process owns a folder."""
     lock = _held.get(folder)
     return lock is not None and max(_numbers(folder), default=None) == lock.number
 
 
 def check_held(folder: Path) -> None:
-    """Raises if another job has taken the folder over."""
+    """Raise if another job has taken the folder over."""
     if is_held(folder):
         return
     top = _top(folder)
     if top is None:
         raise CheckpointError(
-            f"{folder} or its lock, {LOCK}*, was removed meanwhile. Nothing was saved."
+            f"{folder} or its lock, {LOCK}*, was removed during the save. Nothing was saved."
         )
     raise CheckpointError(
-        f"{folder} was taken over by {top.owner or 'another process'}, as this one gave no sign of"
-        " life for too long. Nothing was saved."
-        " End this job, or save to another folder."
+        f"{folder} was taken over by {top.owner or 'another process'}, as this process gave no sign"
+        " of life for too long. Nothing was saved. End this job, or save to another folder."
     )
 
 
 def release() -> None:
-    """Releases all folders of this process."""
+    """Release all folders of this process."""
     with _taking:
         while _held:
             _, lock = _held.popitem()
@@ -167,7 +169,7 @@ def release() -> None:
 
 
 def _take(folder: Path, seen: Lock | None, me: Owner) -> Lock | None:
-    """The lock after ``seen``, whose owner is dead; None if another process took it first."""
+    """Take the lock after ``seen``, whose owner is dead; None if another process was first."""
     number = 0 if seen is None else seen.number + 1
     path = folder / f"{LOCK}{number:08d}"
     try:
@@ -177,8 +179,7 @@ def _take(folder: Path, seen: Lock | None, me: Owner) -> Lock | None:
     try:
         with os.fdopen(file, "w", encoding="utf-8") as f:
             f.write(json.dumps(asdict(me)))
-        # Locks with lower numbers than the dead owner's are older. If the dead owner's lock is
-        # gone, another process has taken the folder and released it since.
+        # If the dead owner's lock is gone, another process has taken and released the folder since.
         others = [n for n in _numbers(folder) if n != number]
         judged = None if seen is None else _read(seen.path, seen.number)
         is_first = all(n < number for n in others)
@@ -254,9 +255,8 @@ class _Heart:
         while True:
             time.sleep(BEAT)
             for lock in list(_held.values()):
-                with contextlib.suppress(
-                    OSError
-                ):  # gone with its folder, or taken over: the next save finds out
+                # An error means that the folder is gone or was taken over: the next save raises.
+                with contextlib.suppress(OSError):
                     os.utime(lock.path)
 
     @classmethod
@@ -268,29 +268,21 @@ class _Heart:
 
 
 def _this_process() -> Owner:
-    job = next(
-        (
-            f"{name} {value}"
-            for key, name in _SCHEDULERS.items()
-            if (value := os.environ.get(key)) not in (None, "", "none")
-        ),
-        None,
-    )
+    jobs = [
+        f"{name} {value}"
+        for key, name in _SCHEDULERS.items()
+        if (value := os.environ.get(key)) not in (None, "", "none")
+    ]
     program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    machine = "/".join(
-        [
-            _line("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
-            _link("/proc/self/ns/pid"),
-        ]
-    )
-    named = ", ".join(filter(None, [job, program])) or "no job known"
-    return Owner(
-        socket.gethostname(), machine, os.getpid(), _started(os.getpid()), named, _job_token()
-    )
+    job = ", ".join(filter(None, [*jobs[:1], program])) or "no job known"
+    host, pid = socket.gethostname(), os.getpid()
+    boot = _line("/proc/sys/kernel/random/boot_id") or host
+    machine = f"{boot}/{_link('/proc/self/ns/pid')}"
+    return Owner(host, machine, pid, _started(pid), job, _job_token())
 
 
 def _job_token() -> str:
-    """Equal in all ranks of a job, and in its restarts, which share the launcher's store."""
+    """A token that all ranks and restarts of a job share, by the launcher's store."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return _token
     store = get_default_store()
@@ -303,7 +295,7 @@ def _job_token() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process started; empty for none, or a zombie."""
+    """When a process started; "" if there is none, or a zombie."""
     stat = _line(f"/proc/{pid}/stat")
     if stat:
         state, *rest = stat[stat.rindex(")") + 2 :].split()

@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ftp.checkpoint.safetensors_io import (
 from ftp.checkpoint.save import check_savable
 from ftp.checkpoint.source import Source
 from ftp.checkpoint.write_shards import leads
-from ftp.distributed.shared_errors import all_gather_object
+from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import CheckpointError, InputError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh
 from ftp.sharding.pytree import kind_of
@@ -56,8 +57,8 @@ def load_safetensors(
     verify: bool = True,
     timeout: float | None = None,
 ) -> Any:
-    """Load tensors from safetensors files onto a mesh. All ranks call it, and each reads its slices
-    alone.
+    """Load tensors from safetensors files onto a mesh. All ranks call it, and each reads only its
+    slices.
 
     Args:
         path: a file, or a folder: with an index (``*.safetensors.index.json``), or the files alone.
@@ -107,13 +108,13 @@ def save_safetensors(
     timeout: float | None = None,
 ) -> None:
     """Save a tree of tensors as Hugging Face's libraries read it: whole tensors by path in
-    safetensors files, an index where there are several, and a list of hashes, ``SHA256SUMS``.
+    safetensors files, an index if there are several files, and a list of hashes, ``SHA256SUMS``.
 
-    All ranks call it and take turns to write files; a rank holds at most one file beside its
-    shards.
+    All ranks call it and take turns to write files. A rank holds at most one file's tensors besides
+    its shards.
 
     Args:
-        folder: where to write; it may exist, but hold no safetensors files.
+        folder: where to write; if it exists, it must hold no safetensors files.
         tree: this rank's shards, placed or not; all leaves are tensors.
         mesh: default that of ``ftp.use_mesh``.
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
@@ -122,7 +123,7 @@ def save_safetensors(
         timeout: seconds that a rank waits for the others; default that of the process group.
 
     Raises:
-        CheckpointError: what the file system says, on every rank.
+        CheckpointError: the file system's errors, on every rank.
         InputError, SpecError: leaves that are no tensors, specs that do not fit.
 
     >>> import tempfile, torch, ftp
@@ -166,18 +167,13 @@ def read_folder(path: Path) -> Source:
     """The tensors of a safetensors file, or of a folder of them."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
-    folder = path.parent if path.is_file() else path
-    index = _read_index(folder) if path.is_dir() else {}
-    files = (
-        sorted(set(index.values()))
-        if index
-        else [path.name]
-        if path.is_file()
-        else sorted(f.name for f in path.glob("*.safetensors"))
-    )
+    folder, index, files = path.parent, {}, [path.name]
+    if path.is_dir():
+        folder, index = path, _read_index(path)
+        files = sorted(set(index.values()) or (f.name for f in path.glob("*.safetensors")))
     if not files:
         raise CheckpointError(f"{path} holds no safetensors files.")
-    found: dict[str, tuple[str, Shape, list[StoredChunk]]] = {}
+    found: dict[str, tuple[str, list[StoredChunk]]] = {}
     for file in files:
         header = read_header(folder / file)
         offsets = _offsets(header.metadata, folder / file)
@@ -186,25 +182,17 @@ def read_folder(path: Path) -> Source:
                 continue
             if name in found and name not in offsets:
                 raise CheckpointError(
-                    f"{name!r} is in {found[name][2][0].file} and in {file} of {folder}. Give the"
+                    f"{name!r} is in {found[name][1][0].file} and in {file} of {folder}. Give the"
                     " one file to read."
                 )
             start = offsets.get(name, (0,) * len(stored.shape))
             if len(start) != len(stored.shape):
                 raise CheckpointError(
                     f"{folder / file} states offsets {list(start)} for {name!r}, a tensor of shape"
-                    f" {stored.shape}:"
-                    " one is needed for each dim."
+                    f" {stored.shape}: one is needed for each dim."
                 )
-            box = Box(start, stored.shape)
-            _, shape, chunks = found.setdefault(
-                name, (_DTYPES.get(stored.dtype, stored.dtype), stored.shape, [])
-            )
-            chunks.append(StoredChunk(file, box, ""))
-            shape = tuple(
-                max(n, a + size) for n, a, size in zip(shape, start, stored.shape, strict=True)
-            )
-            found[name] = (found[name][0], shape, chunks)
+            _, chunks = found.setdefault(name, (_DTYPES.get(stored.dtype, stored.dtype), []))
+            chunks.append(StoredChunk(file, Box(start, stored.shape), ""))
     lacking = (
         f"{folder / file} holds no {name!r}, which the index says it does."
         for name, file in index.items()
@@ -212,14 +200,20 @@ def read_folder(path: Path) -> Source:
     )
     raise_all(CheckpointError, lacking)
     tensors = {
-        name: SavedTensor(dtype, shape, "", tuple(chunks))
-        for name, (dtype, shape, chunks) in found.items()
+        name: SavedTensor(dtype, _extent(chunks), "", tuple(chunks))
+        for name, (dtype, chunks) in found.items()
     }
     return Source(folder, tensors, hashes=_read_sums(folder))
 
 
+def _extent(chunks: Sequence[StoredChunk]) -> Shape:
+    """The shape of a tensor that consists of chunks."""
+    ends = [[a + n for a, n in zip(c.box.start, c.box.size, strict=True)] for c in chunks]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
 def _read_index(folder: Path) -> dict[str, str]:
-    """Which file holds which tensor; empty without an index."""
+    """``{tensor: file}`` of the folder's index; empty without an index."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     if len(found) > 1:
         raise CheckpointError(
@@ -241,8 +235,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _offsets(metadata: Mapping[str, str], path: Path) -> dict[str, Shape]:
-    """The offset of each tensor of a file in its whole tensor, as torch.distributed.checkpoint
-    writes it.
+    """The offsets of a file's tensors in global tensors, if torch.distributed.checkpoint wrote
+    them.
     """
     if OFFSETS not in metadata:
         return {}
@@ -279,7 +273,7 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 def _renamer(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
-        return lambda path: path
+        return str
     if isinstance(rename, Mapping):
         return lambda path: rename.get(path, path)
     return rename
@@ -339,44 +333,31 @@ def _write(
     ]
     ranks = mesh.ranks if mesh.kind == "process" else (0,)
     me = mesh.rank if mesh.kind == "process" else 0
+
+    def write(mine: dict[str, dict[str, Tensor]]) -> dict[str, str]:
+        for file, tensors in mine.items():
+            write_file(draft / file, tensors, {"format": "pt"})
+        return {file: file_hash(draft / file, 0, (draft / file).stat().st_size) for file in mine}
+
     hashes: dict[str, str] = {}
     for begin in range(0, len(groups), len(ranks)):
-        mine: tuple[str, dict[str, Tensor]] | None = None
+        mine: dict[str, dict[str, Tensor]] = {}  # at most one file
         for i, rank in zip(range(begin, len(groups)), ranks, strict=False):
-            gathered = _gathered(shards, groups[i], rank)
+            gathered = zip(groups[i], _gathered(shards, groups[i], rank), strict=True)
             if rank == me:
-                mine = (
-                    files[i],
-                    {
-                        names[j]: x
-                        for j, x in zip(groups[i], gathered, strict=True)
-                        if x is not None
-                    },
-                )
-        told: Any = None
-        try:
-            if mine is not None:
-                file, tensors = mine
-                write_file(draft / file, tensors, {"format": "pt"})
-                told = [file, file_hash(draft / file, 0, (draft / file).stat().st_size)]
-        except Exception as e:
-            told = e
-        hashes |= dict(
-            t
-            for t in all_gather_object(
-                mesh, "save_safetensors/written", told, timeout, CheckpointError
-            )
-            if t
-        )
-    try:
-        told = _finish(shards, names, groups, files, hashes, draft, target) if leads(mesh) else None
-    except Exception as e:
-        told = e
+                mine[files[i]] = {names[j]: x for j, x in gathered if x is not None}
+        told = attempt(partial(write, mine))
+        key = "save_safetensors/written"
+        for written in all_gather_object(mesh, key, told, timeout, CheckpointError):
+            hashes |= written
+    told = None
+    if leads(mesh):
+        told = attempt(lambda: _finish(shards, names, groups, files, hashes, draft, target))
     all_gather_object(mesh, "save_safetensors/done", told, timeout, CheckpointError)
 
 
 def _groups(shards: ShardedTree, limit: int) -> list[list[int]]:
-    """The leaves of each file, in their order."""
+    """The leaves of each file."""
     groups: list[list[int]] = [[]]
     room = limit
     for i in range(len(shards.leaves)):
@@ -395,7 +376,7 @@ def _nbytes(shards: ShardedTree, i: int) -> int:
 
 
 def _gathered(shards: ShardedTree, group: Sequence[int], rank: int) -> list[Tensor | None]:
-    """Whole tensors on the CPU of one rank."""
+    """A group's global tensors, on the CPU of one rank; None on the others."""
     mesh, leaves = shards.mesh, [shards.leaves[i] for i in group]
     ranks = (rank,) if mesh.ranks else ()
     one = Mesh((1,), ("file",), mesh.device_type, mesh.kind, ranks, mesh.rank, mesh.world)
@@ -415,7 +396,7 @@ def _finish(
     draft: Path,
     target: Path,
 ) -> None:
-    """Renames the files into place; the index and the hashes come last."""
+    """Rename the files into place, the hashes and the index last."""
     write_text(draft / SUMS, "".join(f"{hashes[file]}  {file}\n" for file in files))
     last = [SUMS]
     if len(files) > 1:

@@ -1,4 +1,4 @@
-"""A checkpoint's manifest, as JSON, and the complete checkpoints in a folder."""
+"""The manifest of a checkpoint, a JSON file, and the list of complete checkpoints in a folder."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ from ftp.errors import CheckpointError, DamagedError
 from ftp.tensors.boxes import Box, Shape, first_overlap, whole
 
 MANIFEST = "manifest.json"
-SAVING = ".saving-"  # begins the name of a folder that is being written
-REMOVING = ".removing-"  # and of one that is being removed
+SAVING = ".saving-"  # prefix of folders that are being written
+REMOVING = ".removing-"  # prefix of folders that are being removed
 _FORMAT = "ftp checkpoint 1"
 _NAME = re.compile(r"(\d{8,})(?:-step-(\d+))?")
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A box of a tensor, stored as one tensor of a file, and the SHA-256 of its bytes."""
+    """A box of a tensor, which a file stores as one tensor, and the SHA-256 of its bytes."""
 
     file: str
     box: Box
@@ -38,16 +38,15 @@ class SavedTensor:
     chunks: tuple[StoredChunk, ...]
 
     def problem(self, name: str) -> str | None:
-        """Why the chunks are not each element of this tensor once; None if they are."""
+        """Why the chunks do not hold each element of the tensor once; None if they do."""
         if not is_shape(self.shape):
             return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
         for c in self.chunks:
             start, size = c.box.start, c.box.size
-            is_box = (
-                len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
-            )
-            if not is_box or any(
-                a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)
+            if (
+                not len(start) == len(size) == len(self.shape)
+                or not is_shape((*start, *size))
+                or any(a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True))
             ):
                 return (
                     f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on,"
@@ -57,9 +56,9 @@ class SavedTensor:
             a, b = (self.chunks[i] for i in at)
             return (
                 f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from"
-                f" {list(a.box.start)} on, and {b.file}"
-                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two"
-                " saves. Remove those of the older one."
+                f" {list(a.box.start)} on, and {b.file} {list(b.box.size)} from"
+                f" {list(b.box.start)} on, so these are files of two saves. Remove those of the"
+                " older one."
             )
         there, due = sum(c.box.numel for c in self.chunks), whole(self.shape).numel
         if there < due:
@@ -80,7 +79,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors' values, which are in safetensors files of its folder."""
+    """A checkpoint without its tensors' elements, which are in safetensors files of its folder."""
 
     step: int | None
     mesh: str
@@ -89,16 +88,16 @@ class Manifest:
     files: dict[str, SavedFile]
 
     def to_json(self) -> str:
-        """One JSON object, with its own hash."""
+        """The manifest and its hash, as JSON."""
         body = _canonical({"format": _FORMAT, **asdict(self)})
         return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n"checkpoint": {body}}}'
 
     @staticmethod
     def from_json(text: str, where: Path) -> "Manifest":
-        """The manifest that ``text``, of the file ``where``, states.
+        """Parse ``text``, read from the file ``where``.
 
         Raises:
-            DamagedError: text that is not what was written.
+            DamagedError: the text is not a manifest, or was altered.
         """
         try:
             content = json.loads(text)
@@ -113,17 +112,7 @@ class Manifest:
                 )
             tensors = {
                 path: SavedTensor(
-                    t["dtype"],
-                    tuple(t["shape"]),
-                    t["spec"],
-                    tuple(
-                        StoredChunk(
-                            c["file"],
-                            Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])),
-                            c["sha256"],
-                        )
-                        for c in t["chunks"]
-                    ),
+                    t["dtype"], tuple(t["shape"]), t["spec"], tuple(map(_chunk, t["chunks"]))
                 )
                 for path, t in body["tensors"].items()
             }
@@ -142,11 +131,14 @@ class Manifest:
             ) from e
 
 
+def _chunk(chunk: dict[str, Any]) -> StoredChunk:
+    box = Box(tuple(chunk["box"]["start"]), tuple(chunk["box"]["size"]))
+    return StoredChunk(chunk["file"], box, chunk["sha256"])
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, its number in the order of saving, and its step, if it was
-    given one.
-    """
+    """A complete checkpoint: its folder, number in the order of saving, and step, if any."""
 
     folder: Path
     number: int
@@ -154,22 +146,21 @@ class Checkpoint:
 
     @cached_property
     def damage(self) -> str | None:
-        """The fault of the manifest, or of the files' names, sizes and headers, as text; None if
-        there is none. Values are not read.
+        """The first fault of the manifest, or of the files' names, sizes and headers, as text; None
+        without a fault. It does not read values.
         """
         try:
             manifest = read_manifest(self.folder)
             for name, due in manifest.files.items():
                 check_header(read_header(self.folder / name), due, self.folder / name)
-            return next(
-                filter(None, (t.problem(path) for path, t in manifest.tensors.items())), None
-            )
+            problems = (t.problem(path) for path, t in manifest.tensors.items())
+            return next(filter(None, problems), None)
         except CheckpointError as e:
             return str(e)
 
 
 def check_header(header: Header, due: SavedFile, path: Path) -> None:
-    """Raises where a file's header is not the one that the manifest states."""
+    """Raise if a file's header is not the one that the manifest states."""
     if (header.size, header.sha256) != (due.header, due.sha256):
         raise DamagedError(
             f"{path} was altered: its header does not have the sha256 that the manifest states."
@@ -177,7 +168,7 @@ def check_header(header: Header, due: SavedFile, path: Path) -> None:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether it names a file in a folder, and cannot lead out of it.
+    """Whether a name is that of a file in a folder, and cannot lead out of the folder.
 
     >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "..", "")]
     [True, False, False, False, False]
@@ -194,10 +185,10 @@ def folder_name(number: int, step: int | None) -> str:
 
 
 def checkpoints(path: str | Path) -> list[Checkpoint]:
-    """List the complete checkpoints in a folder, oldest first; none where there is no folder.
+    """List the complete checkpoints in a folder, oldest first; none if there is no folder.
 
-    Each has ``folder``, ``number``, ``step`` (None if it was given none), and ``damage``: what is
-    wrong with its files, None if nothing, read when asked for.
+    Each has ``folder``, ``number``, ``step`` (None if saved without) and ``damage``: its first
+    fault as text, None without a fault. The files are read when ``damage`` is asked for.
 
     Args:
         path: the folder that ``ftp.save`` was given.
@@ -221,18 +212,17 @@ def checkpoints(path: str | Path) -> list[Checkpoint]:
     for entry in entries:
         named = _NAME.fullmatch(entry.name)
         if named and (entry / MANIFEST).is_file():
-            found.append(
-                Checkpoint(entry, int(named[1]), None if named[2] is None else int(named[2]))
-            )
+            step = None if named[2] is None else int(named[2])
+            found.append(Checkpoint(entry, int(named[1]), step))
     return sorted(found, key=lambda c: c.number)
 
 
 def find(path: str | Path, step: int | None = None) -> Checkpoint:
-    """The newest complete checkpoint in a folder, or the newest of ``step``; or the one at ``path``
-    itself.
+    """The newest complete checkpoint in a folder, of ``step`` if given; or the checkpoint at
+    ``path``.
 
     Raises:
-        CheckpointError: there is none; the one at ``path`` is of another step.
+        CheckpointError: there is none; the checkpoint at ``path`` is of another step.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():

@@ -1,6 +1,7 @@
-"""Reading a rank's shards from the files of a source.
+"""Read a rank's shards from the files of a source.
 
-Replicas of a large tensor read a part each, and exchange the parts, so that the disk is read once.
+Ranks that hold the same shard of a large tensor read a part each and exchange the parts, so that
+every byte is read once.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from ftp.tensors.boxes import Shape, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
 from ftp.tensors.transfer import ReshardedTensor, reshard_shards
 
-_READ = 64 * 2**20  # bytes read, or sent, at a time
-_SPREAD = 2**20  # bytes of a tensor from which on replicas read a part each
+_READ = 64 * 2**20  # bytes read or sent at a time
+_SPREAD = 2**20  # bytes; replicas of a smaller tensor each read all of it
 
 
 def with_reading_specs(tree: ShardedTree) -> ShardedTree:
-    """The tree with the specs under which it is read: replicas are cut further."""
+    """The tree with the specs for reading, under which replicas are cut further."""
     leaves = tuple(
         leaf if leaf.shape is None else replace(leaf, spec=_reading_spec(leaf, tree.mesh))
         for leaf in tree.leaves
@@ -49,7 +50,7 @@ def torch_dtype(leaf: Leaf) -> torch.dtype:
 
 @lru_cache(maxsize=4096)
 def _spread(spec: PartitionSpec, shape: Shape, mesh: Mesh) -> PartitionSpec:
-    """The spec with the axes that it does not use, along the largest dim that takes them."""
+    """``spec`` with the axes that it does not use added to the largest dim that they can cut."""
     free = [axis for axis, n in mesh.axes.items() if axis not in spec.axes and n > 1]
     held = local_shape(spec, shape, mesh.axes)
     for dim in sorted(range(len(shape)), key=lambda d: -held[d]):
@@ -62,10 +63,10 @@ def _spread(spec: PartitionSpec, shape: Shape, mesh: Mesh) -> PartitionSpec:
 
 
 def read_shards(tree: ShardedTree, paths: Sequence[str], source: Source) -> list[Any]:
-    """This rank's shards, on the mesh's device, and values that are no tensors.
+    """This rank's shards, on the mesh's device, and the values that are no tensors.
 
     Args:
-        paths: what each leaf is called in the source.
+        paths: per leaf, its path in the source.
     """
     files: dict[str, TensorFile] = {}
     return [
@@ -113,15 +114,14 @@ def _slice(file: TensorFile, name: str, slices: Sequence[slice], dtype: torch.dt
 def exchange_parts(
     read: ShardedTree, wanted: Sequence[PartitionSpec], shards: Sequence[Any]
 ) -> list[Any]:
-    """The shards under the specs that are wanted, from those under the specs of ``read``."""
+    """Reshard shards from the specs of ``read`` to the specs ``wanted``."""
     at = [i for i, leaf in enumerate(read.leaves) if leaf.spec != wanted[i]]
     out = list(shards)
     if at:
         given = [
-            ReshardedTensor(
-                read.leaves[i].known_shape, out[i].dtype, read.leaves[i].spec, wanted[i]
-            )
+            ReshardedTensor(leaf.known_shape, out[i].dtype, leaf.spec, wanted[i])
             for i in at
+            for leaf in (read.leaves[i],)
         ]
         resharded = reshard_shards(given, [out[i] for i in at], read.mesh, read.mesh, _READ)
         for i, tensor in zip(at, resharded, strict=True):

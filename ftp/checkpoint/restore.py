@@ -1,4 +1,4 @@
-"""A tree of a source's tensors on a mesh: checked, read by all ranks, and placed."""
+"""Load a source's tensors as a tree on a mesh: check, read on all ranks, and place."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from torch import Tensor
 from ftp.checkpoint.manifest import SavedTensor
 from ftp.checkpoint.read_shards import exchange_parts, read_shards, with_reading_specs
 from ftp.checkpoint.source import Source, verify_hashes
-from ftp.distributed.shared_errors import all_gather_object
+from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import (
     CheckpointError,
     DamagedError,
@@ -53,29 +53,25 @@ def restore(
     timeout: float | None,
     advice: Callable[[], str] | None = None,
 ) -> Any:
-    """A tree like ``like`` of what a source holds; a failure on one rank is raised on all.
+    """A tree like ``like`` from a source. A failure on one rank is raised on all.
 
     Args:
         source_of: opens the source.
         rename: from a path of ``like`` to a name in the source.
-        advice: what to say where a file is damaged; all ranks call it.
+        advice: text for the error if a file is damaged; all ranks call it.
     """
-    try:
-        fetched = _fetch(source_of(), like, mesh, specs, rename, verify)
-        told: Any = fetched.digest()
-    except Exception as e:
-        fetched, told = None, e
+    fetched = attempt(lambda: _fetch(source_of(), like, mesh, specs, rename, verify))
+    told = attempt(fetched.digest) if isinstance(fetched, _Fetched) else fetched
     try:
         digests = all_gather_object(mesh, "load/read", told, timeout, CheckpointError)
     except Exception as e:
-        # All ranks come here, but where one never came.
+        # All ranks raise here, except when a rank never came.
         if advice is None or not (e is told or isinstance(e, CheckpointError)):
             raise
         is_damaged = isinstance(told, DamagedError)
         if not any(all_gather_object(mesh, "load/damaged", is_damaged, timeout)):
             raise
         raise DamagedError(f"{e}\n  {advice()}") from e
-    assert fetched is not None
     for rank, other in zip(mesh.ranks, digests, strict=False):
         if other != digests[0]:
             raise MismatchError(
@@ -90,9 +86,9 @@ class _Fetched:
     """The values that this rank has read.
 
     Attributes:
-        wanted: the tree to make, with the shapes in the source.
+        wanted: the result's tree, with the shapes in the source.
         paths: per leaf, its path in the source.
-        reading: the tree with the specs under which ``values`` were read.
+        reading: the tree with the specs of ``values``.
     """
 
     wanted: ShardedTree
@@ -119,8 +115,8 @@ def _fetch(
     saved = [source.tensors.get(path) for path in paths]
     wanted = wanted.with_shapes(None if s is None else s.shape for s in saved)
     if verify:
-        tensors = [(s, path) for s, path in zip(saved, paths, strict=True) if s is not None]
-        verify_hashes([s for s, _ in tensors], [path for _, path in tensors], source, mesh)
+        tensors = {path: s for path, s in zip(paths, saved, strict=True) if s is not None}
+        verify_hashes(tensors, source, mesh)
     reading = with_reading_specs(wanted)
     return _Fetched(wanted, paths, reading, read_shards(reading, paths, source))
 
@@ -128,7 +124,7 @@ def _fetch(
 def _paths_in(
     source: Source, wanted: ShardedTree, like: Any, rename: Callable[[str], str]
 ) -> list[str]:
-    """The path of each leaf in the source; a tied weight is there under one of its paths."""
+    """The path of each leaf in the source, which holds a tied weight under one of its paths."""
     known = source.tensors.keys() | source.values.keys()
     paths = []
     for leaf, path in zip(wanted.leaves, leaf_paths(like), strict=True):
@@ -149,9 +145,7 @@ def _place(fetched: _Fetched) -> Any:
 
 
 def _check(wanted: ShardedTree, paths: Sequence[str], source: Source) -> None:
-    """Raises for all leaves that the source lacks, or has with another shape or dtype, and for
-    specs that do not fit.
-    """
+    """Raise for leaves that are missing, of another shape or dtype, or whose specs do not fit."""
     damages, failures, misfits = [], [], []
     axes = wanted.mesh.axes
     for leaf, path in zip(wanted.leaves, paths, strict=True):
@@ -168,10 +162,8 @@ def _check(wanted: ShardedTree, paths: Sequence[str], source: Source) -> None:
             if leaf.spec:
                 misfits.append(cut_value(leaf.name, leaf.value, leaf.spec))
         else:
-            known = [*source.tensors, *source.values]
-            close = (
-                f" The nearest are {', '.join(map(repr, nearest(path, known)))}." if known else ""
-            )
+            close = ", ".join(map(repr, nearest(path, [*source.tensors, *source.values])))
+            close = f" The nearest are {close}." if close else ""
             failures.append(f"{leaf.name} is missing: {source.folder} holds no {path!r}.{close}")
     raise_all(DamagedError, damages)
     raise_all(CheckpointError, failures)
@@ -193,18 +185,15 @@ def _unlike(leaf: Leaf, path: str, saved: SavedTensor, mesh: Mesh) -> list[str]:
     if shape != saved.shape:
         failures.append(f"{leaf.name} has shape {shape}, but the saved {path!r} {saved.shape}.")
     if dtype != saved.dtype:
-        way_out = (
-            f" Load it as {saved.dtype}, and convert it with .to(torch.{dtype})."
-            if hasattr(torch, dtype)
-            else ""
-        )
-        failures.append(f"{leaf.name} is {dtype}, but the saved {path!r} {saved.dtype}.{way_out}")
+        advice = f" Load it as {saved.dtype}, and convert it with .to(torch.{dtype})."
+        advice = advice if hasattr(torch, dtype) else ""
+        failures.append(f"{leaf.name} is {dtype}, but the saved {path!r} {saved.dtype}.{advice}")
     return failures
 
 
 def _is_shard(leaf: Leaf, saved: SavedTensor, mesh: Mesh) -> bool:
-    """Whether a tensor that is not placed, such as an optimizer made of shards, has the shape of
-    this rank's shard.
+    """Whether a tensor that is not placed has the shape of this rank's shard, as the state of an
+    optimizer that was made from shards does.
     """
     if (
         mesh.kind != "process"

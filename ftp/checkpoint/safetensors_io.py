@@ -1,4 +1,4 @@
-"""safetensors files: written and synced to the disk, checked by hashes, read slice by slice."""
+"""safetensors files: write and sync to the disk, check hashes, read slices."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from torch import Tensor
 from ftp.errors import CheckpointError, DamagedError
 from ftp.tensors.boxes import Shape
 
-# Where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks.
+# The metadata in which torch.distributed.checkpoint's safetensors reader finds offsets of chunks.
 OFFSETS = "DCP_SHARDING_INFO"
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 4 * 2**20  # bytes hashed at a time
@@ -41,7 +41,7 @@ STORED = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-# Held as the bytes of their elements, along an extra dim.
+# Dtypes that are stored as bytes, along an extra dim.
 BYTES = {torch.complex128}
 
 
@@ -68,7 +68,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, whose size must be the one that the header gives.
+    """The header of a file. The file must have the size that the header gives.
 
     Raises:
         DamagedError: a file that is missing, truncated, or no safetensors file.
@@ -80,8 +80,7 @@ def read_header(path: Path) -> Header:
             if length > MAX_HEADER:
                 raise DamagedError(
                     f"{path} says that its header has {length:,} bytes; safetensors files have at"
-                    f" most {MAX_HEADER:,}."
-                    " It is altered, or of another format."
+                    f" most {MAX_HEADER:,}. It is altered, or of another format."
                 )
             raw = file.read(length) if length < size else b""
         content = json.loads(raw)
@@ -114,11 +113,10 @@ def is_shape(value: Iterable[Any]) -> bool:
 
 
 def file_hash(path: Path, begin: int, end: int) -> str:
-    """The SHA-256 of the bytes (begin, end) of a file, read a block at a time.
+    """The SHA-256 of the bytes from ``begin`` to ``end`` of a file.
 
     Raises:
-        DamagedError: a file that cannot be read, or is gone: a later save may have removed its
-            checkpoint.
+        DamagedError: a file that cannot be read, or that a later save has removed.
     """
     found = hashlib.sha256()
     try:
@@ -136,7 +134,7 @@ def file_hash(path: Path, begin: int, end: int) -> str:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; a DamagedError where it is gone."""
+    """Bytes of a file; a DamagedError if the file is gone."""
     try:
         return path.stat().st_size
     except OSError as e:
@@ -146,18 +144,17 @@ def file_size(path: Path) -> int:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Writes contiguous CPU tensors and syncs them to the disk; the SHA-256 of each.
+    """Write contiguous CPU tensors and sync them to the disk. Returns the SHA-256 of each.
 
     Raises:
-        CheckpointError: what the file system says.
+        CheckpointError: the file system's errors.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
-        # The library makes the file readable only by its owner; the folder has what the user
-        # allows.
+        # The library lets only the owner read the file; the folder has the user's permissions.
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         sync(path)
     except (SafetensorError, OSError) as e:
@@ -166,7 +163,7 @@ def write_file(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file and syncs it to the disk."""
+    """Write a text file and sync it to the disk."""
     try:
         with path.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -177,7 +174,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Syncs a file, or the names in a folder, to the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -198,7 +195,7 @@ class TensorFile:
             raise DamagedError(f"{path} cannot be read: {e}") from e
 
     def check(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
-        """Raises for a tensor of another dtype or shape."""
+        """Raise if a tensor has another dtype or shape."""
         from safetensors import SafetensorError
 
         due = (STORED.get(dtype, "U8"), [*shape, dtype.itemsize] if dtype in BYTES else list(shape))
@@ -209,24 +206,20 @@ class TensorFile:
         if (held := (stored.get_dtype(), list(stored.get_shape()))) != due:
             raise DamagedError(
                 f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of"
-                f" shape {due[1]} should be there:"
-                " it was altered."
+                f" shape {due[1]} should be there: it was altered."
             )
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """A part of a tensor."""
         from safetensors import SafetensorError
 
         try:
-            return (
-                self._file.get_slice(name)[tuple(slices)] if slices else self._file.get_tensor(name)
-            )
+            file = self._file
+            return file.get_slice(name)[tuple(slices)] if slices else file.get_tensor(name)
         except (SafetensorError, OSError) as e:
             raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat = tensor.detach().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy()
+    data: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)

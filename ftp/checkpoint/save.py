@@ -1,7 +1,7 @@
-"""``save``: a tree of shards to a folder of safetensors files, each rank writing its part.
+"""``save``: write a tree of shards to a folder of safetensors files, each rank its part.
 
-A checkpoint gets its name when every rank's files and the manifest are on the disk, so that a
-process may be killed at any moment.
+A checkpoint gets its name when every rank's files and the manifest are on the disk. So a process
+may be killed at any moment.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,10 @@ from ftp.checkpoint.background import Saving, earlier_failure, raise_earlier, st
 from ftp.checkpoint.draft import discard, new_draft
 from ftp.checkpoint.folder_lock import longest_quiet
 from ftp.checkpoint.safetensors_io import BYTES, STORED
-from ftp.checkpoint.write_shards import Writing, leads
+from ftp.checkpoint.write_shards import Boxes, Writing, leads
 from ftp.distributed.agreement import calls
-from ftp.distributed.shared_errors import all_gather_object, timeout_of
-from ftp.errors import (
-    CheckpointError,
-    InputError,
-    MeshError,
-    MismatchError,
-    raise_all,
-)
+from ftp.distributed.shared_errors import all_gather_object, attempt, timeout_of
+from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import kind_of
 from ftp.tensors.placement import call_of
@@ -44,11 +38,11 @@ def save(
     """Save a tree as a new checkpoint in the folder ``path``. All ranks of the mesh call it, and
     each writes its part; replicas are written once.
 
-    A failure on any rank is raised on all, and leaves earlier checkpoints as they are.
+    A failure on any rank is raised on all ranks. Earlier checkpoints stay as they are.
 
     Args:
-        path: a folder that all ranks see; it is made if it does not exist. Each save is a folder
-            of its own in it.
+        path: a folder that all ranks see; it is made if it does not exist. Each checkpoint is a
+            folder in it.
         tree: shards, placed or not, in any containers; ints, floats, bools and strings are kept as
             JSON.
         mesh: default that of ``ftp.use_mesh``.
@@ -56,16 +50,16 @@ def save(
         step: a number to find the checkpoint by, such as the training step.
         keep: how many of the newest checkpoints to keep; default all.
         wait: return when the checkpoint is complete. Otherwise return when the tensors are copied,
-            and write in a thread. A failure that nobody asks ``.result()`` for is raised by the
-            next save or load, or by ``ftp.destroy_process_group``; else the program prints it at
-            its end, and exits with status 1.
+            and write in a thread. ``.result()`` raises a failure. If it is not called, the next
+            save or load raises the failure, or ``ftp.destroy_process_group``; else the program
+            prints it at its end, and exits with status 1.
         timeout: seconds that a rank waits for the others; default that of the process group.
 
     Returns:
         A ``Saving``, whose ``result()`` is the folder of the checkpoint.
 
     Raises:
-        CheckpointError: what the file system says, with path and rank; a folder of another job.
+        CheckpointError: the file system's errors, with path and rank; a folder of another job.
         SpecError, InputError, PlacementError: specs or leaves that do not fit.
         MismatchError: ranks that hold different trees or results of different calls, or a rank that
             never came.
@@ -113,12 +107,11 @@ def save(
         digests = [other["digest"] for other in everyone]
         shards = with_agreed_shapes(shards, "save", digests, timeout)
         folder = everyone[0]["draft"]
-        if folder is None:  # another job owns the folder: wait until it is known whether it lives
-            try:
-                draft = new_draft(root, step, limit, wait=True) if leads(m) else None
-                told = str(draft)
-            except Exception as e:
-                told = e
+        if folder is None:  # another job owns the folder: wait until it is known to live or not
+            if leads(m):
+                told = attempt(lambda: new_draft(root, step, limit, wait=True))
+                draft = told if isinstance(told, Path) else None
+            told = told if isinstance(told, Exception) else str(draft)
             longest = limit + longest_quiet(limit)
             folder = all_gather_object(m, "save/folder", told, longest, CheckpointError)[0]
         writing = Writing(shards, Path(folder), step, keep, timeout)
@@ -126,46 +119,40 @@ def save(
         if draft is not None:
             discard(draft)
         raise
-    try:
-        files: Any = writing.gather(copy=not wait)
+
+    def gathered() -> list[Boxes]:
+        files = writing.gather(copy=not wait)
         calls(m).check_results()
-    except Exception as e:
-        files = e
+        return files
+
+    files = attempt(gathered)
     return start(lambda: writing.run(files), wait=wait)
 
 
 def _calls_of(tree: ShardedTree) -> list[int | None]:
-    """The number of the latest call on the mesh that returned one of the tensors, None if no call
-    did; and the number of the last call that ended on this rank.
+    """The number of the latest call on the mesh that returned one of the tensors, None if none did;
+    and the number of the last call that ended on this rank.
     """
-    made = [
-        call
-        for leaf in tree.leaves
-        if isinstance(leaf.value, Tensor) and (call := call_of(leaf.value)) is not None
-    ]
-    return [max(made, default=None), calls(tree.mesh).call]
+    made = [call_of(leaf.value) for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
+    return [max((c for c in made if c is not None), default=None), calls(tree.mesh).call]
 
 
 def _check_one_step(everyone: Sequence[Sequence[int | None]], mesh: Mesh) -> None:
-    """Raises where ranks hold results of different calls, as after an interrupt, which reaches
-    ranks in different steps.
+    """Raise if ranks hold results of different calls, as after an interrupt in different steps.
 
     Args:
-        everyone: `_calls_of` each rank.
+        everyone: `_calls_of` of each rank.
     """
-    # What the tensors tell is surer than the number of calls: an interrupt may come between a call
-    # and the assignment of its result.
-    held = (
-        [made for made, _ in everyone]
-        if any(made is not None for made, _ in everyone)
-        else [finished for _, finished in everyone]
-    )
+    # The calls that made the tensors are more certain than the last calls: an interrupt may come
+    # between a call and the assignment of its result.
+    made, finished = zip(*everyone, strict=True)
+    held = finished if set(made) == {None} else made
     if (odd := next((i for i, call in enumerate(held) if call != held[0]), None)) is not None:
         a, b = (f"call {held[i]}" if held[i] else "no call" for i in (0, odd))
         raise MismatchError(
             f"Rank {mesh.ranks[0]} holds the state after {a} on the mesh {mesh}, but rank"
-            f" {mesh.ranks[odd]} after {b}: the checkpoint"
-            " would be a mix of two steps, so none is made.\n"
+            f" {mesh.ranks[odd]} after {b}: the checkpoint would be a mix of two steps, so none is"
+            " made.\n"
             "  Go on from the last checkpoint. To save when a signal comes, give the signal to the"
             " step as an input (docs/faults.md)."
         )
@@ -191,7 +178,7 @@ def _check_options(step: Any, keep: Any) -> None:
 
 
 def check_savable(tree: ShardedTree) -> None:
-    """Raises for leaves that no file can hold, and for paths that are not distinct."""
+    """Raise for leaves that no file can hold, and for paths that are not distinct."""
     failures = []
     first: dict[str, str] = {}
     for leaf in tree.leaves:

@@ -1,6 +1,6 @@
-"""The source of a load: tensors in the files of a folder, and whether the files are whole."""
+"""The source of a load: tensors in the files of a folder, and the check of the files' hashes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ class Source:
     """Tensors in files of a folder, and values that are no tensors.
 
     Attributes:
-        files: the headers of the files, as far as they are known.
-        hashes: the SHA-256 of whole files, as far as they are known.
+        files: the headers of files, if a manifest states them.
+        hashes: the SHA-256 of whole files, if a list states them.
     """
 
     folder: Path
@@ -29,11 +29,9 @@ class Source:
     hashes: dict[str, str] = field(default_factory=dict)
 
 
-def verify_hashes(
-    saved: Sequence[SavedTensor], names: Sequence[str], source: Source, mesh: Mesh
-) -> None:
-    """Compares the hashes of ``saved``, called ``names`` in the files, and the headers of the
-    files; ranks divide the work.
+def verify_hashes(tensors: Mapping[str, SavedTensor], source: Source, mesh: Mesh) -> None:
+    """Compare the hashes of tensors, by their names in the files, and of the files' headers. Ranks
+    divide the work.
 
     Raises:
         DamagedError: every file that was altered.
@@ -43,17 +41,14 @@ def verify_hashes(
         if mesh.kind == "process" and dist.get_backend() != "fake"
         else (0, 1)
     )
-    chunks = [
-        (name, chunk) for name, tensor in zip(names, saved, strict=True) for chunk in tensor.chunks
-    ]
+    chunks = [(name, chunk) for name, tensor in tensors.items() for chunk in tensor.chunks]
     headers: dict[str, Header] = {}
     failures = []
     for name, chunk in _share_of(chunks, lambda c: c[1].box.numel, me, n):
         path = source.folder / chunk.file
         if chunk.file not in headers:
             headers[chunk.file] = header = read_header(path)
-            due = source.files.get(chunk.file)
-            if due is not None:
+            if (due := source.files.get(chunk.file)) is not None:
                 check_header(header, due, path)
         header = headers[chunk.file]
         if name not in header.tensors:
@@ -76,7 +71,7 @@ def verify_hashes(
 
 
 def _share_of(items: Sequence[Any], size: Callable[[Any], int], me: int, n: int) -> Iterator[Any]:
-    """Rank ``me`` of ``n``'s items: consecutive ones, of about an ``n``-th of all sizes."""
+    """The items of rank ``me`` of ``n``: consecutive ones, about an ``n``-th of the total size."""
     sizes = [max(1, size(item)) for item in items]
     before, total = 0, sum(sizes)
     for item, s in zip(items, sizes, strict=True):

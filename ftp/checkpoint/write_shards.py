@@ -1,9 +1,10 @@
-"""Writing a checkpoint: each rank its part, and the leading rank the manifest."""
+"""Write a checkpoint: each rank its part, the leading rank the manifest."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,17 @@ from ftp.checkpoint.manifest import (
     checkpoints,
 )
 from ftp.checkpoint.safetensors_io import OFFSETS, STORED, read_header, write_file, write_text
-from ftp.distributed.shared_errors import all_gather_object
+from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import CheckpointError
 from ftp.sharding.mesh import Mesh, require_coordinate
 from ftp.tensors.boxes import Box, ShardBox, holders, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
 
-Boxes = dict[
-    str, tuple[Box, Tensor]
-]  # by path: the tensors of one file, each a box of a global one
+Boxes = dict[str, tuple[Box, Tensor]]  # the tensors of one file by path, boxes of global tensors
 
 
 def leads(mesh: Mesh) -> bool:
-    """Whether this is the first rank of the mesh, which does the work that is done once."""
+    """Whether this is the mesh's first rank, which does what only one rank must do."""
     return mesh.kind != "process" or (
         require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0]
     )
@@ -40,10 +39,10 @@ def leads(mesh: Mesh) -> bool:
 
 @dataclass(frozen=True)
 class Writing:
-    """A save whose ranks agree on the tree and the draft folder.
+    """A save, when the ranks have agreed on the tree and the draft.
 
     Attributes:
-        keep: how many of the newest checkpoints stay.
+        keep: number of the newest checkpoints that stay.
         timeout: seconds that a rank waits for the others.
     """
 
@@ -59,15 +58,15 @@ class Writing:
 
     @property
     def position(self) -> int:
-        """This rank's, row-major on the mesh."""
+        """This rank's position on the mesh, row-major."""
         return self.mesh.ranks.index(self.mesh.rank) if self.mesh.kind == "process" else 0
 
     def gather(self, *, copy: bool) -> list[Boxes]:
-        """The boxes that this rank writes, on the CPU, file by file; of a tensor a file holds one
-        box at most.
+        """The boxes that this rank writes, on the CPU, file by file; at most one box of a tensor in
+        a file.
 
         Args:
-            copy: into new memory, since training continues.
+            copy: to new memory, since training goes on.
         """
         files: list[Boxes] = []
         seen: set[tuple[int, int]] = set()
@@ -79,7 +78,7 @@ class Writing:
         return files
 
     def _parts(self, leaf: Leaf, turn: int) -> list[ShardBox]:
-        """The parts of a leaf that this rank writes: ranks that hold the same take turns."""
+        """The parts of a leaf that this rank writes. Ranks that hold the same part take turns."""
         if leaf.shape is None:
             return []
         ranks = holders(self.mesh, leaf.spec, leaf.shape)
@@ -90,37 +89,30 @@ class Writing:
         ]
 
     def run(self, files: "list[Boxes] | Exception") -> Path:
-        """Writes this rank's files; when all ranks have, the leading rank completes the checkpoint.
-        The folder of it.
+        """Write this rank's files. When all ranks have, the leading rank completes the checkpoint.
+        Returns the checkpoint's folder.
 
         Args:
-            files: what `gather` returned, or how it failed, which all ranks raise.
+            files: the result of `gather`, or its exception, which all ranks raise.
         """
         target, is_leading = target_of(self.draft, self.step), leads(self.mesh)
         try:
-            try:
-                if isinstance(files, Exception):
-                    raise files
-                outcome: Any = self._write(files)
-            except Exception as e:
-                outcome = e
-            written = self._told("written", outcome)
-            try:
-                outcome = self._commit(written, target) if is_leading else None
-            except Exception as e:
-                outcome = e
-            self._told("committed", outcome)
+            if not isinstance(files, Exception):
+                files = attempt(partial(self._write, files))
+            written = self._gather_outcomes("written", files)
+            outcome = attempt(lambda: self._commit(written, target)) if is_leading else None
+            self._gather_outcomes("committed", outcome)
         finally:
             if is_leading:
                 discard(self.draft)
         return target
 
-    def _told(self, what: str, outcome: Any) -> list[Any]:
+    def _gather_outcomes(self, what: str, outcome: Any) -> list[Any]:
         key = f"{self.draft.name}/{what}"
         return all_gather_object(self.mesh, key, outcome, self.timeout, CheckpointError)
 
     def _write(self, files: list[Boxes]) -> str:
-        """This rank's files and a list of them; the SHA-256 of the list."""
+        """Write this rank's files and a list of them. Returns the SHA-256 of the list."""
         if not self.draft.is_dir():
             raise CheckpointError(
                 f"Rank {self.mesh.rank} does not see {self.draft}. Save to a folder that all ranks"
@@ -148,7 +140,7 @@ class Writing:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _commit(self, hashes: Sequence[str], target: Path) -> None:
-        """Writes the manifest, and gives the folder its name."""
+        """Write the manifest, and give the folder its name."""
         files: dict[str, SavedFile] = {}
         chunks: dict[str, list[StoredChunk]] = {}
         try:
@@ -194,10 +186,10 @@ class Writing:
 
 
 def _on_cpu(x: Tensor, part: ShardBox, copy: bool, seen: set[tuple[int, int]], file: int) -> Tensor:
-    """A part of a shard as a file holds it: contiguous, and with ``copy`` in new memory.
+    """A part of a shard for a file: contiguous, and with ``copy`` in new memory.
 
     Args:
-        seen: (file, storage) of the tensors before: those of one file must not share memory.
+        seen: (file, storage) of earlier tensors. Tensors of one file must not share memory.
     """
     own = x.detach()[part.slices(part.box)]
     own = own.to("cpu", copy=copy and own.is_contiguous()).contiguous().resolve_conj().resolve_neg()

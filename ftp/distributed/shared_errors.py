@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ftp.distributed.agreement import calls
@@ -25,13 +25,21 @@ def raise_on_all_ranks(mesh: Mesh) -> Iterator[None]:
         raise
 
 
+def attempt(run: Callable[[], Any]) -> Any:
+    """The result of ``run``, or the exception that it raised: a value for `all_gather_object`."""
+    try:
+        return run()
+    except Exception as e:
+        return e
+
+
 def all_gather_object(
     mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[FtpError] = MismatchError
 ) -> list[Any]:
     """Every rank's ``value``, sent as JSON through the store, in the order of the mesh's ranks.
 
-    All ranks call it with one ``key``. A rank whose work failed passes the exception as ``value``:
-    it is raised again there, and every other rank raises ``failed``, which names the rank.
+    All ranks call it with one ``key``. A rank whose work failed passes the exception as ``value``
+    and raises it again here; every other rank raises ``failed``, which names the rank.
 
     Args:
         timeout: seconds to wait for the other ranks; default that of the process group.
@@ -51,7 +59,7 @@ def all_gather_object(
         if "error" in given
     }
     if errors:
-        # This rank may hold the store: it stays until the others have read the errors.
+        # This rank may hold the store, so it stays until the others have read the errors.
         with contextlib.suppress(MismatchError, CollectiveError):
             calls(mesh).exchange(f"{key}/seen", "", LINGER)
     if is_error:
