@@ -1,4 +1,4 @@
-"""The ``Optimizer`` type, and checks of its arguments."""
+"""The ``Optimizer`` type, and checks of trees of parameters, gradients and state."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +38,13 @@ class Optimizer:
     def specs(self, params: Any, specs: Any, patterns: Mapping[str, P] | None = None) -> Any:
         """The spec tree of the state.
 
-        A slot of its parameter's shape has the parameter's spec; other slots are replicated.
+        A slot of the parameter's shape has the parameter's spec; other slots are replicated.
 
         Args:
             params: the parameters, or meta tensors of their shapes.
             specs: their spec tree, or a prefix of one.
-            patterns: ``{pattern: P}`` over paths of the state such as ``"**.exp_avg*"``, for slots
-                with other specs.
+            patterns: ``{pattern: P}`` over paths of the state, such as ``"**.exp_avg*"``: specs of
+                the slots that a pattern matches.
 
         Raises:
             SpecError: specs that do not fit ``params``; a pattern that matches no slot; patterns
@@ -80,18 +80,16 @@ class Optimizer:
 
 
 def check_spec_given(pattern: str, spec: object) -> str | None:
-    return (
-        None
-        if isinstance(spec, P)
-        else f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
-    )
+    if isinstance(spec, P):
+        return None
+    return f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
 
 
 def distinct_paths(params: Any) -> list[str]:
     """The leaves' paths, joined by dots.
 
     Raises:
-        InputError: two leaves of one path.
+        InputError: leaves that have the same path.
     """
     first: dict[str, str] = {}
     failures = []
@@ -128,6 +126,7 @@ def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence
 
 
 def matched_patterns(patterns: Mapping[str, Any], params: Any) -> list[tuple[str, Any] | None]:
+    """Per parameter the pattern that matches it, with the pattern's value; None without a match."""
     failures: list[str] = []
     answers = [(path,) for path in leaf_paths(params)]
     found = match_patterns(patterns, answers, leaf_names(params, "params"), "params", failures)
@@ -140,7 +139,7 @@ def aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[An
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
-        raise InputError(f"{name} is not a tree as {like} is: {error}") from None
+        raise InputError(f"{name} is not a tree of {like}'s structure: {error}") from None
 
 
 def natural_order(path: Sequence[Any]) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""``by_owner``: functions of whole matrices, each matrix on the rank that owns it."""
+"""``by_owner``: apply a function to whole matrices, each on the rank that owns it."""
 
 import math
 import re
@@ -35,17 +35,17 @@ def by_owner(
     """Apply ``fn`` to each matrix of ``tree``. In a sharded program each whole matrix is computed
     on one rank, its owner.
 
-    Matrices of one shape are stacked, and the stack is cut over all ranks: one all-to-all sends the
-    parts of all matrices to their owners, another sends the results back. With fewer matrices than
-    ranks some ranks own none.
+    Matrices of one shape are stacked, and the stack is cut over all ranks: one all-to-all sends
+    each matrix to its owner, another sends the results back. If there are fewer matrices than
+    ranks, some ranks own none.
 
     Args:
-        fn: a pure function of one matrix, and of its entries in ``rest``. Tensors that it captures
-            are shared by all matrices.
+        fn: a pure function of a matrix and of its entries in ``rest``. All matrices share the
+            tensors that it captures.
         tree: leaves of shape (rows, columns), or (..., rows, columns) for stacks of matrices, such
             as experts.
-        rest: trees with a subtree for each leaf of ``tree``: for a matrix any tensors and static
-            values; for a stack of matrices, tensors begin with the same dims.
+        rest: trees with a subtree of tensors and static values for each leaf of ``tree``. For a
+            stack of matrices, the tensors begin with the stack's leading dims.
         axes: the mesh axes whose ranks own matrices, default all.
 
     Returns:
@@ -63,15 +63,14 @@ def by_owner(
     >>> by_owner(whiten, grads, moments)
     ({'w': tensor([[0.6000, 0.8000]])}, {'w': tensor([[25.]])})
     """
-    return apply_by_owner(fn, tree, rest, axes=axes)
+    return apply_by_owner(fn, tree, rest, axes)
 
 
 def apply_by_owner(
     fn: Callable[..., Any],
     tree: Any,
     rest: Sequence[Any],
-    *,
-    axes: Sequence[str] | None = None,
+    axes: Sequence[str] | None,
     specs: Sequence[P | None] | None = None,
 ) -> Any:
     """``by_owner``.
@@ -83,10 +82,11 @@ def apply_by_owner(
     if not callable(fn):
         raise InputError(f"by_owner takes a function of a matrix, not {fn!r}, {kind_of(fn)}.")
     leaves, treedef = flatten(tree)
-    check_matrices(leaves, leaf_names(tree, "tree"))
+    names = leaf_names(tree, "tree")
+    check_matrices(leaves, names)
     columns = [aligned(treedef, other, f"rest[{i}]", "tree") for i, other in enumerate(rest)]
     items = [_item(args) for args in zip(leaves, *columns, strict=True)]
-    named = zip(items, leaf_names(tree, "tree"), strict=True)
+    named = zip(items, names, strict=True)
     raise_all(InputError, (failure for item, name in named for failure in item.unfit(name)))
     mesh = _surrounding_mesh(items)
     if mesh is None:
@@ -116,7 +116,8 @@ class _Item:
     """The arguments of the function for one leaf.
 
     Attributes:
-        leaves: of the tree of arguments; tensors begin with the dims ``lead``.
+        leaves, tree: the arguments, flattened.
+        lead: the leading dims of all tensors; empty for a single matrix.
     """
 
     leaves: tuple[Any, ...]
@@ -128,7 +129,7 @@ class _Item:
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def filled(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The function's arguments, with these tensors."""
+        """The function's arguments, with ``tensors`` in place of the item's."""
         feed = iter(tensors)
         return self.tree.unflatten(
             [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
@@ -144,7 +145,7 @@ class _Item:
         ]
 
     def key(self) -> Any:
-        """A key that is equal for items which one program serves."""
+        """Items with equal keys can share one program."""
         return (
             self.tree,
             *(
@@ -172,8 +173,8 @@ def check_matrices(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:
-    """The mesh of the step being traced. None on one device, in one rank's code, and under a
-    transform of torch.func, which sees through plain ops only.
+    """The mesh of the step being traced. None on one device, in per-rank code, and under a
+    transform of torch.func, which cannot see into the op that the owners run.
     """
     tensors = [x for item in items for x in item.tensors]
     if (
@@ -187,11 +188,11 @@ def _surrounding_mesh(items: Sequence[_Item]) -> Mesh | None:
         mesh = resolve(None)
     except MeshError:
         return None
-    return mesh if mesh.axes else None  # the ranks of a pipeline's axis alone
+    return mesh if mesh.axes else None  # a mesh with only a pipeline's axis has no axes here
 
 
 def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:
-    """Apply the function to one matrix after the other."""
+    """Apply the function to each matrix of an item in turn."""
     if not item.lead:
         result = fn(*item.filled(item.tensors))
         if not all(isinstance(x, Tensor) for x in flatten(result)[0]):
@@ -201,7 +202,7 @@ def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:
     stacks = [x.reshape(count, *x.shape[n:]) for x in item.tensors]
     if not count:
         raise InputError("by_owner is given a stack without matrices.")
-    # Copies are aligned like tensors of their own; a kernel may round differently on other memory.
+    # Clone: a kernel may round differently on memory of another alignment.
     made = [fn(*item.filled([x[i].clone() for x in stacks])) for i in range(count)]
     flat = [flatten(result) for result in made]
     if any(not isinstance(x, Tensor) for leaves, _ in flat for x in leaves):
@@ -223,7 +224,7 @@ def _owners(mesh: Mesh, axes: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _spec_of(item: _Item) -> P | None:
-    """The spec of the first tensor in the leaf's shape that is an argument of the step."""
+    """The spec of the first tensor of the matrix' shape that is an argument of the step."""
     shape = item.leaves[0].shape
     found = (spec_of_argument(x) for x in item.tensors if x.shape == shape)
     return next((spec for spec in found if spec is not None), None)
@@ -232,9 +233,8 @@ def _spec_of(item: _Item) -> P | None:
 def _groups(
     items: Sequence[_Item], specs: Sequence[P | None], paths: Sequence[Sequence[Any]]
 ) -> dict[Any, list[list[int]]]:
-    """Leaves to stack together: those with equal shapes and cuts, so that one collective sends
-    them. Within a group, the same parameter of each layer is together, so that layers are planned
-    as one.
+    """The leaves to stack together, with equal shapes and cuts, so that one collective sends them.
+    Within a group, the same parameter of all layers is one list, so that layers are planned as one.
     """
     found: dict[Any, dict[str, list[int]]] = {}
     for i in sorted(range(len(items)), key=lambda i: natural_order(paths[i])):
@@ -270,10 +270,10 @@ def _owned(
 def _order(
     item: _Item, spec: P | None, owners: tuple[str, ...]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """The order of an item's leading dims in a stack, and of the axes that cut it.
+    """The order of an item's leading dims in the stack, and of the axes that cut the stack.
 
-    Dims and axes that cut a stack of matrices already come first, so that its matrices stay on
-    their ranks. Axes that cut one dim together keep the order that they have in all specs.
+    The dims and axes that cut the item already come first, so that its matrices stay on their
+    ranks. Axes that cut one dim together keep their order.
     """
     n, cuts = len(item.lead), [spec.cuts(d) for d in range(len(spec))] if spec else []
     cut = [d for d, found in enumerate(cuts[:n]) if found]
@@ -284,8 +284,8 @@ def _order(
 
 
 def _back(x: Tensor, item: _Item, spec: P, order: Sequence[int]) -> Tensor:
-    """A stack of results in the matrices' shape, sharded like their parameters. Otherwise later ops
-    would be cut over the owners, and their results gathered one by one.
+    """Shard a stack of results like the parameters, if it has the matrices' shape. Otherwise later
+    ops would be cut over the owners, and their results gathered one by one.
     """
     n = len(item.lead)
     if x.shape[1:] != item.leaves[0].shape[n:]:
@@ -295,12 +295,9 @@ def _back(x: Tensor, item: _Item, spec: P, order: Sequence[int]) -> Tensor:
 
 
 def _stacked(kinds: Sequence[Sequence[Tensor]], order: Sequence[int]) -> Tensor:
-    """Matrices of all tensors along dim 0: leading dims in ``order``, then tensors."""
+    """All matrices along dim 0: leading dims in ``order``, then tensors."""
     n = len(order)
-    of_kinds = []
-    for xs in kinds:
-        x: Any = Stack.apply(*xs)
-        of_kinds.append(x)
+    of_kinds: list[Any] = [Stack.apply(*xs) for xs in kinds]
     together = of_kinds[0] if len(of_kinds) == 1 else torch.cat(of_kinds)
     if not n:
         return together
@@ -318,24 +315,19 @@ def _apart(
         back = [order.index(d) for d in range(n)]
         x = turned.permute(n, *back, *range(n + 1, turned.ndim))
     parts = [x] if len(counts) == 1 else x.split(list(counts))
-    return [one for part in parts for one in _unstacked(part)]
-
-
-def _unstacked(x: Tensor) -> Sequence[Tensor]:
-    made: Any = Unstack.apply(x)
-    return made
+    return [one for part in parts for one in Unstack.apply(part)]  # type: ignore[union-attr]
 
 
 def _program(
     fn: Callable[..., Any], item: _Item, stacks: Sequence[Tensor]
 ) -> tuple[str, list[Tensor], Any]:
-    """The function on the shapes of one matrix: its key, the tensors that it captures, and the tree
-    of its results.
+    """Trace the function on the shapes of one matrix. Returns the program's key, the tensors that
+    the function captures, and the tree of its results.
     """
     slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in stacks]
     args = item.filled(slices)
     leaves, names = flatten(args)[0], leaf_names(args, "args")
-    # Hide the surrounding trace: it has stacks, this one a slice.
+    # Hide the surrounding trace, whose tensors are stacks.
     with disable_current_modes(), temporarily_clear_interpreter_stack():
         device_type = stacks[0].device.type
         traced = trace(fn, leaves, item.tree, device_type, names=names, within=True)

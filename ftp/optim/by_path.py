@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ftp.errors import InputError, join_failures
+from ftp.errors import InputError, raise_all
 from ftp.optim.base import Optimizer, aligned, distinct_paths, matched_patterns
 from ftp.optim.slots import Slots
 from ftp.sharding.pytree import flatten, leaf_names
@@ -18,7 +18,7 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
 
     Raises:
         InputError: from ``init`` and ``update``: a parameter that no pattern matches; a pattern
-            that matches none; patterns that disagree; two parameters of one path.
+            that matches no parameter; patterns that disagree; two parameters with one path.
 
     >>> import torch, ftp
     >>> sgd = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)
@@ -28,57 +28,44 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
     {'head.w': tensor([0.5000]), 'body.w': tensor([1.])}
     """
 
-    def parts(
-        params: Any,
-    ) -> tuple[list[Any], Any, list[tuple[Optimizer | None, list[int], list[str]]]]:
+    def parts(params: Any) -> tuple[list[Any], Any, list[tuple[Optimizer, dict[str, int]]]]:
+        """The leaves, their treedef, and per optimizer ``{path: index}`` of its parameters."""
         leaves, treedef = flatten(params)
         matched = matched_patterns(patterns, params)
-        missing = [
-            name
-            for name, match in zip(leaf_names(params, "params"), matched, strict=True)
-            if match is None
-        ]
-        if missing:
-            raise InputError(
-                join_failures(
-                    f"{name} has no optimizer: no pattern names it. Add one; None freezes it."
-                    for name in missing
-                )
-            )
-        paths = distinct_paths(params)
-        # An optimizer of several patterns runs once: what it does for all matrices of a shape it
-        # does together.
-        chosen: dict[int, tuple[Optimizer | None, list[int], list[str]]] = {}
-        for i, match in enumerate(matched):
-            assert match is not None
-            opt = match[1]
-            _, mine, of = chosen.setdefault(id(opt), (opt, [], []))
-            mine.append(i)
-            of.append(paths[i])
+        raise_all(
+            InputError,
+            (
+                f"{name} has no optimizer: no pattern names it. Add one; None freezes it."
+                for name, match in zip(leaf_names(params, "params"), matched, strict=True)
+                if match is None
+            ),
+        )
+        # An optimizer of several patterns runs once, so that it stacks all matrices of a shape.
+        chosen: dict[int, tuple[Optimizer, dict[str, int]]] = {}
+        for i, (path, match) in enumerate(zip(distinct_paths(params), matched, strict=True)):
+            if match is not None and (opt := match[1]) is not None:
+                chosen.setdefault(id(opt), (opt, {}))[1][path] = i
         return leaves, treedef, list(chosen.values())
 
     def init(params: Any) -> Any:
         leaves, treedef, chosen = parts(params)
         found = [Slots({})] * len(leaves)
-        for opt, mine, paths in chosen:
-            if opt is not None and mine:
-                state = opt.init({path: leaves[i] for path, i in zip(paths, mine, strict=True)})
-                for path, i in zip(paths, mine, strict=True):
-                    found[i] = state[path]
+        for opt, mine in chosen:
+            state = opt.init({path: leaves[i] for path, i in mine.items()})
+            for path, i in mine.items():
+                found[i] = state[path]
         return treedef.unflatten(found)
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         leaves, treedef, chosen = parts(params)
         grad_leaves, slots = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
-        for opt, mine, paths in chosen:
-            if opt is not None and mine:
-                named = [
-                    {path: of[i] for path, i in zip(paths, mine, strict=True)}
-                    for of in (grad_leaves, slots, leaves)
-                ]
-                new, new_state = opt.update(*named)
-                for path, i in zip(paths, mine, strict=True):
-                    leaves[i], slots[i] = new[path], new_state[path]
+        for opt, mine in chosen:
+            given = [
+                {path: of[i] for path, i in mine.items()} for of in (grad_leaves, slots, leaves)
+            ]
+            new, new_state = opt.update(*given)
+            for path, i in mine.items():
+                leaves[i], slots[i] = new[path], new_state[path]
         return treedef.unflatten(leaves), treedef.unflatten(slots)
 
     return Optimizer(init, update)

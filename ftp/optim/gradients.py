@@ -1,7 +1,7 @@
 """Gradients in a train step: global norm, clipping, non-finite elements, accumulation."""
 
-import functools
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ftp.sharding.pytree import flatten, kind_of, leaf_names, leaf_paths
 
 def global_norm(tree: Any) -> Tensor:
     """The 2-norm of all leaves as one vector, a 0-d tensor; in a sharded program, of global leaves.
-    That of leaves in bfloat16 and float16 is computed, and returned, in float32.
+    For bfloat16 and float16 it is computed and returned in float32.
 
     Raises:
         InputError: a tree without tensors, or with other leaves.
@@ -25,7 +25,7 @@ def global_norm(tree: Any) -> Tensor:
     tensor(5.)
     """
     _tensors(tree, "global_norm")
-    # A sum of sums stays pending over sharded leaves, so that only one number is reduced.
+    # A sum of sums is a pending sum over sharded leaves: only one number is reduced.
     return asked_for(_total(tree, lambda leaf: _wide(leaf).abs().square().sum())).sqrt()
 
 
@@ -45,14 +45,12 @@ def _tensors(tree: Any, what: str) -> list[Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """``x`` in float32 if it is in half precision, in which squares overflow and long sums stop
-    growing.
-    """
+    # In half precision squares overflow, and long sums stop growing.
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of ``term(leaf)``, over leaves in layers first, then over the others, so that the
+    """The sum of ``term(leaf)``: first over the leaves in layers, then over the others, so that the
     planner can fold repeated layers.
     """
     leaves, order = flatten(tree)[0], _by_layer(tree)
@@ -60,13 +58,11 @@ def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
         [term(leaves[i]) for i, in_layer in order.items() if in_layer is which]
         for which in (True, False)
     ]
-    return functools.reduce(
-        torch.add, [functools.reduce(torch.add, part) for part in parts if part]
-    )
+    return reduce(torch.add, [reduce(torch.add, part) for part in parts if part])
 
 
 def _by_layer(tree: Any) -> dict[int, bool]:
-    """``{leaf's index: whether it is in a numbered layer}``, layer 2 before layer 10."""
+    """``{leaf's index: whether the leaf is in a numbered layer}``, layer 2 before layer 10."""
     names = list(map(natural_order, leaf_paths(tree)))
     return {i: len(names[i]) > 1 for i in sorted(range(len(names)), key=names.__getitem__)}
 
@@ -81,7 +77,7 @@ def clip_by_global_norm(
         eps: added to the norm before dividing.
 
     Returns:
-        ``(grads, norm)``, the norm from before, a 0-d tensor.
+        ``(grads, norm)``: the scaled gradients, and the norm before scaling, a 0-d tensor.
 
     Raises:
         InputError: a tree without tensors.
@@ -100,11 +96,11 @@ def clip_by_global_norm(
 
 
 def count_nonfinite(tree: Any, *, by_leaf: bool = False) -> Any:
-    """Count NaN and infinite elements of all leaves, an int64 0-d tensor; in a sharded program one
-    number is reduced.
+    """Count NaN and infinite elements of all leaves, an int64 0-d tensor. A sharded program reduces
+    one number.
 
     Args:
-        by_leaf: return a tree of counts, one for each leaf; each is reduced.
+        by_leaf: return a tree of counts, one for each leaf; a sharded program reduces each.
 
     Raises:
         InputError: a tree without tensors.
@@ -129,12 +125,12 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
     """Run ``grad_fn`` on ``n`` microbatches in turn and average its results.
 
     Microbatch ``i`` is rows ``i``, ``i + n``, ... of every batch tensor, so a batch sharded on dim
-    0 is not resharded. In a sharded program the gradients are summed locally and reduced once; in
-    one with a pipeline the microbatches are the pipeline's.
+    0 is not resharded. A sharded program sums the gradients locally and reduces them once. In a
+    program with a pipeline the microbatches are the pipeline's.
 
     Args:
-        grad_fn: ``(params, *batch) -> (grads, value)``, means over the batch, as of
-            ``torch.func.grad_and_value``; the result may be any tree of floating-point tensors.
+        grad_fn: ``(params, *batch) -> (grads, value)``, means over the batch, such as the result of
+            ``torch.func.grad_and_value``. It may return any tree of floating-point tensors.
         n: number of microbatches; it must divide dim 0 of every batch tensor.
 
     Returns:
@@ -182,11 +178,13 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
 def _noted(
     grad_fn: Callable[..., tuple[Any, Any]], n: int, means: Means, params: Any, batch: Any
 ) -> Any:
-    """Call ``grad_fn`` on one microbatch; a pipeline repeats the call for each."""
+    """Call ``grad_fn`` on one microbatch, and mark its results as means over microbatches. The
+    pipeline repeats the call for each microbatch.
+    """
     if n != means.microbatches:
         raise InputError(
             f"accumulate(grad_fn, {n}) in a step with a pipeline of {means.microbatches}"
-            " microbatches. Give both one number."
+            " microbatches. Give both the same number."
         )
     leaves, batch_tree = flatten(batch)
     rows = {id(x): means.cut(x) for x in leaves if isinstance(x, Tensor)}
@@ -205,7 +203,7 @@ def _noted(
     values, value_tree = flatten(rest)
     if not any(isinstance(x, Tensor) for x in values):
         raise InputError(
-            "The function given to accumulate returns gradients alone. In a step with a pipeline it"
+            "The function given to accumulate returns only gradients. In a step with a pipeline it"
             " must return (grads, value), as torch.func.grad_and_value(loss) does."
         )
     others = value_tree.unflatten([means.mean(x) if isinstance(x, Tensor) else x for x in values])

@@ -1,5 +1,5 @@
-"""Steps of torch.optim.Muon whose matrices are orthogonalized by owners (``by_owner``). The rest of
-a step is elementwise and sharded like the parameters.
+"""Steps of torch.optim.Muon in which owners orthogonalize the matrices (``by_owner``). The rest of
+the step is elementwise and sharded like the parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +40,11 @@ def owned_step(
 ) -> list[tuple[Tensor, Slots]]:
     """Per parameter its new value and state.
 
-    The step runs twice: first up to the matrices to be orthogonalized, then with the owners'
+    The step runs twice: first up to the matrices that Muon orthogonalizes, then with the owners'
     results. A program computes the common ops once.
 
     Args:
-        runs: per parameter a step of its group.
+        runs: per parameter, the step of its group.
         axes: the mesh axes whose ranks own matrices; None for all.
     """
     given = list(zip(runs, grads, slots, params, strict=True))
@@ -53,13 +53,8 @@ def owned_step(
     updates = {path: x.bfloat16() for path, (x, _) in zip(paths, asked, strict=True)}
     options = {path: args for path, (_, args) in zip(paths, asked, strict=True)}
     specs = dict(zip(paths, map(spec_of_argument, params), strict=True))
-    made = apply_by_owner(
-        _orthogonalized,
-        updates,
-        [options],
-        axes=axes,
-        specs=[specs[path] for path in sorted(specs)],
-    )
+    in_order = [specs[path] for path in sorted(specs)]
+    made = apply_by_owner(_orthogonalized, updates, [options], axes, in_order)
     return [_completed(*one, made[path]) for one, path in zip(given, paths, strict=True)]
 
 
@@ -73,7 +68,7 @@ def _orthogonalized(matrix: Tensor, options: tuple[Any, ...]) -> dict[str, Tenso
 def _asked(
     run: RunMatrices, grad: Tensor, slots: Slots, param: Tensor
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """The matrix that Muon would orthogonalize, and its options."""
+    """The matrix that Muon would orthogonalize, and the function's options."""
     options: list[tuple[Any, ...]] = []
 
     def one(grad: Tensor, param: Tensor, like: Sequence[Tensor]) -> Tensor:

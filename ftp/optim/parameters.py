@@ -1,4 +1,4 @@
-"""Trees of parameters after an update: a choice between two, a moving average."""
+"""Trees of parameters after an update: choose between two, average."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ftp.sharding.pytree import flatten
 
 
 def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
-    """``tree`` if ``condition`` holds, else ``otherwise``: skip an update without reading a value.
+    """``tree`` if ``condition``, else ``otherwise``: skip an update without reading a value.
 
     Args:
         condition: a 0-d bool tensor.
@@ -33,7 +33,7 @@ def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
 
 def ema(average: Any, params: Any, decay: float | Tensor) -> Any:
     """Exponential moving average: ``decay * average + (1 - decay) * params``, in ``average``'s
-    dtypes (of integers, such as counters in a model's buffers, without the fraction).
+    dtypes. For integers, such as counters in a model's buffers, the fraction is cut off.
 
     Args:
         average, params: trees of one structure and shapes.

@@ -14,9 +14,7 @@ Schedule = Callable[[Tensor], Tensor]
 
 
 def _part(step: Tensor, total: int) -> Tensor:
-    """The part of ``total`` steps that is done, at most 1; of no steps, as of a warm-up that is
-    left out, all.
-    """
+    """The part of ``total`` steps that is done, at most 1; it is 1 if ``total`` is 0."""
     return torch.clamp(step / total, max=1.0) if total else torch.ones_like(step)
 
 
@@ -81,7 +79,11 @@ def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
     >>> round(float(cosine(1.0, 10, end=0.5)(torch.tensor(5.0))), 6)
     0.75
     """
-    return lambda step: end + (lr - end) * (1 + torch.cos(math.pi * _part(step, total))) / 2
+    return lambda step: _half_cosine(lr, end, _part(step, total))
+
+
+def _half_cosine(lr: float, end: float, part: Tensor) -> Tensor:
+    return end + (lr - end) * (1 + torch.cos(math.pi * part)) / 2
 
 
 def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
@@ -91,20 +93,18 @@ def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
     >>> float(cosine_restarts(1.0, 10)(torch.tensor(20.0)))
     1.0
     """
-    return lambda step: (
-        end + (lr - end) * (1 + torch.cos(math.pi * torch.remainder(step, period) / period)) / 2
-    )
+    return lambda step: _half_cosine(lr, end, torch.remainder(step, period) / period)
 
 
 def sequence(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
     """One schedule after another (``SequentialLR``).
 
     Args:
-        milestones: the steps at which the second and later schedules begin; each counts its steps
-            from there.
+        milestones: the steps at which the second and later schedules begin. Each schedule counts
+            steps from its beginning.
 
     Raises:
-        ValueError: not one milestone fewer than schedules.
+        ValueError: the number of milestones is not one less than that of schedules.
 
     >>> rate = sequence([linear(1.0, 10, start=0.0), cosine(1.0, 100)], [10])
     >>> float(rate(torch.tensor(5.0))), float(rate(torch.tensor(10.0)))

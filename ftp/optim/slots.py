@@ -1,4 +1,4 @@
-"""Optimizer state of one parameter: named tensors, and which are sharded like the parameter."""
+"""Optimizer state of one parameter: named tensors, some sharded like the parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from ftp.torch_internals import pytree
 class Slots(PartlyCovered):
     """``{slot: tensor}`` of one parameter.
 
-    A spec for the whole of it applies to the slots of the parameter's shape (``like``). Others,
-    such as step counters and factored moments, are replicated.
+    One spec for all slots applies to the slots of the parameter's shape (``like``). Others, such as
+    step counters and factored moments, are replicated.
 
     >>> slots = Slots({"step": 0, "exp_avg": 1}, like=["exp_avg"])
     >>> slots.covered("tp", "whole")

@@ -26,22 +26,22 @@ _IMPURE = (
 
 
 class TorchClass:
-    """A torch.optim class with options, run on clones of parameters whose state is set beforehand.
+    """A torch.optim class with options. A step runs it on clones of the parameters and their state.
 
     Args:
-        owned: whether each leaf of more than two dims is a stack of matrices, as Muon's may be.
+        owned: whether a leaf of more than two dims is a stack of matrices, as for Muon.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], owned: bool):
         self.cls, self.owned, self.options = cls, owned, dict(options)
         taken = inspect.signature(cls).parameters
-        # `differentiable` formulas do without .item(); without `foreach` each op is on one tensor,
-        # and has a rule.
+        # `differentiable` formulas avoid .item(); without `foreach` ops take one tensor and have
+        # rules.
         self.forced = {
             k: v for k, v in {"differentiable": True, "foreach": False}.items() if k in taken
         }
         if issubclass(cls, CAPTURABLE):
-            # Their other formulas branch on values, or write through a mask.
+            # Their formulas without it branch on values, or write through a mask.
             self.forced["capturable"] = True
         if "foreach" in taken:  # the same numbers either way
             self.options.pop("foreach", None)
@@ -57,11 +57,11 @@ class TorchClass:
             self._try_out()
 
     def _try_out(self) -> None:
-        """Take three steps of somebody's own class on a small matrix, by itself and as pure
-        functions.
+        """Take three steps of a user's class on a small matrix, both by ``step()`` and as a pure
+        function.
 
         Raises:
-            InputError: the results differ: the class needs more than its state of each parameter.
+            InputError: the results differ: the class has state outside of ``self.state[param]``.
         """
         start = torch.tensor([[0.5, -1.0, 2.0], [1.5, 0.25, -0.75]], device="cpu")
         if get_proxy_mode() is not None or type(start) is not Tensor:
@@ -87,7 +87,7 @@ class TorchClass:
             except InputError:
                 raise
             except Exception:
-                return  # it cannot be tried here, such as a class for GPUs alone
+                return  # it cannot be tried here, such as a class for GPUs only
 
     def _make(self, param: Tensor, *, is_unfused: bool = False) -> torch.optim.Optimizer:
         options = {k: v for k, v in self.options.items() if not (is_unfused and k == "fused")}
@@ -103,9 +103,9 @@ class TorchClass:
             ) from None
 
     def is_value_independent(self, param: Tensor) -> bool:
-        """Whether the first state depends only on the parameter's shape, as with torch's classes.
+        """Whether the first state depends only on the parameter's shape, as for torch's classes.
 
-        In a trace each parameter makes its own: a shared one would be sharded for all of them.
+        In a trace each parameter makes a state of its own: a shared one would have one sharding.
         """
         is_known = self.cls.__module__.startswith("torch.optim") or param.device.type == "meta"
         return (
@@ -115,10 +115,7 @@ class TorchClass:
         )
 
     def first_slots(self, param: Tensor) -> Slots:
-        """The state before the first step: the value that each slot has when a step first reads it.
-
-        A step with a zero gradient is run, and the first value of each slot recorded.
-        """
+        """The state before the first step: the value of each slot when a step first reads it."""
         if self.owned and param.ndim > 2:  # a stack of matrices; Muon's momentum starts at zero
             of_one = self.first_slots(param.new_zeros(param.shape[-2:]))
             return Slots(
@@ -128,7 +125,7 @@ class TorchClass:
         first = self._recorded(param)
         if "step" not in first and (callable(self.options.get("lr")) or self._is_dampened()):
             first["step"] = torch.zeros(())
-        # A scalar's moments have the shape of a counter: a vector's tell which they are.
+        # A scalar's moments have a counter's shape, so the names are those of a vector's moments.
         of_vector = () if param.ndim else self.first_slots(param.new_zeros(2)).like
         found, like = {}, []
         for name, value in first.items():
@@ -144,9 +141,11 @@ class TorchClass:
         return Slots(found, like)
 
     def _recorded(self, param: Tensor) -> dict[str, Any]:
-        """The value that each slot of the class has when a step first reads it."""
-        # SGD's first momentum is its first gradient. Zero gives the same update, unless dampened
-        # (see ``updated``).
+        """The value of each slot of the class when a step first reads it, recorded in a step with a
+        zero gradient.
+        """
+        # SGD's first momentum is the first gradient. A momentum of zero gives the same update,
+        # unless dampened (see ``updated``).
         mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
         opt = self._make(mine, is_unfused=True)
         first: dict[str, Any] = {}
@@ -161,8 +160,8 @@ class TorchClass:
         return first
 
     def _slot_dtype(self, value: Tensor, device: torch.device) -> torch.dtype:
-        """The dtype of a slot of another shape than the parameter's: step counters in float64, so
-        that a schedule computes its rate in it; torch's fused kernels read float32.
+        """The dtype of a slot of another shape than the parameter's. Step counters are in float64,
+        so that schedules compute in it, or in float32 for torch's fused kernels.
         """
         if value.ndim or not value.dtype.is_floating_point or device.type == "mps":
             return value.dtype
@@ -175,7 +174,7 @@ class TorchClass:
         dampened = self.run(grads, slots, params)
         if not self._is_dampened():
             return dampened
-        # At step 0 SGD's momentum is the gradient itself, not dampened.
+        # At step 0 SGD's momentum is the undampened gradient.
         bare = [
             Slots({k: v for k, v in s.items() if k != "momentum_buffer"}, s.like) for s in slots
         ]
@@ -201,11 +200,11 @@ class TorchClass:
 
     def _set_up(self, clones: list[Tensor], slots: Sequence[Slots]) -> torch.optim.Optimizer:
         """An optimizer of the clones, with their state and the rate of this step."""
-        opt = object.__new__(self.cls)  # a copy by torch's means lacks attributes
+        opt = object.__new__(self.cls)  # copy.copy would lose attributes
         vars(opt).update(vars(self.prototype))
         rate = self.options.get("lr")
         options = {"lr": rate(_widened(slots[0].get("step")))} if callable(rate) else {}
-        # torch.vmap does not see into a kernel.
+        # torch.vmap does not see into a fused kernel.
         unfused = bool(self.options.get("fused")) and any(map(is_batchedtensor, clones))
         if unfused:
             options |= {**self.forced, "fused": False}

@@ -39,18 +39,18 @@ def from_torch(
             ``self.state[param]``.
         groups: ``{path pattern: options}``, patterns as in ``ftp.plan``: options of the parameters
             that a pattern matches, such as another rate or no weight decay.
-        owned: for Muon: in a sharded program each whole matrix is orthogonalized by one rank (see
-            ``by_owner``); everything else stays sharded like the parameters.
-            Leaves of more than two dims are stacks of matrices. A list names the mesh axes whose
-            ranks own matrices.
+        owned: for Muon in a sharded program: one rank orthogonalizes each whole matrix (see
+            ``by_owner``), and everything else stays sharded like the parameters. Leaves of more
+            than two dims are stacks of matrices. A list names the mesh axes whose ranks own
+            matrices.
         options: of ``cls``. ``lr`` may be a schedule, a function of the number of updates done so
             far (see ``ftp.optim.schedules``). ``fused=True`` uses torch's fused kernels (AdamW,
             Adam, SGD and Adagrad), the fastest without compilation. ``foreach`` has no effect.
 
     Raises:
-        InputError: LBFGS or SparseAdam; options that ``cls`` refuses; ``owned`` of another class
-            than Muon; your own class with state elsewhere; from ``init`` and ``update``,
-            a pattern that matches no parameter, or trees that do not fit.
+        InputError: LBFGS or SparseAdam; options that ``cls`` refuses; ``owned`` for another class
+            than Muon; your own class with other state. From ``init`` and ``update``: a pattern that
+            matches no parameter, or trees that do not fit.
 
     >>> opt = from_torch(torch.optim.AdamW, lr=0.1, groups={"*.bias": {"weight_decay": 0.0}})
     >>> params = {"up.weight": torch.ones(2, 3), "up.bias": torch.ones(2)}
@@ -90,7 +90,7 @@ def _check_class(cls: Any) -> None:
 
 
 class _TorchOptimizer:
-    """A torch.optim class on trees of parameters, with other options for those of a pattern."""
+    """A torch.optim class on trees of parameters, with options for groups of parameters."""
 
     def __init__(
         self,
@@ -120,17 +120,17 @@ class _TorchOptimizer:
         cut = [name for name, found in zip(names, slots, strict=True) if found is None]
         if cut:
             raise InputError(
-                f"{', '.join(cut)}: from shards of placed tensors {self.name} cannot"
-                " make its global state. Make the state before ftp.device_put, on the meta device"
-                " if need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
+                f"{', '.join(cut)}: {self.name} cannot make its global state from shards of placed"
+                " tensors. Make the state before ftp.device_put, on the meta device if need be, or"
+                " with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
             )
         return treedef.unflatten(slots)
 
     def _first_of(self, param: Tensor, group: int, known: dict[Any, Slots | None]) -> Slots | None:
-        """The first state of a parameter; for a shard, its shard; None if unknown.
+        """The first state of a parameter, or of its shard; None if it cannot be made from a shard.
 
         Args:
-            known: states made so far; parameters of equal shape have equal ones.
+            known: states made so far; parameters of equal shape have equal states.
         """
         placed = placement_of(param)
         of = placed if placed is not None and placed.mesh.kind == "process" else None
@@ -180,14 +180,14 @@ class _TorchOptimizer:
         return treedef.unflatten(new_leaves), treedef.unflatten(new_slots)
 
     def _groups(self, params: Any) -> list[int]:
-        """Per parameter the index of its group; 0 is that of no pattern."""
+        """Per parameter the index of its group; group 0 is for parameters without a pattern."""
         own = matched_patterns({p: i for i, p in enumerate(self.patterns, 1)}, params)
         return [match[1] if match else 0 for match in own]
 
 
 def _of_shard(shard: Tensor, known: Placement, of_group: TorchClass) -> Slots | None:
-    """The state of a shard of a placed parameter; None if it depends on values, or its shape does
-    not follow from the shard's.
+    """The state of a shard of a placed parameter. None if the state depends on the parameter's
+    values, or its shape does not follow from the shard's.
     """
     if not of_group.is_value_independent(shard):
         return None

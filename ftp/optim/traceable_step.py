@@ -1,4 +1,6 @@
-"""One step of a torch.optim optimizer in tensor code, which a trace records: no value is read."""
+"""Run a step of a torch.optim optimizer in tensor code that reads no value, so that a trace can
+record it.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from ftp.ops.fused_optimizer import fused_kernels, update_of, written
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
-# Formulas that read no values, where the class has others that do.
+# Classes whose formulas read no values only with capturable=True.
 CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)
 
 
@@ -27,8 +29,8 @@ def traceable_step(opt: torch.optim.Optimizer) -> None:
 
 
 class _TensorScalars(TorchFunctionMode):
-    """Let formulas written for Python numbers take 0-d tensors: ``item()`` returns the tensor, and
-    ``alpha=`` and ``value=`` may be one.
+    """Let formulas for Python numbers take 0-d tensors: ``item()`` returns the tensor, and
+    ``alpha=`` and ``value=`` may be tensors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -59,7 +61,7 @@ class _FusedByParameter(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "_foreach_add_":
-            return None  # the op counts the steps
+            return None  # the op increments the step counter
         if name not in fused_kernels():
             return func(*args, **kwargs)
         options = {k: v for k, v in kwargs.items() if k not in ("grad_scale", "found_inf")}
@@ -79,15 +81,10 @@ def _capturable_on_every_device(cls: type) -> Iterator[None]:
     names = {kind.__module__ for kind in cls.__mro__ if kind in CAPTURABLE}
     modules: list[Any] = [sys.modules[name] for name in names]
     saved = [module._get_capturable_supported_devices for module in modules]
+    every = ["cpu", "cuda", "meta", "mps", "xpu"]
     try:
         for module in modules:
-            module._get_capturable_supported_devices = lambda *args, **kwargs: [
-                "cpu",
-                "cuda",
-                "meta",
-                "mps",
-                "xpu",
-            ]
+            module._get_capturable_supported_devices = lambda *args, **kwargs: every
         yield
     finally:
         for module, function in zip(modules, saved, strict=True):
@@ -103,34 +100,28 @@ def _adafactor(opt: torch.optim.Optimizer) -> None:
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
             if grad.dim() > 1:
-                state["row_var"], state["col_var"] = (
-                    grad.new_zeros(*grad.shape[:-1], 1),
-                    grad.new_zeros(*grad.shape[:-2], 1, grad.shape[-1]),
-                )
+                state["row_var"] = grad.new_zeros(*grad.shape[:-1], 1)
+                state["col_var"] = grad.new_zeros(*grad.shape[:-2], 1, grad.shape[-1])
             else:
                 state["variance"] = torch.zeros_like(grad)
         eps1, eps2 = group["eps"]
         eps1 = torch.finfo(param.dtype).eps if eps1 is None else eps1
         state["step"] = step = state["step"] + 1
         new = (step ** group["beta2_decay"]).to(param.dtype)
-        rate = (
-            torch.clamp(step**-0.5, max=group["lr"])
-            if not isinstance(group["lr"], Tensor)
-            else torch.minimum(step**-0.5, group["lr"])
-        )
+        lr = group["lr"]
+        rate = step**-0.5
+        rate = torch.minimum(rate, lr) if isinstance(lr, Tensor) else torch.clamp(rate, max=lr)
         rate = torch.clamp(param.square().mean().sqrt(), min=eps2) * rate
         if group["weight_decay"] != 0:
-            param.mul_(1 - group["lr"] * group["weight_decay"])
+            param.mul_(1 - lr * group["weight_decay"])
         if grad.dim() > 1:
             row, col = state["row_var"], state["col_var"]
             state["row_var"] = row = row + (grad.square().mean(-1, keepdim=True) - row) * new
             state["col_var"] = col = col + (grad.square().mean(-2, keepdim=True) - col) * new
             variance = row * col / row.mean(-2, keepdim=True).clamp(min=eps1)
         else:
-            state["variance"] = variance = (
-                state["variance"] + (grad.square() - state["variance"]) * new
-            )
+            old = state["variance"]
+            state["variance"] = variance = old + (grad.square() - old) * new
         update = variance.clamp(min=eps1 * eps1).rsqrt() * grad
-        param.sub_(
-            update * (rate / torch.clamp(update.square().mean().sqrt() / group["d"], min=1.0))
-        )
+        clipped = torch.clamp(update.square().mean().sqrt() / group["d"], min=1.0)
+        param.sub_(update * (rate / clipped))
