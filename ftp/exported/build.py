@@ -1,5 +1,5 @@
-"""Build a rank's ``ExportedProgram``: its graph, the original's signature, local state, and the
-origin of every op.
+"""Build a rank's ``ExportedProgram``: its graph, the original's signature, the rank's shards as
+state, and the origin of every op.
 """
 
 import copy
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
 
 aten = torch.ops.aten
-KEY = "rng"  # the argument with the random key
+KEY = "rng"  # the name of the argument for the random key
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class SignatureEntry:
     """One placeholder of the functional graph.
 
     Attributes:
-        value: the state's tensor, the user input's fake tensor, or a static value.
-        cut: its spec.
+        value: the tensor of the state, the fake tensor of a user's input, or a static value.
+        cut: the spec.
     """
 
     spec: "InputSpec"
@@ -65,14 +65,14 @@ def is_training(program: "ExportedProgram") -> bool:
 def quiet() -> Iterator[None]:
     """Ignore torch's warnings about its own use of deprecated functions."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", kind)
         yield
 
 
 @dataclass(eq=False)
 class Build:
-    """Builds a rank's program from these parts."""
+    """Builds a rank's program."""
 
     original: "ExportedProgram"
     functional: "ExportedProgram"
@@ -125,8 +125,8 @@ class Build:
         return len(self.entries) > len(self.functional.graph_signature.input_specs)
 
     def _signature(self) -> "ExportGraphSignature":
-        """Fill the graph and return its signature: the original's inputs and outputs, in its order,
-        by its names.
+        """Fill the graph and return its signature: the original's inputs and outputs, with their
+        names and in their order.
         """
         from torch.export.graph_signature import ExportGraphSignature, TensorArgument
 
@@ -180,8 +180,8 @@ class Build:
         return {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
 
     def _held(self, placed: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
-        """The values for the local program's placeholders: placeholders of the graph, and this
-        rank's offsets as numbers.
+        """Per placeholder of the local program its value: a placeholder of the graph, or this
+        rank's offset as a number.
         """
         inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
         names = [*(e.spec.arg.name for e in self.entries if e.is_tensor), *self._constant_names]
@@ -198,19 +198,17 @@ class Build:
         return held
 
     def _formulas(self, numbers: Sequence[Any]) -> tuple[int, ...]:
-        """A shape or strides of the exported program in formulas, where they are of open dims."""
+        """A shape or strides of the exported program, with formulas for open dims."""
         return self.open_dims.formulas(numbers, self._sizes)
 
     @property
     def _sizes(self) -> Sizes:
         return self.plan.sizes or Sizes(())
 
-    def _global_shape(self, entry: SignatureEntry) -> Shape:
-        return self._formulas(entry.value.shape)
-
     def _local_shape(self, entry: SignatureEntry) -> Shape:
         """The shape of this rank's shard."""
-        return local_shape(entry.cut, self._global_shape(entry), self.mesh.axes, self.coordinate)
+        shape = self._formulas(entry.value.shape)
+        return local_shape(entry.cut, shape, self.mesh.axes, self.coordinate)
 
     def _results(self, held: Mapping[fx.Node, Any]) -> list[Any]:
         """The functional graph's results, mutated values first."""
@@ -227,7 +225,7 @@ class Build:
     def _write_back(
         self, values: list[Any], specs: "list[InputSpec]", placed: Mapping[str, fx.Node]
     ) -> list[Any]:
-        """Write mutated values inside a training graph; returns the other values."""
+        """Write mutated values within the graph, as training programs do. Returns the others."""
         from torch.export.graph_signature import OutputKind
 
         results = []
@@ -246,8 +244,8 @@ class Build:
         return results
 
     def _output_specs(self, values: list[Any], free: set[str]) -> "list[OutputSpec]":
-        """The original's outputs with the values' names; a value takes the original's name if that
-        is ``free``.
+        """The original's outputs, with the names of ``values``. A value gets the original's name if
+        the name is ``free``.
         """
         from torch.export.graph_signature import OutputSpec, TensorArgument
 
@@ -264,13 +262,13 @@ class Build:
         return outputs
 
     def _named(self, node: fx.Node, name: str) -> fx.Node:
-        """Rename the node to torch.export's name, even if it is a Python builtin's."""
+        """Give the node torch.export's name, even if a Python builtin has the name."""
         self.graph._graph_namespace._used_names.add(name)
         node.name = name
         return node
 
     def _body(self, held: dict[fx.Node, Any]) -> None:
-        """Copy the local program's ops, each with the module and the line of its origin."""
+        """Copy the local program's ops, each with its origin's module and line."""
         traced = {n.name: n.meta for n in self.traced.gm.graph.nodes if n.op == "call_function"}
         root = self._root_stack()
         causes = {node.name: self._cause(node, traced) for node in self.plan.graph.nodes}
@@ -299,11 +297,10 @@ class Build:
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
         """The exported graph's metadata of a node's origin.
 
-        The origin of a reshard is the op whose result it reshards; for an input, the op that reads
-        it first.
+        The origin of a reshard is the op whose result it reshards. For an input it is the first op
+        that reads the input.
         """
-        while node.kind in ("reshard", "constrain"):
-            node = node.operands[0].node
+        node = _unresharded(node)
         if node.kind == "input":
             users = self._users.get(id(node), [])
             node = next((u for u in users if u.kind == "op"), node)
@@ -311,14 +308,11 @@ class Build:
 
     @cached_property
     def _users(self) -> dict[int, list[Node]]:
-        """Per node the ops that read its results, directly or resharded."""
+        """Per node, by its id, the nodes that read its results, directly or resharded."""
         found: dict[int, list[Node]] = {}
         for node in self.plan.graph.nodes:
             for value in node.operands:
-                origin = value.node
-                while origin.kind in ("reshard", "constrain"):
-                    origin = origin.operands[0].node
-                found.setdefault(id(origin), []).append(node)
+                found.setdefault(id(_unresharded(value.node)), []).append(node)
         return found
 
     def _cut(self, value: Any, spec: P, copies: dict[Any, torch.Tensor]) -> Any:
@@ -337,7 +331,7 @@ class Build:
 
     def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
         """Set ``meta["val"]`` of each node: a fake tensor of this rank's shape, or a number that is
-        computed from open sizes. Last in the graph is what it asks of such sizes.
+        computed from open sizes. Then add nodes that check the conditions on open sizes.
         """
         held: dict[Any, Any] = {**self.constants, **state}
         tensors = {s.arg.name: held.get(s.target) for s in signature.input_specs}
@@ -349,7 +343,8 @@ class Build:
                 args, kwargs = map_arg(arguments, lambda n: n.meta["val"])
                 return node.target(*args, **kwargs)  # type: ignore[operator]
             if (known := tensors.get(node.name)) is not None:
-                return _fake(known, known.device)
+                options = {"dtype": known.dtype, "device": known.device}
+                return torch.empty_strided(known.shape, known.stride(), **options)
             return self._shard(users[node.name]) if node.name in users else node.meta.get("val")
 
         def set_values(nodes: Iterable[fx.Node]) -> None:
@@ -365,19 +360,18 @@ class Build:
 
     def _shard(self, entry: SignatureEntry) -> torch.Tensor:
         """A fake tensor of this rank's shard of a user's input."""
-        whole, shape = self._global_shape(entry), self._local_shape(entry)
-        sizes, value = map(self._number.symint, shape), entry.value
-        if shape != whole:
-            return torch.empty([*sizes], dtype=value.dtype, device=value.device)
-        strides = map(self._number.symint, self._formulas(value.stride()))
-        return torch.empty_strided([*sizes], [*strides], dtype=value.dtype, device=value.device)
+        value, shape = entry.value, self._local_shape(entry)
+        sizes, options = list(map(self._number.symint, shape)), {"device": value.device}
+        if shape != self._formulas(value.shape):
+            return torch.empty(sizes, dtype=value.dtype, **options)
+        strides = list(map(self._number.symint, self._formulas(value.stride())))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, **options)
 
     def _example_inputs(self) -> Any:
         from torch.export.graph_signature import InputKind
 
-        if self.original.example_inputs is None:
+        if (example := self.original.example_inputs) is None:
             return None
-        example = self.original.example_inputs
         if self._takes_key:
             example = (example[0], {**example[1], KEY: random.key(0)})
         leaves, tree = pytree.tree_flatten(example)
@@ -389,8 +383,11 @@ class Build:
         )
 
 
-def _fake(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+def _unresharded(node: Node) -> Node:
+    """The node whose result a chain of reshards and constraints takes."""
+    while node.kind in ("reshard", "constrain"):
+        node = node.operands[0].node
+    return node
 
 
 def _kept(meta: Mapping[str, Any]) -> dict[str, Any]:

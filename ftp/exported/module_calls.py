@@ -1,4 +1,4 @@
-"""Modules of an exported program: their calls with inputs and outputs, and the kind of layer that
+"""Modules of an exported program: their calls, with inputs and outputs, and the kind of layer that
 reads a weight.
 """
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class CallValues:
-    """Arguments and results of a call; None for each that is not a tensor of the graph."""
+    """Arguments and results of a call; None for one that is not a tensor of the graph."""
 
     args: tuple[fx.Node | None, ...]
     kwargs: dict[str, fx.Node | None]
@@ -32,8 +32,8 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        reads: values from outside that its ops read, without state, in order of first use.
-        gives: its values that are used outside.
+        reads: the values from outside that its ops read, without state, in order of first use.
+        gives: its values that ops outside read.
         signature: None unless exported with ``preserve_module_call_signature``.
     """
 
@@ -42,6 +42,19 @@ class ModuleCall:
     reads: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
     signature: CallValues | None
+
+
+def call_signature(program: "ExportedProgram") -> "ModuleCallSignature":
+    """The signature of the whole program's call."""
+    signature = program.module_call_graph[0].signature
+    assert signature is not None
+    return signature
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the innermost module of a node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0].split("@")[0] if stack else ""
 
 
 def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, str]:
@@ -111,7 +124,7 @@ def _signature(
     kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]
 ) -> CallValues:
     def found(arguments: Sequence[Any], among: set[fx.Node]) -> list[Any]:
-        # Nodes are leaves to pytree; None stands for a value that is not in the graph.
+        # pytree treats nodes as leaves; None stands for a value that is not in the graph.
         return [
             node if (node := named.get(getattr(a, "name", ""))) in among else None
             for a in arguments
@@ -132,7 +145,7 @@ def _leaf(value: Any) -> fx.Node | None:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """A key that is equal for tensors of the same elements in the same memory."""
+    """A key that is equal for tensors with the same elements in the same memory."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -164,7 +177,7 @@ _VIEWS = {
 
 
 def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | None:
-    """ "linear" or "embedding", by what reads the weight; None if neither or both do."""
+    """The kind of layer that reads a weight, "linear" or "embedding"; None for neither or both."""
     signature = program.graph_signature
     held = {**program.state_dict, **program.constants}
     # The graph reads a tied weight under one of its names.
@@ -185,12 +198,10 @@ def _readers(node: fx.Node) -> list[tuple[str, str]]:
     """``(kind, module)`` of the layers that read a weight or a view of it."""
     found = []
     for user in node.users:
-        stack = list((user.meta.get("nn_module_stack") or {}).values())
-        module = stack[-1][0].split("@")[0] if stack else ""
         if user.target in _VIEWS:
             found += _readers(user)
         elif user.target is aten.embedding.default and user.args[0] is node:
-            found.append(("embedding", module))
+            found.append(("embedding", module_of(user)))
         elif (at := _LINEAR.get(user.target)) is not None and user.args[at] is node:
-            found.append(("linear", module))
+            found.append(("linear", module_of(user)))
     return found

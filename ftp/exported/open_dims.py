@@ -1,5 +1,5 @@
-"""Dims whose size ``torch.export`` left open: read as formulas of sizes, planned with them, and
-written as nodes of a rank's graph that compute with the sizes of its inputs.
+"""Dims whose size ``torch.export`` left open: they are formulas of sizes for the planner, and nodes
+in a rank's graph that compute with the sizes of its inputs.
 """
 
 import itertools
@@ -26,18 +26,17 @@ if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
 
 aten = torch.ops.aten
-_GENERIC = 5  # a size that few conditions single out
-_LARGEST = 2**40  # of a dim without a limit
+_GENERIC = 5  # few conditions hold for this size and not for larger ones
+_LARGEST = 2**40  # stands for no limit
 
 
 @dataclass(frozen=True)
 class OpenDims:
-    """The sizes that an exported program is not given before it runs. It has none where all shapes
-    are known.
+    """The sizes that an exported program learns when it runs; empty if all shapes are known.
 
     Attributes:
-        ranges: by torch's symbol, of which the open sizes are formulas: its name, the size to plan
-            for, the least and the largest one.
+        ranges: ``{torch's symbol: (name, size to plan for, least, largest)}``. Open sizes are
+            formulas of the symbols.
     """
 
     ranges: Mapping[Any, tuple[str, int, int, int]]
@@ -47,7 +46,7 @@ class OpenDims:
         """The open dims of a program.
 
         Args:
-            ranks: a number that sizes may be cut by; sizes that it divides are planned for.
+            ranks: the planned sizes are multiples of it, where the limits allow.
         """
         from torch.export.graph_signature import InputKind
 
@@ -69,16 +68,11 @@ class OpenDims:
             high = int(limits.upper) if limits.upper.is_Integer else _LARGEST
             value = _typical(max(low, _GENERIC), high, ranks, taken)
             taken.add(value)
-            ranges[s] = (
-                _named(s, sizes),
-                value,
-                low,
-                high,
-            )
+            ranges[s] = (_named(s, sizes), value, low, high)
         return cls(ranges)
 
     def sizes(self, multiples: Mapping[str, int] = MappingProxyType({})) -> Sizes:
-        """The sizes to trace or plan with, those of ``multiples`` as multiples."""
+        """The sizes to trace or plan with; those in ``multiples`` {name: factor} are multiples."""
         return Sizes(
             [
                 symbol(name, value, low, high, multiples.get(name, 1))
@@ -87,7 +81,7 @@ class OpenDims:
         )
 
     def example(self, numbers: Sequence[Any]) -> Shape:
-        """A shape in the exported program, at the sizes to plan for."""
+        """A shape of the exported program, at the sizes to plan for."""
         return tuple(map(value_of, self.formulas(numbers, self._example_sizes)))
 
     @cached_property
@@ -95,7 +89,7 @@ class OpenDims:
         return self.sizes()
 
     def formulas(self, numbers: Sequence[Any], sizes: Sizes) -> Shape:
-        """A shape or strides in the exported program as formulas of ``sizes``."""
+        """A shape or strides of the exported program as formulas of ``sizes``."""
         if not self.ranges:
             return tuple(numbers)
         from ftp.tracing.symbolic import symbolic_of
@@ -106,10 +100,10 @@ class OpenDims:
         return tuple(map(symbolic.dynamic, numbers))
 
     def check(self, sizes: Sizes) -> None:
-        """Refuse a plan that serves fewer sizes than the exported program.
+        """Check that a plan serves all sizes of the exported program.
 
         Raises:
-            InputError: with what to export instead.
+            InputError: it does not; the message says what to export instead.
         """
         failures = [
             f"The plan cuts {one.name} into {one.multiple} equal parts, and torch.export left its"
@@ -131,7 +125,7 @@ class OpenDims:
                 )
 
     def _samples(self) -> Iterator[tuple[int, ...]]:
-        """Sizes within the limits, of the least, the largest, and about the planned ones."""
+        """Combinations of sizes: the least, the largest, and sizes near the planned ones."""
         several = []
         for _, value, low, high in self.ranges.values():
             ends = [low, low + 1, value, value + 1, min(high, 4096), min(high, 4095)]
@@ -140,13 +134,13 @@ class OpenDims:
 
 
 def _named(symbol: Any, sizes: Mapping[str, Any]) -> str:
-    """The input's dim whose size a symbol is, or the symbol and a dim that is computed from it."""
+    """The input dim of which a symbol is the size, or the symbol and a dim whose size it is in."""
     dims = [dim for dim, expr in sizes.items() if symbol in expr.free_symbols]
     return next((dim for dim in dims if sizes[dim] == symbol), f"{symbol} of {dims[0]}")
 
 
 def _typical(low: int, high: int, ranks: int, taken: set[int]) -> int:
-    """A size that no other dim has and the ranks divide, where there is one within the limits."""
+    """A multiple of ``ranks`` that is not taken, if the limits allow."""
     first = -(-low // ranks) * ranks
     fitting = (s for s in range(first, first + (len(taken) + 1) * ranks, ranks) if s not in taken)
     found = next(fitting)
@@ -158,7 +152,7 @@ class SizeNodes:
     """Formulas of sizes as nodes of a rank's graph.
 
     Attributes:
-        sizes: none where the program has no open dims.
+        sizes: empty if the program has no open dims.
         inputs: the local shape of each input tensor.
     """
 
@@ -179,7 +173,7 @@ class SizeNodes:
 
     @contextmanager
     def ops(self) -> Iterator[None]:
-        """Within the block ops run on fake tensors. What they ask of sizes becomes a condition."""
+        """Within the block ops run on fake tensors; their tests of sizes become conditions."""
         if not self.sizes.given:
             with mode_for(None):
                 yield
@@ -189,20 +183,20 @@ class SizeNodes:
         self._symbolic.note_guards()
 
     def range_constraints(self) -> dict[Any, Any]:
-        """As an ``ExportedProgram`` has them."""
+        """The ``range_constraints`` of an ``ExportedProgram``."""
         return dict(self._symbolic.env.var_to_range) if self.sizes.given else {}
 
     def check_known(self) -> None:
-        """Have a node for each size.
+        """Make a node for each size.
 
         Raises:
-            InputError: for one that no input's shape tells.
+            InputError: a size that does not follow from the inputs' shapes.
         """
         for x in self.sizes.symbols:
             self(self.sizes.count(x))
 
     def add_conditions(self) -> list[fx.Node]:
-        """Nodes that check what the program asks of sizes beyond their limits."""
+        """Add nodes that check the program's conditions on sizes, beyond the sizes' limits."""
         before = set(self.graph.nodes)
         conditions = self.sizes.conditions
         for text, (question, x, answer) in zip(conditions, conditions.each(), strict=True):
@@ -212,7 +206,7 @@ class SizeNodes:
         return [n for n in self.graph.nodes if n not in before]
 
     def __call__(self, x: Any) -> Any:
-        """The node of a formula; any other argument as it is."""
+        """The node of a formula; another argument is returned as it is."""
         if not is_formula(x):
             return x
         if x not in self._made:
@@ -250,7 +244,7 @@ class SizeNodes:
         return self._call(INT_FUNCTIONS[kind], *map(self, of))
 
     def _count(self, atom: int, name: str) -> Any:
-        """What a size is a multiple of, from the shape of an input."""
+        """The count of a size (the size divided by its multiple), from the shape of an input."""
         for node, shape in self.inputs.items():
             for dim, size in enumerate(shape):
                 terms = dict(size.terms) if isinstance(size, DynamicInt) else {}

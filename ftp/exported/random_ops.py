@@ -1,4 +1,4 @@
-"""Draw random ops of an exported program from a key: the same numbers that ``ftp.functionalize``
+"""Draw the random numbers of an exported program from a key: the numbers that ``ftp.functionalize``
 draws for the exported module.
 """
 
@@ -18,8 +18,7 @@ from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.op_facts import is_deterministic
 
 aten = torch.ops.aten
-# torch's function for an op, with the same arguments. Ops of in-place functions have out-of-place
-# forms.
+# torch's function for an op: with the same arguments, or (_FILLED) in place.
 _SAME: dict[Any, Any] = {
     aten.alpha_dropout: torch.alpha_dropout, aten.bernoulli: torch.bernoulli,
     aten.dropout: torch.dropout, aten.feature_alpha_dropout: torch.feature_alpha_dropout,
@@ -89,9 +88,3 @@ def drawn(target: Any, args: Any, kwargs: Any) -> Callable[[Draws], Any] | None:
 def _native_dropout(draws: Draws, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     dropped = random.bernoulli(draws.next_key("dropout"), p, tuple(x.shape))
     return x.masked_fill(dropped, 0) * (1 / (1 - p) if p < 1 else 0.0), dropped.logical_not()
-
-
-def module_of(node: fx.Node) -> str:
-    """The path of a node's module."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return stack[-1][0].split("@")[0] if stack else ""

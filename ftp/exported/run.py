@@ -1,4 +1,4 @@
-"""Run exported programs of ranks, on process groups or all in this process."""
+"""Run the exported programs of ranks, on process groups or all in this process."""
 
 import copy
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from torch import fx
 
 from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
+from ftp.exported.module_calls import call_signature
 from ftp.partitioning.local_program import LocalProgram
 from ftp.runtime.program import groups_of
 from ftp.runtime.simulate import BY_RANK, COLLECTIVES
@@ -69,7 +70,7 @@ def simulate(
     mesh: AnyMesh | None,
     arguments: Sequence[tuple[Any, ...]],
 ) -> list[Any]:
-    """Run the programs of all ranks in this process; mutated buffers are written to their state.
+    """Run the programs of all ranks in this process. Mutated buffers are written to their state.
 
     Args:
         programs: one for each rank, row-major on the mesh, for a mesh without processes.
@@ -81,8 +82,8 @@ def simulate(
         The result of each rank.
 
     Raises:
-        MeshError: not one program and one tuple of arguments for each rank; programs bound to
-            process groups.
+        MeshError: not one program and one tuple of arguments for each rank; programs that are bound
+            to process groups.
         InputError: arguments that do not fit a program's signature.
 
     >>> import ftp
@@ -105,8 +106,8 @@ def simulate(
             name = str(node.args[-1])
             if not name.startswith("sim:"):
                 raise MeshError(
-                    "The programs are of a mesh of processes. Make them for"
-                    " ftp.simulated_mesh(...) to run all in one."
+                    "The programs are for a mesh of processes. Make them for"
+                    " ftp.simulated_mesh(...) to run all of them in one process."
                 )
             node.meta["axis"] = name.removeprefix("sim:")
         locals_.append(LocalProgram(program.graph_module, (), ()))
@@ -124,8 +125,7 @@ def _collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _flat_inputs(program: "ExportedProgram", given: tuple[Any, ...]) -> list[Any]:
-    signature = program.module_call_graph[0].signature
-    assert signature is not None
+    signature = call_signature(program)
     keywords = pytree.tree_unflatten(range(signature.in_spec.num_leaves), signature.in_spec)[1]
     args, kwargs = (given[:-1], given[-1]) if keywords else (given, {})
     leaves, tree = pytree.tree_flatten((args, {k: kwargs[k] for k in keywords if k in kwargs}))
@@ -142,18 +142,13 @@ def _flat_inputs(program: "ExportedProgram", given: tuple[Any, ...]) -> list[Any
 def _delivered(program: "ExportedProgram", inputs: Sequence[Any], flat: Sequence[Any]) -> Any:
     from torch.export.graph_signature import OutputKind
 
-    signature = program.module_call_graph[0].signature
-    assert signature is not None
-    by_name = {
-        s.arg.name: x for s, x in zip(program.graph_signature.input_specs, inputs, strict=True)
-    }
-    targets = {
-        s.target: s.arg.name for s in program.graph_signature.input_specs if s.target is not None
-    }
+    specs = program.graph_signature.input_specs
+    by_name = {s.arg.name: x for s, x in zip(specs, inputs, strict=True)}
+    targets = {s.target: s.arg.name for s in specs if s.target is not None}
     results = []
     for spec, value in zip(program.graph_signature.output_specs, flat, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
             results.append(value)
         else:
             by_name[targets.get(spec.target, spec.target)].copy_(value)  # type: ignore[arg-type]
-    return pytree.tree_unflatten(results, signature.out_spec)
+    return pytree.tree_unflatten(results, call_signature(program).out_spec)

@@ -1,4 +1,4 @@
-"""``shard_exported``: from an exported program to one rank's: specs, one trace, one plan."""
+"""``shard_exported``: one rank's program of an exported program, by one trace and one plan."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,9 @@ from ftp.dynamic_int import Sizes, in_multiples, value_of
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.exported.build import KEY, Build, SignatureEntry, is_training, quiet
 from ftp.exported.check import check_program
+from ftp.exported.module_calls import module_of
 from ftp.exported.open_dims import OpenDims
-from ftp.exported.random_ops import drawn, module_of
+from ftp.exported.random_ops import drawn
 from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, state_specs
 from ftp.exported.styles import ConstrainedValue
 from ftp.ops.constrain import constrain
@@ -53,25 +54,25 @@ def shard_exported(
     """Shard an exported forward pass: the program of one rank, with its collectives in the graph.
 
     Args:
-        exported_program: of ``torch.export.export``, decomposed or not; it is not changed. The
-            program of a rank serves all sizes that it was exported for with ``dynamic_shapes``.
-        mesh: any mesh; None for the one in use. Programs for a mesh without processes, or for
-            another rank, name their groups ``sim:`` and the axis: ``ftp.exported.simulate`` runs
-            them in one process, ``ftp.exported.bind`` puts one on a process' groups.
+        exported_program: from ``torch.export.export``, decomposed or not; it is not changed. A
+            rank's program serves all sizes that it was exported for with ``dynamic_shapes``.
+        mesh: any mesh; None for the one in use. A program for a mesh without processes, or for
+            another rank, names its groups ``sim:`` and the axis. ``ftp.exported.simulate`` runs
+            such programs in one process, ``ftp.exported.bind`` binds one to process groups.
         styles_or_specs: ``{pattern: P}`` over paths of the state dict, non-persistent buffers and
             constants, as in ``ftp.plan``; or ``{pattern: style}`` over module paths, with torch's
             ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or instances,
             or instances of ``PrepareModuleInput``, ``PrepareModuleOutput`` or
             ``PrepareModuleInputOutput``. Tensors that no entry matches are replicated.
-        rank: default this process', or 0 on a mesh without processes. A rank of the world on a mesh
-            of processes, else a row-major position on the mesh.
+        rank: on a mesh of processes a rank of the world, default this process'; on another mesh a
+            row-major position, default 0.
         in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the
             program takes local shards. Default replicated.
         out_specs: prefix tree of the result; None lets the planner choose. Default replicated.
         axis: the mesh axis that styles shard over; default the only one, or "tp".
-        rng: the program takes a key ``rng=ftp.random.key(seed)``, from which random ops draw the
-            numbers that ``ftp.functionalize(model)`` draws, on any mesh. Without it random ops are
-            an error.
+        rng: the program takes a key, ``rng=ftp.random.key(seed)``, from which random ops draw the
+            numbers that ``ftp.functionalize(model)`` draws, on any mesh. Without ``rng`` random ops
+            are an error.
         strict: an op without a sharding rule is an error; else it is replicated with a warning.
 
     Returns:
@@ -114,7 +115,7 @@ def shard_exported(
 
 
 def _functional(program: "ExportedProgram") -> "ExportedProgram":
-    """The program without in-place ops, and without call signatures, which torch does not keep."""
+    """The program without in-place ops. Call signatures are dropped: torch cannot keep them."""
     if not is_training(program):
         return program
     bare = copy.copy(program)
@@ -140,7 +141,7 @@ def _key_entry(entries: Sequence[SignatureEntry], mesh: Mesh) -> SignatureEntry:
     if any(e.spec.arg.name == KEY for e in entries):
         raise InputError(
             f"The program has an argument {KEY!r} of its own, so rng=True cannot add one of this"
-            " name. Export it by another."
+            " name. Export it with another name."
         )
     spec = InputSpec(InputKind.USER_INPUT, TensorArgument(KEY), None)
     device = next((e.value.device for e in entries if e.is_tensor), torch.device(mesh.device_type))
@@ -149,28 +150,23 @@ def _key_entry(entries: Sequence[SignatureEntry], mesh: Mesh) -> SignatureEntry:
 
 
 def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
-    """A rank's coordinate, and whether it is this process'."""
+    """A rank's coordinate, and whether the rank is this process."""
+    is_process = mesh.kind == "process"
     if rank is None:
-        return (
-            (require_coordinate(mesh), True)
-            if mesh.kind == "process"
-            else (dict.fromkeys(mesh.axes, 0), False)
-        )
-    ranks = list(mesh.ranks) if mesh.kind == "process" else list(range(mesh.size()))
+        coordinate = require_coordinate(mesh) if is_process else dict.fromkeys(mesh.axes, 0)
+        return coordinate, is_process
+    ranks = list(mesh.ranks) if is_process else list(range(mesh.size()))
     rank = check_rank(rank, ranks, "rank", f"the mesh {mesh}")
-    return mesh.coordinates()[ranks.index(rank)], mesh.kind == "process" and rank == mesh.rank
+    return mesh.coordinates()[ranks.index(rank)], is_process and rank == mesh.rank
 
 
 # Specs.
 
 
 def _state(program: "ExportedProgram") -> dict[str, torch.Tensor]:
-    """All tensors of the state dict and the constants, by path, used by the graph or not."""
-    held = {
-        **program.state_dict,
-        **{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)},
-    }
-    return {path: value for path, value in held.items() if isinstance(value, torch.Tensor)}
+    """All tensors of the state dict and the constants, by path; the graph may not read some."""
+    held = [*program.state_dict.items(), *program.constants.items()]
+    return {path: value for path, value in held if isinstance(value, torch.Tensor)}
 
 
 def _entries(
@@ -198,22 +194,23 @@ def _entries(
             failures += check_spec(cut, shape, mesh.axes, name)
             found.append(SignatureEntry(spec, name, node.meta["val"], cut))
             continue
+        value = getattr(spec.arg, "value", None)
         if cut and not isinstance(in_specs, P):
-            failures.append(
-                f"{name} has spec {cut}, but is {getattr(spec.arg, 'value', None)!r}; only a"
-                " tensor can be cut. Give P()."
-            )
-        found.append(SignatureEntry(spec, name, getattr(spec.arg, "value", None), P()))
+            failures.append(_no_tensor(name, cut, value))
+        found.append(SignatureEntry(spec, name, value, P()))
     devices = {e.value.device.type for e in found if e.is_tensor} - {mesh.device_type, "meta"}
     if devices:
         failures.append(
             f"The program is on {', '.join(sorted(devices))}, the mesh on {mesh.device_type}. Make"
-            " the mesh with device_type="
-            f"{min(devices)!r}, or move the program:"
+            f" the mesh with device_type={min(devices)!r}, or move the program:"
             f" torch.export.passes.move_to_device_pass(program, {mesh.device_type!r})."
         )
     raise_all(SpecError, failures)
     return found
+
+
+def _no_tensor(name: str, cut: P, value: Any) -> str:
+    return f"{name} has spec {cut}, but is {value!r}; only a tensor can be cut. Give P()."
 
 
 def _out_specs(
@@ -224,7 +221,7 @@ def _out_specs(
     given: Any,
     open_dims: OpenDims,
 ) -> list[P | None]:
-    """A spec per output of the functional graph; a mutated input or buffer keeps its own."""
+    """A spec per output of the functional graph; a mutated input or buffer keeps its spec."""
     from torch.export.graph_signature import OutputKind, TensorArgument
 
     leaves = iter(result_specs(program, given))
@@ -245,9 +242,7 @@ def _out_specs(
                 shape = open_dims.example(val.shape)
                 failures += check_spec(cut, shape, mesh.axes, name) if cut else []
             elif cut and not isinstance(given, P):
-                failures.append(
-                    f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P()."
-                )
+                failures.append(_no_tensor(name, cut, val))
             found.append(cut)
     raise_all(SpecError, failures)
     return found
@@ -267,7 +262,7 @@ CHECKS = {
 
 
 class _ExportedReplay(fx.Interpreter):
-    """Runs the exported graph for a trace: records each op's line and module, and constrains the
+    """Runs the exported graph within a trace: notes each op's line and module, and constrains the
     values of ``pins``.
     """
 
@@ -278,7 +273,7 @@ class _ExportedReplay(fx.Interpreter):
         self.draws = Draws(None, "the program")
         self._read: dict[tuple[fx.Node, fx.Node], tuple[ConstrainedValue, ...]] = {}
         self._given: dict[fx.Node, list[ConstrainedValue]] = {}
-        # Inputs enter the outer module first, outputs leave the inner one first.
+        # A value enters the outer module first, and leaves the inner module first.
         for pin in sorted(pins, key=lambda pin: len(pin.call.nodes)):
             if not pin.is_read:
                 self._given.setdefault(pin.node, []).append(pin)

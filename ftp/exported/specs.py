@@ -1,4 +1,4 @@
-"""Specs of an exported program's state, inputs and outputs, from path patterns and styles."""
+"""The specs of an exported program's state, inputs and outputs, from path patterns and styles."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftp.errors import SpecError, raise_all
-from ftp.exported.module_calls import memory_of
+from ftp.exported.module_calls import call_signature, memory_of
 from ftp.exported.styles import ConstrainedValue, StyleReader, check_style
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
@@ -36,7 +36,7 @@ def state_specs(
         signatures: of module calls, as for ``calls_of``.
 
     Raises:
-        SpecError: lists everything that does not fit.
+        SpecError: a list of everything that does not fit.
     """
     if not isinstance(given, Mapping):
         hint = f" For one spec everywhere give {{'**': {given}}}." if isinstance(given, P) else ""
@@ -99,7 +99,7 @@ def _style_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Per path, all paths of the same tensor, its own first."""
+    """Per path, all paths of its tensor, the path itself first."""
     by_memory: dict[Any, list[str]] = {}
     for path, value in state.items():
         by_memory.setdefault(memory_of(value), []).append(path)
@@ -111,12 +111,10 @@ def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 def argument_specs(program: "ExportedProgram", given: Any) -> list[P]:
     """A spec per flat user input, from ``in_specs``."""
-    signature = program.module_call_graph[0].signature
-    assert signature is not None
+    signature = call_signature(program)
     args, kwargs = _numbered(signature.in_spec)
-    names = [*(signature.forward_arg_names or [f"args[{i}]" for i in range(len(args))])][
-        : len(args)
-    ]
+    names = list(signature.forward_arg_names or (f"args[{i}]" for i in range(len(args))))
+    names = names[: len(args)]
     arguments = {**dict(zip(names, args, strict=True)), **kwargs}
     specs = [P()] * signature.in_spec.num_leaves
     if isinstance(given, tuple):
@@ -145,20 +143,17 @@ def argument_specs(program: "ExportedProgram", given: Any) -> list[P]:
 
 def result_specs(program: "ExportedProgram", given: Any) -> list[P | None]:
     """A spec per flat user output; None where the planner chooses."""
-    signature = program.module_call_graph[0].signature
-    assert signature is not None
-    n = signature.out_spec.num_leaves
+    out_spec = call_signature(program).out_spec
     if given is None:
-        return [None] * n
-    specs = [P()] * n
-    _spread(given, _numbered(signature.out_spec), "the result", specs)
+        return [None] * out_spec.num_leaves
+    specs = [P()] * out_spec.num_leaves
+    _spread(given, _numbered(out_spec), "the result", specs)
     return [*specs]
 
 
 def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
     """The name of each flat user input, or output, for messages."""
-    signature = program.module_call_graph[0].signature
-    assert signature is not None
+    signature = call_signature(program)
     spec = signature.out_spec if results else signature.in_spec
     names = [""] * spec.num_leaves
     tree = _numbered(spec)
@@ -176,12 +171,12 @@ def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
 
 
 def _numbered(spec: pytree.TreeSpec) -> Any:
-    """The tree with the number of each leaf, a 0-d tensor, in the leaf's place."""
+    """The tree, with each leaf's number, a 0-d tensor, as the leaf."""
     return pytree.tree_unflatten([torch.tensor(i) for i in range(spec.num_leaves)], spec)
 
 
 def _spread(spec: Any, tree: Any, name: str, specs: list[P]) -> None:
-    """Write a prefix tree of specs to ``specs``, at the numbers in ``tree``."""
+    """Write a prefix tree of specs to ``specs``, at the numbers that are ``tree``'s leaves."""
     if isinstance(spec, P):
         for at in pytree.tree_leaves(tree):
             specs[int(at)] = spec

@@ -1,5 +1,5 @@
 """torch's styles on the modules of an exported program: specs of its state, and constraints on the
-values that its modules take and return.
+modules' inputs and outputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class ConstrainedValue:
     """A constraint on a value that a call of a module reads or returns.
 
     Attributes:
-        is_read: the value is an input of the call, else an output.
-        specs: applied one after the other, over ``axis`` only.
+        is_read: whether the value is an input of the call, else it is an output.
+        specs: applied in order, over ``axis`` only.
     """
 
     call: ModuleCall
@@ -43,7 +43,7 @@ LAYERS = ("ColwiseParallel", "RowwiseParallel")
 
 
 def check_style(pattern: str, style: Any) -> str | None:
-    """The error message for a value of a plan that is no spec; None if it is a known style."""
+    """The error message for an unknown style; None for a known one."""
     kind = style if isinstance(style, type) else type(style)
     known = [reader.__name__ for reader in torch_styles()]
     if kind not in torch_styles():
@@ -82,7 +82,7 @@ class StyleReader:
         return calls_of(self.program, self.signatures)
 
     def read(self, module: str, style: Any) -> dict[str, P]:
-        """The specs of the module's state; the style's constraints are added to ``pins``."""
+        """The specs of the module's state. The style's constraints are added to ``pins``."""
         kind = style if isinstance(style, type) else type(style)
         label = f"{kind.__name__} at {module!r}"
         is_layer = kind.__name__ in LAYERS
@@ -108,8 +108,8 @@ class StyleReader:
         return {}
 
     def _layer(self, module: str, label: str) -> nn.Module | None:
-        """A meta layer of the kind, and with the parameters, of the one at ``module``; None after a
-        failure.
+        """A layer on meta of the same kind and with the same parameters as the one at ``module``;
+        None after a failure.
         """
         weight, bias = (f"{module}.{name}" if module else name for name in ("weight", "bias"))
         if weight not in self.state:
@@ -131,25 +131,19 @@ class StyleReader:
         return nn.Linear(1, 1, bias=bias in self.state, device="meta")
 
     def _pin_all(self, module: str, constraint: Constraint, label: str) -> None:
-        """Pin the module's inputs and outputs as the constraint says, at every call."""
+        """Add the constraint on the module's inputs and outputs to ``pins``, for every call."""
         for call in self.calls.get(module, []):
-            signature = call.signature
-            args = signature.args if signature else None
+            signature, outputs = call.signature, constraint.outputs
+            args, results = (signature.args, signature.results) if signature else (None, None)
             self._pin_each(call, constraint.inputs or (), args, call.reads, "input", label)
-            if isinstance(constraint.outputs, Mapping):
+            if isinstance(outputs, Mapping):
                 self.failures.append(
                     f"{label} names outputs, but the graph only has their order."
                     " Give a tuple of layouts."
                 )
                 return
-            given = (
-                constraint.outputs
-                if isinstance(constraint.outputs, tuple)
-                else (constraint.outputs,)
-            )
-            self._pin_each(
-                call, given, signature.results if signature else None, call.gives, "output", label
-            )
+            given = outputs if isinstance(outputs, tuple) else (outputs,)
+            self._pin_each(call, given, results, call.gives, "output", label)
             for name, entry in (constraint.kwargs or {}).items():
                 if signature is None:
                     self.failures.append(
@@ -162,7 +156,7 @@ class StyleReader:
                         f" {_listed(signature.kwargs)}."
                     )
                 else:
-                    self._pin(call, signature.kwargs[name], entry, f"keyword {name!r}", label)
+                    self._pin(call, signature.kwargs[name], entry, "keyword", repr(name), label)
 
     def _pin_each(
         self,
@@ -178,8 +172,7 @@ class StyleReader:
         if all(entry is None for entry in stated):
             return
         if signed is None:
-            # Without a signature only one value is identified: the first, if it is the only one
-            # that the graph has.
+            # Without a signature the graph identifies one value: the first, if it is the only one.
             if any(entry is not None for entry in stated[1:]) or len(seen) != 1:
                 shown = ", ".join(n.name for n in seen) or "none"
                 verb = "reads" if side == "input" else "gives"
@@ -195,30 +188,28 @@ class StyleReader:
             )
             return
         for at, (node, entry) in enumerate(zip(signed, stated, strict=False)):
-            self._pin(call, node, entry, f"{side} {at}", label)
+            self._pin(call, node, entry, side, str(at), label)
 
     def _pin(
-        self, call: ModuleCall, node: fx.Node | None, entry: Pins, what: str, label: str
+        self, call: ModuleCall, node: fx.Node | None, entry: Pins, side: str, which: str, label: str
     ) -> None:
-        specs = tuple(
-            s for s in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(s, P)
-        )
+        entries = entry if isinstance(entry, tuple) else (entry,)
+        specs = tuple(spec for spec in entries if isinstance(spec, P))
         if not specs:
             return
         if node is None:
             self.failures.append(
-                f"{label} names {what}, which is no tensor that the module's ops read or return."
+                f"{label} names {side} {which}, which is no tensor that the module's ops read or"
+                " return."
             )
             return
         ndim = node.meta["val"].ndim
         if over := [spec for spec in specs if entries_over(spec, ndim)]:
             self.failures.append(
-                f"{label} says {over[0]} of {what}, but the value has {ndim} dims."
+                f"{label} says {over[0]} of {side} {which}, but the value has {ndim} dims."
             )
             return
-        self.pins.append(
-            ConstrainedValue(call, node, what.startswith(("input", "keyword")), specs, self.axis)
-        )
+        self.pins.append(ConstrainedValue(call, node, side != "output", specs, self.axis))
 
 
 def _held(layer: nn.Module) -> list[str]:
@@ -226,8 +217,8 @@ def _held(layer: nn.Module) -> list[str]:
 
 
 def _without_defaults(constraint: Constraint, default: Constraint) -> Constraint | None:
-    """The constraint without a style's default entries. Those are left to the planner, as a graph
-    does not tell which of several inputs a layer reads.
+    """The constraint without a style's default entries. The planner decides those, as a graph does
+    not say which of several inputs a layer reads.
     """
     inputs = None if constraint.inputs == default.inputs else constraint.inputs
     outputs = None if constraint.outputs == default.outputs else constraint.outputs

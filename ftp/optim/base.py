@@ -139,7 +139,7 @@ def aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[An
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
-        raise InputError(f"{name} is not a tree of {like}'s structure: {error}") from None
+        raise InputError(f"{name} and {like} are trees of different structures: {error}") from None
 
 
 def natural_order(path: Sequence[Any]) -> list[tuple[int, str]]:

@@ -336,7 +336,7 @@ def test_errors_name_the_leaf():
         ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), not its parameter's, \(7, 4\)"
     ):
         opt.update({**params, "up": torch.ones(3)}, opt.init(params), params)
-    with pytest.raises(ftp.FtpError, match="grads is not a tree as params is"):
+    with pytest.raises(ftp.FtpError, match="grads and params are trees of different structures"):
         opt.update({"up": params["up"]}, opt.init(params), params)
     with pytest.raises(
         ftp.FtpError, match=r"params\['scale'\] has no optimizer: no pattern names it"
@@ -444,7 +444,7 @@ def test_which_leaf_is_not_finite():
 
 
 def test_select_takes_trees_alike():
-    with pytest.raises(ftp.FtpError, match="otherwise is not a tree as tree is"):
+    with pytest.raises(ftp.FtpError, match="otherwise and tree are trees of different"):
         ftp.optim.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)})
 
 

@@ -326,7 +326,7 @@ def test_errors():
     whole = torch.func.grad_and_value(lambda p, *b: (model.loss(p, *b), b[0].sum()), has_aux=True)
     refused(whole, InputError, "returns a tensor of torch.int64", *batch)
     gradients = lambda p, *b: grad(p, *b)[0]  # noqa: E731
-    refused(ftp.optim.accumulate(gradients, 2), InputError, "returns gradients alone", *batch)
+    refused(ftp.optim.accumulate(gradients, 2), InputError, "returns only gradients", *batch)
     odd = model.batch(3)
     refused(grad, InputError, "do not divide into 2 microbatches", *odd)
     key = ftp.random.key(0)
