@@ -14,8 +14,8 @@ from ftp.api.planned import Planned, planned_for
 from ftp.dynamic_int import Sizes
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan
-from ftp.planning.planner import Watch
-from ftp.planning.prepare import plan_prepared, prepare
+from ftp.planning.prepare import plan_prepared, prepare, prepared_once
+from ftp.planning.problem import Watch
 from ftp.program_files.kept import kept_or_planned, key_of
 from ftp.runtime.program import Program
 from ftp.sharding.spec import PartitionSpec
@@ -107,14 +107,14 @@ class Planning:
             sizes, number: as of `prepare`, for a trace with dynamic sizes.
         """
         mesh, options = self.definition.mesh, self.definition.options
-        prepared = prepare(
-            gm,
-            self.inputs.tensor_names,
-            self.is_state,
-            strict=options.strict,
-            sizes=sizes,
-            number=number,
-        )
+        names, is_state = self.inputs.tensor_names, self.is_state
+        known = self.inputs.known if sizes is None else None
+        if known is not None and not options.strict:
+            prepared = prepared_once(known, gm, names, is_state)
+        else:
+            prepared = prepare(
+                gm, names, is_state, strict=options.strict, sizes=sizes, number=number
+            )
         check_prepared(prepared, mesh)
         return plan_prepared(
             prepared,
@@ -126,6 +126,7 @@ class Planning:
             strict=options.strict,
             hardware=self.definition.hardware,
             watch=watch,
+            known=known,
         )
 
     def program(self, traced: Traced, plan: Plan) -> Program:

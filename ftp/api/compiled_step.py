@@ -13,7 +13,8 @@ from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned, planned_for
 from ftp.api.step import Step
 from ftp.errors import InputError, MeshError, raise_all
-from ftp.planning.planner import Watch
+from ftp.planning.known_passes import KnownPasses
+from ftp.planning.problem import Watch
 from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
 from ftp.report.lowered import Lowered
 from ftp.rules.call import Meta
@@ -173,7 +174,9 @@ class CompiledStep(Step):
         with record.running(program.fingerprint):
             program.prepare(metas)
 
-    def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
+    def lower_traced(
+        self, traced: Traced | None, *args: Any, known: KnownPasses | None = None
+    ) -> Lowered:
         """The reports of the program, where it is the one of these arguments."""
         self._build(self._abstract(args))
         return self.lowered

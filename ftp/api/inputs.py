@@ -8,6 +8,7 @@ import torch
 
 from ftp.api.arguments import Arguments
 from ftp.distributed.handed_out import HandedOut
+from ftp.planning.known_passes import KnownPasses
 from ftp.sharding.arguments import Shape
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
@@ -21,6 +22,7 @@ class Inputs:
         shapes: None for static leaves.
         handed_out: how the first rank's plan reaches ranks of other hosts, if there are several.
         traced: the function's trace for them, if it is made already.
+        known: results of passes over that trace, if programs for other specs share them.
     """
 
     call: Arguments
@@ -28,6 +30,7 @@ class Inputs:
     shapes: Sequence[Shape | None]
     handed_out: HandedOut | None = None
     traced: Traced | None = None
+    known: KnownPasses | None = None
 
     @cached_property
     def tensors(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ftp.pipeline.split import split
 from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
 from ftp.pipeline.subgraphs import Stages
 from ftp.pipeline.value_stages import with_computed_outputs, with_constant_seeds
-from ftp.planning.planner import Watch
+from ftp.planning.problem import Watch
 from ftp.random.distributions import is_key
 from ftp.random.distributions import split as split_key
 from ftp.report.pipelined import LoweredPipeline

@@ -23,7 +23,7 @@ from ftp.pipeline.train_step import (
     cut_at_means,
     is_alike_after,
 )
-from ftp.planning.planner import Watch
+from ftp.planning.problem import Watch
 from ftp.report.pipelined_training import LoweredTraining
 from ftp.runtime.stage_programs import within_stage
 from ftp.runtime.training_program import TrainingProgram

@@ -22,7 +22,7 @@ from ftp.paused_gc import collection_paused
 from ftp.pipeline.check_stacks import check_parts_of_stacks
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.pipeline.stacked import Stacks, is_stack, stacks_of, with_parts
-from ftp.planning.planner import Watch
+from ftp.planning.problem import Watch
 from ftp.report.staged import LoweredRounds
 from ftp.runtime.stage_programs import within_stage
 from ftp.runtime.staged_program import StagedProgram

@@ -28,8 +28,9 @@ from ftp.api.steps_by_values import StepsByValues
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.paused_gc import collection_paused
+from ftp.planning.known_passes import KnownPasses
 from ftp.planning.machine import describe_hardware
-from ftp.planning.planner import Watch
+from ftp.planning.problem import Watch
 from ftp.runtime.program import Program
 from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.launcher import host_name
@@ -191,18 +192,24 @@ class Step:
         return self.lower_traced(None, *args)
 
     @collection_paused()
-    def lower_traced(self, traced: Traced | None, *args: Any) -> "Lowered":
-        """``lower`` with a trace that was made already for such arguments."""
+    def lower_traced(
+        self, traced: Traced | None, *args: Any, known: KnownPasses | None = None
+    ) -> "Lowered":
+        """``lower`` with a trace that was made already for such arguments.
+
+        Args:
+            known: results of passes over the trace, if programs for other specs share them.
+        """
         from ftp.api.compiled_step import bound  # which is a Step
         from ftp.report.lowered import Lowered
 
-        inputs = self._abstract(args)
+        inputs = replace(self._abstract(args), known=known)
         call, definition = inputs.call, self._definition
         if definition.dynamic is not None:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
-        known = traced or traced_for(definition, inputs)
-        if known.asked is not None:
-            last = self._by_values.last.get(known.asked.given.level)
+        trace = traced or traced_for(definition, inputs)
+        if trace.asked is not None:
+            last = self._by_values.last.get(trace.asked.given.level)
             if last is None:  # the error that names the line
                 traced_for(replace(definition, reads=None), inputs)
             assert last is not None
@@ -210,7 +217,7 @@ class Step:
 
         def lowered(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
-            planned = self._build(replace(inputs, specs=specs), watch, known)
+            planned = self._build(replace(inputs, specs=specs), watch, trace)
             return Lowered(planned.program, lowered, bound(definition, call, planned))
 
         return lowered({})

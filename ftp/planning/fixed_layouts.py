@@ -2,14 +2,15 @@
 other values may then have.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from ftp.per_rank.program import factor
 from ftp.planning.axis_order import spec_layout
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.plan import FixedLayouts
-from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
+from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach, seeds_of_parts
 from ftp.sharding.layout import Layout, R
 
 
@@ -37,75 +38,81 @@ def fixed(
     return pinned, outputs
 
 
-class Reaches(NamedTuple):
-    """Functions that compute what one axis may cut, as closures through the rules: of all fixed
-    layouts and any given in addition; of the batch's layouts; of cuts within the batch's parts.
+class Reaches:
+    """The cuts that one axis may make, as closures through the rules; each is computed when it is
+    first asked for.
+
+    Args:
+        pinned, outputs: the layouts that are fixed on the axis.
+        batch: on a data axis, the inputs whose cuts fix those of activations.
     """
 
-    from_specs: Callable[..., Reach]
-    from_batch: Callable[[], Reach]
-    of_parts: Callable[[Sequence[tuple[Value, Layout]]], Reach]
+    def __init__(
+        self,
+        graph: Graph,
+        name: str,
+        n: int,
+        pinned: Mapping[Node, Layout],
+        outputs: Sequence[Layout | None],
+        batch: Sequence[Node],
+    ):
+        self.graph, self.name, self.n = graph, name, n
+        self.pinned, self.outputs, self.batch = pinned, outputs, batch
+        # Per-rank code fixes the layouts of its operands and results, as a constraint does.
+        self._own = {node: [Cut(factor(name))] for node in graph.nodes if name in node.own_axes}
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the closures over the graph depend on, for a cache key."""
+        return self.name, bool(self.batch), tuple(self.pinned.items()), tuple(self.outputs)
 
-def reaches_of(
-    graph: Graph,
-    name: str,
-    folded: Sequence[str],
-    axes: Mapping[str, int],
-    specs: FixedLayouts,
-    batch: Sequence[Node],
-) -> Reaches:
-    """The closures of axis ``name`` after the axes ``folded``; ``batch`` are its inputs."""
-    pinned, outputs = fixed(graph, name, folded, axes, specs)
-    n = axes[name]
-    constrained = [
-        (v, pinned[node])
-        for node, pin in specs.constraints.items()
-        if pin.holds(name)
-        for v in (Value(node), node.operands[0])
-    ]
-    # Per-rank code fixes the layouts of its operands and results, as a constraint does.
-    own: dict[Node, list[Cut]] = {
-        node: [Cut(factor(name))] for node in graph.nodes if name in node.own_axes
-    }
-    for node, (cut,) in own.items():
-        there = [
-            (v, layout_of(dims, node.sizes, cut, n))
-            for v, dims in zip(node.operands, node.rule.operands, strict=True)
-        ]
-        there += [
-            (Value(node, i), layout_of(dims, node.sizes, cut, n))
-            for i, dims in enumerate(node.rule.results)
-        ]
-        constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
-
-    def from_specs(more: Sequence[tuple[Value, Layout]] = ()) -> Reach:
-        seeds = [*more]
-        seeds += [(Value(node), layout) for node, layout in pinned.items()]
+    @cached_property
+    def from_specs(self) -> Reach:
+        """The cuts that all fixed layouts lead to, and those within the batch's parts."""
+        seeds = [*self._seeds_of_parts]
+        seeds += [(Value(node), layout) for node, layout in self.pinned.items()]
         seeds += [
             (value, layout)
-            for value, layout in zip(graph.outputs, outputs, strict=True)
+            for value, layout in zip(self.graph.outputs, self.outputs, strict=True)
             if layout is not None
         ]
-        found = reach(graph, name, n, seeds + constrained, pinned)
-        found.cuts.update(own)
+        found = self._closed(seeds + self._constrained)
+        found.cuts.update(self._own)
         return found
 
-    def from_batch() -> Reach:
-        # A constraint on a data axis fixes activations; the closure does not pass through it.
-        return (
-            reach(
-                graph,
-                name,
-                n,
-                [(Value(node), pinned[node]) for node in batch] + constrained,
-                pinned,
-            )
-            if batch
-            else Reach()
-        )
+    @cached_property
+    def from_batch(self) -> Reach:
+        """The cuts that the batch's layouts lead to. A constraint on a data axis fixes activations;
+        the closure does not pass through it.
+        """
+        if not self.batch:
+            return Reach()
+        of_batch = [(Value(node), self.pinned[node]) for node in self.batch]
+        return self._closed(of_batch + self._constrained)
 
-    def of_parts(within: Sequence[tuple[Value, Layout]]) -> Reach:
-        return reach(graph, name, n, within, pinned) if within else Reach()
+    @cached_property
+    def of_parts(self) -> Reach:
+        """The cuts within the batch's parts."""
+        return self._closed(self._seeds_of_parts) if self._seeds_of_parts else Reach()
 
-    return Reaches(from_specs, from_batch, of_parts)
+    def _closed(self, seeds: Sequence[tuple[Value, Layout]]) -> Reach:
+        return reach(self.graph, self.name, self.n, seeds, self.pinned)
+
+    @cached_property
+    def _seeds_of_parts(self) -> list[tuple[Value, Layout]]:
+        return seeds_of_parts(self.from_batch)
+
+    @cached_property
+    def _constrained(self) -> list[tuple[Value, Layout]]:
+        found = [
+            (value, layout)
+            for node, layout in self.pinned.items()
+            if node.kind == "constrain"
+            for value in (Value(node), node.operands[0])
+        ]
+        for node, (cut,) in self._own.items():
+            values = (*node.operands, *(Value(node, i) for i in range(len(node.results))))
+            for value, dims in zip(values, (*node.rule.operands, *node.rule.results), strict=True):
+                layout = layout_of(dims, node.sizes, cut, self.n)
+                found += [(value, layout)] if layout.kind == "S" else []
+        return found

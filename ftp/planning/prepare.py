@@ -14,8 +14,10 @@ from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
 from ftp.planning.graph import BATCH, PARAMETER, Graph, Node
 from ftp.planning.graph_passes import live, mark_dependencies, merge_common
+from ftp.planning.known_passes import KnownPasses
 from ftp.planning.plan import FixedLayouts, Plan
-from ftp.planning.planner import Watch, make_plan
+from ftp.planning.planner import make_plan
+from ftp.planning.problem import Watch
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.branches import unmark_cut
 
@@ -78,6 +80,14 @@ def prepare(
     return Prepared(graph, tuple(arguments), constraints(graph), sizes)
 
 
+def prepared_once(
+    known: KnownPasses, gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool]
+) -> Prepared:
+    """`prepare`, once for all plans of a traced program."""
+    make = partial(prepare, gm, names, is_state)
+    return known.once(gm, "prepared", *names, *is_state, make=make)
+
+
 def plan_prepared(
     prepared: Prepared,
     axes: dict[str, int],
@@ -89,6 +99,7 @@ def plan_prepared(
     strict: bool = False,
     hardware: Hardware = DEFAULT,
     watch: Watch | None = None,
+    known: KnownPasses | None = None,
 ) -> Plan:
     """The cheapest plan.
 
@@ -99,6 +110,7 @@ def plan_prepared(
         data_axes: the axes on which parameters are resharded and activations are not; default those
             that cut a batch argument.
         hardware: with links by axis, from `hardware_on`.
+        known: as of `make_plan`.
     """
     specs = dict(zip(prepared.arguments, in_specs, strict=True))
     if data_axes is None:
@@ -115,6 +127,7 @@ def plan_prepared(
         hardware=hardware,
         decompose=partial(decompose, strict=strict, sizes=prepared.sizes),
         watch=watch,
+        known=known,
     )
     plan.sizes = prepared.sizes
     return plan

@@ -90,3 +90,7 @@ class Problem:
     parts: Reach = field(default_factory=Reach)
     forms: dict[Node, Callable[[Strategy], bool]] = field(default_factory=dict)
     by_ring: bool | None = None
+
+
+Watch = Callable[[Problem], None]
+"""What is told of each problem before it is solved."""

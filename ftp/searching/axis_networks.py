@@ -13,7 +13,7 @@ from ftp.planning.insert_reshards import insert_reshards
 from ftp.planning.layers.repeats import Ties
 from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Open, Problem
 from ftp.rules.op_kinds import VIEWS
-from ftp.searching.open_layouts import reaches
+from ftp.searching.open_axis import open_axis
 from ftp.searching.opened import Opened, nbytes_of
 from ftp.sharding.layout import Layout, R, nominal
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
@@ -153,7 +153,8 @@ def _problem_of(
 ) -> Problem:
     """One axis' problem with layouts left open, after the axes that are ``folded``."""
     n, is_data = axes[axis], axis in data_axes
-    given, from_batch, pinned, cuts = reaches(net, axis, folded, axes, is_data, forced)
+    opened = open_axis(net, axis, folded, axes, is_data, forced)
+    pinned = opened.pinned
     first: dict[str, Node] = {}
     groups = {
         node: first.setdefault(net.patterns[node], node)
@@ -167,9 +168,19 @@ def _problem_of(
     priced = hardware_of(net.graph, hardware, axis, folded, axes, ties)
     held = {node: nbytes_of(Value(node)) for node in net.params}
     mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
-    opens = Open(groups, mirrors, held, kept_bytes(net.graph), cuts, is_bare)
     return Problem(
-        net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens, axes
+        net.graph,
+        axis,
+        n,
+        priced,
+        opened.reach,
+        pinned,
+        outputs,
+        is_data,
+        opened.from_batch,
+        ties,
+        Open(groups, mirrors, held, kept_bytes(net.graph), opened.cuts, is_bare),
+        axes,
     )
 
 

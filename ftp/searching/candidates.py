@@ -3,30 +3,22 @@
 The networks find them at a price of memory and in an order of the axes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from ftp.planning.cost import Hardware
-from ftp.planning.from_fx import constraints, decompose
-from ftp.planning.graph import Node
 from ftp.planning.layers.repeats import Folded
-from ftp.planning.plan import FixedLayouts
-from ftp.planning.planner import plan_few
 from ftp.planning.problem import NotAlike
 from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
 from ftp.searching.axis_networks import Choice, Price, Solved, solve_axes
 from ftp.searching.extrapolate import Estimate, estimate
 from ftp.searching.marks import Along
-from ftp.searching.open_layouts import on_primitives
-from ftp.searching.opened import Opened, opened, traced_loss
-from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import PartitionSpec
-from ftp.tracing.trace import Traced
-
-Patterns = dict[str, PartitionSpec]
+from ftp.searching.open_axis import on_primitives
+from ftp.searching.opened import Opened, opened
+from ftp.searching.programs import Patterns, Programs
 
 
 @dataclass(frozen=True)
@@ -58,17 +50,9 @@ class Spare:
 
 
 @dataclass
-class Searching:
+class Searching(Programs):
     """The state of a search: candidates by plan."""
 
-    loss_fn: Callable[..., Any]
-    params: Any
-    batch: Any
-    batch_specs: Any
-    given: Sequence[PartitionSpec]
-    mesh: Mesh
-    data_axes: tuple[str, ...]
-    hardware: Hardware
     memory: int | None
     tried: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
     refused: set[tuple[Any, ...]] = field(default_factory=set)
@@ -77,10 +61,6 @@ class Searching:
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
     spare: Spare | None = None
-
-    @cached_property
-    def traced(self) -> Traced:
-        return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
 
     @property
     def net(self) -> Opened:
@@ -210,7 +190,7 @@ class Searching:
     def _measured(self, patterns: Patterns, along: Along) -> Estimate:
         key = (tuple(patterns.items()), tuple(along.items()))
         while (known := self._programs.get((self.is_folded, *key))) is None:
-            made = self._program(patterns, along)
+            made = self.few(patterns, along, self.is_folded)
             if made is None:
                 assert self.is_folded
                 self.is_folded = False
@@ -220,43 +200,3 @@ class Searching:
         # A bucket over several layers does not add the same number of bytes per layer.
         program = program.with_options(bucket=self.bucket and folded is None)
         return estimate(Lowered(program), folded, self.hardware)
-
-    def _program(self, patterns: Patterns, along: Along) -> tuple[Program, Folded | None] | None:
-        """The planned program without its repeated layers, and the fold; None if the layers get
-        different plans.
-        """
-        net = self.net.constrained(along)
-        inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
-        outputs = [
-            inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec()
-            for i in range(len(net.graph.outputs))
-        ]
-        specs = FixedLayouts(inputs, constraints(net.graph), outputs)
-        found = plan_few(
-            net.graph,
-            self.mesh.axes,
-            specs,
-            folded=net.folded,
-            batch_inputs=list(net.batch),
-            data_axes=self.data_axes,
-            hardware=self.hardware,
-            decompose=decompose,
-        )
-        if found is None:
-            return None
-        planned = dict(zip(net.graph.inputs, found.graph.inputs, strict=True))
-        program = Program(
-            mesh=self.mesh,
-            traced=self.traced.gm,
-            plan=found,
-            tensor_leaves=tuple(range(len(found.graph.inputs))),
-            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in planned),
-            out_tree=self.traced.out_tree,
-            roles=tuple(_role(net, node) for node in planned),
-            hardware=self.hardware,
-        )
-        return program, net.folded and net.folded.on(planned)
-
-
-def _role(net: Opened, node: Node) -> str:
-    return "parameters" if node in net.patterns else "batch" if node in net.batch else "constants"

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from ftp.planning.cost_network import VIOLATION
 from ftp.searching.axis_networks import Choice, Price, Solved, axis_step, planned_seconds
-from ftp.searching.candidates import Candidate, Patterns, Searching
+from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.marks import Along
 from ftp.searching.open_layouts import open_layouts, shared_heads
+from ftp.searching.programs import Patterns
 from ftp.sharding.layout import Layout, R
 
 

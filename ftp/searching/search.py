@@ -4,16 +4,14 @@ the parameters' layouts left open.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftp.api.shard import shard
 from ftp.errors import InputError, PlanningError
-from ftp.functional.module_constraints import Constraint, outputs_through
-from ftp.ops.constrain import constrain
+from ftp.functional.module_constraints import Constraint
 from ftp.paused_gc import collection_paused
 from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
@@ -22,12 +20,11 @@ from ftp.searching.axis_networks import planned_seconds
 from ftp.searching.candidates import Candidate, Searching, Spare
 from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
 from ftp.searching.explore import explore, fit, improved
-from ftp.searching.marks import Along, is_mark, is_markable, spec_along, with_marks
+from ftp.searching.marks import Along, is_mark, spec_along
 from ftp.searching.opened import Opened
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.plan import plan
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement_of
@@ -163,21 +160,11 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     """The candidate, lowered in full; None if it does not fit after all: estimates of repeated
     layers leave out the copies in buckets.
     """
-    loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
     spare = task.spare
     if spare is not None and not task.bucket and spare.candidate.key == best.key:
         program = spare.program
     else:
-        step = shard(
-            loss_fn,
-            task.mesh,
-            plan(task.params, dict(best.patterns)),
-            batch_specs=task.batch_specs,
-            data_axes=task.data_axes,
-            hardware=task.hardware,
-            bucket=task.bucket,
-        )
-        program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
+        program = task.whole(best.patterns, best.along, task.bucket)
     if task.memory is not None and (nbytes := int(program.memory)) > task.memory:
         task.refuse(best, nbytes)
         if task.bucket and spare is None:
@@ -203,7 +190,7 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         constraints=_constraints(task.net, best.along),
         pins=pins,
         lowered=program,
-        loss_fn=loss_fn,
+        loss_fn=task.loss(best.along),
         bucket=task.bucket,
         hardware=task.hardware,
         limit=task.memory,
@@ -222,22 +209,6 @@ def _constraints(net: Opened, along: Along) -> dict[str, Constraint]:
         if along
         else {}
     )
-
-
-def constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]:
-    """The loss with the outputs of numbered modules cut ``along``, as by ``functionalize(model,
-    constraints=...)``.
-    """
-
-    def pinned(path: str, out: Tensor) -> Tensor:
-        return constrain(out, spec_along(along), axes=tuple(along)) if is_markable(out) else out
-
-    @wraps(loss_fn)
-    def with_constraints(*args: Any) -> Any:
-        with outputs_through(pinned):
-            return loss_fn(*args)
-
-    return with_constraints
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftp.planning.solver.bounds import Sweeps, feasible
-from ftp.planning.solver.minimize import Solution, min_marginals, minimize
+from ftp.planning.solver.minimize import MAX_TABLE, Solution, min_marginals, minimize
 from ftp.planning.solver.reduce import Infeasible
 
 Network = tuple[list[int], list[np.ndarray], dict[tuple[int, int], np.ndarray]]
@@ -246,7 +246,7 @@ def test_wide_ones_have_an_answer(name: str) -> None:
         f" {1 - solution.bound / solution.cost:.2%}, tables to {solution.largest_table:,}"
     )
     check(network, solution)
-    assert solution.largest_table <= 1_000_000
+    assert solution.largest_table <= MAX_TABLE
 
 
 @pytest.mark.parametrize("width", slow_after(1, [3, 6]))

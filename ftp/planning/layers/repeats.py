@@ -11,6 +11,7 @@ from typing import Any
 
 from ftp.ops.stack import UNSTACK
 from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.labels import (
     FEWEST,
     Layers,
@@ -143,13 +144,19 @@ class Folded:
         return Ties(twins, layers, t, self.left_out)
 
 
-def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
+def fold(
+    graph: Graph,
+    facts: Callable[[Node], Any],
+    out_facts: Sequence[Any],
+    known: KnownPasses | None = None,
+) -> Folded | None:
     """The graph with most of a run of equal layers left out; None where there is no such run.
 
     Args:
         facts: properties that must be equal in equal nodes and that the graph does not hold, such
             as an input's spec.
         out_facts: the same, per output.
+        known: gives the fold that leaves out the same layers, if there is one.
     """
     labels = numbered({node: node.name for node in graph.inputs})
     slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
@@ -160,7 +167,10 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
         found = _fold(graph, labels, named if named in slices else 0, facts, out_facts)
     if found is None and slices and max(slices) >= FEWEST:
         found = _fold(graph, {}, max(slices), facts, out_facts)
-    return found
+    if found is None or known is None:
+        return found
+    of = found
+    return known.once(graph, "fold", of.gap, of.slices, bool(of.labels), make=lambda: of)
 
 
 def _fold(

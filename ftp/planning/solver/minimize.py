@@ -27,6 +27,7 @@ from ftp.planning.solver.bounds import PairTables, Sweeps, Unary, feasible
 from ftp.planning.solver.order import Order, best_order, elimination_order, table_size
 from ftp.planning.solver.reduce import Infeasible, Network
 
+MAX_TABLE = 4_000_000  # entries of a table, of 32 MB: eliminating it takes less time than bounds
 SEARCH_WORK = 200_000_000  # table entries in all that one elimination for bounds may form
 ROUNDS = 8  # of bounds, for a component that is too wide
 SWEEPS = 60  # of TRW-S in a round
@@ -52,7 +53,7 @@ def minimize(
     unary: Sequence[np.ndarray],
     pairs: Mapping[tuple[int, int], np.ndarray],
     *,
-    max_table: int = 1_000_000,
+    max_table: int = MAX_TABLE,
 ) -> Solution:
     """The cheapest assignment of a network with ``domains[i]`` values for variable i.
 
@@ -111,7 +112,7 @@ def min_marginals(
     variable: int,
     *,
     values: Sequence[int] | None = None,
-    max_table: int = 1_000_000,
+    max_table: int = MAX_TABLE,
 ) -> list[Solution | None]:
     """The cheapest assignment for each value of the variable, or for each of ``values``; None where
     there is none.

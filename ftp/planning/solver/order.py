@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ftp.planning.solver.reduce import Network
 
-EXACT_WORK = 400  # times max_table: the most entries of all tables of an exact elimination
+EXACT_WORK = 100  # times max_table: the most entries of all tables of an exact elimination
 
 
 @dataclass(frozen=True)
