@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ftp.planning.graph import Node, Value
+from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.narrowest_point import widening
+from ftp.planning.network_tables import Tables
 from ftp.planning.prices import Prices, is_at_rest
 from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, factor_of, is_cut_again
@@ -83,7 +84,7 @@ class PricedNetwork:
         return minimize(*self._built[1].at(prices))
 
     @cached_property
-    def _built(self) -> tuple["_CostNetwork", "_Tables"]:
+    def _built(self) -> tuple["_CostNetwork", Tables]:
         network = _CostNetwork(self.problem, self._violation)
         return network, network.tables()
 
@@ -112,33 +113,6 @@ def form_of(strategy: Strategy, index: int) -> tuple[Layout, bool]:
     """The layout of a result, and whether the op runs as a ring."""
     layout = strategy.results[index]
     return R if layout.kind == "R" else layout, strategy.ring_cut is not None
-
-
-class _Tables(NamedTuple):
-    """The cost network as numbers, and the variable of each node and value.
-
-    Attributes:
-        held, kept: per variable with a price of bytes, the bytes that a rank holds by value.
-    """
-
-    domains: list[int]
-    unary: list[np.ndarray]
-    pairs: dict[tuple[int, int], np.ndarray]
-    held: dict[int, np.ndarray]
-    kept: dict[int, np.ndarray]
-    of_node: dict[Node, int]
-    of_value: dict[Value, int]
-    copies: dict[Value, list[tuple[Layout, ...]]]
-
-    def at(
-        self, prices: BytePrices
-    ) -> tuple[list[int], list[np.ndarray], dict[tuple[int, int], np.ndarray]]:
-        """The network at prices of bytes."""
-        unary = list(self.unary)
-        for price, nbytes in ((prices.held, self.held), (prices.kept, self.kept)):
-            for variable, of_values in nbytes.items() if price else ():
-                unary[variable] = unary[variable] + price * of_values
-        return self.domains, unary, self.pairs
 
 
 class _CostNetwork:
@@ -257,7 +231,7 @@ class _CostNetwork:
             known = self._cache[key] = make()
         return known
 
-    def plan(self, solution: Solution, tables: _Tables) -> AxisPlan:
+    def plan(self, solution: Solution, tables: Tables) -> AxisPlan:
         chosen = {
             node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()
         }
@@ -269,7 +243,7 @@ class _CostNetwork:
             )
         return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
 
-    def tables(self) -> _Tables:
+    def tables(self) -> Tables:
         """The network's numbers."""
         built = _TableBuilder(self)
         for node in self.problem.graph.nodes:
@@ -334,9 +308,7 @@ class _TableBuilder:
     def add(self, node: Node) -> None:
         """Add the variables of a node and of its results, and the pairs with its operands."""
         weight = self.ties.weight(node) if self.ties else 1
-        at = self._variable(
-            self.of_node, self._owner(node), np.array(self.prices.of_op(node)), weight
-        )
+        at = self._variable(self.of_node, self._owner(node), self._seconds_of(node), weight)
         if self.net.problem.open and node in self.net.problem.open.held:
             shares = np.array(self.prices.share_held(node))
             _add_to(self.held, at, self.net.problem.open.held[node] * weight * shares)
@@ -344,6 +316,21 @@ class _TableBuilder:
             self._add_use(node, at, slot, value)
         for index in range(len(node.results)):
             self._add_value(Value(node, index), at)
+
+    def _seconds_of(self, node: Node) -> np.ndarray:
+        """Seconds of a node's strategies; equal ops of other layers have equal ones."""
+        if node.kind != "op" or node.rule.ring:  # a ring's depend on its operands too
+            return np.array(self.prices.of_op(node))
+        key = (
+            "op",
+            id(self.net.options[node]),
+            node.target,
+            node.results,
+            tuple(node.sizes.items()),
+            node.depends & BATCH,
+            Value(node) in self.prices.free_to_reshard and not is_cut_again(node),
+        )
+        return self.net.once(key, lambda: np.array(self.prices.of_op(node)))
 
     def add_mirror(self, value: Value, node: Node) -> None:
         """Add the pair of an output and the open input whose layout the output has."""
@@ -354,11 +341,11 @@ class _TableBuilder:
         owner = self.of_value[self._owner_of(value)]
         self._pair(owner, self.of_node[self.groups[node]], np.array(table), 1)
 
-    def tables(self) -> _Tables:
+    def tables(self) -> Tables:
         of_node = {node: self.of_node[self._owner(node)] for node in self.net.problem.graph.nodes}
         of_value = {value: self.of_value[self._owner_of(value)] for value in self.copies}
         numbers = self.domains, self.unary, self.pairs, self.held, self.kept
-        return _Tables(*numbers, of_node, of_value, self.copies)
+        return Tables(*numbers, of_node, of_value, self.copies)
 
     def _owner(self, node: Node) -> Node:
         return self.groups.get(node) or self.twins.get(node, node)
@@ -433,12 +420,18 @@ class _TableBuilder:
             value.index,
             id(found),
             prices.nbytes(value),
-            prices.reduced_nbytes(value),
+            self._may_pend(value) and prices.reduced_nbytes(value),
             value.node.target in VIEWS,
             prices.movable(value),
         )
         table = net.once(reshards, lambda: prices.of_reshards(value, found))
         self._pair(at, mover, table, weight)
+
+    def _may_pend(self, value: Value) -> bool:
+        """Whether a value may be a pending sum."""
+        mine, index = self.net.options[value.node], value.index
+        key = "pends", id(mine), index
+        return self.net.once(key, lambda: any(s.results[index].kind == "P" for s in mine))
 
 
 def _add_to(sums: dict[int, np.ndarray], variable: int, terms: np.ndarray) -> None:

@@ -26,11 +26,9 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
-    matmuls = (
-        [n for n in problem.graph.nodes if n.kind == "op" and is_matmul(n.target)]
-        if problem.is_data_axis
-        else []
-    )
+    are_matmuls = {n for n in problem.graph.nodes if is_matmul(n.target)}
+    ops = [n for n in problem.graph.nodes if n.kind == "op" and n in are_matmuls]
+    matmuls = ops if problem.is_data_axis else []
     conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
@@ -45,7 +43,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
                 (*node.operands, *(Value(node, index) for index in range(len(node.results))))
             )
         kind = 0
-        if node.kind == "op" and is_matmul(node.target):
+        if node.kind == "op" and node in are_matmuls:
             kind = 1 if node in conflicts else 2
         else:
             for index in range(len(node.results)):
@@ -54,7 +52,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
             feeds[value] = feeds.get(value, 0) | kind
     for node in problem.graph.nodes:
         if node in conflicts or (
-            not is_matmul(node.target) and any(v in after for v in node.operands)
+            node not in are_matmuls and any(v in after for v in node.operands)
         ):
             after.update(Value(node, index) for index in range(len(node.results)))
     return free | {value for value, kind in feeds.items() if kind == 1}, after

@@ -2,8 +2,10 @@
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ class RankGraph(fx.Graph):
     """
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
+        name = name or _name_like(target)
         node = super().create_node(op, target, None, None, name, type_expr)
         if args or kwargs:
             node._update_args_kwargs(args or (), kwargs or {})
@@ -36,6 +39,14 @@ class RankGraph(fx.Graph):
         made = self.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta.update(node.meta)
         return made
+
+
+@cache
+def _name_like(target: Any) -> str | None:
+    """The name that fx starts from for a node of ``target``, found once; None: as fx finds it."""
+    if not callable(target):
+        return None
+    return re.sub(r"(?<=[a-z])([A-Z])", r"_\1", target.__name__).lower()
 
 
 def copied(graph: fx.Graph) -> RankGraph:

@@ -95,7 +95,7 @@ def minimize(
             gap += left
             choice.update(known.choice)
     for fold in reversed(net.folds):
-        at = tuple(int(np.searchsorted(values, choice[u])) for u, values in fold.scope)
+        at = tuple(int(values.searchsorted(choice[u])) for u, values in fold.scope)
         choice[fold.variable] = int(fold.best[at])
     result = [choice[v] for v in range(len(domains))]
     cost = math.fsum(

@@ -184,7 +184,7 @@ class Network:
 
 def _are_costs(tables: Sequence[np.ndarray]) -> bool:
     """Whether no element is NaN or -inf."""
-    return bool((np.concatenate([np.reshape(t, -1) for t in tables]) > -np.inf).all())
+    return bool((np.concatenate([t.reshape(-1) for t in tables]) > -np.inf).all())
 
 
 def _of_content(find: Any, unary: np.ndarray, tables: Sequence[np.ndarray]) -> Any:
