@@ -10,6 +10,7 @@ from ftp.paused_gc import collection_paused
 from ftp.planning.solver.reduce import Infeasible
 from ftp.searching.axis_networks import Price, entry_of
 from ftp.searching.candidates import Candidate, Searching
+from ftp.searching.marks import marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
 from ftp.searching.opened import Opened
 from ftp.sharding.layout import Layout
@@ -248,7 +249,7 @@ def orders(task: Searching) -> list[tuple[str, ...]]:
 
 def alongs(task: Searching) -> Iterator[dict[str, int]]:
     """For each axis that does not cut the batch, the choices of an inner dim of blocks' outputs."""
-    shapes = list(task.net.marks().values())
+    shapes = list(marked_shapes(task.traced).values())
     for axis, n in task.axes.items():
         if axis not in task.data_axes and shapes:
             for dim in range(1, min(map(len, shapes)) - 1):

@@ -28,6 +28,16 @@ def marked_pattern(pin: Pin) -> str | None:
     return pin.axes[0].removeprefix(MARK) if pin.axes and pin.axes[0].startswith(MARK) else None
 
 
+def marked_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
+    """Per pattern of marked modules, the shape of their output."""
+    marks = [node for node in traced.gm.graph.nodes if node.target is CONSTRAIN]
+    return {
+        pattern: tuple(node.meta["val"].shape)
+        for node in marks
+        if (pattern := marked_pattern(pin_from_str(node.args[1])))
+    }
+
+
 def pin_along(along: Along, shape: Sequence[int]) -> Pin:
     return Pin(spec_along(along).at_rank(len(shape)), tuple(along))
 

@@ -20,8 +20,7 @@ from ftp.searching.axis_networks import planned_seconds
 from ftp.searching.candidates import Candidate, Searching, Spare
 from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
 from ftp.searching.explore import explore, fit, improved
-from ftp.searching.marks import Along, is_mark, spec_along
-from ftp.searching.opened import Opened
+from ftp.searching.marks import Along, marked_shapes, spec_along
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -180,14 +179,10 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     if price != best.price:
         solved = task.solve(best.along, best.order, price, choice)
     best = replace(best, price=price)
-    pins = [
-        f"{pin} at {node.source}"
-        for node, pin in constraints(task.net.graph).items()
-        if not is_mark(pin)
-    ]
+    pins = [f"{pin} at {node.source}" for node, pin in constraints(task.net.graph).items()]
     return Found(
         patterns=best.patterns,
-        constraints=_constraints(task.net, best.along),
+        constraints=_constraints(task, best.along),
         pins=pins,
         lowered=program,
         loss_fn=task.loss(best.along),
@@ -203,12 +198,11 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     )
 
 
-def _constraints(net: Opened, along: Along) -> dict[str, Constraint]:
-    return (
-        {p: Constraint(outputs=spec_along(along), axes=tuple(along)) for p in net.marks()}
-        if along
-        else {}
-    )
+def _constraints(task: Searching, along: Along) -> dict[str, Constraint]:
+    if not along:
+        return {}
+    added = Constraint(outputs=spec_along(along), axes=tuple(along))
+    return dict.fromkeys(marked_shapes(task.traced), added)
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:

@@ -14,7 +14,6 @@ from ftp import P
 from ftp.planning.planner import plan_few
 from ftp.searching import axis_networks, candidates, extrapolate, programs
 from ftp.searching.open_layouts import shared_heads
-from ftp.searching.opened import opened, traced_loss
 from ftp.searching.result import Found
 from ftp.sharding.mesh import resolve
 
@@ -226,7 +225,11 @@ def test_heads_that_neighbours_share():
     cfg = LlamaConfig(vocab=64, dim=512, heads=8, kv_heads=4, hidden=64, layers=1)
     loss_fn, params, batch = program(cfg)
     mesh = ftp.AbstractMesh((8,), ("tp",))
-    net = opened(traced_loss(loss_fn, params, (batch,), mesh), params, (batch,), [P(), P()])
+    cpu = ftp.Hardware.cpu()
+    specs = [P(), P()]
+    net = candidates.Searching(
+        loss_fn, params, (batch,), P(), specs, resolve(mesh), (), cpu, None
+    ).net
     keys = shared_heads(net, "layers.*.attn.wk.weight", 8)
     assert keys is not None and (keys.dim, keys.inner) == (0, 64)
     assert shared_heads(net, "layers.*.attn.wq.weight", 8) is None
