@@ -18,8 +18,8 @@ from ftp.searching.extrapolate import Estimate, estimate
 from ftp.searching.marks import Along
 from ftp.searching.open_axis import on_primitives
 from ftp.searching.opened import Opened, opened
+from ftp.searching.prepared_loss import Patterns
 from ftp.searching.programs import Programs
-from ftp.searching.sources import Patterns
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Searching(Programs):
     @property
     def net(self) -> Opened:
         if (known := self._nets.get(self.is_folded)) is None:
-            known = self._nets[self.is_folded] = opened(self.source({}), self.is_folded)
+            known = self._nets[self.is_folded] = opened(self.prepared({}), self.is_folded)
         return known
 
     @cached_property
@@ -111,7 +111,7 @@ class Searching(Programs):
     def primitives(self, along: Along) -> Opened:
         key = (self.is_folded, *along.items())
         if key not in self._primitives:
-            net = opened(self.source(along), self.is_folded) if along else self.net
+            net = opened(self.prepared(along), self.is_folded) if along else self.net
             self._primitives[key] = on_primitives(net, self.axes, self.data_axes)
         return self._primitives[key]
 

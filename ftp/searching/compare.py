@@ -8,7 +8,7 @@ from ftp.searching.axis_networks import Choice, Price, Solved, axis_step, planne
 from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.marks import Along
 from ftp.searching.open_layouts import open_layouts, shared_heads
-from ftp.searching.sources import Patterns
+from ftp.searching.prepared_loss import Patterns
 from ftp.sharding.layout import Layout, R
 
 

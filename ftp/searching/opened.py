@@ -8,7 +8,7 @@ from typing import Any
 
 from ftp.planning.graph import Graph, Node, Rewrite, Value
 from ftp.planning.layers.repeats import Folded
-from ftp.searching.sources import Source
+from ftp.searching.prepared_loss import PreparedLoss
 from ftp.sharding.layout import Layout, nominal
 from ftp.sharding.spec import PartitionSpec
 
@@ -66,25 +66,25 @@ def nbytes_of(value: Value) -> int:
     return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
-def opened(source: Source, is_folded: bool = True) -> Opened:
-    """The program of a source, without most of its repeated layers unless they are not folded."""
-    folded, patterns = source.folded if is_folded else None, source.patterns
+def opened(loss: PreparedLoss, is_folded: bool = True) -> Opened:
+    """The program of a loss, without most of its repeated layers unless they are not folded."""
+    folded, patterns = loss.folded if is_folded else None, loss.patterns
     if folded is None:
-        graph = source.prepared.graph
-        return Opened(graph, [*patterns], patterns, source.batch, source.mirrors, None)
+        graph = loss.prepared.graph
+        return Opened(graph, [*patterns], patterns, loss.batch, loss.mirrors, None)
     few = {node: copy for copy, node in folded.origin.items()}
     alike = {p: few[node] for node, p in patterns.items() if node in few}
     return Opened(
         folded.graph,
         [few[node] for node in patterns if node in few],
         {few[node]: p for node, p in patterns.items() if node in few},
-        {few[node]: spec for node, spec in source.batch.items()},
+        {few[node]: spec for node, spec in loss.batch.items()},
         # The gradient of a parameter may be assigned to an adjacent layer: take any parameter with
         # the same sharding.
         {
-            at: alike[patterns[source.mirrors[i]]]
+            at: alike[patterns[loss.mirrors[i]]]
             for at, i in enumerate(folded.kept)
-            if i in source.mirrors
+            if i in loss.mirrors
         },
         folded,
     )

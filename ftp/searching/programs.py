@@ -18,7 +18,7 @@ from ftp.planning.planner import plan_few
 from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
 from ftp.searching.marks import Along, is_markable, spec_along, with_marks
-from ftp.searching.sources import Patterns, Source, source_of, traced_loss
+from ftp.searching.prepared_loss import Patterns, PreparedLoss, prepared_loss, traced_loss
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.plan import plan
 from ftp.sharding.spec import PartitionSpec
@@ -53,15 +53,15 @@ class Programs:
         """The program without its repeated layers, unless they are not to be folded, and the fold;
         None if the layers get different plans.
         """
-        source = self.source(along)
-        specs = source.specs(patterns)
-        folded = source.folded if is_folded else None
+        loss = self.prepared(along)
+        specs = loss.specs(patterns)
+        folded = loss.folded if is_folded else None
         found = plan_few(
-            source.prepared.graph,
+            loss.prepared.graph,
             self.mesh.axes,
             specs,
             folded=folded,
-            batch_inputs=source.prepared.batch,
+            batch_inputs=loss.prepared.batch,
             data_axes=self.data_axes,
             hardware=self.hardware,
             decompose=decompose,
@@ -69,16 +69,16 @@ class Programs:
         )
         if found is None:
             return None
-        inputs = (source.prepared.graph if folded is None else folded.graph).inputs
+        inputs = (loss.prepared.graph if folded is None else folded.graph).inputs
         of = [node if folded is None else folded.origin[node] for node in inputs]
         program = Program(
             mesh=self.mesh,
-            traced=source.traced.gm,
+            traced=loss.traced.gm,
             plan=found,
             tensor_leaves=tuple(range(len(inputs))),
             in_specs=tuple(specs.inputs.get(node, PartitionSpec()) for node in of),
-            out_tree=source.traced.out_tree,
-            roles=tuple(map(source.role, of)),
+            out_tree=loss.traced.out_tree,
+            roles=tuple(map(loss.role, of)),
             hardware=self.hardware,
         )
         return program, folded and folded.on(dict(zip(inputs, found.graph.inputs, strict=True)))
@@ -94,7 +94,7 @@ class Programs:
             hardware=self.hardware,
             bucket=bucket,
         )
-        traced = self.source(along).traced
+        traced = self.prepared(along).traced
         return step.lower_traced(traced, self.params, *self.batch, known=self._known)
 
     def loss(self, along: Along) -> Callable[..., Any]:
@@ -103,21 +103,21 @@ class Programs:
         """
         return _constrained(self.loss_fn, along) if along else self.loss_fn
 
-    def source(self, along: Along) -> Source:
+    def prepared(self, along: Along) -> PreparedLoss:
         """What the programs are planned from, with the marks as constraints ``along``."""
         key = tuple(along.items())
-        if key not in self._sources:
+        if key not in self._losses:
             traced = with_marks(self.traced, along)
             facts = self.params, self.batch, self.given, self._known
-            self._sources[key] = source_of(self.loss_fn, traced, *facts)
-        return self._sources[key]
+            self._losses[key] = prepared_loss(self.loss_fn, traced, *facts)
+        return self._losses[key]
 
     @cached_property
     def _known(self) -> KnownPasses:
         return KnownPasses()
 
     @cached_property
-    def _sources(self) -> dict[tuple[tuple[str, int], ...], Source]:
+    def _losses(self) -> dict[tuple[tuple[str, int], ...], PreparedLoss]:
         return {}
 
 

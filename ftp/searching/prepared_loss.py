@@ -25,7 +25,7 @@ Patterns = dict[str, PartitionSpec]
 
 
 @dataclass(frozen=True)
-class Source:
+class PreparedLoss:
     """A traced loss and its gradient, ready to be planned.
 
     Attributes:
@@ -72,15 +72,15 @@ class Source:
         return "batch" if node in self.batch else "constants"
 
 
-def source_of(
+def prepared_loss(
     loss_fn: Callable[..., Any],
     traced: Traced,
     params: Any,
     batch: Any,
     given: Sequence[PartitionSpec],
     known: KnownPasses,
-) -> Source:
-    """The source of plans of a loss' trace.
+) -> PreparedLoss:
+    """What plans of a loss' trace start from.
 
     Args:
         given: a spec for each leaf of the batch.
@@ -92,7 +92,7 @@ def source_of(
     prepared = prepared_once(known, traced.gm, names, is_state)
     inputs = dict(zip(tensors, prepared.arguments, strict=True))
     of_params = prepared.arguments[: len(paths)]
-    return Source(
+    return PreparedLoss(
         traced,
         prepared,
         dict(zip(of_params, map(pattern_of, paths), strict=True)),
