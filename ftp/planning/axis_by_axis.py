@@ -128,7 +128,7 @@ def plan_axes(
     return plan, program
 
 
-class _AxisStep(NamedTuple):
+class _PlannedAxis(NamedTuple):
     """An axis' plan, the layout in which each output is returned, and the graph after the axis."""
 
     plan: AxisPlan
@@ -143,7 +143,7 @@ def _plan_axis(
     to: PlanFor,
     by_ring: bool | None,
     watch: Watch | None,
-) -> _AxisStep:
+) -> _PlannedAxis:
     """Plan one axis after the axes that are ``folded``.
 
     Args:
@@ -151,7 +151,7 @@ def _plan_axis(
     """
     reaches = _reaches(program, name, folded, to)
 
-    def solved() -> _AxisStep:
+    def solved() -> _PlannedAxis:
         problem = replace(_problem(program, reaches, folded, to), by_ring=by_ring)
         try:
             if watch is not None:
@@ -164,7 +164,9 @@ def _plan_axis(
                 " This is a fault of ftp: please report it, with the function and the specs."
             ) from None
         outputs = output_layouts(program.graph, chosen, problem.outputs)
-        return _AxisStep(chosen, outputs, insert_reshards(program.graph, chosen, problem.outputs))
+        return _PlannedAxis(
+            chosen, outputs, insert_reshards(program.graph, chosen, problem.outputs)
+        )
 
     if watch is not None:
         return solved()

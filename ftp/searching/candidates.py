@@ -15,11 +15,11 @@ from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
 from ftp.searching.axis_networks import Choice, Price, Solved, solve_axes
 from ftp.searching.extrapolate import Estimate, estimate
+from ftp.searching.loss_programs import LossPrograms
 from ftp.searching.marks import Along
 from ftp.searching.open_axis import on_primitives
 from ftp.searching.opened import Opened, opened
 from ftp.searching.prepared_loss import Patterns
-from ftp.searching.programs import Programs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Spare:
 
 
 @dataclass
-class Searching(Programs):
+class Searching(LossPrograms):
     """The state of a search: candidates by plan."""
 
     memory: int | None

@@ -12,7 +12,7 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 import ftp
 from ftp import P
 from ftp.planning.planner import plan_few
-from ftp.searching import axis_networks, candidates, extrapolate, programs
+from ftp.searching import axis_networks, candidates, extrapolate, loss_programs
 from ftp.searching.open_layouts import shared_heads
 from ftp.searching.result import Found
 from ftp.sharding.mesh import resolve
@@ -170,7 +170,7 @@ def test_buckets_that_a_limit_leaves_no_room_for_are_left_out(monkeypatch: pytes
         planned.append(tuple(map(str, specs.inputs.values())))
         return plan_few(graph, axes, specs, **options)
 
-    monkeypatch.setattr(programs, "plan_few", noted)
+    monkeypatch.setattr(loss_programs, "plan_few", noted)
     params = {name: torch.empty(256, 256, device="meta") for name in ("a", "b", "c")}
     mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(8, 256, device="meta")
 

@@ -26,7 +26,7 @@ from ftp.tracing.trace import Traced
 
 
 @dataclass
-class Programs:
+class LossPrograms:
     """The programs of a loss on a mesh. What does not depend on specs is done once for all, and
     passes are not repeated for specs that differ on other axes only.
 
