@@ -59,7 +59,7 @@ def described(plan):
     )
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(SPECS, SPECS, st.booleans())
 def test_plans_that_share_passes_are_the_plans_without(down, up, is_odd_layer):
     specs = [P(*entries) for _ in range(LAYERS) for entries in (down, up)]
