@@ -175,7 +175,7 @@ def check_optimal(monkeypatch, build) -> int:
         return plan
 
     with monkeypatch.context() as patch:
-        patch.setattr("ftp.planning.planner.solve", both)
+        patch.setattr("ftp.planning.axis_by_axis.solve", both)
         build()
     return len(compared)
 
@@ -239,7 +239,7 @@ def test_each_axis_is_priced_by_its_own_link(monkeypatch, slow):
     with monkeypatch.context() as patch:
         solve = network.solve
         patch.setattr(
-            "ftp.planning.planner.solve",
+            "ftp.planning.axis_by_axis.solve",
             lambda problem: seen.setdefault(problem.axis, problem.hardware.link) and solve(problem),
         )
         found = lowered(links=links)
