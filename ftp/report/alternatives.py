@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another layout, and the whole plan with it.
+    """A layout of a value, and the cost of the whole plan with it.
 
     Attributes:
         layout: a spec for an input, or a value's layout on one axis.
         axis: the mesh axis of a value's layout; "" for a spec.
         seconds: the plan's cost by the planner's prices; None if no plan has this layout.
         delta: the extra cost over the chosen plan.
-        wire_nbytes, memory: of the program with it, per rank, for a spec and for attention's
-            result; None for any other value's layout.
+        wire_nbytes, memory: bytes that a rank sends, and its peak bytes, with this layout; known
+            for specs and for attention's result, else None.
         chosen: whether the plan has this layout.
     """
 
@@ -62,8 +62,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Why:
-    """The decisions behind a layout, from the value back to the origin of its cuts, and the cost of
-    other layouts.
+    """The decisions behind a value's layout, back to the origins of its cuts, and the cost of other
+    layouts.
     """
 
     name: str
@@ -99,7 +99,7 @@ def describe_layout(layout: Layout) -> str:
 def neighbours(
     spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]
 ) -> list[PartitionSpec]:
-    """The spec, and those that differ from it in the dim that one mesh axis cuts.
+    """``spec``, and the specs that differ from it in the dim that one mesh axis cuts.
 
     >>> neighbours(PartitionSpec("tp"), (4, 4), {"tp": 2})
     [P('tp'), P(), P(None, 'tp')]
@@ -141,8 +141,8 @@ def _shortest(spec: PartitionSpec) -> tuple[object, ...]:
 def chain_of(
     value: Value, found: Origins, specs: dict[Node, PartitionSpec], axes: Sequence[str]
 ) -> list[str]:
-    """Per axis that cuts a value, or on which it is a pending sum, the chain of values back to the
-    input or constraint that caused it.
+    """Per axis over which a value is cut or pending, the chain of values back to the input or
+    constraint that caused it.
     """
     lines = []
     for axis in axes:
@@ -185,10 +185,11 @@ def find(graph: Graph, name: str) -> Value | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """How another program differs; numbers are the other's minus this one's, per rank.
+    """The differences of another program from this one. Numbers are per rank: the other program's
+    minus this one's.
 
     Attributes:
-        specs: per input with a different spec, this program's and the other's.
+        specs: per input with a different spec, the specs in this and in the other program.
         added, removed: collectives as (op, axes, shape, dtype), with their counts.
     """
 
@@ -234,7 +235,7 @@ def other_specs(
     """The specs of an input that differ in the dim that one axis cuts, cheapest plan first.
 
     Args:
-        chosen, here: the spec that the input has, and the program with it.
+        chosen, here: the input's spec, and the program with it.
     """
     found = []
     for spec in neighbours(chosen, node.results[0].shape, axes):
@@ -251,7 +252,7 @@ def other_layouts(
     """Every layout of a value on each axis, with the least cost of a plan that has it.
 
     Args:
-        again: plans the program anew, with other specs and a function that watches each problem.
+        again: plans the program with other specs, and calls a function with each axis' problem.
     """
     found: list[Alternative] = []
 
@@ -273,7 +274,7 @@ def other_layouts(
 
 
 def _with_form(problem: Problem, value: Value, layout: Layout, is_ring: bool) -> None:
-    """Let a value have this layout only, by a ring or not."""
+    """Allow only this layout of a value, by a ring or not."""
     for node in problem.graph.nodes:
         if node.name == value.node.name:
             problem.forms[node] = lambda s: form_of(s, value.index) == (layout, is_ring)
@@ -287,12 +288,12 @@ Measure = Callable[[str, Layout, bool], tuple[int, int, float]]
 def _layouts_on(
     problem: Problem, value: Value, chosen_cost: float, whole: float, measure: Measure
 ) -> Iterator[Alternative]:
-    """Every layout of a value on one axis, each with the least cost of a plan that has it. Where
-    attention's ways were weighed as whole plans, so are these.
+    """Every layout of a value on one axis, each with the least cost of a plan that has it. If the
+    planner compared attention's forms by whole plans, the costs are those of whole plans.
 
     Args:
-        chosen_cost, whole: of the plan that was chosen, on this axis and as a whole.
-        measure: asked for the forms of attention, which differ in what they send and hold.
+        chosen_cost, whole: the cost of the chosen plan, on this axis and in all.
+        measure: called for each form of attention; forms differ in the bytes sent and held.
     """
     at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
     if at is None:

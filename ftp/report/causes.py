@@ -15,10 +15,11 @@ FORWARD = 32  # users searched for the constraint that a cut leads to
 def origins(
     graph: Graph, axes: Sequence[str], cut_inputs: Sequence[tuple[Node, PartitionSpec]]
 ) -> Origins:
-    """Per value and axis over which it is cut or pending, the input or constraint that caused it.
+    """``{(value, axis): the input or constraint by which the axis cuts the value}``, also for axes
+    over which the value is a pending sum.
 
-    If several operands cut one factor of an op, a constraint is named before a parameter, and a
-    parameter before an activation.
+    If several operands cut one factor of an op, a constraint is preferred to a parameter, and a
+    parameter to an activation.
     """
     found: Origins = {}
     users = graph.users()

@@ -1,5 +1,5 @@
-"""The collectives of a program: a sequence that prints as a table with repeats folded, and claims
-about it for tests.
+"""The collectives of a program: a sequence that prints as a table with folded repeats, and the
+check of a test's claims about it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,9 +22,9 @@ class TableRow:
 
     Attributes:
         shape, dtype: of this rank's buffer on the larger side.
-        wire_nbytes: bytes that a rank sends for one of them; ``count`` is how many there are.
-        why: the reason of the first of them.
-        worst_nbytes: bytes that a rank sends or receives at most, where part sizes are values.
+        wire_nbytes: bytes that a rank sends for one of the ``count`` collectives.
+        why: the reason of the first collective.
+        worst_nbytes: the most bytes that a rank may send or receive, if part sizes are values.
     """
 
     op: str
@@ -67,9 +67,7 @@ class Collectives(tuple[Collective, ...]):
 
     @property
     def rows(self) -> list[TableRow]:
-        """The records folded: those that differ in the numbers of layers and ops only are one
-        row.
-        """
+        """The folded records: records that differ only in numbers of layers and ops are one row."""
         groups: dict[Any, list[Collective]] = {}
         for c in self:
             key = c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)
@@ -86,7 +84,7 @@ class Collectives(tuple[Collective, ...]):
 
     @property
     def wire_nbytes(self) -> int:
-        """Bytes that a rank sends for all of them."""
+        """Bytes that a rank sends in all."""
         return sum(c.wire_nbytes for c in self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def broken_claims(
     max_bytes: int | None,
     none_over: str | Iterable[str] | None,
 ) -> list[tuple[str, Sequence[Collective]]]:
-    """Each claim that does not hold, in words, with the collectives that break it."""
+    """The claims that do not hold, as text, each with the collectives that break it."""
     broken: list[tuple[str, Sequence[Collective]]] = []
     for op, wanted in counts.items():
         found = [c for c in collectives if c.op == op]

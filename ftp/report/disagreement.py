@@ -1,4 +1,6 @@
-"""Ops whose inputs disagree on their layout, where only the cost decides which is resharded."""
+"""Lint of ops whose inputs disagree on a layout, so that the planner's prices decide which input is
+resharded.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +18,9 @@ def disagreements(
     """Ops whose inputs one axis cuts on different dims, where the plan reshards an activation that
     parameters cut.
 
-    Not reported are constraints, cuts of the batch, and parameters gathered for the data: these are
-    decisions. Two batch arguments that an op takes in different cuts disagree. A pending sum is no
-    cut.
+    Constraints, cuts of the batch, and parameters gathered on a data axis are decisions of the user
+    and not reported. Two batch arguments that an op takes in different cuts are. A pending sum is
+    no cut.
     """
     findings = []
     for node in graph.nodes:
@@ -71,7 +73,7 @@ def _is_odd(resharded: Node, user: Node) -> bool:
 
 
 def _is_of_another(origin: Node, node: Node, other: Value, axis: str, found: Origins) -> bool:
-    """Whether another argument cuts the other operand; for a matmul, one of the batch."""
+    """Whether another argument (for a matmul, one of the batch) cuts the other operand."""
     resharded = reshard_of(other)
     at = found.get((resharded.operands[0] if resharded is not None else other, axis))
     if at is None or at is origin or at.kind != "input":
@@ -99,7 +101,7 @@ def _is_cut(value: Value, axis: str) -> bool:
 
 
 def spec_of(value: Value) -> PartitionSpec:
-    """A value's layout as a spec, as far as one can say it."""
+    """A value's layout as a spec, as far as a spec can express it."""
     if value.node.kind == "reshard":
         reshard: Reshard = value.node.target
         spec = spec_of(value.node.operands[0])

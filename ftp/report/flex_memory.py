@@ -108,7 +108,7 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
 
 
 def _in_turn(steps: Steps, travels: Iterator[int]) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Per step of a ring: the keys that a rank computes with, their part, what travels."""
+    """Per step of a ring: the number of a rank's keys, their part, and the bytes that travel."""
     for (piece, step), held in zip(steps.all, travels, strict=True):
         of = (steps.rank - step) % steps.ring.n, piece
         yield steps.needs.length(steps.rank, *of), tuple(steps.columns(*of)), held
@@ -123,7 +123,7 @@ def _tiles(
     block: tuple[int, int],
     known: str,
 ) -> set[tuple[int, int]]:
-    """The numbers of queries and keys of the tiles that a trace knows to be listed.
+    """The numbers of queries and keys of the tiles that the mask lists, as far as a trace knows.
 
     Args:
         part, columns: of queries and keys, as in `ftp.ops.attention`.
@@ -142,7 +142,7 @@ def _tiles(
 
 
 def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
-    """Batches, heads of queries and of keys that are computed at a time."""
+    """The numbers of batches, query heads and key heads that are computed at a time."""
     count = k[1]
     repeats = q[1] // count
     pairs = min(attention.TILE, q[2]) * min(attention.TILE, k[2]) * repeats
@@ -153,7 +153,7 @@ def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
 
 @functools.cache
 def _depends(key: str) -> dict[str, tuple[str, int]]:
-    """Per node of a function, the letters on which its value depends, and its bytes per element."""
+    """Per node of a function, the letters that its value depends on, and its bytes per element."""
     found: dict[str, tuple[str, int]] = {}
     nodes = list(slice_program_of(key).gm.graph.nodes)
     places = [n for n in nodes if n.op == "placeholder"]

@@ -56,7 +56,7 @@ def _is_counted(target: Any) -> bool:
 def flops_of_call(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[Any]
 ) -> float:
-    """As `flops_of`, from a call's arguments with shapes in place of tensors."""
+    """`flops_of` a call, with shapes in place of tensors as arguments."""
     if not _is_counted(target):
         return 0.0
     if target in (gather_matmuls, matmul_scatter):
@@ -91,8 +91,8 @@ def _flops_of_slice(key: str) -> float:
 
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
-    """Attention's FLOPs over the pairs of a query and a key that its mask leaves, as far as it is
-    known when a program is traced.
+    """FLOPs of attention over the pairs of a query and a key that the mask leaves, as far as a
+    trace knows the mask.
     """
     target: Any = node.target
     ring = RINGS.get(target)

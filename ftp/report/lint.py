@@ -29,8 +29,8 @@ class Finding:
         severity: ``warning``, which ``strict=True`` makes an error, or ``note``.
         where: the parameter path, pattern or op.
         text: what was found, what it costs, and what to do.
-        nbytes: bytes per rank that it wastes or sends.
-        count: how many equal ones there are.
+        nbytes: bytes per rank that are wasted or sent.
+        count: number of equal findings.
     """
 
     kind: str
@@ -56,12 +56,12 @@ def lint(
     collectives: Mapping[str, Any],
     is_strict: bool = False,
 ) -> list[Finding]:
-    """All findings, warnings first; those that repeat with the layers are merged.
+    """All findings, warnings first; findings that repeat from layer to layer are merged.
 
     Args:
         inputs: input nodes with their specs and roles.
-        collectives: per reshard, by name, its record.
-        is_strict: warn of every activation that nobody asked to gather, however small.
+        collectives: ``{name of a reshard: record}``.
+        is_strict: warn of every activation that is gathered without a request, however small.
     """
     specs = {node: spec for node, spec, _ in inputs}
     findings = [
@@ -74,9 +74,7 @@ def lint(
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that differ in the numbers of layers only, as one with their count and the sum of
-    their bytes.
-    """
+    """Merge findings that differ only in numbers of layers: count them and add up their bytes."""
     groups: dict[Any, list[Finding]] = {}
     for f in findings:
         groups.setdefault(
@@ -114,7 +112,7 @@ def _idle_specs(
 def _replicated(
     inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]
 ) -> list[Finding]:
-    """Large parameters that an axis leaves whole though it cuts others."""
+    """Large parameters that are whole on an axis which cuts other parameters."""
     mine = [(node, spec) for node, spec, role in inputs if role == "parameters"]
     total = sum(_nbytes(node) for node, _ in mine)
     used = [axis for axis in axes if axes[axis] > 1 and any(axis in spec.axes for _, spec in mine)]
@@ -168,8 +166,9 @@ def _gathered(
     collectives: Mapping[str, Any],
     large: int,
 ) -> list[Finding]:
-    """Activations that are gathered whole over an axis. A warning from ``large`` bytes on, unless
-    a constraint or the batch cut them, or a constraint or an output's spec asks for the whole.
+    """Activations that are gathered whole over an axis: warnings from ``large`` bytes on, unless a
+    constraint or the batch cuts the activation, or a constraint or an output's spec asks for the
+    whole.
     """
     findings, users = [], graph.users()
     for node in graph.nodes:
@@ -206,7 +205,7 @@ def _gathered(
 
 
 def _is_asked(value: Value, axis: str, graph: Graph, users: Users) -> bool:
-    """Whether a gathered value, or a view of it, is returned, or is asked for by a constraint."""
+    """Whether an output or a constraint takes a gathered value, or a view of it."""
     return value in graph.outputs or any(
         (user.kind == "constrain" and pin_from_str(user.target).holds(axis))
         or (user.target in VIEWS and _is_asked(Value(user), axis, graph, users))
@@ -241,13 +240,14 @@ def _nbytes(node: Node) -> int:
 
 @dataclass(frozen=True)
 class Uneven:
-    """A dim whose shards differ.
+    """A dim with shards of different sizes.
 
     Attributes:
-        size: the dim's, and ``ranks`` that share it.
-        largest: the longest shard.
-        wasted: the part of all ranks' memory and time for it that an even division would save.
-        below, above: the nearest sizes that divide.
+        size: the size of the dim, which is cut over ``ranks`` ranks.
+        largest: the size of the longest shard.
+        wasted: the share of the ranks' memory and time for the dim that an even division would
+            save.
+        below, above: the nearest sizes that ``ranks`` divides.
     """
 
     dim: int

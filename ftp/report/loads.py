@@ -1,4 +1,4 @@
-"""The balance of rows that ranks exchange for a given batch: rows per rank and per expert."""
+"""Load balance: the rows that ranks exchange for a given batch, per rank and per expert."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,8 +111,8 @@ def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:
 
 
 def _sites(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node | None, fx.Node]]:
-    """The counts of each dispatch, the first grouped matmul of its rows, and its exchange. Rows go
-    back, and gradients both ways, by the same counts.
+    """Per dispatch its counts, the first grouped matmul of its rows, and its exchange. The
+    exchanges of results and gradients have the same counts and are left out.
     """
     found: dict[fx.Node, tuple[fx.Node, fx.Node | None, fx.Node]] = {}
     for node in graph.nodes:
@@ -162,7 +162,7 @@ def _after(node: fx.Node):
 
 
 def _watching(graph: fx.Graph, watched: Sequence[fx.Node]) -> fx.Graph:
-    """The graph that returns some of its values."""
+    """A copy of the graph that returns some of its values."""
     made, env = fx.Graph(), {}
     for node in graph.nodes:
         if node.op != "output":

@@ -1,4 +1,4 @@
-"""Live bytes over a rank's program: what the eager runner holds at each op, freed as it frees."""
+"""Live bytes over a rank's program: what the eager runner holds at each op."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory while one op runs: ``live`` bytes in all, by kind in ``parts``."""
+    """The memory while one op runs: ``live`` bytes, by kind in ``parts``."""
 
     op: str
     source: str
@@ -50,8 +50,8 @@ class Memory(Reported, int):
         totals: ``{kind: bytes}`` of all parameters, gradients and so on, at any time; exact.
         peak_op: the op at the peak, and its source line.
         timeline: a ``Moment`` per op.
-        expected: the memory where ranks exchange equally many rows, whose numbers are values; the
-            peak itself has the most that they may get, or that there is room for.
+        expected: the memory if ranks exchange equally many rows, where the numbers are values. The
+            peak itself assumes the most rows that a rank may receive, or has room for.
     """
 
     parts: Mapping[str, int]
@@ -81,9 +81,7 @@ class Memory(Reported, int):
         return self.timeline, self.totals, None if self.expected is self else self.expected
 
     def with_expected(self, expected: "Memory") -> "Memory":
-        """The same memory, of a program whose ranks exchange as many rows as may arrive at most;
-        with equal loads it is ``expected``.
-        """
+        """This memory, of the largest loads, with ``expected``, the memory of equal loads."""
         return Memory(self.timeline, self.totals, expected)
 
     @property
@@ -178,8 +176,8 @@ def measure(
     copies: int,
     given_up: Collection[int] = (),
 ) -> Memory:
-    """The memory of a rank's program, freed like Python does: a value after its last use, the
-    caller's tensors at the end. For a cond, that of the larger branch.
+    """The memory of a rank's program. A value is freed after its last use, a tensor of the caller
+    at the end. A cond needs the memory of its larger branch.
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.
@@ -261,7 +259,7 @@ def _hold_operands(
 
 
 def _live(held_in: Mapping[BranchPath, Mapping[str, int]], at: BranchPath) -> dict[str, int]:
-    """Live bytes in a branch by kind, without other branches; after a cond, of the larger one."""
+    """Live bytes by kind in a branch, without other branches; after a cond, in the larger one."""
     if len(held_in) == 1:
         return dict(held_in[()])
     decided = dict(at)
@@ -281,8 +279,8 @@ def _live(held_in: Mapping[BranchPath, Mapping[str, int]], at: BranchPath) -> di
 
 
 def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:
-    """The workspace of oneDNN's float32 convolutions: copies of the tensors in its own blocked
-    layout. Other ops have next to none.
+    """The workspace of oneDNN's float32 convolutions: copies of the tensors in a blocked layout.
+    Other ops need next to none.
     """
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return 0
@@ -340,7 +338,7 @@ def _kinds(
 
 
 def copied_bytes(output: fx.Node, shapes: LocalShapes, donated: Collection[int]) -> list[int]:
-    """Bytes of the outputs that share memory with an input or another output, and so are copied."""
+    """Bytes of outputs that are copied, since they share memory with an input or another output."""
     seen = {held.storage for node in shapes.inputs for held in shapes.values[node]} - set(donated)
     copies = []
     for out in output.args[0]:  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""Shapes that reports assume for a rank's program: the busiest rank's (under a causal mask plain
-chunks give the last rank the most attention work), and those of equal loads (where ranks exchange
-rows whose number depends on values).
+"""Shapes that reports assume for a rank's program: the shapes of the busiest rank (with a causal
+mask and plain chunks the last rank computes most), and the shapes at equal loads (where ranks
+exchange rows whose number depends on values).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from ftp.runtime.local_shapes import LocalShapes
 def on_busiest(
     graph: fx.Graph, shapes: LocalShapes, offsets: Iterable[Sequence[int]]
 ) -> LocalShapes:
-    """The shapes with the numbers of the rank that computes most.
+    """The shapes, with the offsets of the rank that computes most.
 
     Args:
         offsets: per rank, the ints that the graph takes after its tensors.

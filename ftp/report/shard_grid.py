@@ -13,7 +13,7 @@ MOST = 64  # shards that are listed
 def holders(
     spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]
 ) -> dict[tuple[str, ...], list[int]]:
-    """Per distinct shard, as a slice of each dim, the ranks that hold it, in mesh order."""
+    """``{shard: ranks that hold it, in mesh order}``; a shard is a slice of each dim."""
     found: dict[tuple[str, ...], list[int]] = {}
     for rank, at in enumerate(product(*map(range, axes.values()))):
         slices = local_pieces(spec, shape, dict(axes), dict(zip(axes, at, strict=True)))

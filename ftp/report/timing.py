@@ -30,7 +30,7 @@ class TimedOp:
     """One op or collective.
 
     Attributes:
-        begin, seconds: when it begins in the estimated step, and how long it takes.
+        begin, seconds: when the op begins in the estimated step, and its duration.
         flops: floating-point operations, counted for matmuls, attention and convolutions.
         nbytes: bytes read and written; of a collective this rank's buffer on the larger side.
         limit: ``compute``, ``memory``, ``overhead`` or ``link``.
@@ -53,9 +53,9 @@ class Cost(Reported, float):
         ops: every op that takes time, in order; ``collectives`` every collective.
         hardware: the rates.
         flops: of all matmuls, on this rank.
-        waiting: seconds in which nothing is computed because a collective's result is awaited.
-        mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
-            counted by its own rate.
+        waiting: seconds in which the rank only waits for a collective's result.
+        mfu: ``flops`` over the flops that the hardware could do in the time, at the peak rate of
+            each op's dtype.
         worst: seconds of the step if every exchange of rows, whose counts are values, sends as many
             as it can, and as many rows are computed. The estimate itself assumes equal parts.
     """
@@ -167,8 +167,8 @@ def in_seconds(seconds: float) -> str:
 def estimate(
     graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
 ) -> Cost:
-    """Time a rank's program: one stream computes, one communicates, and a wait blocks the first.
-    Of a cond the dearer branch runs.
+    """Time a rank's program: one stream computes, one communicates, and a wait blocks the first. A
+    cond runs its slower branch.
     """
     now = link_free = waiting = ideal = met = unequal = 0.0
     moved = 0
@@ -250,7 +250,7 @@ def _cheaper(
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> TimedOp:
-    """The time of one op at ``now``; ``moved``: bytes of the op before if it is a matmul, or 0."""
+    """The time of one op at ``now``; ``moved``: bytes of the last op if it is a matmul, or 0."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}
@@ -346,7 +346,7 @@ _LIKE = {
 
 
 def _is_dense(held: LocalTensor) -> bool:
-    """Whether its elements fill a range of memory, in any order."""
+    """Whether a tensor's elements fill a range of memory, in any order."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(held.stride, held.shape, strict=True) if size != 1

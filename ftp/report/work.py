@@ -22,9 +22,9 @@ class Matmul:
     """A matmul, attention or convolution of a plan.
 
     Attributes:
-        node: the planned op. layer: the layer it belongs to, "" for none.
+        node: the planned op. layer: the op's layer, "" for none.
         flops: on one device.
-        whole_on: the axes that do not cut it, whose ranks all do it.
+        whole_on: the axes that do not cut the op; all their ranks compute it.
         times: all ranks' operations over one device's.
     """
 
@@ -44,7 +44,7 @@ class Work(Reported, float):
 
     Attributes:
         flops: of all ranks. one_device: of one device that runs the whole program.
-        by_layer: the ratio of each layer, ``layers.0`` first, and under ``""`` that of no layer.
+        by_layer: the ratio of each layer, ``layers.0`` first; ``""`` holds ops of no layer.
         matmuls: every matmul, attention and convolution, in order.
     """
 
@@ -69,7 +69,7 @@ class Work(Reported, float):
         return (self.matmuls,)
 
     def report(self, most: int = 8) -> str:
-        """The ratio in all and by layer, and the ops with the most repeated work."""
+        """The ratio, in all and by layer, and the ops with the most repeated work."""
         lines = [
             f"work: {self:.4g} x one device's, {self.flops:.4g} of {self.one_device:.4g} matmul"
             " FLOP"
@@ -118,7 +118,8 @@ def repeated_work(
     """Findings on work done more than ``REPEATED`` times, and on axes that cut no matmul.
 
     Args:
-        used: the axes that a spec or a constraint names; ranks of others repeat all on purpose.
+        used: the axes that a spec or a constraint names. Ranks along other axes repeat everything
+            on purpose.
     """
     work = work_of(graph, {axis: axes[axis] for axis in used})
     findings = []
