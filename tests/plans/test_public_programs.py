@@ -11,13 +11,14 @@ from public_recent import RECENT
 from public_science import SCIENCE
 from public_signals import SIGNALS
 from public_structure import STRUCTURE
+from public_unseen import UNSEEN
 from public_values import VALUES
 from public_vision import VISION
 
 import ftp
 from ftp import P
 
-PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT | VALUES
+PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT | VALUES | UNSEEN
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),
