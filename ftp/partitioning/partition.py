@@ -142,27 +142,18 @@ class Partitioner:
         self, value: Value, spec: PartitionSpec, coordinate: Coordinate
     ) -> tuple[Any, ...]:
         """The intervals that a rank holds of a value whose spec fits no order of the axes."""
-        return tuple(
-            of_rank
-            for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
-            for of_rank in (
-                cut.length,
-                *itertools.chain(*(cut.pieces if cut.is_irregular else ())),
-            )
-        )
+        found: list[Any] = []
+        for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate):
+            found += [cut.length, *itertools.chain(*(cut.pieces if cut.is_irregular else ()))]
+        return tuple(found)
 
 
 class _Emission:
     """Emits the graph of the rank at ``coordinate``, node by node of the plan."""
 
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
-        self.plan, self.device, self.group_name, self.chunks, self.change = (
-            owner.plan,
-            owner.device,
-            owner.group_name,
-            owner.chunks,
-            owner.change,
-        )
+        self.plan, self.device, self.group_name = owner.plan, owner.device, owner.group_name
+        self.chunks, self.change = owner.chunks, owner.change
         self.coordinate = coordinate
         self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
@@ -272,14 +263,10 @@ class _Emission:
             self.env[Value(node)] = self.env[node.operands[0]]
             return
         if node.kind == "reshard":
-            site, x, count = (
-                self._site(node, sizes),
-                self.env[node.operands[0]],
-                self.chunks.get(node.name, 1),
-            )
-            self.env[Value(node)] = (
-                emit_chunks(site, x, count) if count > 1 else emit_reshard(site, x)
-            )
+            site, x = self._site(node, sizes), self.env[node.operands[0]]
+            count = self.chunks.get(node.name, 1)
+            made = emit_chunks(site, x, count) if count > 1 else emit_reshard(site, x)
+            self.env[Value(node)] = made
             return
         if node.kind == "local" or node.rank_axes:
             operands = [self.env[v] for v in node.operands]
@@ -311,12 +298,12 @@ class _Emission:
         if len(node.results) == 1 and not returns_tuple(node.target):
             self.env[Value(node)] = made
             return
-        for index in range(len(node.results)):
-            self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
+        for value in node.values:
+            self.env[value] = self.graph.call_function(operator.getitem, (made, value.index))
 
     def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
-        """Record the node of each result in its ``meta``: for an empty shard all are zeros and
-        cannot be told apart. The node of an unused gradient is None.
+        """Record in the ``meta`` of each result's node which result it is: results of an empty
+        shard are all zeros and could not be told apart. The node of an unused gradient is None.
         """
         for index, x in enumerate(made):
             if x is not None:
@@ -395,15 +382,13 @@ class _Emission:
 
     def _offset(self, offset: ShardOffset) -> fx.Node:
         if offset not in self.offsets:
-            context = (
-                self.graph.inserting_after(self.last_input)
-                if self.last_input is not None
-                else self.graph.inserting_before(next(iter(self.graph.nodes)))
-            )
-            with context:
-                self.last_input = self.graph.placeholder(
-                    f"{offset.kind}_{offset.axis}_{len(self.offsets)}"
-                )
+            name = f"{offset.kind}_{offset.axis}_{len(self.offsets)}"
+            with (
+                self.graph.inserting_before(next(iter(self.graph.nodes)))
+                if self.last_input is None
+                else self.graph.inserting_after(self.last_input)
+            ):
+                self.last_input = self.graph.placeholder(name)
             self.offsets[offset] = self.last_input
         return self.offsets[offset]
 

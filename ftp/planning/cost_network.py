@@ -30,14 +30,14 @@ VIOLATION = 1e3  # seconds for each violation, if no plan keeps all placement co
 
 
 def solve(problem: Problem) -> AxisPlan:
-    """The cheapest plan; placement constraints are broken only where no plan keeps them all."""
+    """The cheapest plan. It breaks placement constraints only if no plan keeps them all."""
     return PricedNetwork(problem).solve(BytePrices())
 
 
 class PricedNetwork:
     """The cost network of a problem, built once and solved at any prices of bytes.
 
-    Where no plan keeps all placement constraints, costs include a price on each violation.
+    If no plan keeps all placement constraints, costs include a price on each violation.
     """
 
     def __init__(self, problem: Problem):
@@ -160,15 +160,8 @@ class _CostNetwork:
             if self.problem.open and node in self.problem.open.groups:
                 cuts = self._open_cuts(node)
             fixed = self.problem.axis in node.own_axes
-            key = (
-                kind,
-                tuple(node.sizes.items()),
-                tuple(cuts),
-                pinned,
-                pending,
-                fixed,
-                tuple(rings),
-            )
+            sizes = tuple(node.sizes.items())
+            key = (kind, sizes, tuple(cuts), pinned, pending, fixed, tuple(rings))
             if key not in shared:
                 shared[key] = strategies(
                     node,
@@ -184,18 +177,19 @@ class _CostNetwork:
             found = options[node] = shared[key]
             if node in self.problem.forms:
                 found = options[node] = list(filter(self.problem.forms[node], found))
-            for index in range(len(node.results)):
-                if any(s.results[index].kind == "P" for s in found):
-                    may_pend.add(Value(node, index))
+            may_pend.update(
+                value
+                for value in node.values
+                if any(s.results[value.index].kind == "P" for s in found)
+            )
         return options
 
     def _open_cuts(self, node: Node) -> list[Cut]:
         """The cuts that every input of a group may have."""
         opened, n = self.problem.open, self.problem.n
         assert opened is not None
-        members = [
-            member for member, first in opened.groups.items() if first is opened.groups[node]
-        ]
+        own = opened.groups[node]
+        members = [member for member, first in opened.groups.items() if first is own]
         found = []
         for layout in opened.cuts[node]:
             cut = factor_of(node.rule.results[0], node.sizes, layout, n)
@@ -208,21 +202,20 @@ class _CostNetwork:
         users.
         """
         self.twin_users: dict[Value, list[tuple[Node, int]]] = {}
-        ties = self.problem.ties
-        for node, twin in ties.twins.items() if ties else ():
+        if (ties := self.problem.ties) is None:
+            return
+        for node, twin in ties.twins.items():
             if set(self.options[node]) != set(self.options[twin]):
                 raise NotAlike
             self.options[node] = self.options[twin]
-            for index in range(len(node.results)):
-                pair = Value(twin, index), Value(node, index)
-                self.twin_users[pair[0]] = self.twin_users[pair[1]] = [
-                    use for v in pair for use in self.users.get(v, ())
-                ]
-        for stack, first in [(stack, ties.earlier) for stack in ties.layers.stacks] if ties else ():
-            pair = Value(stack, first), Value(stack, first + 1)
-            self.twin_users[pair[0]] = self.twin_users[pair[1]] = [
-                use for v in pair for use in self.users.get(v, ())
-            ]
+            for pair in zip(twin.values, node.values, strict=True):
+                self._share_users(*pair)
+        for stack in ties.layers.stacks:
+            self._share_users(Value(stack, ties.earlier), Value(stack, ties.earlier + 1))
+
+    def _share_users(self, a: Value, b: Value) -> None:
+        users = [*self.users.get(a, ()), *self.users.get(b, ())]
+        self.twin_users[a] = self.twin_users[b] = users
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """The result of ``make``, cached by ``key``, which holds the ids of lists."""
@@ -232,15 +225,11 @@ class _CostNetwork:
         return known
 
     def plan(self, solution: Solution, tables: Tables) -> AxisPlan:
-        chosen = {
-            node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()
-        }
-        copies = {}
+        at, copies = solution.choice, {}
+        chosen = {node: self.options[node][at[i]] for node, i in tables.of_node.items()}
         for value, i in tables.of_value.items():
             home = chosen[value.node].results[value.index]
-            copies[value] = tuple(
-                layout for layout in tables.copies[value][solution.choice[i]] if layout != home
-            )
+            copies[value] = tuple(c for c in tables.copies[value][at[i]] if c != home)
         return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
 
     def tables(self) -> Tables:
@@ -334,8 +323,9 @@ class _TableBuilder:
 
     def add_mirror(self, value: Value, node: Node) -> None:
         """Add the pair of an output and the open input whose layout the output has."""
+        layouts = [s.results[0] for s in self.net.options[node]]
         table = [
-            [_seconds_to_return(s.results[0], entry) for s in self.net.options[node]]
+            [0.0 if entry[0].kind == "R" or layout in entry else math.inf for layout in layouts]
             for entry in self.copies[value]
         ]
         owner = self.of_value[self._owner_of(value)]
@@ -436,8 +426,3 @@ class _TableBuilder:
 
 def _add_to(sums: dict[int, np.ndarray], variable: int, terms: np.ndarray) -> None:
     sums[variable] = sums[variable] + terms if variable in sums else terms
-
-
-def _seconds_to_return(layout: Layout, entry: tuple[Layout, ...]) -> float:
-    """Seconds to return a value in ``layout`` from the copies ``entry``: 0 or infinity."""
-    return 0.0 if entry[0].kind == "R" or layout in entry else math.inf

@@ -85,9 +85,7 @@ def found_by_trial(graph: Graph) -> str:
 
 
 def prune(graph: Graph) -> Rewrite:
-    """The graph in which per-rank code takes only operands that it uses, and computes only results
-    that are used.
-    """
+    """Drop operands that per-rank code does not use, and results of it that nothing uses."""
     if not any(node.kind == "local" for node in graph.nodes):
         return live(graph), unchanged(graph)[1]
     graph, copies = graph.copied()
@@ -96,19 +94,16 @@ def prune(graph: Graph) -> Rewrite:
     cut: set[Node] = set()
     nodes: list[Node] = []
     for node in reversed(graph.nodes):
-        kept = (
-            [i for i in range(len(node.results)) if Value(node, i) in used]
-            if node.kind == "local"
-            else []
-        )
+        kept = [v.index for v in node.values if v in used] if node.kind == "local" else []
         if 0 < len(kept) < len(node.results):
             program, taken = node.target.giving(kept)
-            operands, results = (
-                tuple(node.args[i] for i in taken),
-                tuple(node.results[i] for i in kept),
-            )
             less = replace(
-                node, target=program, args=operands, results=results, rule=program.rule, sizes={}
+                node,
+                target=program,
+                args=tuple(node.args[i] for i in taken),
+                results=tuple(node.results[i] for i in kept),
+                rule=program.rule,
+                sizes={},
             )
             swapped.update({Value(node, i): Value(less, at) for at, i in enumerate(kept)})
             cut.add(node)
@@ -259,8 +254,8 @@ class _GraphBuilder:
             if finding.stated is not None:
                 warnings.warn(
                     f"{target} has no sharding rule; one was found by trial, is proven on"
-                    f" {finding.cases} generated calls, and is used."
-                    f" {at}\n  State it, and no trial is needed: {finding.line(target)}",
+                    f" {finding.cases} generated calls, and is used. {at}\n  State it, and no trial"
+                    f" is needed: {finding.line(target)}",
                     DiscoveryWarning,
                     stacklevel=2,
                 )
@@ -268,8 +263,7 @@ class _GraphBuilder:
                 return replace(bind(finding.stated, *metas, str(target)), is_found=True)
             warnings.warn(
                 f"{target} has no sharding rule: every rank computes it whole. {at} None was found"
-                f" by trial: {finding.reason}."
-                f"\n  State one, such as: ftp.rule(torch.ops.{target},"
+                f" by trial: {finding.reason}.\n  State one, such as: ftp.rule(torch.ops.{target},"
                 f" {_candidate(call)!r}){_WRAP}",
                 ReplicationWarning,
                 stacklevel=2,
@@ -353,8 +347,8 @@ def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.G
 
 
 def sum_of_scatter(graph: Graph) -> Rewrite:
-    """Replace the sum over a dim of values that were scattered along it onto zeros by the sum of
-    the values themselves, so that a cut of the dim leaves no pending sum.
+    """Replace ``zeros.scatter(dim, index, values).sum(dim)`` by ``values.sum(dim)``, so that a cut
+    of the dim leaves no pending sum.
     """
     now: dict[Node, Node] = {}
     for old in graph.nodes:

@@ -44,8 +44,7 @@ def insert_reshards(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | Non
         ]
         emitter.nodes.append(node)
         emitter.rewired[node] = fresh
-        for index in range(len(node.results)):
-            value = Value(node, index)
+        for value in node.values:
             for layout in required.get(value, ()):
                 emitter.obtain(value, layout, None)
             if node.depends & BATCH:
@@ -112,9 +111,7 @@ class _Emitter:
         self.nodes: list[Node] = []
         self.rewired: dict[Node, list[Value]] = {}
         self.made: dict[tuple[Value, Layout], Value] = {}
-        self.shapes = {
-            Value(node, i): node.shape(i) for node in graph.nodes for i in range(len(node.results))
-        }
+        self.shapes = {v: v.node.shape(v.index) for node in graph.nodes for v in node.values}
 
     def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
         """``value`` in the layout ``need``, by the reshards that the plan chose."""
@@ -144,13 +141,9 @@ class _Emitter:
             shape = user.operand_shape(user.operands.index(value))
         reshard = Reshard(self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, shape)
         rule, sizes = reshard_rule(reshard)
-        cause = (
-            "an output"
-            if user is None
-            else f"{user.name} at {user.source}"
-            if user.source
-            else user.name
-        )
+        cause = "an output"
+        if user is not None:
+            cause = f"{user.name} at {user.source}" if user.source else user.name
         name = f"{value!r}_{reshard.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
         node = Node(
             name,
@@ -194,14 +187,8 @@ def reshard_rule(reshard: Reshard) -> tuple[BoundRule, dict[str, Size]]:
         if same:
             side = "x" if here is operand else "y"
             here[d] = (f"{side}o", f"{side}g", f"{side}i")
-            sizes.update(
-                {
-                    f"{side}o": layout.outer,
-                    f"{side}g": local,
-                    f"{side}i": layout.inner,
-                    f"{side}f": extent,
-                }
-            )
+            of_side = {"o": layout.outer, "g": local, "i": layout.inner, "f": extent}
+            sizes.update({f"{side}{letter}": size for letter, size in of_side.items()})
             whole |= {f"{side}o", f"{side}g", f"{side}i"}
         else:
             o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")

@@ -1,5 +1,5 @@
-"""Narrowest point of a chain of casts, scales and views: the point before a value is widened, where
-it is resharded.
+"""Narrowest point of a chain of casts, scales and views: a value is resharded there, before it is
+widened.
 """
 
 import functools

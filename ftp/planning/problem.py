@@ -68,8 +68,8 @@ class Problem:
     constraints depend on.
 
     Attributes:
-        parts: on a data axis, the closure of cuts within each part of what the batch cuts into
-            parts, such as chunks of the flattened batch.
+        parts: on a data axis, the cuts within the parts of splits, such as chunks of the flattened
+            batch, and all cuts that follow from them.
         forms: per node, a filter of its strategies, for reports that compare plans.
         by_ring: whether attention that can be a ring over this axis is one; None: the cheaper is
             chosen.

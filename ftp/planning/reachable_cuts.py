@@ -163,9 +163,9 @@ def is_cut_again(node: Node) -> bool:
 
 
 def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
-    """Cuts within the parts of a split whose operand the axis cuts between parts, such as chunks of
-    the flattened batch. Without them a part would be computed on the rank that holds it, or on all
-    ranks.
+    """For each split whose operand the axis cuts between the parts, such as chunks of the flattened
+    batch, cuts within the parts. Without them a part is computed on the rank that holds it, or on
+    all ranks.
     """
     return [
         (Value(node, index), layout_of(dims, node.sizes, Cut(there[-1]), found.n))
