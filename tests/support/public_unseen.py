@@ -114,7 +114,7 @@ def optical_flow() -> Program:
             h = (1 - gate) * h + gate * new
             now = now + F.conv2d(h, params["flow"], padding=1)
             mask = F.conv2d(h, params["mask"]).view(batch, 1, 9, 2, 2, height, width).softmax(2)
-            flow = F.unfold(2 * (now - start), [3, 3], padding=1)
+            flow = F.unfold(2 * (now - start), 3, padding=1)
             flow = (mask * flow.view(batch, 2, 9, 1, 1, height, width)).sum(2)
             flow = flow.permute(0, 1, 4, 2, 5, 3).reshape(batch, 2, 2 * height, 2 * width)
             total += 0.8 ** (1 - i) * (flow - due).abs().mean()
