@@ -24,7 +24,7 @@ from ftp.certification.value_numbering import check_traced
 from ftp.dynamic_float import DynamicFloat, evaluated
 from ftp.dynamic_int import DynamicInt
 from ftp.errors import CertificateError, InputError
-from ftp.per_rank.program import LOCAL, RankCode
+from ftp.per_rank.program import LOCAL, RankCode, program_of
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.call import replaced
@@ -71,7 +71,7 @@ def certify(lowered: Lowered) -> Certificate:
 def certified(program: Program) -> Certificate:
     """The checked certificate of a program."""
     certificate = certificate_of(program)
-    check_traced(program.traced_graph, certificate)
+    check_traced(_traced_graph(program), certificate)
     try:
         return check(certificate)
     except CertificateError:
@@ -81,6 +81,18 @@ def certified(program: Program) -> Certificate:
     # ops other rules than those by which they were planned.
     with program.ranks.sizes.noting(program.values):
         return check(_with_formulas(certificate, program))
+
+
+def _traced_graph(program: Program) -> fx.Graph:
+    """The single-device program, with numbers for formulas in its per-rank code too."""
+    graph = program.traced_graph
+    if isinstance(program, SizedProgram):
+        with program.ranks.symbolic.sizes.noting(program.values):
+            for node in graph.nodes:
+                if node.target is LOCAL:
+                    xs, key = node.args
+                    node.args = xs, program_of(str(key)).with_numbers(evaluated).key
+    return graph
 
 
 def _with_formulas(certificate: Certificate, program: Program) -> Certificate:
@@ -189,7 +201,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         spec = cuts_of(in_specs.get(node, PartitionSpec()))
         return Operation(node.name, None, (), {}, results, spec=spec)
     if node.kind == "local":
-        program: RankCode = node.target
+        program: RankCode = node.target.with_numbers(evaluated)
         ports = Ports(
             tuple(cuts_of(p.spec) for p in program.operands),
             tuple((cuts_of(p.spec), p.pending) for p in program.results),

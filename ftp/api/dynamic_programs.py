@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from ftp.api import families
@@ -14,7 +15,7 @@ from ftp.api.graph_checks import check_certified, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
-from ftp.dynamic_int import Sizes
+from ftp.dynamic_int import Sizes, in_multiples
 from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused
 from ftp.runtime.program import Program
@@ -220,7 +221,7 @@ def _traced(
     """Trace for many sizes: if the function's code compares sizes, for those with the same results
     of the comparisons. None if a size is one and the function treats one differently.
     """
-    for at in families.sizes_to_trace(family, inputs.shapes, values):
+    for at in families.sizes_to_trace(family, inputs.shapes, values, definition.mesh.size()):
         trace = _traced_at(family.dynamic, definition, inputs, at)
         family.add(trace)
         if trace.sizes.conditions.holds(values):
@@ -235,11 +236,14 @@ def _traced_at(
     values: tuple[int, ...],
     replayed: Alike | None = None,
 ) -> FamilyTrace:
-    """The trace for many sizes, such as ``values``."""
-    sizes = families.sizes_for(dynamic, values)
-    formulas = families.shapes_with(dynamic, inputs.shapes, sizes)
-    traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes, replayed=replayed)
-    return FamilyTrace(traced, sizes)
+    """The trace for many sizes, such as ``values``: for multiples, if per-rank code asks."""
+
+    def made(sizes: Sizes) -> FamilyTrace:
+        formulas = families.shapes_with(dynamic, inputs.shapes, sizes)
+        traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes, replayed=replayed)
+        return FamilyTrace(traced, sizes)
+
+    return in_multiples(partial(families.sizes_for, dynamic, values), made)
 
 
 @collection_paused()

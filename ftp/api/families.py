@@ -5,6 +5,7 @@ A family has traces, mostly one: several where the function asks for a size. A t
 for sizes that a mesh axis divides, one for others. A plan has rank graphs (`RankPrograms`).
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,13 +56,14 @@ class FamilyPlan:
         written as a multiple of the axis' size, so that shards have formulas too.
         """
         assert traced.symbolic is not None
-        asked = traced.symbolic.sizes.conditions
+        of_trace = traced.symbolic.sizes
+        own = {s.name: s.multiple for s in of_trace.given}
 
         def made(sizes: Sizes) -> Program:
-            sizes.ask_again(asked)  # where the trace is of multiples, so is the plan
+            sizes.ask_again(of_trace.conditions)  # where the trace is of multiples, so is the plan
             return make(sizes)
 
-        program = in_multiples(lambda multiples: sizes_for(dynamic, values, multiples), made)
+        program = in_multiples(lambda found: sizes_for(dynamic, values, own | {**found}), made)
         return cls(dynamic, RankPrograms(program, traced.symbolic))
 
     def program(self, values: tuple[int, ...]) -> SizedProgram:
@@ -210,18 +212,24 @@ def sizes_for(
 
 
 def sizes_to_trace(
-    family: Family, shapes: Sequence[Shape | None], values: tuple[int, ...]
+    family: Family, shapes: Sequence[Shape | None], values: tuple[int, ...], ranks: int
 ) -> Iterator[tuple[int, ...]]:
-    """Sizes to try a trace with: first sizes that no other dim has, then those of the call."""
+    """Sizes to try a trace with: first sizes that no other dim has, then those of the call. The
+    ``ranks`` divide the first ones where they divide those of the call: per-rank code asks for it.
+    """
     taken = {size for shape in shapes for size in shape or ()} - set(values)
     generic = []
     for limit, value in zip(family.dynamic.ranges, values, strict=True):
         start = max(_GENERIC, limit.low, value)
-        fitting = (s for s in range(start, start + 2 * len(taken) + 2) if s not in taken)
-        found = next(fitting)
+        alike = start + (value - start) % ranks
+        for first, step in (alike, ranks), (start, 1):
+            found = next(s for s in itertools.count(first, step) if s not in taken)
+            if found <= limit.high:
+                break
         generic.append(found if found <= limit.high else value)
         taken.add(found)
-    if not family.traces:
+    is_short = min(values) <= 1 and family.trace_for(generic) is None
+    if not family.traces or is_short:
         yield tuple(generic)
     if (family.traces or tuple(generic) != values) and min(values) > 1:
         yield values

@@ -21,17 +21,17 @@ from ftp.torch_internals.process_groups import resolve_process_group
 
 Counts = list[list[int]]
 EXCHANGE_ROWS = define(
-    "exchange_rows(Tensor x, Tensor counts, str axis, int n, int bound, bool back) -> Tensor"
+    "exchange_rows(Tensor x, Tensor counts, str axis, int n, SymInt bound, bool back) -> Tensor"
 )
 # ``fits``: the tensor that receives rows, or sends them back, has exactly these rows rather than
 # room for ``bound``. ``source`` is the user's line, for errors.
 ALL_TO_ALL_ROWS = define(
     "all_to_all_rows"
-    "(Tensor x, Tensor counts, int bound, bool back, bool fits, str source, str group) -> Tensor"
+    "(Tensor x, Tensor counts, SymInt bound, bool back, bool fits, str source, str group) -> Tensor"
 )
 # The same for an axis of one rank.
 FIRST_ROWS = define(
-    "first_rows(Tensor x, Tensor counts, int bound, bool back, str source) -> Tensor"
+    "first_rows(Tensor x, Tensor counts, SymInt bound, bool back, str source) -> Tensor"
 )
 
 

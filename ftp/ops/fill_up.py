@@ -12,7 +12,7 @@ from ftp.ops.linear import TRANSPOSES, linear
 
 def _define(name: str, kernel: Callable[[Tensor, int], Tensor]) -> Any:
     """Define an op over the ``n`` ranks of ``axis``; on each rank ``rows`` is its own number."""
-    target = define(f"{name}(Tensor x, str axis, int n, int rows) -> Tensor")
+    target = define(f"{name}(Tensor x, str axis, int n, SymInt rows) -> Tensor")
     torch.library.impl(f"ftp::{name}", "CompositeExplicitAutograd")(
         lambda x, axis, n, rows: kernel(x, rows)
     )

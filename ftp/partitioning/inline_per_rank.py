@@ -94,7 +94,7 @@ def inline(site: InlineSite, program: RankCode, operands: Sequence[fx.Node]) -> 
         else:
             operand: Any = node.args[0]
             held = operand.meta["val"]
-            shape = tuple(map(int, held.shape))
+            shape = tuple(held.shape)
             call = CollectiveCall(node.target, args[1:], program.axes[axis], shape)
             made = emit_collective(site, call, args[0], held.dtype, node.name, source)
         _note(site.graph, len(site.graph.nodes) - before, source)

@@ -15,6 +15,7 @@ from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.gradient import Pair
 from ftp.per_rank.program import RankCode, has_gradient, program_of
 from ftp.per_rank.transforms import batched, pair_of
+from ftp.rules.call import formula_of
 from ftp.source import at_line
 
 
@@ -129,7 +130,7 @@ def _mapped(
 ) -> Any:
     """A program mapped over a batch, on tensors whose batch dims are ``in_dims``."""
     has = tuple(d is not None for d in in_dims)
-    mapped = batched(program.key, has, info.batch_size, xs[0].device.type)
+    mapped = batched(program.key, has, formula_of(info.batch_size), xs[0].device.type)
     given = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
     made: Any = PerRankRun.apply(mapped, *given)
     return made, (0,) * len(program.results)

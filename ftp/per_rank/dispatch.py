@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -133,8 +134,21 @@ def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | 
     none, like ``torch.chunk``; in the route all own equal numbers, and missing experts get no rows.
     """
     of_expert = F.pad(of_expert, (0, -of_expert.shape[0] % n))
-    bound = n * rows if capacity is None else min(n * rows, math.ceil(capacity * rows))
+    bound = n * rows if capacity is None else min(n * rows, _room(capacity, rows))
     counts = all_gather(of_expert.view(1, n, -1), axis)
     arrived = counts.index_select(1, axis_index(axis)[None])
     ends = arrived.sum((0, 1)).cumsum(0).to(torch.int32)
     return Route(axis, rows, bound, counts, ends)
+
+
+def _room(capacity: float, rows: int) -> int:
+    """``ceil(capacity * rows)``, for a short fraction such as 1.5 by integers: of a dynamic number
+    of rows it is a formula.
+    """
+    exact = Fraction(capacity)
+    if exact.denominator > _SHORT:
+        return math.ceil(capacity * rows)
+    return -(-exact.numerator * rows // exact.denominator)
+
+
+_SHORT = 1024  # the product is exact in floats too

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.program import Port, RankCode, Shape, copied, needed
+from ftp.per_rank.sizes import held
 from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.per_rank.varying import AxisSet, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
@@ -75,7 +76,7 @@ def with_gradient(
 
     cotangents = [program.results[i].meta for i in differentiable]
     args = [port.meta for port in operands], index_of(program.axes), cotangents
-    traced = trace_apart(joint, args, device_type, names)
+    traced = trace_apart(joint, args, device_type, names, program.sizes)
     return _split(program, len(names), traced, wrt, differentiable)
 
 
@@ -308,7 +309,7 @@ def _dependent(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _shape(node: fx.Node) -> Shape:
-    return tuple(map(int, node.meta["val"].shape))
+    return tuple(node.meta["val"].shape)
 
 
 def _stacked(node: fx.Node, varies: AxisSet, axes: Mapping[str, int]) -> Port:
@@ -325,5 +326,5 @@ def _reshaped(
     if old == new:
         return node
     made = graph.call_function(aten.reshape.default, (node, list(new)))
-    made.meta["val"] = torch.empty(new, dtype=dtype, device="meta")
+    made.meta["val"] = held(new, dtype)
     return made

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
+from ftp.dynamic_int import Sizes
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.autograd import Apply
@@ -31,9 +32,11 @@ from ftp.per_rank.local_specs import (
     whole_units,
 )
 from ftp.per_rank.program import Port, RankCode, interned
+from ftp.per_rank.sizes import at_hand, shape_of, sizes_in
 from ftp.per_rank.trace_locally import check_captured, index_of, run_inside, trace_apart
 from ftp.per_rank.uneven import UnevenCut, check_result, uneven_cut, with_own_rows
 from ftp.per_rank.varying import check_claims, infer
+from ftp.rules.call import formula_of
 from ftp.sharding.arguments import argument_names, argument_specs, padded_names
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import (
@@ -130,24 +133,22 @@ def local(
                 f"{at_line()}ftp.local takes at least one tensor: without one there is nothing to"
                 " shard."
             )
-        if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape):
-            from ftp.tracing.symbolic import NotSymbolic  # which takes long to import
-
-            raise NotSymbolic(
-                f"{at_line()}ftp.local traces one rank's code for shards of one size, and is given"
-                " a tensor of a dynamic size."
-            )
+        sizes = sizes_in(map(shape_of, tensors))
         key = (
             tree,
             tuple(of_mesh.items()),
             tensors[0].device.type,
             settings(),
-            *((x.shape, x.dtype) if isinstance(x, Tensor) else key_of_static(x) for x in leaves),
+            *(
+                (shape_of(x), x.dtype) if isinstance(x, Tensor) else key_of_static(x)
+                for x in leaves
+            ),
         )
-        if key not in known:
+        of_sizes = known if sizes is None else sizes.memo.setdefault(("local", call), {})
+        if key not in of_sizes:
             is_planned = len(own) < len(of_mesh)
-            known[key] = _prepare(fn, own, is_planned, in_specs, out_specs, check, args)
-        return known[key](tensors)
+            of_sizes[key] = _prepare(fn, own, is_planned, in_specs, out_specs, check, args, sizes)
+        return of_sizes[key](tensors)
 
     return call
 
@@ -171,10 +172,10 @@ class _Local:
     cuts: dict[int, UnevenCut]
     uneven_results: dict[int, UnevenCut]
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, given: Sequence[Tensor]) -> Any:
         tensors = [
             self.cuts[i].filled_up(x) if i in self.cuts else x
-            for i, x in zip(self._at, tensors, strict=True)
+            for i, x in zip(self._at, given, strict=True)
         ]
         if _may_be_differentiated(tensors) and self._has_gradient:
             outputs = Apply.apply(self._pair, *tensors, *self._pair.constants)
@@ -184,8 +185,9 @@ class _Local:
             leaf if static else outputs[leaf]
             for leaf, static in zip(self.traced.out_leaves, self.traced.is_static, strict=True)
         ]
+        sizes = {formula_of(s): s for x in given for s in x.shape if self.uneven_results}
         for i, cut in self.uneven_results.items():
-            leaves[i] = cut.cut_off(leaves[i])
+            leaves[i] = cut.cut_off(leaves[i], sizes[cut.size])
         return self.traced.out_tree.unflatten(leaves)
 
     @cached_property
@@ -221,6 +223,7 @@ def _prepare(
     out_specs: Any,
     check: bool,
     args: tuple[Any, ...],
+    sizes: Sizes | None,
 ) -> _Local:
     check_captured(fn)
     roots = padded_names(argument_names(fn), len(args))
@@ -229,21 +232,21 @@ def _prepare(
     specs = argument_specs(in_specs, args, roots, "in_specs")
     if is_planned:
         check_own(specs, names, axes)
-    check_specs(specs, leaves, names, axes)
+    check_specs(specs, list(map(at_hand, leaves)), names, axes)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if failures := [f for i in at for f in uneven(leaves[i], specs[i], axes, names[i])]:
         raise SpecError(at_line() + join_failures(failures))
     parts, cuts, uneven_results = list(leaves), {}, {}
     for i in at:
         parts[i] = local_part(leaves[i], specs[i], axes)
-        if (cut := uneven_cut(leaves[i].shape, specs[i], axes)) is not None:
+        if (cut := uneven_cut(shape_of(leaves[i]), specs[i], axes)) is not None:
             cuts[i] = cut
     fn = with_own_rows(fn, cuts, names, uneven_results) if cuts else fn
     device_type = leaves[at[0]].device.type
 
     run = partial(run_inside, fn, tree, axes)
-    traced = trace_apart(run, (parts, index_of(axes)), device_type, names)
-    operands = [Port(specs[i], tuple(parts[i].shape), parts[i].dtype) for i in at]
+    traced = trace_apart(run, (parts, index_of(axes)), device_type, names, sizes)
+    operands = [Port(specs[i], shape_of(parts[i]), parts[i].dtype) for i in at]
     operands += constant_ports(traced)
     results = _results(traced, out_specs, axes, is_planned, uneven_results)
     inputs = _indices_last(traced.gm.graph, len(at), len(axes))
@@ -257,7 +260,7 @@ def _prepare(
         vary = [*(p.spec.axes for p in operands), *([axis] for axis in axes)]
         types = infer(traced.gm.graph, [frozenset(over) for over in vary])
         check_claims(traced, results, types, called)
-    program = interned(traced.gm, axes, operands, results, is_planned)
+    program = interned(traced.gm, axes, operands, results, is_planned, sizes)
     return _Local(fn, parts, tree, names, device_type, program, traced, cuts, uneven_results)
 
 
@@ -282,9 +285,9 @@ def _results(
     named = list(zip(specs, names, strict=True))
     if failures := [f for s, name in named for d in range(len(s)) for f in packed(s, d, name)]:
         raise SpecError(at_line() + join_failures(failures))
-    check_specs([whole_units(s) for s in specs], leaves, names, axes)
+    check_specs([whole_units(s) for s in specs], list(map(at_hand, leaves)), names, axes)
     return [
-        Port(of_one(spec), tuple(map(int, leaf.shape)), leaf.dtype)
+        Port(of_one(spec), tuple(leaf.shape), leaf.dtype)
         for leaf, spec, static in zip(leaves, specs, traced.is_static, strict=True)
         if not static
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ftp.errors import SpecError, join_failures
-from ftp.per_rank.trace_locally import meta
+from ftp.per_rank.sizes import meta, shape_of
 from ftp.per_rank.uneven import uneven_cut
 from ftp.sharding.spec import PartitionSpec, Units
 from ftp.source import at_line
@@ -47,8 +47,8 @@ def check_own(
 def uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) -> list[str]:
     if not isinstance(leaf, Tensor):
         return []
-    failures, cut = [], uneven_cut(leaf.shape, spec, axes)
-    for d, size in enumerate(leaf.shape):
+    failures, cut = [], uneven_cut(shape_of(leaf), spec, axes)
+    for d, size in enumerate(shape_of(leaf)):
         cuts = spec.cuts(d)
         unit = math.lcm(*(c.size * (c.pack if isinstance(c.pack, int) else 1) for c in cuts))
         n = math.prod(axes[c.axis] for c in cuts)
@@ -80,7 +80,10 @@ def packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
 
 def local_part(leaf: Tensor, spec: PartitionSpec, axes: Mapping[str, int]) -> Tensor:
     return meta(
-        [-(-s // math.prod(axes[c.axis] for c in spec.cuts(d))) for d, s in enumerate(leaf.shape)],
+        [
+            -(-s // math.prod(axes[c.axis] for c in spec.cuts(d)))
+            for d, s in enumerate(shape_of(leaf))
+        ],
         leaf.dtype,
     )
 

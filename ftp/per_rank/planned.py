@@ -18,7 +18,7 @@ from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.define import define
 from ftp.ops.fill_up import CUT_OFF, FILL_UP
 from ftp.per_rank.program import Port, RankCode, factor
-from ftp.per_rank.trace_locally import meta
+from ftp.per_rank.sizes import held
 from ftp.rules.call import Call, Meta
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation
@@ -69,14 +69,14 @@ def expanded(program: RankCode) -> fx.Graph:
     n = len(program.operands)
     for node, port in zip(placeholders[:n], program.operands, strict=True):
         env[node] = graph.placeholder(node.name)
-        env[node].meta["val"] = meta(port.global_shape(program.axes), port.dtype)
+        env[node].meta["val"] = held(port.global_shape(program.axes), port.dtype)
     for node, port in zip(placeholders[:n], program.operands, strict=True):
         args = (env[node], *_arguments(program, port))
         env[node] = graph.create_node("call_function", ENTER, args, name=f"{node.name}_entered")
-        env[node].meta["val"] = port.meta
+        env[node].meta["val"] = held(port.shape, port.dtype)
     for node, (axis, size) in zip(placeholders[n:], program.axes.items(), strict=True):
         env[node] = graph.call_function(AXIS_INDEX, (axis, size))
-        env[node].meta["val"] = meta((), torch.int64)
+        env[node].meta["val"] = held((), torch.int64)
     for node in program.gm.graph.nodes:
         if node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -84,7 +84,7 @@ def expanded(program: RankCode) -> fx.Graph:
     for node, port in zip(outputs, program.results, strict=True):  # type: ignore[arg-type]
         args = (env[node], *_arguments(program, port), list(port.pending))
         left.append(graph.create_node("call_function", LEAVE, args, name=f"{node.name}_left"))
-        left[-1].meta["val"] = meta(port.global_shape(program.axes), port.dtype)
+        left[-1].meta["val"] = held(port.global_shape(program.axes), port.dtype)
     graph.output(tuple(left))
     return _expanded.setdefault(program.key, graph)
 

@@ -3,14 +3,16 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dynamic_int import Sizes
 from ftp.ops.define import define, register_fake
+from ftp.per_rank.sizes import Replacement, as_symbolic, meta, name_of, with_numbers
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
 from ftp.sharding.spec import PartitionSpec
@@ -34,7 +36,7 @@ class Port:
 
     @property
     def meta(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return meta(self.shape, self.dtype)
 
     @property
     def has_gradient(self) -> bool:
@@ -58,7 +60,8 @@ class RankCode:
         gm: takes the operands' shards, then the rank's index on each axis, 0-d int64 tensors.
         is_planned: whether the mesh has other axes, over which the code is planned like the program
             around it.
-        key: hash of the content, equal on all ranks.
+        sizes: the dynamic sizes that its numbers are formulas of; None where there are none.
+        content: hash of the content, equal on all ranks.
     """
 
     gm: fx.GraphModule
@@ -66,9 +69,15 @@ class RankCode:
     operands: tuple[Port, ...]
     results: tuple[Port, ...]
     is_planned: bool
+    sizes: Sizes | None
 
     @cached_property
     def key(self) -> str:
+        """Unique in this process: formulas of two traces may read alike."""
+        return self.content if self.sizes is None else f"{self.content} of {name_of(self.sizes)}"
+
+    @cached_property
+    def content(self) -> str:
         lines = [
             f"{node.format_node()} {node.meta.get('source', '')}" for node in self.gm.graph.nodes
         ]
@@ -125,10 +134,22 @@ class RankCode:
     ) -> "RankCode":
         """Other code on the same axes."""
         gm = fx.GraphModule({}, graph)
-        return interned(gm, self.axes, operands, results, self.is_planned)
+        return interned(gm, self.axes, operands, results, self.is_planned, self.sizes)
+
+    def with_numbers(self, number: Replacement, sizes: Sizes | None = None) -> "RankCode":
+        """The code with ``number(x)`` in place of each formula: its value, or one of ``sizes``."""
+
+        def port(old: Port) -> Port:
+            return replace(old, shape=tuple(map(number, old.shape)))
+
+        if self.sizes is None:
+            return self
+        gm = fx.GraphModule({}, with_numbers(self.gm.graph, number))
+        operands, results = (tuple(map(port, of)) for of in (self.operands, self.results))
+        return interned(gm, self.axes, operands, results, self.is_planned, sizes)
 
     def __str__(self) -> str:
-        return f"local[{self.key}]"
+        return f"local[{self.content}]"
 
 
 def factor(axis: str) -> str:
@@ -149,9 +170,10 @@ def interned(
     operands: Sequence[Port],
     results: Sequence[Port],
     is_planned: bool,
+    sizes: Sizes | None = None,
 ) -> RankCode:
     """The program with this content; equal programs are one object."""
-    made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned)
+    made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned, sizes)
     return _programs.setdefault(made.key, made)
 
 
@@ -181,6 +203,11 @@ LOCAL = define("local(Tensor[] xs, str program) -> Tensor[]")
 @register_fake("ftp::local")
 def _shapes(xs: list[Tensor], program: str) -> list[Tensor]:
     known = program_of(program)
+    shapes = [port.global_shape(known.axes) for port in known.results]
+    if known.sizes is not None:
+        symint = as_symbolic(known.sizes).symint
+        shapes = [tuple(map(symint, shape)) for shape in shapes]
     return [
-        xs[0].new_empty(port.global_shape(known.axes), dtype=port.dtype) for port in known.results
+        xs[0].new_empty(shape, dtype=port.dtype)
+        for shape, port in zip(shapes, known.results, strict=True)
     ]

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from ftp.axis import Inside, entered
+from ftp.dynamic_int import Sizes
 from ftp.errors import TraceError
+from ftp.per_rank.sizes import (
+    as_symbolic,
+    at_hand,
+    meta,
+    numbers_from,
+    shape_of,
+    sizes_in,
+    with_formulas,
+)
 from ftp.sharding.pytree import flatten
 from ftp.source import at_line
 from ftp.torch_internals.autograd_state import (
@@ -55,20 +65,64 @@ def traced_locally(
 ) -> Traced:
     """Trace one rank's code separately from the surrounding trace, to inspect its ops."""
     leaves, tree = flatten(tuple(leaves))
-    parts = [meta(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    parts = [meta(shape_of(x), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    sizes = sizes_in(shape_of(x) for x in parts if isinstance(x, Tensor))
     run = partial(run_inside, fn, tree, axes)
-    return trace_apart(run, (parts, index_of(axes)), device_type, names)
+    return trace_apart(run, (parts, index_of(axes)), device_type, names, sizes)
 
 
 def trace_apart(
-    fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[str]
+    fn: Callable[..., Any],
+    args: Any,
+    device_type: str,
+    names: Sequence[str],
+    sizes: Sizes | None = None,
 ) -> Traced:
-    """Trace ``fn(*args)``; ``names`` of the first leaves are for errors."""
+    """Trace ``fn(*args)``; ``names`` of the first leaves are for errors. With ``sizes`` the graph
+    has formulas in place of numbers.
+    """
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
-    # Hide the surrounding trace and transforms: they have global tensors, this trace local ones.
-    with disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
+    if sizes is not None:
+        return _with_sizes(fn, args, device_type, names, sizes)
+    with _hidden():
         return trace(fn, leaves, tree, device_type, names=names)
+
+
+def _with_sizes(
+    fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[str], sizes: Sizes
+) -> Traced:
+    """As `trace_apart`, with the dynamic sizes as the sizes of further inputs, without users in the
+    end.
+    """
+    counts = [meta((sizes.count(s),), torch.bool) for s in sizes.symbols]
+    leaves, tree = flatten((args, counts))
+    shapes = [shape_of(x) if isinstance(x, Tensor) else None for x in leaves]
+    leaves = list(map(at_hand, leaves))
+    names = [*names, *(s.name for s in sizes.given)]
+
+    def known(args: Any, counts: Sequence[Tensor]) -> Any:
+        with numbers_from(sizes, counts):
+            return fn(*args)
+
+    symbolic = as_symbolic(sizes)
+    with _hidden(), symbolic.inner_trace():
+        traced = trace(
+            known, leaves, tree, device_type, names=names, shapes=shapes, symbolic=symbolic
+        )
+    graph = traced.gm.graph
+    end = sum(isinstance(x, Tensor) for x in leaves)
+    for node in [n for n in graph.nodes if n.op == "placeholder"][end - len(counts) : end]:
+        graph.erase_node(node)
+    with_formulas(graph)
+    return traced
+
+
+@contextmanager
+def _hidden() -> Iterator[None]:
+    """Hide the surrounding trace and transforms, which have global tensors; this has local ones."""
+    with disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
+        yield
 
 
 @contextmanager
@@ -119,7 +173,3 @@ def check_captured(fn: Callable[..., Any]) -> None:
 
 def index_of(axes: Mapping[str, int]) -> list[Tensor]:
     return [meta((), torch.int64) for _ in axes]
-
-
-def meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")

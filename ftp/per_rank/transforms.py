@@ -3,16 +3,20 @@ for torch.vmap.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
+from ftp.dynamic_int import is_dynamic
 from ftp.ops.axis_collectives import axis_of, differentiable
 from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.per_rank.gradient import Pair, with_gradient
 from ftp.per_rank.program import Port, RankCode, program_of
+from ftp.per_rank.sizes import number
 from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.sharding.spec import PartitionSpec, Units
 
@@ -29,10 +33,11 @@ def pair_of(key: str, device_type: str) -> Pair:
 
 @lru_cache(maxsize=_KEPT)
 def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str) -> RankCode:
-    """A program mapped over a batch of ``size``, the leading dim of the operands with
-    ``is_batched`` and of every result.
+    """A program mapped over a batch of ``size``, an int or a formula, the leading dim of the
+    operands with ``is_batched`` and of every result.
     """
     program = program_of(key)
+    sizes = size.sizes if is_dynamic(size) else program.sizes  # type: ignore[attr-defined]
     ports = [
         _with_batch(port, size) if has else port
         for port, has in zip(program.operands, is_batched, strict=True)
@@ -44,10 +49,10 @@ def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str)
         return run(leaves, index)
 
     args = [port.meta for port in ports], index_of(program.axes)
-    traced = trace_apart(mapped, args, device_type, ())
+    traced = trace_apart(mapped, args, device_type, (), sizes)
     assert not traced.constants, "a program has its constants as operands"
     results = [_with_batch(port, size) for port in program.results]
-    return program.like(traced.gm.graph, ports, results)
+    return replace(program, sizes=sizes).like(traced.gm.graph, ports, results)
 
 
 def _run(program: RankCode, operands: Sequence[Any], index: Sequence[Any]) -> list[Any]:
@@ -55,6 +60,8 @@ def _run(program: RankCode, operands: Sequence[Any], index: Sequence[Any]) -> li
 
     def call(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = mapped_arguments(node, known.__getitem__)
+        if program.sizes is not None:
+            args, kwargs = map_aggregate((args, kwargs), number)  # type: ignore[misc]
         is_own = axis_of(node.target, node.args[1:]) is not None
         target: Any = differentiable(node.target) if is_own else node.target
         return target(*args, **kwargs)

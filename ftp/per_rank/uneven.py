@@ -25,6 +25,7 @@ from ftp.axis import (
 from ftp.context import set_within
 from ftp.errors import SpecError, TraceError
 from ftp.ops.fill_up import cut_off, filled_up
+from ftp.per_rank.sizes import number
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
@@ -37,29 +38,27 @@ from ftp.tracing.selection_group import SelectionGroup, group_of
 
 @dataclass(frozen=True)
 class UnevenCut:
-    """A dim of ``size`` that the ``n`` ranks of one axis cut in unequal parts."""
+    """A dim of ``size``, an int or a formula, that the ``n`` ranks of one axis cut in unequal
+    parts.
+    """
 
     dim: int
     axis: str
     size: int
     n: int
 
-    @property
-    def rows(self) -> int:
-        """The number of rows of the first rank, which has the most."""
-        return -(-self.size // self.n)
-
     def filled_up(self, x: Tensor) -> Tensor:
         return filled_up(x.movedim(self.dim, 0), self.axis, self.n).movedim(0, self.dim)
 
-    def cut_off(self, x: Tensor) -> Tensor:
-        found = cut_off(x.movedim(self.dim, 0), self.axis, self.n, self.size)
+    def cut_off(self, x: Tensor, size: int) -> Tensor:
+        found = cut_off(x.movedim(self.dim, 0), self.axis, self.n, size)
         return found.movedim(0, self.dim)
 
-    def group(self, device: torch.device) -> SelectionGroup:
+    def group(self, part: Tensor) -> SelectionGroup:
         """The mask of the rank's own rows."""
-        place = axis_index(self.axis) * self.rows + torch.arange(self.rows, device=device)
-        return group_of(place < self.size)
+        rows = part.shape[self.dim]
+        place = axis_index(self.axis) * rows + torch.arange(rows, device=part.device)
+        return group_of(place < number(self.size))
 
     def own(self, part: Tensor, group: SelectionGroup) -> Selected:
         return Selected(select(part.movedim(self.dim, 0), group).rows, group, row_dim=self.dim)
@@ -98,7 +97,7 @@ def with_own_rows(
         versions = {}
         for i, cut in cuts.items():  # one mask for all parts that are cut alike
             key = cut.axis, cut.size
-            group, _ = groups[key] = groups.get(key) or (cut.group(leaves[i].device), cut)
+            group, _ = groups[key] = groups.get(key) or (cut.group(leaves[i]), cut)
             leaves[i] = cut.own(leaves[i], group)
             versions[i] = leaves[i].rows._version
         with set_within(_known, list(groups.values())):
@@ -150,7 +149,7 @@ def _of_parts(collective: Callable[..., Any]) -> Callable[..., Any]:
             made = collective(rows, *args, **kwargs)
             return Selected(made.movedim(x.row_dim, 0), group, row_dim=x.row_dim)
         if collective is all_gather and over == (cut.axis,) and x.row_dim in dims:
-            return all_gather(rows, *args, **kwargs).narrow(x.row_dim, 0, cut.size)
+            return all_gather(rows, *args, **kwargs).narrow(x.row_dim, 0, number(cut.size))
         raise TraceError(
             f"{at_line()}ftp.axis.{name} over {given.arguments['axis']!r} takes equal parts, and"
             f" dim {x.row_dim} has {cut.size} rows over the {cut.n} ranks of {cut.axis!r}. Reduce"

@@ -49,6 +49,7 @@ def from_fx(
     *,
     strict: bool = False,
     size: Callable[[Any], Any] | None = None,
+    sizes: Sizes | None = None,
 ) -> Graph:
     """The graph of a traced program; inputs in the order of its placeholders.
 
@@ -56,8 +57,9 @@ def from_fx(
         names: of the first inputs.
         strict: an op without a rule is an error, rather than replicated with a warning.
         size: gives the formula for a number of the trace, if sizes are dynamic.
+        sizes: that formulas are of.
     """
-    builder = _GraphBuilder(strict, size=size)
+    builder = _GraphBuilder(strict, size=size, sizes=sizes)
     with collection_paused():
         for node in gm.graph.nodes:
             builder.add(node)
@@ -130,8 +132,9 @@ class _GraphBuilder:
         strict: bool,
         env: dict[fx.Node, Any] | None = None,
         size: Callable[[Any], Any] | None = None,
+        sizes: Sizes | None = None,
     ):
-        self.strict, self.size = strict, size
+        self.strict, self.size, self.sizes = strict, size, sizes
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
         self.rules: dict[Any, BoundRule] = {}
@@ -156,7 +159,7 @@ class _GraphBuilder:
         graph = expanded(program)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         builder = _GraphBuilder(
-            self.strict, dict(zip(placeholders, operands, strict=True)), self.size
+            self.strict, dict(zip(placeholders, operands, strict=True)), self.size, self.sizes
         )
         builder.rules = self.rules
         for inner in graph.nodes:
@@ -172,7 +175,7 @@ class _GraphBuilder:
 
     def call(self, node: fx.Node) -> Any:
         arguments: Any = node.args
-        if node.target is LOCAL and (program := program_of(arguments[1])).is_planned:
+        if node.target is LOCAL and (program := self.code(node)).is_planned:
             return self.inlined(node, program, [self.env[x] for x in arguments[0]])
         given: Any = node.args, dict(node.kwargs)
         if (size := self.size) is not None:
@@ -187,7 +190,7 @@ class _GraphBuilder:
             "branch": _branch(node),
         }
         if node.target is LOCAL:
-            program = program_of(args[1])
+            program = self.code(node)
             made = Node(
                 node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin
             )
@@ -206,7 +209,12 @@ class _GraphBuilder:
             made.rank_axes = rank_axes(node.target, args, operands)
         self.nodes.append(made)
         values = list(made.values)
-        return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
+        return values if isinstance(node.meta["val"], list | tuple) else values[0]
+
+    def code(self, node: fx.Node) -> RankCode:
+        """The per-rank code that a node calls, in the sizes of the plan."""
+        program = program_of(str(node.args[1]))
+        return program if self.size is None else program.with_numbers(self.size, self.sizes)
 
     def metas(self, node: fx.Node) -> tuple[Meta, ...]:
         """Shape and dtype of each of a node's results."""
@@ -391,7 +399,7 @@ def _meta(value: Value) -> Meta:
 
 
 def _metas(val: Any) -> tuple[Meta, ...]:
-    return tuple(map(Meta.of, (val,) if isinstance(val, torch.Tensor) else val))
+    return tuple(map(Meta.of, val if isinstance(val, list | tuple) else (val,)))
 
 
 def _candidate(call: Call) -> str:

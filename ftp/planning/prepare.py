@@ -70,7 +70,7 @@ def prepare(
     if sizes is not None and number is not None:
         found = number
         size = lambda x: moved_number(found(x), sizes)  # noqa: E731
-    graph = from_fx(gm, names, strict=strict, size=size)
+    graph = from_fx(gm, names, strict=strict, size=size, sizes=sizes)
     graph, _ = prune(live(graph))
     graph, _ = merge_common(graph)
     arguments = graph.inputs[: len(names)]

@@ -18,9 +18,10 @@ from ftp.ops.assume import assume
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
+from ftp.per_rank.sizes import at_hand, meta
 from ftp.per_rank.token_mixing import mixing_op
 from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
-from ftp.per_rank.trace_locally import meta, showing_range, traced_locally
+from ftp.per_rank.trace_locally import showing_range, traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.spec import P
@@ -273,7 +274,10 @@ def _experts_of(
     """The number of experts, the parameters that grouped matmuls read, and the rounding error of
     the least precise dtype.
     """
-    sees = RowsTravel(axis, n, None)
+    sees, device_type = RowsTravel(axis, n, None), x.device.type
+    # The layer is tried at the sizes at hand, where sizes are dynamic.
+    x, *others = map(at_hand, (x, *others))
+    leaves = [*map(at_hand, leaves)]
 
     def look(x: Tensor, others: Sequence[Any], *given: Any) -> Any:
         for name, leaf in zip(names, given, strict=True):
@@ -293,7 +297,7 @@ def _experts_of(
         ]
         given = [meta(shape, x.dtype), of_others, *leaves]
         said = ["x", *(f"beside {i}" for i in range(len(others))), *names]
-        return traced_locally(look, sizes, given, x.device.type, said)
+        return traced_locally(look, sizes, given, device_type, said)
 
     seen = (tokens, *x.shape[1:])
     traced = traced_with(seen)

@@ -20,13 +20,22 @@ class Meta:
 
     @classmethod
     def of(cls, x: Any) -> "Meta":
-        """The meta of a tensor; a number is a 0-d integer."""
-        is_tensor = isinstance(x, torch.Tensor)
-        return cls(tuple(x.shape), x.dtype) if is_tensor else cls((), torch.int64)
+        """The meta of a tensor, or of what has its shape and dtype; a number is a 0-d integer."""
+        if not isinstance(x, torch.Tensor | Meta):
+            return cls((), torch.int64)
+        return cls(tuple(map(formula_of, x.shape)), x.dtype)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+
+def formula_of(size: Any) -> Any:
+    """A symbolic size of a trace as a formula; any other size as it is."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    symbolic = getattr(size.node.shape_env, "symbolic", None)
+    return size if symbolic is None else symbolic.dynamic(size)
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,10 @@ def div(a: Size, b: Size) -> Size | None:
 
 def _divides(b: int, a: int) -> bool:
     """Whether ``a`` is a multiple of ``b``; for a dynamic ``b``, at all sizes."""
-    if is_dynamic(b):
-        rest = a % b
-        return not is_dynamic(rest) and rest == 0
-    return b != 0 and a % b == 0
+    if not is_dynamic(b):
+        return b != 0 and a % b == 0
+    rest = a % b if b > 0 else 1
+    return not is_dynamic(rest) and rest == 0
 
 
 def prod(sizes: Iterable[Size]) -> Size:

@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+from sympy.logic.boolalg import Boolean
 from torch import SymFloat, SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
@@ -50,20 +51,28 @@ class NotSymbolic(Exception):
 
 
 class _Env(ShapeEnv):
-    """Notes the user's line of every guard."""
+    """Notes the user's line of every guard, and questions of Python code that earlier guards
+    answer.
+    """
 
+    symbolic: "Symbolic"
     line: Callable[[], str] = staticmethod(lambda: "")
 
     def __init__(self) -> None:
         super().__init__(specialize_zero_one=False, duck_shape=False)
         self.lines: list[str] = []
         self.is_pythons: list[bool] = []
+        self.answered: dict[Any, bool] = {}
 
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().evaluate_expr(*args, **kwargs)
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().evaluate_expr(orig_expr, *args, **kwargs)
+        is_new = len(self.lines) < len(self.guards)
         while len(self.lines) < len(self.guards):
             self.lines.append(self.line())
             self.is_pythons.append(_is_pythons())
+        is_question = isinstance(orig_expr, Boolean) and bool(orig_expr.free_symbols)
+        if not is_new and is_question and orig_expr not in self.answered and _is_pythons():
+            self.answered[orig_expr] = bool(found)
         return found
 
 
@@ -93,7 +102,10 @@ class Symbolic:
 
     def __init__(self, sizes: Sizes):
         self.sizes, self.env, self._noted = sizes, _Env(), 0
-        self.keeps_ones = False
+        self.env.symbolic = self
+        self.keeps_ones = self._inner_keeps_ones = False
+        self._depth = 0
+        self._of_one: list[int] = []  # guards that are not noted
         self._symints: dict[DynamicInt, Any] = {}
         self._dynamic: dict[Any, Any] = {}
         for symbol, x, now in zip(sizes.given, sizes.symbols, sizes.now, strict=True):
@@ -197,13 +209,27 @@ class Symbolic:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
         # Whether a dim of size one is squeezed decides the shape of the result.
-        self.keeps_ones = any(
+        self.keeps_ones = self._inner_keeps_ones or any(
             getattr(n.target, "overloadpacket", None) in _SQUEEZES for n in graph.nodes
         )
         for node in reversed(graph.nodes):
             if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
                 graph.erase_node(node)
-        self.note_guards()
+        if self._depth:
+            self._inner_keeps_ones = self.keeps_ones
+        else:
+            self.note_guards()
+
+    @contextmanager
+    def inner_trace(self) -> Iterator[None]:
+        """Within the block a trace is made inside of another: the outer one notes the guards of
+        both.
+        """
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def of_formula(self, e: Any) -> Any:
         """torch's formula as one of `Sizes`."""
@@ -269,9 +295,15 @@ class Symbolic:
     def note_guards(self) -> list[str]:
         """Note torch's guards since the last call as conditions; returns their lines."""
         first, self._noted = self._noted, len(self.env.guards)
-        for at in range(first, self._noted):
+        new = range(first, self._noted)
+        for at in [*self._of_one, *new] if self.keeps_ones else new:
             if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
                 self._note(self.env.guards[at].expr, True)
+            else:
+                self._of_one.append(at)
+        if self._of_one:  # they may have answered what Python code asked later
+            for question, answer in self.env.answered.items():
+                self._note(question, answer)
         if self.env.deferred_runtime_asserts:
             raise NotSymbolic("a value that the trace does not know")
         return self.env.lines[first : self._noted]
@@ -321,13 +353,16 @@ class Symbolic:
         results hold for size one too, at the cost of a copy where strides decide. Guards are noted
         with their ``line``.
         """
-        self.env.line = line
+        outer, self.env.line = self.env.line, line
         # Some ops take symbolic ints in their Python form only.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}
         numbers = replaced(math, of_sizes)
-        with oblivious, enable_python_dispatcher(), numbers, replaced(*SLICES):
-            yield
+        try:
+            with oblivious, enable_python_dispatcher(), numbers, replaced(*SLICES):
+                yield
+        finally:
+            self.env.line = outer
 
 
 # By the kind of a comparison with zero: what is asked of ``sign`` times the number, and the answer

@@ -451,25 +451,19 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
     assert "range(tokens.shape[1])" in reason
 
 
-@pytest.mark.slow
-def test_per_rank_code_on_a_dynamic_size_is_planned_one_by_one_and_on_others_once():
-    mesh = on({"tp": 2})
-    total = ftp.local(lambda x: ftp.axis.all_reduce(x.sum(1), "tp"), mesh, P(None, "tp"), P())
-    w, spec = torch.randn(4, 4, dtype=torch.float64), P(None, "tp")
+def test_a_question_that_a_reshape_has_asked_before():
+    """torch answers the function's question by what strides made it ask, and asks nothing new."""
 
-    def step_of(fn, **options):
-        dims = (None, {1: torch.export.Dim("S", max=64)})
-        return ftp.spmd(fn, mesh, (spec, spec), P(), dynamic_shapes=dims, **options)
+    def loss(params, x):
+        y = (x @ params).transpose(0, 1).reshape(-1, 4).square().sum()
+        return 2 * y if x.shape[1] == 1 else y
 
-    once = step_of(lambda w, x: x.sum(1) * total(w), certify=True)
-    each = step_of(lambda w, x: total(x) + w.sum())
-    with pytest.warns(UserWarning, match="one rank's code for shards of one size"):
-        each(w, torch.randn(4, 6, dtype=torch.float64))
-    for size in (8, 6):
-        x = torch.randn(4, size, dtype=torch.float64)
-        torch.testing.assert_close(once(w, x), x.sum(1) * w.sum(1))
-        torch.testing.assert_close(each(w, x), x.sum(1) + w.sum())
-    assert once.shapes.plans == 1 and not once.shapes.one_by_one
+    step = ftp.shard(loss, on({"tp": 2}), P(), batch_specs=P(), dynamic_shapes=DIMS)
+    params = torch.eye(4, dtype=torch.float64)
+    for size in (6, 7, 1):
+        x = torch.ones(2, size, 4, dtype=torch.float64)
+        assert step(params, x)[0] == loss(params, x)
+    assert step.shapes == families.ShapeCounts(1, 1)
 
 
 def test_a_slice_up_to_a_size_less_one():

@@ -114,3 +114,47 @@ def test_sizes_in_turn(spec, is_compiled):
             kind, text, seconds = raised[1]
             assert kind == "MismatchError" and "S = 8" in text and "S = 9" in text
             assert seconds < 5
+
+
+def _per_rank_code(is_compiled: bool):
+    """Rows that a rank's own code computes, sends on and sums."""
+    warnings.simplefilter("error", UserWarning)
+    ftp.init_process_group(device_type="cpu")
+    mesh, errors = ftp.make_mesh((2,), ("tp",), device_type="cpu"), []
+
+    def code(x, w):
+        y = (x @ w).tanh()
+        return y, ftp.axis.all_gather(y, "tp").sum(0) + ftp.axis.all_reduce(y.sum(0), "tp")
+
+    per_rank = ftp.local(code, mesh, (P("tp"), P()), (P("tp"), P()), check=False)
+
+    def loss_of(f):
+        def loss(w, x):
+            rows, total = f(x, w)
+            return (rows * x).square().sum() + total.square().sum()
+
+        return loss
+
+    whole = loss_of(lambda x, w: ((x @ w).tanh(), 2 * (x @ w).tanh().sum(0)))
+    dims, spec = {0: torch.export.Dim("S", max=64)}, P("tp")
+    step = ftp.shard(
+        loss_of(per_rank), mesh, P(), batch_specs=spec, dynamic_shapes=dims, compile=is_compiled
+    )
+    w = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for size in (7, 6, 1, 33, 12, 0, 7):
+        generator = torch.Generator().manual_seed(size)
+        x = torch.randn(size, 4, generator=generator, dtype=torch.float64)
+        loss, grad = step(w, ftp.device_put(x, mesh, spec))
+        want_grad, want = torch.func.grad_and_value(whole)(w, x)
+        errors += [float((loss - want).abs()), float((grad - want_grad).abs().max())]
+    ftp.destroy_process_group()
+    return max(errors), (step.shapes.traces, step.shapes.plans), step.shapes.one_by_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_per_rank_code(is_compiled):
+    for rank in launch(_per_rank_code, 2, is_compiled, timeout=400):
+        assert rank.exit == 0, rank.stderr
+        error, made, one_by_one = rank.value
+        assert error < 1e-11 and made == (2, 2) and not one_by_one
