@@ -832,7 +832,7 @@ def test_errors_of_the_model():
         "0.weight, 0.bias have no shape yet (lazy modules). Call the model once before"
         " functionalize."
     )
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns(match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     assert "ScriptModule" in error_of(lambda: functionalize(nn.Sequential(scripted)), InputError)
     compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))  # pyright: ignore
