@@ -98,11 +98,13 @@ def _settle() -> BaseException | None:
     """Wait for all saves; the first failure that no caller knew of. Callers know of all failures
     now.
     """
-    waited = [(saving._is_told, saving._future.exception()) for saving in _unasked]
+    # A caller may learn of a failure while this waits: whether one has is asked afterwards.
+    waited = [(saving._future.exception(), saving) for saving in _unasked]
+    failures = [e for e, saving in waited if e is not None and not saving._is_told]
     for saving in _unasked:
         saving._is_told = True
     _unasked.clear()
-    return next((e for is_told, e in waited if e is not None and not is_told), None)
+    return next(iter(failures), None)
 
 
 def _end() -> None:

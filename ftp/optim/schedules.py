@@ -79,11 +79,11 @@ def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
     >>> round(float(cosine(1.0, 10, end=0.5)(torch.tensor(5.0))), 6)
     0.75
     """
-    return lambda step: _half_cosine(lr, end, _part(step, total))
+    return lambda step: _half_cosine(lr, end, math.pi * _part(step, total))
 
 
-def _half_cosine(lr: float, end: float, part: Tensor) -> Tensor:
-    return end + (lr - end) * (1 + torch.cos(math.pi * part)) / 2
+def _half_cosine(lr: float, end: float, angle: Tensor) -> Tensor:
+    return end + (lr - end) * (1 + torch.cos(angle)) / 2
 
 
 def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
@@ -93,7 +93,7 @@ def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
     >>> float(cosine_restarts(1.0, 10)(torch.tensor(20.0)))
     1.0
     """
-    return lambda step: _half_cosine(lr, end, torch.remainder(step, period) / period)
+    return lambda step: _half_cosine(lr, end, math.pi * torch.remainder(step, period) / period)
 
 
 def sequence(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:

@@ -28,7 +28,9 @@ def pair_of(key: str, device_type: str) -> Pair:
     """A program with the program of its gradient."""
     program = program_of(key)
     names = [f"input {i}" for i in range(len(program.operands))]
-    return with_gradient(program, partial(_run, program), names, device_type)
+    pair = with_gradient(program, partial(_run, program), names, device_type)
+    assert not pair.constants, "a program has its constants as operands"
+    return pair
 
 
 @lru_cache(maxsize=_KEPT)

@@ -87,10 +87,11 @@ def from_parallelize_plan(
                 reader.read(pattern, style, path)
     reader.read_specs({key: spec for key, spec in entries.items() if isinstance(spec, P)})
     raise_all(SpecError, list(dict.fromkeys(reader.failures)))
-    specs, of_buffers = (
-        labelled_specs(leaves, reader.specs, "no style: replicated") for leaves in (params, state)
-    )
-    return (specs, reader.constraints, *((of_buffers,) if buffers else ()))
+    listed = [
+        labelled_specs(leaves, reader.specs, "no style: replicated")
+        for leaves in ((params, state) if buffers else (params,))
+    ]
+    return (listed[0], reader.constraints, *listed[1:])
 
 
 def merge(plans: Mapping[str, StylePlan]) -> tuple[Specs, dict[str, Constraint]]:

@@ -80,7 +80,7 @@ def search(
     >>> found.patterns
     {'down': P('tp', None), 'up': P(None, 'tp')}
 
-    PreparedLoss: Everett (1963), Generalized Lagrange multiplier method.
+    Source: Everett (1963), Generalized Lagrange multiplier method.
     """
     m = resolve(mesh)
     if not batch:

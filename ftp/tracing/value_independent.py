@@ -394,9 +394,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
-    **{
-        getattr(torch, name): of_sequences(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    },
+    **{getattr(torch, name): of_sequences(name) for name in _RECURRENT},
     # torch cannot functionalize it.
     Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),
 }

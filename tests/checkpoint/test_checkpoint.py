@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.checkpoint import source
+from ftp.checkpoint import background, source
 from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.sharding.pytree import flatten
 
@@ -283,6 +285,28 @@ def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monk
     with pytest.raises(ftp.errors.CheckpointError, match=f"{SAID}the disk is full"):
         calls[call]()
     calls[call]()
+
+
+def test_a_failure_that_is_asked_for_while_the_process_group_ends_is_told_once(
+    tmp_path, monkeypatch
+):
+    failed, slow = (background.Saving(Future()) for _ in range(2))
+    failed._future.set_exception(ftp.errors.CheckpointError("the disk is full"))
+    monkeypatch.setattr(background, "_unasked", [failed, slow])
+    told = []
+
+    def ask():
+        try:
+            failed.result()
+        except ftp.errors.CheckpointError as e:
+            told.append(str(e))
+        slow._future.set_result(tmp_path)
+
+    asking = threading.Timer(0.1, ask)
+    asking.start()
+    ftp.destroy_process_group()
+    asking.join()
+    assert told == ["the disk is full"]
 
 
 def test_a_save_that_failed_unasked_is_told_at_the_end_of_the_program(tmp_path):

@@ -513,6 +513,19 @@ def test_schedules(name: str):
         scheduler.step()
 
 
+@pytest.mark.parametrize("period", [49, 100])
+def test_a_cosine_with_restarts_is_torchs_to_the_last_bit(period: int):
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = lr_scheduler.CosineAnnealingWarmRestarts(opt, period)
+    rates = []
+    for _ in range(2 * period + 3):
+        rates.append(opt.param_groups[0]["lr"])
+        opt.step()
+        scheduler.step()
+    steps = torch.arange(len(rates), dtype=torch.float64)
+    assert schedules.cosine_restarts(0.1, period)(steps).tolist() == rates
+
+
 def test_schedules_of_no_steps_are_at_their_end():
     start = torch.tensor(0.0)
     assert float(schedules.linear(0.1, 0, start=0.0)(start)) == pytest.approx(0.1)

@@ -129,6 +129,14 @@ def test_a_path_of_a_parameter_and_names_of_numbers():
     assert error_of({"9": COLUMNS}, model) == "pattern '9' matches no module; the nearest are '0'."
 
 
+def test_a_pattern_of_parameters_may_match_a_buffer_of_fewer_dims():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))  # its counter has no dims
+    specs, _ = ftp.from_parallelize_plan(model, {"1.*": P("tp")})
+    assert {path for path, spec in specs.items() if spec} == {"1.weight", "1.bias"}
+    with pytest.raises(SpecError, match=r"1.num_batches_tracked.* its shape \(\) has 0 dims"):
+        ftp.from_parallelize_plan(model, {"1.*": P("tp")}, buffers=True)
+
+
 def test_frozen_weights_are_cut_where_they_are_an_argument():
     model = Model()
     model.blk.w1.requires_grad_(False)
