@@ -50,23 +50,35 @@ def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
     )
 
 
-def _require_alike(parts: Sequence[Contribution], along: MeshAxis, what: str) -> None:
-    """Raise Unsound unless the ranks' parts have one shape and one value, and no sum of them is
-    pending over the axis. ``what`` names the collective in the message: "gathered", "exchanged".
+def _alike(parts: Sequence[Contribution], along: MeshAxis, what: str) -> list[Contribution]:
+    """The ranks' parts of one value. Zeros of padding, all that a rank without elements sends, are
+    zeros of any value.
+
+    Args:
+        what: names the collective in messages: "gathered", "exchanged".
+
+    Raises:
+        Unsound: parts of several shapes or values, or whose sum is pending over the axis.
     """
-    first = parts[0].held
+    first = next((p.held for p in parts if not p.held.is_zero), parts[0].held)
     if any(p.held.shape != first.shape for p in parts) or not first.groups:
         raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
-    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
+    zeros = zeros_like(first)
+    found = [
+        replace(p, held=zeros) if p.held.is_zero and p.held.value != first.value else p
+        for p in parts
+    ]
+    if any(p.held.value != first.value for p in found) or len({p.held.pending for p in parts}) > 1:
         raise Unsound("ranks send parts of different values")
     if any(axis == along.name for axis, _ in first.pending):
         raise Unsound(f"a sum still pending over {along.name} is {what} along it")
+    return found
 
 
 def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     """The result of an all-gather: the parts concatenated along dim 0."""
+    parts = _alike(parts, along, "gathered")
     first = parts[0].held
-    _require_alike(parts, along, "gathered")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
     x = _column(parts, along)
@@ -139,8 +151,8 @@ def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMa
 
 def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[int]) -> ElementMap:
     """The result of an all-to-all of equal parts along dim 0, on the ranks at ``at``."""
+    parts = _alike(parts, along, "exchanged")
     first = parts[0].held
-    _require_alike(parts, along, "exchanged")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first)
     if not first.index:

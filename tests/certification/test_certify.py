@@ -22,7 +22,7 @@ from few_or_many import few_or_many, slow_after
 from hypothesis import strategies as st
 from mutants import Mutant, change, check_mutants, delayed, fresh, issued
 from programs import AXES, Drawn, programs
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional as F
 
 import ftp
@@ -394,6 +394,24 @@ def test_what_is_sent_and_not_read_must_run():
         with pytest.raises(CertificateError, match="padded by"):
             check(certificate)
         node.args = (node.args[0], pad, *node.args[2:])
+
+
+def test_statistics_of_channels_that_a_rank_has_none_of():
+    """The third rank sends zeros of padding for each statistic."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)).double()
+    fn, params, buffers = ftp.functionalize(model, buffers=True)
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    specs = {path: P("tp") if value.ndim == 4 else P() for path, value in params.items()}
+    step = ftp.spmd(fn, ftp.simulated_mesh((3,), ("tp",)), (specs, P(), P()), certify=True)
+    results, after = step(params, buffers, x)
+    expected = model(x)
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(after, dict(model.named_buffers()))
+    axis = MeshAxis("tp", 0, 2)
+    held = element_map("a", [DimPart(whole(1, 0, 2), 2)])
+    other = replace(held, value="b")
+    with pytest.raises(Unsound, match="parts of different values"):
+        gather_axis([Contribution((0,), held), Contribution((1,), other)], axis)
 
 
 def test_a_dim_made_of_a_scalar_is_gathered_beside_an_empty_part():
