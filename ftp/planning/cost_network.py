@@ -367,7 +367,8 @@ class _TableBuilder:
             slot,
             node.kind,
             self.prices.nbytes(value),
-            self.net.problem.open and self.prices.movable(value),
+            self.prices.movable(value),
+            self.prices.is_of_statistics(node),
         )
         table = self.net.once(
             key,

@@ -291,11 +291,11 @@ class Prices:
             and strategy.cut is None
             and strategy.pending is None
             and any(s.cut for s in self.options[node])
-            and not self._is_of_statistics(node)
+            and not self.is_of_statistics(node)
         )
         return self.violation if is_idle else 0.0
 
-    def _is_of_statistics(self, node: Node) -> bool:
+    def is_of_statistics(self, node: Node) -> bool:
         """Whether an op works on batch statistics (batch norm's mean and scale). On a data axis
         only a parameter's cut could reach it, and its result would be gathered.
         """
