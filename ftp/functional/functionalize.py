@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ftp.errors import InputError, TraceError, raise_all
+from ftp.functional.attributes import join
 from ftp.functional.gradient_hooks import gradient_hooks
-from ftp.functional.lost_state import join
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
     ModuleProgram,
@@ -21,7 +21,7 @@ from ftp.functional.module_program import (
     parameter_names,
     remat_modules,
     run,
-    snapshot,
+    snapshots,
 )
 from ftp.functional.purity import ChangesFrozen, impure
 from ftp.functional.remat import Again, Policy, surrounded
@@ -111,7 +111,7 @@ def functionalize(
     program = ModuleProgram(
         name=type(model).__name__,
         model=model,
-        modules=tuple(snapshot(path, module, stand_ins) for path, module in model.named_modules()),
+        modules=tuple(snapshots(model, stand_ins)),
         pins=pins_of(model, constraints or {}),
         taps=taps_of(model, taps or {}),
         blocks=(),

@@ -4,8 +4,7 @@ have it.
 
 import dis
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -16,116 +15,145 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.functional.attributes import (
+    OF_MODULES,
+    REGISTERED,
+    Held,
+    Modules,
+    Root,
+    attributes_of,
+    of_class,
+    parts_of,
+)
 from ftp.functional.purity import COPIES, impure, tensors_of, written_by
-
-Modules = Sequence[tuple[str, nn.Module]]  # by path
-
-
-def attributes_of(modules: Modules) -> Iterator[tuple[str, Any]]:
-    """What the modules' attributes hold, also in plain containers, by path."""
-    for path_of_module, module in modules:
-        for name, value in module.__dict__.items():
-            if name in _REGISTERED:
-                continue
-            path, kind = join(path_of_module, name), type(value)
-            if kind is dict or kind is OrderedDict:
-                yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
-            elif kind is list or kind is tuple:
-                yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
-            else:
-                yield path, value
-
-
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def check_state(
     model: str,
     modules: Modules,
-    before: Mapping[str, Any],
+    before: Mapping[str, Held],
     read: Collection[int],
-    empty: "EmptyAttributes",
+    kept: "KeptAttributes",
 ) -> None:
     """Refuse attributes by which a tensor goes from call to call, and warn of those that count."""
-    for path in empty.filled():
-        raise TraceError(impure(model, f"attribute {path!r}", "fills"))
-    now = dict(attributes_of(modules))
-    for path, value in before.items():
-        new = now.get(path, value)
+    now = {held.path: held for held in attributes_of(modules)}
+    kept.check_new(model, before, now)
+    for path, (_, value, _) in before.items():
+        new = now[path].value if path in now else value
         if isinstance(value, Tensor):
             if new is not value and id(value) in read:
                 raise TraceError(impure(model, f"attribute {path!r}", "replaces"))
         elif _counts(path, value) and not (_counts(path, new) and new == value):
-            warnings.warn(
-                f"{model} changes attribute {path!r} from {value!r} to {new!r} while it runs. fn is"
-                f" pure: each call, and a traced step, begins with {value!r}. Make it a buffer, a"
-                " tensor, and use functionalize(model, buffers=True).",
-                StaleCaptureWarning,
-                stacklevel=2,
-            )
+            _warn(model, f"changes attribute {path!r} from {value!r} to {new!r}", repr(value))
 
 
 def _counts(path: str, value: Any) -> bool:
     return type(value) in (int, float, bool) and path.rpartition(".")[2] != "training"
 
 
-class EmptyAttributes:
-    """Watches, within the block, the attributes of modules that hold nothing, and that the code of
-    their classes both reads and assigns.
+def _warn(model: str, does: str, first: str) -> None:
+    warnings.warn(
+        f"{model} {does} while it runs. fn is pure: each call, and a traced step, begins with"
+        f" {first}. Make it a buffer, a tensor, and use functionalize(model, buffers=True).",
+        StaleCaptureWarning,
+        stacklevel=3,
+    )
+
+
+class KeptAttributes:
+    """Watches, within the block, the attributes of modules by which a tensor may go from call to
+    call: those that hold nothing, and that the code of their classes both reads and assigns; and
+    those that hold a container or a plain object.
 
     Args:
         constants: tensors that are the same in each call.
     """
 
     def __init__(self, modules: Modules, constants: Iterable[Tensor]) -> None:
-        self._watched = {
-            (id(module), name): (join(path, name), module)
-            for path, module in modules
-            for name in _kept(type(module))
-            if module.__dict__.get(name) is None
-            and not any(name in module.__dict__[kind] for kind in _REGISTERED)
-        }
-        self._read: set[tuple[int, str]] = set()
+        self._first: dict[Root, tuple[nn.Module, Any]] = {}  # what each held before the call
+        for _, module in modules:
+            held = module.__dict__
+            names = [name for name in _kept(type(module)) if held.get(name) is None]
+            names += [name for name in held if name not in OF_MODULES and _fills(held[name])]
+            for name in names:
+                if not any(name in held[kind] for kind in REGISTERED):
+                    self._first[id(module), name] = module, held.get(name)
+            for name, value in of_class(type(module)):
+                if name not in held:
+                    self._first[id(module), name] = module, value
+        self._read: set[Root] = set()
         self._constants = _OfConstants(constants)
         self._stack = ExitStack()
 
-    def __enter__(self) -> "EmptyAttributes":
-        for (_, name), (_, module) in self._watched.items():
-            kind = type(module)
-            if not any(name in vars(owner) for owner in kind.__mro__):  # another call watches it
-                setattr(kind, name, _EmptyAttribute(name, self._read))
+    def __enter__(self) -> "KeptAttributes":
+        for root, (module, _) in self._first.items():
+            kind, name = type(module), root[1]
+            of_class = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), None)
+            if of_class is None:
+                setattr(kind, name, _Watched(name))
                 self._stack.callback(delattr, kind, name)
-        if self._watched:
+            elif not isinstance(of_class, _Watched):  # it may be read without a word
+                self._read.add(root)
+        _watching.append(self)
+        self._stack.callback(_watching.remove, self)
+        if self._first:
             self._stack.enter_context(self._constants)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
 
-    def filled(self) -> Iterator[str]:
-        """The paths of attributes that were read while they were empty, and that hold now what
-        depends on the arguments.
+    def note(self, module: nn.Module, name: str) -> None:
+        """A module's attribute is read: note it where it holds what it held before the call."""
+        root = id(module), name
+        if root in self._first and module.__dict__.get(name) is self._first[root][1]:
+            self._read.add(root)
+
+    def check_new(self, model: str, before: Mapping[str, Held], now: Mapping[str, Held]) -> None:
+        """Refuse attributes that were read as they were before the call, and that hold now another
+        tensor that depends on the arguments; warn of containers that were replaced unread.
         """
-        for key, (path, module) in self._watched.items():
-            found = tensors_of([module.__dict__.get(key[1])]) if key in self._read else ()
-            if any(x not in self._constants.known for x in found):
-                yield path
+        old = {id(held.value) for held in before.values()}
+        for path, value, root in now.values():
+            was = before[path].value if path in before else None
+            if (
+                not isinstance(value, Tensor)
+                or id(value) in old
+                or isinstance(was, Tensor)
+                or value in self._constants.known
+            ):
+                continue
+            if root not in self._first:
+                continue
+            if self._is_read(root, before.values()):
+                raise TraceError(impure(model, f"attribute {path!r}", "fills"))
+            if (first := self._first[root][1]) is not None:
+                _warn(model, f"puts a tensor in attribute {path!r}", repr(first))
+
+    def _is_read(self, root: Root, before: Iterable[Held]) -> bool:
+        """Whether an attribute was read, or another that held one of its containers."""
+        roots: dict[int, set[Root]] = {}
+        for _, value, of in before:
+            if not isinstance(value, tuple) and parts_of(value) is not None:
+                roots.setdefault(id(value), set()).add(of)
+        sharing = (each for each in roots.values() if root in each)
+        return not self._read.isdisjoint({root}.union(*sharing))
 
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
+_watching: list[KeptAttributes] = []  # the calls that run now
 
 
-class _EmptyAttribute:
-    """An attribute of a class that notes for which objects it is read while it holds nothing."""
+class _Watched:
+    """An attribute of a class that notes for which objects it is read."""
 
-    def __init__(self, name: str, read: set[tuple[int, str]]) -> None:
-        self._name, self._read = name, read
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __get__(self, module: Any, owner: type) -> Any:
         held = {} if module is None else module.__dict__
-        if module is not None and held.get(self._name) is None:
-            self._read.add((id(module), self._name))
+        if module is not None:
+            for each in _watching:
+                each.note(module, self._name)
         if self._name in held:
             return held[self._name]
         raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
@@ -160,6 +188,14 @@ class _OfConstants(TorchFunctionMode):
         for x in written_by(func, args, kwargs):
             self.known.pop(x, None)
         return func(*args, **kwargs)
+
+
+def _fills(value: Any) -> bool:
+    """Whether a value may come to hold a tensor."""
+    parts = parts_of(value)
+    if parts is None or not isinstance(value, tuple):
+        return parts is not None
+    return any(map(_fills, value))
 
 
 @lru_cache(maxsize=1024)

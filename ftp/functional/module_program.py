@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
+from ftp.functional.attributes import attributes_of, join
 from ftp.functional.gradient_hooks import GradientHooks
-from ftp.functional.lost_state import EmptyAttributes, attributes_of, check_state, join
+from ftp.functional.lost_state import KeptAttributes, check_state
 from ftp.functional.module_constraints import (
     ConstrainedModule,
     change_outputs,
@@ -107,6 +108,23 @@ def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
     return kind(map(new, value)) if kind in _CONTAINERS else new(value)
 
 
+class _Copies:
+    """Copies of modules' attributes; modules that share a container share its copy."""
+
+    def __init__(self, new: Callable[[Any], Any]) -> None:
+        self._new, self._made = new, dict[int, tuple[Any, Any]]()
+
+    def of(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._copy(value) for name, value in attributes.items()}
+
+    def _copy(self, value: Any) -> Any:
+        if type(value) not in _CONTAINERS:
+            return self._new(value)
+        if id(value) not in self._made:
+            self._made[id(value)] = value, _replace(value, self._new)
+        return self._made[id(value)][1]
+
+
 def _items(value: Any) -> Sequence[Any]:
     """The values that ``_replace`` replaces."""
     kind = type(value)
@@ -115,15 +133,14 @@ def _items(value: Any) -> Sequence[Any]:
     return tuple(value) if kind in _CONTAINERS else (value,)
 
 
-def snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> ModuleState:
-    attributes = {
-        name: _replace(value, lambda v: stand_ins.get(id(v), v))
-        for name, value in module.__dict__.items()
-    }
-    attributes["_compiled_call_impl"] = None
-    if isinstance(module, nn.RNNBase):  # packs its weights in place, on a GPU
-        attributes["flatten_parameters"] = _leave_parameters
-    return ModuleState(path, module, attributes)
+def snapshots(model: nn.Module, stand_ins: dict[int, Any]) -> Iterator[ModuleState]:
+    copies = _Copies(lambda v: stand_ins.get(id(v), v))
+    for path, module in model.named_modules():
+        attributes = copies.of(module.__dict__)
+        attributes["_compiled_call_impl"] = None
+        if isinstance(module, nn.RNNBase):  # packs its weights in place, on a GPU
+            attributes["flatten_parameters"] = _leave_parameters
+        yield ModuleState(path, module, attributes)
 
 
 def _leave_parameters() -> None:
@@ -137,12 +154,9 @@ def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> Iterator[
     """
     saved = [(m.module, m.module.__dict__) for m in program.modules]
     try:
+        copies = _Copies(lambda v: values[v.path] if type(v) is Slot else v)
         for m in program.modules:
-            fresh = {
-                name: _replace(value, lambda v: values[v.path] if type(v) is Slot else v)
-                for name, value in m.attributes.items()
-            }
-            object.__setattr__(m.module, "__dict__", fresh)
+            object.__setattr__(m.module, "__dict__", copies.of(m.attributes))
         yield
     finally:
         for module, attributes in saved:
@@ -192,10 +206,10 @@ def _call_hooked(
     """
     _register_hooks(program, draws, values, ran)
     modules = [(m.path, m.module) for m in program.modules]
-    attributes = dict(attributes_of(modules))
+    attributes = {held.path: held for held in attributes_of(modules)}
     held = {
         id(tensor): (tensor, names.get(id(tensor), f"attribute {path!r}"))
-        for path, tensor in (*_registered(program), *attributes.items())
+        for path, tensor, *_ in (*_registered(program), *attributes.values())
         if isinstance(tensor, Tensor) and id(tensor) not in mutable
     }
     versions = {key: version(tensor) for key, (tensor, _) in held.items()}
@@ -204,12 +218,12 @@ def _call_hooked(
     swap = None if program.blocks else partial(_swap, program)
     guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
     trained = {key for key, name in names.items() if name.startswith("parameter")}
-    empty = EmptyAttributes(
+    kept = KeptAttributes(
         modules,
         (x for _, x in _registered(program) if isinstance(x, Tensor) and id(x) not in trained),
     )
     try:
-        with guard, empty:
+        with guard, kept:
             out = call(*args, **kwargs)
     except (TypeError, RuntimeError) as error:
         if (explained := _explained(program.name, call, kwargs, error)) is None:
@@ -218,7 +232,7 @@ def _call_hooked(
     for key, (tensor, name) in held.items():
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
-    check_state(program.name, modules, attributes, guard.read, empty)
+    check_state(program.name, modules, attributes, guard.read, kept)
     return out
 
 

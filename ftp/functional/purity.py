@@ -26,9 +26,12 @@ def impure(model: str, name: str, does: str) -> str:
         )
         return f"{model} {does} {name} while it runs, but buffers are constants of fn. {todo}"
     if name.startswith("attribute"):
+        returned = (
+            " Return what is read after the call; empty what is not." if does == "fills" else ""
+        )
         return (
             f"{model} {does} {name} while it runs; fn is pure. Make it a buffer, with a value from"
-            " the start, and use functionalize(model, buffers=True)."
+            f" the start, and use functionalize(model, buffers=True).{returned}"
         )
     if name.startswith("frozen"):
         return (

@@ -6,6 +6,7 @@ import dis
 import functools
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +48,14 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Capture
     >>> [place.name for place in places_of(eval("lambda x: x * mask", {"mask": mask}), [mask])]
     ["'mask', which <lambda> reads"]
     """
-    wanted, found, seen = set(map(id, tensors)), [], set()
-    queue: list[tuple[str, str, Any]] = [("", "", fn)] if wanted else []
+    wanted = set(map(id, tensors))
+    return [place for place in tensors_around(fn) if id(place.tensor) in wanted] if wanted else []
+
+
+def tensors_around(fn: Callable[..., Any]) -> Iterator[Captured]:
+    """The tensors that ``fn`` and the objects that it refers to hold."""
+    seen: set[int] = set()
+    queue: list[tuple[str, str, Any]] = [("", "", fn)]
     for reader, name, visited in queue:  # the loop appends to it
         if id(visited) in seen or len(seen) == _VISITED:
             continue
@@ -56,11 +63,10 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Capture
         reader = _described(visited) or reader
         for own, holder, key in _places_in(visited, name):
             value = _item(holder, key, None)
-            if id(value) in wanted:
-                found.append(Captured(f"{own!r}, which {reader} reads", value, holder, key))
-            elif not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                yield Captured(f"{own!r}, which {reader} reads", value, holder, key)
+            else:
                 queue.append((reader, own, value))
-    return found
 
 
 def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
@@ -104,6 +110,7 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             visited.__code__.co_freevars,
             strict=True,
         )
+        yield from _defaults(visited)
         if is_users(visited.__code__):
             yield from (
                 (variable, visited.__globals__, variable)
@@ -118,9 +125,9 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             for values in ({"": visited.func}, visited.keywords)
             for key in values
         )
-    elif type(visited) is dict:
+    elif isinstance(visited, dict):
         yield from ((f"{name}[{key!r}]", visited, key) for key in list(visited))
-    elif type(visited) is list:
+    elif isinstance(visited, list | tuple | deque):
         yield from ((f"{name}[{i}]", visited, i) for i in range(len(visited)))
     elif isinstance(visited, nn.Module):
         own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")
@@ -135,6 +142,13 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"{name}.{key}", own, key) for key in list(own))
         if isinstance(call := vars(type(visited)).get("__call__"), types.FunctionType):
             yield name, {"": call}, ""
+
+
+def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any, Any]]:
+    values, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    yield from ((names[i - len(values)], values, i) for i in range(len(values)))
+    yield from ((name, keywords, name) for name in keywords)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ separate fake tensor.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from ftp.tracing.functionalize_graph import (
 from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.gradient import WAYS, noted_gradients, taking
 from ftp.tracing.joins import Joins
+from ftp.tracing.left_behind import check_unread, left_behind
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
@@ -153,20 +154,29 @@ def trace(
         return (mm,)
     """
     options = (line, checked, within, calls, shapes, symbolic, keeps_recording, replayed)
-    made = partial(_traced, _Request(fn, leaves, in_tree, device_type, names, *options))
+    request = _Request(fn, leaves, in_tree, device_type, names, *options)
+    made = partial(_traced, request)
     with torch.autograd.set_detect_anomaly(False):  # it reads gradients
         try:
-            return _with_reads(made, reads)
+            traced = _with_reads(made, reads)
         except Exception as error:
             if not (deferred_compiler.is_deferred() and _lacks_module(error)):
                 raise
-        deferred_compiler.load()
-        return _with_reads(made, reads)
+            deferred_compiler.load()
+            traced = _with_reads(made, reads)
+        if request.left:
+            again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
+            check_unread(request.left, lambda: _with_reads(partial(_traced, again), reads))
+    return traced
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of `trace`, except ``reads``."""
+    """The arguments of `trace`, except ``reads``.
+
+    Attributes:
+        left: gets the places in which the function leaves tensors.
+    """
 
     fn: Callable[..., Any]
     leaves: Sequence[Any]
@@ -181,6 +191,7 @@ class _Request:
     symbolic: "Symbolic | None"
     keeps_recording: bool
     replayed: Alike | None
+    left: list[str] = field(default_factory=list)
 
     @cached_property
     def tensors(self) -> list[int]:
@@ -347,6 +358,7 @@ def _recorded(
         # Not around make_fx: it asks some twenty attributes of every input.
         with unchecked(), recorder.recording():
             ran = paths.of(lambda: run(filled))
+            request.left[:] = [] if request.within else left_behind(request.fn)
             result[:] = [ran]
             own = sum(s is None for s in ran.statics)
             checks = [x for x in ran.claims.values() if x is not None]

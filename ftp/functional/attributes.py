@@ -1,0 +1,103 @@
+"""What a model's attributes hold: tensors and other values, also in containers and in attributes of
+plain objects, at any depth.
+"""
+
+import sys
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+Modules = Sequence[tuple[str, nn.Module]]  # by path
+Root = tuple[int, str]  # a module's id, and the name of its attribute
+
+
+class Held(NamedTuple):
+    """A value that an attribute of a module holds.
+
+    Attributes:
+        root: the attribute by which the module holds it.
+    """
+
+    path: str
+    value: Any
+    root: Root
+
+
+_VISITED = 10_000  # most containers and objects to look into
+_NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
+_LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
+REGISTERED = ("_parameters", "_buffers", "_modules")
+OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def attributes_of(modules: Modules) -> Iterator[Held]:
+    """What the modules' attributes hold, and the containers of their classes: each container, and
+    what is in it.
+    """
+    seen = {id(module) for _, module in modules}
+    for path, module in modules:
+        own = ((name, value) for name, value in module.__dict__.items() if name not in REGISTERED)
+        for name, value in (*own, *of_class(type(module))):
+            yield from _held(join(path, name), value, (id(module), name), seen)
+
+
+def of_class(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The containers that a user's class of modules, rather than a module, holds."""
+    for owner in kind.__mro__:
+        if not is_of_library(owner):
+            yield from (
+                (name, value)
+                for name, value in vars(owner).items()
+                if type(value) in (list, dict, set, deque) and not name.startswith("__")
+            )
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _held(path: str, value: Any, root: Root, seen: set[int]) -> Iterator[Held]:
+    yield Held(path, value, root)
+    if id(value) in seen or len(seen) == _VISITED or (parts := parts_of(value)) is None:
+        return
+    seen.add(id(value))
+    for name, item in parts:
+        yield from _held(path + name, item, root, seen)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container or a plain object holds, with the end of each path; None of another value.
+
+    >>> parts_of({"a": [1]}), parts_of(SimpleNamespace(n=2)), parts_of("text")
+    ([("['a']", [1])], [('.n', 2)], None)
+    """
+    if isinstance(value, dict):
+        return [(f"[{_key(key, i)}]", item) for i, (key, item) in enumerate(value.items())]
+    if isinstance(value, list | tuple | deque):
+        return [(f"[{i}]", item) for i, item in enumerate(value)]
+    if isinstance(value, set | frozenset):  # in no order
+        return [("{...}", item) for item in value if isinstance(item, Tensor)]
+    if isinstance(value, nn.Module):
+        own = value.__dict__
+        held = {**own, **{k: v for kind in REGISTERED for k, v in own[kind].items()}}
+        return [(f".{name}", item) for name, item in held.items() if name not in OF_MODULES]
+    if isinstance(value, Tensor | type):
+        return None
+    if is_of_library(type(value)) and not isinstance(value, _NAMESPACES):
+        return None
+    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return [(f".{name}", item) for name, item in {**getattr(value, "__dict__", {}), **own}.items()]
+
+
+def _key(key: Any, i: int) -> str:
+    plain = key is None or isinstance(key, str | int | float | tuple)
+    return repr(key) if plain else f"{type(key).__name__} {i}"

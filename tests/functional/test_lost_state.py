@@ -1,0 +1,177 @@
+"""State that a model keeps in containers and plain objects would be lost at each step."""
+
+import warnings
+from collections import defaultdict, deque
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.functional.functionalize import functionalize
+
+# Modules of these tests have attributes whose types pyright does not see.
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.n, self.seen = torch.zeros(()), 0, []
+
+
+class Slotted:
+    __slots__ = ("last",)
+
+
+class Keeping(nn.Module):
+    """A model that keeps what it computes, as ``keeps(model, y)`` says."""
+
+    of_class: ClassVar = []
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.log, self.by_name, self.recent = [], {}, deque(maxlen=2)
+        self.nested, self.of_list = {"a": ({"b": []},)}, defaultdict(list)
+        self.meter, self.slotted, self.counts = Meter(), Slotted(), SimpleNamespace(n=0)
+        self.parts = [SimpleNamespace(h=None)]
+        self.shared, self.shares = [], nn.Identity()
+        self.shares.shared = self.shared
+        self.keeps = keeps
+
+    def forward(self, x):
+        y = x * self.weight
+        return y + self.keeps(self, y.sum())
+
+
+def _rebound(m, y):
+    m.log = [*m.log, y]
+    return sum(m.log)
+
+
+def _item(m, y):
+    m.by_name["y"] = y + m.by_name.get("y", 0)
+    return m.by_name["y"]
+
+
+def _object(m, y):
+    m.meter.sum = m.meter.sum + y
+    return m.meter.sum
+
+
+def _slot(m, y):
+    m.slotted.last = y + getattr(m.slotted, "last", 0)
+    return y
+
+
+def _part(m, y):
+    m.parts[0].h = y if m.parts[0].h is None else y + m.parts[0].h
+    return y
+
+
+@pytest.mark.parametrize(
+    ("keeps", "what"),
+    [
+        (lambda m, y: m.log.append(y) or sum(m.log), r"fills attribute 'log\[0\]'"),
+        (_rebound, r"fills attribute 'log\[0\]'"),
+        (_item, r"fills attribute \"by_name\['y'\]\""),
+        (lambda m, y: m.recent.append(y) or sum(m.recent), r"fills attribute 'recent\[0\]'"),
+        (lambda m, y: m.of_list["y"].append(y) or y, r"fills attribute \"of_list\['y'\]\[0\]\""),
+        (lambda m, y: m.nested["a"][0]["b"].append(y) or y, r"fills attribute .*\['b'\]\[0\]\""),
+        (lambda m, y: m.meter.seen.append(y) or y, r"fills attribute 'meter.seen\[0\]'"),
+        (_object, "replaces attribute 'meter.sum'"),
+        (_slot, "fills attribute 'slotted.last'"),
+        (_part, r"fills attribute 'parts\[0\].h'"),
+        (lambda m, y: m.shares.shared.append(y) or y, r"fills attribute 'shared\[0\]'"),
+        (lambda m, y: m.of_class.append(y) or sum(m.of_class), r"fills attribute 'of_class\[0\]'"),
+    ],
+)  # fmt: skip
+def test_tensors_left_in_containers_and_objects_are_an_error(keeps, what):
+    fn, params = functionalize(Keeping(keeps))
+    with pytest.raises(TraceError, match=f"Keeping {what} while it runs; fn is pure"):
+        fn(params, torch.ones(3))
+    Keeping.of_class.clear()
+
+
+def test_numbers_counted_in_objects_are_warned_of():
+    def count(m, y):
+        m.counts.n += 1
+        return y * m.counts.n
+
+    fn, params = functionalize(Keeping(count))
+    with pytest.warns(StaleCaptureWarning, match="changes attribute 'counts.n' from 0 to 1"):
+        fn(params, torch.ones(3))
+
+
+def test_a_container_that_each_call_begins_anew_is_warned_of():
+    def begin(m, y):
+        m.log = []
+        m.log.append(y)
+        return m.log[0]
+
+    fn, params = functionalize(Keeping(begin))
+    with pytest.warns(StaleCaptureWarning, match=r"puts a tensor in attribute 'log\[0\]' .* \[\]"):
+        fn(params, torch.ones(3))
+
+
+def _emptied(m, y):
+    m.log.append(y)
+    m.shares.shared.append(y)
+    total = sum(m.log) + sum(m.shared)
+    m.log.clear()
+    m.shared.clear()
+    return total
+
+
+def _constants(m, y):
+    if "table" not in m.by_name:
+        m.by_name["table"] = torch.arange(3.0).to(y)
+    return m.by_name["table"]
+
+
+@pytest.mark.parametrize("keeps", [_emptied, _constants])
+def test_containers_that_carry_no_state_are_left_to_the_model(keeps):
+    model = Keeping(keeps)
+    fn, params = functionalize(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = fn(params, torch.ones(3))
+    assert torch.equal(out, model(torch.ones(3)))
+
+
+class Expert(nn.Module):
+    def __init__(self, losses):
+        super().__init__()
+        self.linear, self.losses = nn.Linear(2, 2), losses
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.losses.append(y.square().sum())
+        return y
+
+
+class Experts(nn.Module):
+    """Layers that put their losses in one list, which the model sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.layers = nn.Sequential(Expert(self.losses), Expert(self.losses))
+
+    def forward(self, x):
+        y = self.layers(x).sum() + sum(self.losses)
+        self.losses.clear()
+        return y
+
+
+def test_modules_that_share_a_list_share_it_in_a_call():
+    model, x = Experts().double(), torch.randn(3, 2, dtype=torch.float64)
+    fn, params = functionalize(model)
+    value, grads = torch.func.grad_and_value(fn)(params, x)[::-1]
+    expected = model(x)
+    torch.testing.assert_close(value, expected)
+    found = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(list(grads.values()), list(found))
