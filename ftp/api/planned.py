@@ -46,8 +46,8 @@ class Planned:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a captured tensor has been replaced by another since the trace."""
-        return any(place.now() is not place.tensor for place in self.captured)
+        """Whether a captured tensor is another one by now, or has other numbers than were read."""
+        return any(place.is_stale for place in self.captured)
 
     def describe_leaf(self, i: int) -> str:
         """A leaf in words, as it counts in the program's key: dtype and global shape, or value."""

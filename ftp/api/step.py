@@ -41,7 +41,7 @@ from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addr
 from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import compare_copies
 from ftp.torch_internals.autograd_state import set_grad_enabled
-from ftp.tracing.captured import warn_of_others
+from ftp.tracing.captured import check_unchanged
 from ftp.tracing.trace import Traced
 from ftp.version import __version__
 
@@ -86,7 +86,7 @@ class Step:
             call = Arguments(args, self._definition.arguments)
             planned = self._look_up(call, unexpected)
             if planned is not None:
-                warn_of_others(planned.captured, stacklevel=2)
+                check_unchanged(planned.captured, stacklevel=2)
                 _check_captured_kept(call, planned)
         except Exception as e:
             # The other ranks may wait for this one: tell them.

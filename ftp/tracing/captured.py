@@ -8,12 +8,13 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.errors import StaleCaptureWarning
+from ftp.errors import InputError, StaleCaptureWarning
+from ftp.functional.purity import version
 from ftp.source import describe_line, is_users
 
 _VISITED = 1000  # most objects to search for captured tensors, the nearest first
@@ -27,12 +28,21 @@ class Captured:
     Attributes:
         name: the place, as ``'masks['causal']', which loss (train.py:3) reads``.
         holder, key: a cell, dict or list, and where in it the tensor is.
+        version: of the tensor, where the function read it as Python numbers.
     """
 
     name: str
     tensor: Tensor
     holder: Any
     key: Any
+    version: int | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the place holds another object, or other numbers than were read."""
+        if self.now() is not self.tensor:
+            return True
+        return self.version is not None and self.version != version(self.tensor)
 
     def now(self) -> Any:
         """The object that the place holds now; the captured tensor if the place is gone."""
@@ -69,8 +79,24 @@ def tensors_around(fn: Callable[..., Any]) -> Iterator[Captured]:
                 queue.append((reader, own, value))
 
 
-def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
-    """Warn of each place that now holds another object, once, and forget it."""
+def with_versions(places: Sequence[Captured], read: Sequence[tuple[Tensor, int]]) -> list[Captured]:
+    """The places, with the versions of tensors that the function read as Python numbers."""
+    versions = {id(tensor): number for tensor, number in read}
+    found = [replace(place, version=versions.get(id(place.tensor))) for place in places]
+    placed = {id(place.tensor) for place in places}
+    for tensor, number in read:
+        if id(tensor) not in placed:
+            name = f"A captured tensor of shape {tuple(tensor.shape)}"
+            found.append(Captured(name, tensor, [tensor], 0, number))
+    return found
+
+
+def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
+    """Warn of each place that now holds another object, once, and forget it.
+
+    Raises:
+        InputError: a tensor that the function read as Python numbers was written to since.
+    """
     for place in [place for place in captured if place.now() is not place.tensor]:
         captured.remove(place)
         now = place.now()
@@ -82,6 +108,13 @@ def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
             StaleCaptureWarning,
             stacklevel=stacklevel + 1,
         )
+    for place in captured:
+        if place.is_stale:
+            raise InputError(
+                f"{place.name}, was read as Python numbers when the step was traced, by int(x),"
+                " .item() or .tolist(), and was written to since: the step would go on with the"
+                " numbers of then. Pass the numbers as an argument, or make the step anew."
+            )
 
 
 def _item(holder: Any, key: Any, default: Any) -> Any:

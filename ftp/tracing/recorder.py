@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
+from ftp.functional.purity import version
 from ftp.functional.remat import current_region
 from ftp.ops.choose import BranchPath, current_branch
 from ftp.ops.static_shape import FIXED
@@ -85,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device(device_type if _is_available(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
+        self.read: dict[int, tuple[Tensor, int]] = {}
         self.line = ""
         self.replayed: Mapping[str, Any] | None = None
         self._phase = 0
@@ -163,6 +165,7 @@ class Recorder(TorchDispatchMode):
         if facts.of_one_dtype:
             check_dtypes(func, args, line)
         if facts.reads_value and _is_real_number(func, args):
+            self.note_read(args[0])
             with disable_current_modes():
                 return func(*args)
         if facts.reads_value and checks_in_gradient():
@@ -224,6 +227,10 @@ class Recorder(TorchDispatchMode):
     def captured(self) -> tuple[Tensor, ...]:
         """The tensors that the function found outside of its arguments."""
         return tuple(tensor for tensor, _ in self._known.values())
+
+    def note_read(self, tensor: Tensor) -> None:
+        """Note a tensor that has values, such as a captured one, and that is read as numbers."""
+        self.read.setdefault(id(tensor), (tensor, version(tensor)))
 
     def known(self, tensor: Tensor) -> Tensor:
         """``tensor`` if it belongs to this trace; for a captured tensor its input."""

@@ -76,6 +76,7 @@ class Traced:
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
         captured: the tensor objects that the function found outside of its arguments.
+        read: of those that it read as Python numbers, each with its version then.
         assumptions: claims about values that the function takes as true. Where they are to be
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
@@ -89,6 +90,7 @@ class Traced:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     captured: tuple[Tensor, ...]
+    read: tuple[tuple[Tensor, int], ...] = ()
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
     recording: RecordedOps | None = None
@@ -291,7 +293,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     reading = None if reads is None else Reading(reads)
     gm, ran = _recorded(request, recorder, paths, reading)
     recording = None
-    if request.keeps_recording and not paths.asked and reading is None:
+    if request.keeps_recording and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)
     check_writes(gm.graph)
     check_copied_views(gm.graph)
@@ -315,6 +317,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
         out_leaves=tuple(next(index) if s is None else s.value for s in ran.statics),
         is_static=tuple(s is not None for s in ran.statics),
         captured=recorder.captured,
+        read=tuple(recorder.read.values()),
         assumptions=tuple(claim for claim, _ in ran.claims),
         symbolic=symbolic,
         recording=recording,
@@ -356,7 +359,7 @@ def _recorded(
         for i, value in zip(request.tensors, values, strict=True):
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
-        with unchecked(), recorder.recording():
+        with unchecked(recorder.note_read), recorder.recording():
             ran = paths.of(lambda: run(filled))
             request.left[:] = [] if request.within else left_behind(request.fn)
             result[:] = [ran]

@@ -53,10 +53,14 @@ from ftp.tracing.values_read import Level, is_reading, python_value
 class unchecked(ModeOfBlocks):
     """A mode in which the functions below, and their gradients, read no values. Values that torch
     would refuse are not refused.
+
+    Args:
+        note_read: takes a captured tensor that is read in a way that no op shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_read: Callable[[Tensor], None]) -> None:
         super().__init__()
+        self._note_read = note_read
         self._addresses, self._known = Addresses(), KnownValues()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -89,6 +93,8 @@ class unchecked(ModeOfBlocks):
             return found
         if func is Tensor.data_ptr:
             return self._addresses.of(args[0])
+        if func in _BY_MEMORY and not is_fake(unwrapped(args[0])):
+            self._note_read(args[0])
         if func in _READING and (found := self._read(func, args[0])) is not None:
             return found
         if func in _COMPARING and (found := self._compared(func, args, kwargs or {})) is not None:
@@ -132,6 +138,7 @@ _ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
 _READING = {
     *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 }
+_BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),

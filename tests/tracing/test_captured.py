@@ -13,7 +13,7 @@ from torch import nn
 
 import ftp
 from ftp import P
-from ftp.errors import StaleCaptureWarning
+from ftp.errors import InputError, StaleCaptureWarning
 from ftp.tracing.captured import places_of
 
 MESH = ftp.simulated_mesh((2,), ("tp",))
@@ -111,6 +111,43 @@ def test_a_global_of_a_helper(monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", torch.zeros(3))
     with pytest.warns(StaleCaptureWarning, match="'SCALE', which scaled "):
         step(w, x)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [int, float, bool, torch.Tensor.item, torch.Tensor.tolist, lambda k: len(SCALE[:k])],
+    ids=["int", "float", "bool", "item", "tolist", "slice"],
+)
+def test_numbers_of_a_captured_tensor_that_is_filled_later_are_an_error(read):
+    k = torch.tensor(2)
+    step, (w, x) = ftp.shard(lambda w, x: (x @ w).sum() * read(k), MESH, P("tp")), arguments()
+    for _ in range(3):
+        torch.testing.assert_close(step(w, x)[0], (x @ w).sum() * read(k))
+    k.fill_(1)
+    with pytest.raises(InputError, match=r"'k', which <lambda> .* was read as Python numbers when"):
+        step(w, x)
+    other = ftp.shard(lambda w, x: (x @ w).sum() * read(k), MESH, P("tp"))
+    torch.testing.assert_close(other(w, x)[0], (x @ w).sum() * read(k))
+
+
+def test_numbers_of_a_buffer_that_is_filled_later_are_an_error():
+    class Scaled(nn.Linear):
+        scale: torch.Tensor
+
+        def __init__(self):
+            super().__init__(4, 3, dtype=torch.float64)
+            self.register_buffer("scale", torch.tensor(2))
+
+        def forward(self, input):
+            return super().forward(input) * int(self.scale)
+
+    model, (_, x) = Scaled(), arguments()
+    fn, params = ftp.functionalize(model)
+    step = ftp.spmd(fn, MESH, (P("tp"), P()), P())
+    torch.testing.assert_close(step(params, x), model(x))
+    model.scale.fill_(3)
+    with pytest.raises(InputError, match=r"tensor of shape \(\), was read as Python numbers"):
+        step(params, x)
 
 
 def test_where_tensors_are_found():
