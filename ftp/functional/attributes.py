@@ -64,6 +64,13 @@ def is_of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
+def is_plain_object(value: Any) -> bool:
+    """Whether a value is of a user's class, or holds attributes and nothing else."""
+    if isinstance(value, Tensor | type):
+        return False
+    return isinstance(value, _NAMESPACES) or not is_of_library(type(value))
+
+
 def _held(path: str, value: Any, root: Root, seen: set[int]) -> Iterator[Held]:
     yield Held(path, value, root)
     if id(value) in seen or len(seen) == _VISITED or (parts := parts_of(value)) is None:
@@ -89,9 +96,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
         own = value.__dict__
         held = {**own, **{k: v for kind in REGISTERED for k, v in own[kind].items()}}
         return [(f".{name}", item) for name, item in held.items() if name not in OF_MODULES]
-    if isinstance(value, Tensor | type):
-        return None
-    if is_of_library(type(value)) and not isinstance(value, _NAMESPACES):
+    if not is_plain_object(value):
         return None
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     own = {name: getattr(value, name) for name in slots if hasattr(value, name)}

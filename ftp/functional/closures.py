@@ -1,59 +1,133 @@
-"""Functions that run again later: their variables keep the values of now."""
+"""Functions that run again later: variables, containers and attributes hold what they hold now."""
 
 import dis
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
+
+from torch import nn
+
+from ftp.functional.attributes import is_plain_object
+from ftp.source import is_users
+
+_VISITED = 500  # most objects to look for containers in, the nearest first
 
 
 def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with the values that the variables around it have now, also in functions that they
-    hold: a lambda of a loop reads the loop's variable, which has moved on when the lambda is run
-    again in the backward pass.
+    """``fn`` with what the variables around it hold now, also in functions, containers and
+    attributes that they hold: a lambda of a loop reads the loop's variable, which has moved on when
+    the lambda is run again in the backward pass.
 
-    >>> i = 1
-    >>> def outer(i):
-    ...     late = lambda: i
+    >>> def outer(i, seen):
+    ...     late = lambda: (i, seen[0])
     ...     now = bound_now(late)
-    ...     i = 2
+    ...     i = seen[0] = 2
     ...     return late(), now()
-    >>> outer(1)
-    (2, 1)
+    >>> outer(1, [1])
+    ((2, 2), (1, 1))
     """
-    return _bound(fn, {})
+    contents = contents_of(fn)
+
+    def now(*args: Any, **kwargs: Any) -> Any:
+        with restored(contents):
+            return fn(*args, **kwargs)
+
+    return now if contents else fn
 
 
-def _bound(fn: Any, done: dict[int, Any]) -> Any:
-    if id(fn) in done:
-        return done[id(fn)]
-    if type(fn) is partial:
-        return partial(_bound(fn.func, done), *fn.args, **fn.keywords)
-    # A function that assigns a variable around it is left alone: others read what it assigns.
-    if type(fn) is not FunctionType or fn.__closure__ is None or _assigned(fn.__code__):
-        return fn
-    cells = tuple(CellType() for _ in fn.__closure__)
-    new = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
-    new.__kwdefaults__, new.__qualname__ = fn.__kwdefaults__, fn.__qualname__
-    new.__module__, new.__doc__ = fn.__module__, fn.__doc__
-    new.__dict__.update(fn.__dict__)
-    done[id(fn)] = new
-    for cell, held in zip(cells, fn.__closure__, strict=True):
-        try:
-            value = held.cell_contents
-        except ValueError:  # not assigned yet
+class Content:
+    """What a variable of a function, or a container, holds."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self._held = [of.cell_contents] if isinstance(of, CellType) else of.copy()
+
+    @property
+    def is_current(self) -> bool:
+        of, held = self.of, self._held
+        if isinstance(held, set):
+            return of == held
+        if isinstance(of, CellType):
+            return of.cell_contents is held[0]
+        if isinstance(held, dict):
+            return len(of) == len(held) and all(of.get(k, held) is v for k, v in held.items())
+        return len(of) == len(held) and all(map(is_, of, held))
+
+    def give_back(self) -> None:
+        if isinstance(self.of, CellType):
+            (self.of.cell_contents,) = self._held
+            return
+        self.of.clear()
+        (self.of.update if isinstance(self.of, dict | set) else self.of.extend)(self._held)
+
+
+@contextmanager
+def restored(contents: Sequence[Content]) -> Iterator[None]:
+    """Within the block containers hold what they held."""
+    changed = [content for content in contents if not content.is_current]
+    later = [Content(content.of) for content in changed]
+    try:
+        for content in changed:
+            content.give_back()
+        yield
+    finally:
+        for content in later:
+            content.give_back()
+
+
+def contents_of(root: Any) -> list[Content]:
+    """What variables, containers and objects hold to which a function, or a container, refers."""
+    found: list[Content] = []
+    seen: set[int] = set()
+    queue: list[Any] = [root]
+    for visited in queue:  # the loop appends to it
+        if id(visited) in seen or len(seen) == _VISITED:
             continue
-        cell.cell_contents = _bound(value, done)
-    return new
+        seen.add(id(visited))
+        if isinstance(visited, FunctionType):
+            cells = [cell for cell in visited.__closure__ or () if not _is_empty(cell)]
+            found += map(Content, cells)
+            queue += _around(visited, [cell.cell_contents for cell in cells])
+        elif isinstance(visited, MethodType):
+            queue += [visited.__self__, visited.__func__]
+        elif isinstance(visited, partial):
+            queue += [visited.func, *visited.args, *visited.keywords.values()]
+        elif isinstance(visited, tuple):
+            queue += visited
+        elif isinstance(visited, dict | list | set | deque):
+            found.append(Content(visited))
+            queue += visited.values() if isinstance(visited, dict) else visited
+        elif isinstance(visited, nn.Module) or is_plain_object(visited):
+            queue.append(getattr(visited, "__dict__", ()))
+    return found
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
+
+
+def _around(fn: FunctionType, held: list[Any]) -> list[Any]:
+    """What a function finds in variables; of a function of ftp, functions alone.
+
+    Args:
+        held: by those of functions around it.
+    """
+    held = [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    if not is_users(fn.__code__):
+        return [x for x in held if callable(x)]
+    return held + [fn.__globals__[name] for name in _read(fn.__code__) if name in fn.__globals__]
 
 
 @lru_cache(maxsize=4096)
-def _assigned(code: CodeType) -> bool:
-    """Whether a function, or one within it, assigns variables of the functions around it."""
-    stored = {
-        each.argval
-        for each in dis.get_instructions(code)
-        if each.opname in ("STORE_DEREF", "DELETE_DEREF")
-    }
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return bool(stored & set(code.co_freevars)) or any(map(_assigned, inner))
+def _read(code: CodeType) -> frozenset[str]:
+    """The names of the globals that a function, or one within it, reads."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    inner = (_read(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(own).union(*inner)

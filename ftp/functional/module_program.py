@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
-from ftp.functional.attributes import attributes_of, join
+from ftp.functional.attributes import OF_MODULES, attributes_of, join
+from ftp.functional.closures import contents_of, restored
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
 from ftp.functional.module_constraints import (
@@ -315,14 +316,17 @@ def _recomputed(
     """
     ran.add(block.path)
     counts, first = dict(draws.counts), []
+    live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
+    part = _as_set_by_now(block.program, live)
+    contents = contents_of([m.attributes for m in part.modules])
 
     def forward(
         key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Tensor]]:
-        part = block.program
         clones = {path: given[path].clone() for path in block.mutable}
         own = {**given, **clones}
         with (
+            restored(contents),
             Draws(key, part.name, path=block.path, counts=dict(counts)) as again,
             installed(part, own),
         ):
@@ -344,7 +348,6 @@ def _recomputed(
         first.append(True)
         return out, new
 
-    live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
     forward.__name__ = f"module {block.path!r}"
     out, new = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
     for m in block.program.modules:
@@ -358,6 +361,25 @@ def _recomputed(
                     else value
                 )
     return out
+
+
+def _as_set_by_now(program: ModuleProgram, live: Mapping[str, Any]) -> ModuleProgram:
+    """A block's program with the attributes that the model has set by now, tensors of ``live`` by
+    their slots.
+    """
+    slots = {id(x): Slot(path) for path, x in live.items() if x is not None}
+    copies = _Copies(lambda v: slots.get(id(v), v))
+
+    def now(m: ModuleState) -> ModuleState:
+        kept = {name: v for name, v in m.attributes.items() if name in _OWN_BY_CALL}
+        own = {name: v for name, v in m.module.__dict__.items() if name not in _OWN_BY_CALL}
+        return ModuleState(m.path, m.module, copies.of(own) | kept)
+
+    return replace(program, modules=tuple(map(now, program.modules)))
+
+
+# Attributes that hold hooks and slots, and that a call of a program changes.
+_OWN_BY_CALL = OF_MODULES - {"training"} | {"forward", "flatten_parameters"}
 
 
 def _buffers_of(program: ModuleProgram) -> dict[str, Any]:

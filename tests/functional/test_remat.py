@@ -2,7 +2,7 @@
 more collectives than the policy asks for.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
@@ -502,17 +502,80 @@ def test_autocast_holds_when_a_block_is_computed_again():
     torch.testing.assert_close(again[1], once[1], rtol=1e-2, atol=1e-4)
 
 
-def test_a_block_of_a_loop_has_its_variable_as_it_was():
+FACTOR = {"of global": 0}
+
+
+class Factors:
+    def __init__(self):
+        self.factor: float = 0
+        self.listed, self.nested = [0], {"a": (deque([0]),)}
+
+
+@pytest.mark.parametrize(
+    "place", ["variable", "attribute", "list", "nested", "global", "method", "default"]
+)
+def test_a_block_of_a_loop_has_its_variables_as_they_were(place: str):
     def loss(again: Any, w: torch.Tensor) -> torch.Tensor:
-        h = w
+        h, held, seen = w, Factors(), []
+        reads = {
+            "attribute": lambda: held.factor,
+            "list": lambda: held.listed[0],
+            "nested": lambda: held.nested["a"][0][0],
+            "global": lambda: FACTOR["of global"],
+            "method": partial(held.listed.__getitem__, 0),
+            "default": lambda held=held: held.listed[0],
+        }
         for i in range(3):
+            held.factor = held.listed[0] = held.nested["a"][0][0] = FACTOR["of global"] = i
+            reads["variable"] = lambda: i  # noqa: B023
 
             def scaled(z: torch.Tensor) -> torch.Tensor:
-                return z * (i + 1)  # noqa: B023
+                seen.append(i)  # noqa: B023
+                return z * (reads[place]() + 1)
 
             h = again(lambda h, w: scaled(h @ w).sin())(h, w)
+        assert seen == [0, 1, 2]
         return h.sum()
 
     w = torch.randn(4, 4, dtype=torch.float64)
     wanted = torch.func.grad(partial(loss, lambda f: f))(w)
     torch.testing.assert_close(torch.func.grad(partial(loss, ftp.remat))(w), wanted)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4, dtype=torch.float64)
+        self.scale, self.options, self.mask = 1.0, {"factor": 1.0}, None
+        self.shared = Factors()
+
+    def forward(self, x):
+        y = self.linear(x) * self.scale * self.options["factor"] * (self.shared.factor + 1)
+        return y.sin() if self.mask is None else y.sin() * self.mask
+
+
+class Setting(torch.nn.Module):
+    """A model that sets attributes of a module before it calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Scaled()
+
+    def forward(self, x):
+        for factor in (1.0, 2.0):
+            self.block.scale = self.block.options["factor"] = self.block.shared.factor = factor
+            self.block.mask = (x > 0).to(x.dtype)
+            x = self.block(x)
+        self.block.scale = self.block.options["factor"] = 1.0
+        self.block.shared.factor, self.block.mask = 0, None
+        return x.sum()
+
+
+def test_a_module_that_is_recomputed_has_the_attributes_that_its_model_sets():
+    model, x = Setting(), torch.randn(3, 4, dtype=torch.float64)
+    fn, params = ftp.functionalize(model, remat={"block": "nothing"})
+    grads, value = torch.func.grad_and_value(fn)(params, x)
+    expected = model(x)
+    torch.testing.assert_close(value, expected)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(list(grads.values()), list(wanted))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -749,11 +750,12 @@ def test_a_loop_that_does_not_end_within_its_steps():
 
 def test_branches_of_a_loop_have_its_variables_as_they_were_in_the_gradient_too():
     def run(cond: Callable[..., Tensor], p: Params, x: Tensor) -> Tensor:
-        h = x
+        h, listed, held = x, [0], SimpleNamespace(n=0)
         for i, name in enumerate("ab"):
+            listed[0] = held.n = i
 
             def scaled(z: Tensor) -> Tensor:
-                return (z @ p[name] * (i + 1)).roll(i)  # noqa: B023
+                return (z @ p[name] * (i + 1) * (listed[0] + 2)).roll(held.n)  # noqa: B023
 
             h = cond(h.sum() > 0, lambda z: scaled(z), lambda z: scaled(z).sin(), (h,))
         return h.square().mean()
