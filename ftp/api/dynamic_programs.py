@@ -15,6 +15,7 @@ from ftp.api.graph_checks import check_certified, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
+from ftp.distributed.agreement import exchange
 from ftp.dynamic_int import Sizes, in_multiples
 from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused
@@ -84,11 +85,17 @@ class DynamicPrograms:
         plan = family.find(values)
         if plan is None:
             return None
+        planned, refused = None, ""
         try:
             planned = _at_size(plan, call, values, mesh)
-        except CertificateError as refused:  # `build` plans these sizes alone
-            if family.why_not:  # it does not try this plan again
-                families.warn_of_refused(dynamic, refused)
+        except CertificateError as error:
+            refused = str(error)
+        if plan.planned.program.options.certify:
+            # Ranks may have made the graphs of these sizes at other sizes: they decide together.
+            refused = next(filter(None, exchange(mesh, "certificate", refused)), "")
+        if planned is None or refused:  # `build` plans these sizes alone
+            say = partial(families.warn_of_refused, dynamic) if family.why_not else family.give_up
+            say(CertificateError(refused))
             return None
         self._key_of[planned] = _key(call, dynamic)
         return planned

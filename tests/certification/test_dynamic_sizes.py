@@ -11,6 +11,7 @@ from mutants import check_mutants_of
 import ftp
 from ftp import P
 from ftp.api import certify as certify_module
+from ftp.api import dynamic_programs
 from ftp.api.certify import certificate_of, certified
 from ftp.api.graph_checks import check_certified
 from ftp.certification.checker import check
@@ -174,6 +175,21 @@ def test_a_size_whose_certificate_is_refused_is_planned_alone():
         found = step(*arguments(8))
     torch.testing.assert_close(found, moved(*arguments(8)))
     torch.testing.assert_close(step(*arguments(10)), moved(*arguments(10)))
+
+
+def test_a_size_that_another_rank_refuses_is_planned_alone(monkeypatch):
+    step = moving(certify=True)
+    step(*arguments(7))
+
+    def exchange(mesh, key, value):
+        assert (key, value) == ("certificate", "")
+        return [value, "output 0 differs", value]
+
+    monkeypatch.setattr(dynamic_programs, "exchange", exchange)
+    with pytest.warns(UserWarning, match=r"sizes of S is refused .*: output 0 differs"):
+        found = step(*arguments(8))
+    torch.testing.assert_close(found, moved(*arguments(8)))
+    assert step.shapes.plans == 1 and "output 0 differs" in step.shapes.one_by_one[0]
 
 
 def test_a_fault_is_told_where_the_step_found_the_dynamic_dims():
