@@ -28,6 +28,7 @@ from ftp.tensors.global_shapes import abstract, global_shape
 from ftp.tensors.placement import check_alive, check_placed
 from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
+from ftp.tracing.settings import as_called
 from ftp.tracing.trace import Traced, trace
 from ftp.tracing.values_read import ValuesRead
 
@@ -136,7 +137,7 @@ def traced_for(
         with arguments_with(flatten(args)[0], inputs.specs):
             return definition.fn(*args)
 
-    with _tracing, use_mesh(mesh or definition.mesh):
+    with _tracing, use_mesh(mesh or definition.mesh), as_called():
         try:
             return trace(
                 fn,

@@ -42,6 +42,7 @@ from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import compare_copies
 from ftp.torch_internals.autograd_state import set_grad_enabled
 from ftp.tracing.captured import check_unchanged
+from ftp.tracing.settings import uncast
 from ftp.tracing.trace import Traced
 from ftp.version import __version__
 
@@ -71,6 +72,7 @@ class Step:
     def mesh(self) -> Mesh:
         return self._definition.mesh
 
+    @uncast
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
         record = self._record
         if self._last is not None and not unexpected:
@@ -191,6 +193,7 @@ class Step:
         """
         return self.lower_traced(None, *args)
 
+    @uncast
     @collection_paused()
     def lower_traced(
         self, traced: Traced | None, *args: Any, known: KnownPasses | None = None
@@ -228,6 +231,7 @@ class Step:
         specs = self._checked_specs(call)
         return Inputs(call, specs, estimated_shapes(call, specs, self.mesh))
 
+    @uncast
     def _known(self, *args: Any) -> Planned:
         """The program of these arguments; planned now, without talking to other ranks, if it is
         new.

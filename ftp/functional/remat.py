@@ -182,7 +182,7 @@ def _modes_of_blocks() -> Again:
             for mode in modes:
                 if id(mode) not in entered:
                     stack.enter_context(mode)
-            for device, then, now in zip(_CASTING, casts, autocast_now(), strict=True):
+            for device, then, now in zip(CASTING, casts, autocast_now(), strict=True):
                 if now != then:
                     on = then is not None
                     stack.enter_context(torch.autocast(device, then, on, cache_enabled=False))
@@ -191,14 +191,14 @@ def _modes_of_blocks() -> Again:
     return again
 
 
-_CASTING = ("cpu", "cuda")  # device types
+CASTING = ("cpu", "cuda")  # device types
 
 
 def autocast_now() -> tuple[torch.dtype | None, ...]:
     """Per device type the dtype to which ``torch.autocast`` casts; None where it is off."""
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in _CASTING
+        for device in CASTING
     )
 
 

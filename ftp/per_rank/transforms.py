@@ -19,6 +19,7 @@ from ftp.per_rank.program import Port, RankCode, program_of
 from ftp.per_rank.sizes import number
 from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.sharding.spec import PartitionSpec, Units
+from ftp.tracing.settings import uncast
 
 _KEPT = 1024  # programs; more than a model has
 
@@ -28,7 +29,8 @@ def pair_of(key: str, device_type: str) -> Pair:
     """A program with the program of its gradient."""
     program = program_of(key)
     names = [f"input {i}" for i in range(len(program.operands))]
-    pair = with_gradient(program, partial(_run, program), names, device_type)
+    with uncast():  # the program's ops are cast already
+        pair = with_gradient(program, partial(_run, program), names, device_type)
     assert not pair.constants, "a program has its constants as operands"
     return pair
 
@@ -51,7 +53,8 @@ def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str)
         return run(leaves, index)
 
     args = [port.meta for port in ports], index_of(program.axes)
-    traced = trace_apart(mapped, args, device_type, (), sizes)
+    with uncast():
+        traced = trace_apart(mapped, args, device_type, (), sizes)
     assert not traced.constants, "a program has its constants as operands"
     results = [_with_batch(port, size) for port in program.results]
     return replace(program, sizes=sizes).like(traced.gm.graph, ports, results)

@@ -1,7 +1,8 @@
-"""The state of autograd on this thread. Read at torch 2.13."""
+"""The state of autograd, and of autocast, on this thread. Read at torch 2.13."""
 
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_default_hooks

@@ -23,7 +23,8 @@ NEEDED = {
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id"
     " _dispatch_has_kernel_for_dispatch_key _dispatch_keys"
-    " _distributed.Placement _dynamo.guards.TensorGuards _len_torch_function_stack"
+    " _distributed.Placement _dynamo.guards.TensorGuards _is_any_autocast_enabled"
+    " _len_torch_function_stack"
     " _set_grad_enabled _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr"
     " _storage_Use_Count",
     "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"

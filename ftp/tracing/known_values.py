@@ -23,6 +23,7 @@ from ftp.torch_internals.modes import DisableTorchFunction, disable_current_mode
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.op_facts import op_facts
+from ftp.tracing.settings import uncast
 
 MOST = 1024  # elements of a tensor that is computed
 
@@ -78,6 +79,7 @@ class KnownValues:
                 stack += at.all_input_nodes
         return not are_written(((n, ()) for n in producers), node.graph)
 
+    @uncast
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
         while stack:

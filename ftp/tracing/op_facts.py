@@ -24,6 +24,7 @@ class OpFacts:
 
     is_random: bool
     of_one_dtype: bool
+    needs_elements: bool
     reads_value: bool
     is_lift: bool
     is_mutable: bool
@@ -34,6 +35,7 @@ def op_facts(func: OpOverload) -> OpFacts:
     return OpFacts(
         torch.Tag.nondeterministic_seeded in func.tags,
         func in _ONE_DTYPE,
+        func in (aten.max.default, aten.min.default),
         func in (aten._local_scalar_dense.default, aten.allclose.default),
         func in _LIFTS,
         func._schema.is_mutable,
@@ -55,6 +57,11 @@ ALWAYS = {
     for op in (getattr(packet, overload) for overload in packet.overloads())
     if op in DECOMPOSITIONS
 }
+# On a CPU its kernel of float16 gives norms in float32, unlike its shape function.
+_WEIGHT_NORM = aten._weight_norm_interface.default
+ALWAYS[_WEIGHT_NORM] = lambda v, g, dim=0: (
+    DECOMPOSITIONS[_WEIGHT_NORM](v, g, dim) if g.dtype is torch.float16 else NotImplemented
+)
 
 
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
@@ -123,6 +130,17 @@ def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         if argument.name in ("train", "training") and value is False:
             return True
     return False
+
+
+def check_elements(func: OpOverload, x: Tensor, line: str) -> None:
+    """Refuse an extremum of no elements, as torch's kernels do. Shape functions do not, and with
+    another dim cut no rank would.
+    """
+    if any(type(size) is int and size == 0 for size in x.shape):
+        raise TraceError(
+            f"{func} takes the extremum of a tensor of shape {tuple(x.shape)}{located(line)} which"
+            " has no elements: torch refuses it."
+        )
 
 
 def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:

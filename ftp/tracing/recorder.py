@@ -41,6 +41,7 @@ from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
     check_dtypes,
+    check_elements,
     checks_in_gradient,
     is_deterministic,
     op_facts,
@@ -164,6 +165,8 @@ class Recorder(TorchDispatchMode):
             )
         if facts.of_one_dtype:
             check_dtypes(func, args, line)
+        if facts.needs_elements:
+            check_elements(func, args[0], line)
         if facts.reads_value and _is_real_number(func, args):
             self.note_read(args[0])
             with disable_current_modes():

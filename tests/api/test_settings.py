@@ -43,6 +43,32 @@ def test_each_setting_has_its_program(other, is_first, is_local):
     assert len(gained) == 2
 
 
+def _in_full(w: Tensor, x: Tensor) -> Tensor:
+    y = (x @ w).float()
+    with torch.autocast("cpu", enabled=False):
+        return (y @ w).tanh().square().sum()
+
+
+def _by_vmap(w: Tensor, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        per_rank = ftp.local(lambda w, x: (x @ w).tanh() @ w, None, (P(), P("tp")), P("tp"))
+        return torch.vmap(lambda x: per_rank(w, x))(x[None]).square().sum()
+
+
+@pytest.mark.parametrize("fn", [_in_full, _by_vmap])
+def test_where_a_function_turns_autocast_off_its_program_does_not_cast(fn):
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    w, x = torch.randn(4, 4), torch.randn(4, 4)
+    step = ftp.spmd(fn, mesh, (P(), P("tp")), P())
+    with ftp.use_mesh(mesh):
+        for context in (CASTS, nullcontext, CASTS):
+            with context():
+                value, due = step(w, x), fn(w, x)
+                assert torch.is_autocast_enabled("cpu") == (context is CASTS)
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, due, rtol=1e-6, atol=0)
+
+
 def test_under_detect_anomaly():
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).tanh().square().sum()

@@ -625,6 +625,27 @@ def test_mixed_dtypes_that_torch_refuses(fn):
         assert "test_trace.py:" in str(error.value)
 
 
+@pytest.mark.parametrize("fn", [lambda x: x.max(), lambda x: x.min()], ids=["max", "min"])
+@pytest.mark.parametrize("spec", [P(), P("tp"), P(None, "tp")])
+def test_an_extremum_of_no_elements_is_an_error_as_in_torch(fn, spec):
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), spec, P())
+    with pytest.raises(TraceError, match=r"shape \(0, 4\) at .* no elements"):
+        step(torch.ones(0, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_a_norm_of_weights_keep_their_dtype(dtype):
+    def loss(p):
+        weight = torch._weight_norm(p["v"], p["g"], 0)  # pyright: ignore[reportPrivateImportUsage]
+        return weight.float().square().sum()
+
+    params = {"v": torch.randn(4, 3, dtype=dtype), "g": torch.ones(4, 1, dtype=dtype)}
+    _, grads = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())(params)
+    leaves = {k: x.clone().requires_grad_() for k, x in params.items()}
+    wanted = torch.autograd.grad(loss(leaves), list(leaves.values()))
+    torch.testing.assert_close(list(grads.values()), list(wanted), rtol=2e-2, atol=2e-2)
+
+
 def test_a_trace_that_needs_torchs_compiler_is_made_again_as_it_was_asked_for(monkeypatch):
     is_loaded = []
 
