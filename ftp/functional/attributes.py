@@ -98,8 +98,9 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
         return [(f".{name}", item) for name, item in held.items() if name not in OF_MODULES]
     if not is_plain_object(value):
         return None
-    slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
-    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
+    own = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return [(f".{name}", item) for name, item in {**getattr(value, "__dict__", {}), **own}.items()]
 
 

@@ -1,9 +1,10 @@
 """Functions that run again later: variables, containers and attributes hold what they hold now."""
 
 import dis
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import lru_cache, partial
 from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
@@ -14,6 +15,7 @@ from torch import nn
 from ftp.functional.attributes import is_plain_object
 from ftp.source import is_users
 
+_RESTORED = (dict, OrderedDict, defaultdict, list, set, deque)
 _VISITED = 500  # most objects to look for containers in, the nearest first
 
 
@@ -44,7 +46,7 @@ class Content:
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self._held = [of.cell_contents] if isinstance(of, CellType) else of.copy()
+        self._held = [of.cell_contents] if isinstance(of, CellType) else copy(of)
 
     @property
     def is_current(self) -> bool:
@@ -99,7 +101,8 @@ def contents_of(root: Any) -> list[Content]:
         elif isinstance(visited, tuple):
             queue += visited
         elif isinstance(visited, dict | list | set | deque):
-            found.append(Content(visited))
+            if type(visited) in _RESTORED:
+                found.append(Content(visited))
             queue += visited.values() if isinstance(visited, dict) else visited
         elif isinstance(visited, nn.Module) or is_plain_object(visited):
             queue.append(getattr(visited, "__dict__", ()))
