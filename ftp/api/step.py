@@ -40,7 +40,7 @@ from ftp.tensors.check_indices import check_indices
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addresses
 from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import compare_copies
-from ftp.torch_internals.autograd_state import set_grad_enabled
+from ftp.torch_internals.autograd_state import is_any_autocast_enabled, set_grad_enabled
 from ftp.tracing.captured import check_unchanged
 from ftp.tracing.settings import uncast
 from ftp.tracing.trace import Traced
@@ -72,8 +72,10 @@ class Step:
     def mesh(self) -> Mesh:
         return self._definition.mesh
 
-    @uncast
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
+        if is_any_autocast_enabled():
+            with uncast():
+                return Step.__call__(self, *args, **unexpected)
         record = self._record
         if self._last is not None and not unexpected:
             planned, expected, last = self._last
@@ -193,7 +195,6 @@ class Step:
         """
         return self.lower_traced(None, *args)
 
-    @uncast
     @collection_paused()
     def lower_traced(
         self, traced: Traced | None, *args: Any, known: KnownPasses | None = None
@@ -206,6 +207,9 @@ class Step:
         from ftp.api.compiled_step import bound  # which is a Step
         from ftp.report.lowered import Lowered
 
+        if is_any_autocast_enabled():
+            with uncast():
+                return self.lower_traced(traced, *args, known=known)
         inputs = replace(self._abstract(args), known=known)
         call, definition = inputs.call, self._definition
         if definition.dynamic is not None:
@@ -231,13 +235,13 @@ class Step:
         specs = self._checked_specs(call)
         return Inputs(call, specs, estimated_shapes(call, specs, self.mesh))
 
-    @uncast
     def _known(self, *args: Any) -> Planned:
         """The program of these arguments; planned now, without talking to other ranks, if it is
         new.
         """
-        inputs = self._abstract(args)
-        return self._cache.programs.get(inputs.call.key) or self._build(inputs)
+        with uncast():
+            inputs = self._abstract(args)
+            return self._cache.programs.get(inputs.call.key) or self._build(inputs)
 
     @cached_property
     def _record(self) -> Calls:

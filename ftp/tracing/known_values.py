@@ -63,6 +63,7 @@ class KnownValues:
             temporarily_clear_interpreter_stack(),
             DisableTorchFunction(),
             torch.no_grad(),
+            uncast(),
         ):
             return func(self._computed(held.proxy.node, tracer.root))
 
@@ -79,7 +80,6 @@ class KnownValues:
                 stack += at.all_input_nodes
         return not are_written(((n, ()) for n in producers), node.graph)
 
-    @uncast
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
         while stack:

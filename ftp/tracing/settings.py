@@ -1,9 +1,8 @@
 """The settings of torch on which a trace depends."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
 from typing import Any
 
 import torch
@@ -21,19 +20,17 @@ def settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), *(_of_call.get() or autocast_now())
 
 
-def uncast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with ``torch.autocast`` off, as programs are planned and run: their casts are ops, and
-    where the function turned it off they have none. Functions are traced ``as_called``.
+def uncast() -> AbstractContextManager[None]:
+    """Within the block ``torch.autocast`` is off, as programs are planned and run: their casts are
+    ops, and where the function turned it off they have none. Functions are traced ``as_called``.
     """
+    return _uncast() if is_any_autocast_enabled() else nullcontext()
 
-    @wraps(fn)
-    def within(*args: Any, **kwargs: Any) -> Any:
-        if not is_any_autocast_enabled():
-            return fn(*args, **kwargs)
-        with set_within(_of_call, autocast_now()), casting([None] * len(CASTING)):
-            return fn(*args, **kwargs)
 
-    return within
+@contextmanager
+def _uncast() -> Iterator[None]:
+    with set_within(_of_call, autocast_now()), casting([None] * len(CASTING)):
+        yield
 
 
 @contextmanager
