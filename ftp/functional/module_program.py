@@ -23,13 +23,13 @@ from ftp.functional.module_constraints import (
     pin_inputs,
     pin_outputs,
 )
-from ftp.functional.purity import WriteGuard, impure, version
+from ftp.functional.purity import WriteGuard, impure
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.taps import Tap, tapped
 from ftp.random.draws import Draws
 from ftp.torch_internals.error_texts import Meaning, meaning_of, times_too_large
 from ftp.torch_internals.functorch import unwrapped
-from ftp.torch_internals.storages import Storages
+from ftp.torch_internals.storages import Storages, version
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,6 @@ from ftp.errors import TraceError
 from ftp.source import at_line
 
 
-def version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def impure(model: str, name: str, does: str) -> str:
     if name.startswith("buffer"):
         todo = (

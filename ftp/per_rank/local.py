@@ -49,6 +49,8 @@ from ftp.sharding.pytree import (
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.torch_internals.functorch import peek_interpreter_stack
+from ftp.torch_internals.storages import version
+from ftp.tracing.recorder import note_read
 from ftp.tracing.settings import settings
 from ftp.tracing.trace import Traced
 
@@ -145,10 +147,13 @@ def local(
             ),
         )
         of_sizes = known if sizes is None else sizes.memo.setdefault(("local", call), {})
-        if key not in of_sizes:
+        found = of_sizes.get(key)
+        if found is None or any(version(x) != then for x, then in found.traced.read):
             is_planned = len(own) < len(of_mesh)
-            of_sizes[key] = _prepare(fn, own, is_planned, in_specs, out_specs, check, args, sizes)
-        return of_sizes[key](tensors)
+            found = _prepare(fn, own, is_planned, in_specs, out_specs, check, args, sizes)
+            of_sizes[key] = found
+        note_read(x for x, _ in found.traced.read)
+        return found(tensors)
 
     return call
 

@@ -22,6 +22,11 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # one tensor, and the object given
 
 
+def version(x: Tensor) -> int:
+    """A number that rises with each write to the memory of a tensor."""
+    return 0 if x.is_inference() else x._version
+
+
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain strided tensor; None of others."""
     is_plain = x.layout is torch.strided and not is_functorch_wrapped_tensor(x)

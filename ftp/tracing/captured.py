@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftp.errors import InputError, StaleCaptureWarning
-from ftp.functional.purity import version
 from ftp.source import describe_line, is_users
+from ftp.torch_internals.storages import version
 
 _VISITED = 1000  # most objects to search for captured tensors, the nearest first
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")

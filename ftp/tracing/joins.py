@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ftp.functional.purity import version, written_by
+from ftp.functional.purity import written_by
 from ftp.ops.assume import Condition
 from ftp.source import is_users, user_line
 from ftp.torch_internals.autograd_state import current_graph_task_id
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.modes import DisableTorchFunction
+from ftp.torch_internals.storages import version
 from ftp.tracing.joinable import Joinable, changes_objects, joinable_at
 from ftp.tracing.nested_arguments import flat
 from ftp.tracing.paths import Rerun

@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
 from ftp.axis import is_inside
+from ftp.context import set_within
 from ftp.errors import FtpError, TraceError
-from ftp.functional.purity import version
 from ftp.functional.remat import current_region
 from ftp.ops.choose import BranchPath, current_branch
 from ftp.ops.static_shape import FIXED
@@ -36,6 +37,7 @@ from ftp.torch_internals.modes import (
     is_traceable_wrapper_subclass,
 )
 from ftp.torch_internals.op_types import OpOverload
+from ftp.torch_internals.storages import version
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
@@ -131,7 +133,7 @@ class Recorder(TorchDispatchMode):
         self._last = None
         self._numbered = get_sequence_nr()
         self._boundary = sys._getframe(2)
-        with self:
+        with set_within(_current, self), self:
             yield
 
     def begin(self) -> None:
@@ -309,6 +311,16 @@ class Recorder(TorchDispatchMode):
                 forward = None
             frame = frame.f_back
         return ""
+
+
+_current: ContextVar[Recorder | None] = ContextVar("ftp_recorder", default=None)
+
+
+def note_read(tensors: Iterable[Tensor]) -> None:
+    """Note tensors that a function which was traced by itself has read as numbers."""
+    if (recorder := _current.get()) is not None:
+        for tensor in tensors:
+            recorder.note_read(tensor)
 
 
 def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:

@@ -150,6 +150,23 @@ def test_numbers_of_a_buffer_that_is_filled_later_are_an_error():
         step(params, x)
 
 
+def test_numbers_that_per_rank_code_reads_are_read_anew_in_a_new_step():
+    k, x = torch.tensor(2), torch.ones(4)
+    per_rank = ftp.local(lambda x: x * int(k), MESH, P("tp"), P("tp"))
+
+    def made():
+        return ftp.spmd(lambda x: per_rank(x) + 1, MESH, P("tp"), P("tp"))
+
+    first, second = made(), made()
+    assert first(x).tolist() == second(x).tolist() == [3.0] * 4
+    k.fill_(3)
+    for step in (first, second):
+        with pytest.raises(InputError, match="was read as Python numbers"):
+            step(x)
+    assert made()(x).tolist() == [4.0] * 4
+    assert per_rank(x).tolist() == [3.0] * 4
+
+
 def test_where_tensors_are_found():
     tensors = [torch.ones(2) for _ in range(6)]
     module, holder = nn.Linear(2, 2), Holder()
