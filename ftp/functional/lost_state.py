@@ -90,9 +90,9 @@ class KeptAttributes:
             kind, name = type(module), root[1]
             of_class = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), None)
             if of_class is None:
-                setattr(kind, name, _Watched(name))
+                setattr(kind, name, _NotedAttribute(name))
                 self._stack.callback(delattr, kind, name)
-            elif not isinstance(of_class, _Watched):  # it may be read without a word
+            elif not isinstance(of_class, _NotedAttribute):  # it may be read without a word
                 self._read.add(root)
         _watching.append(self)
         self._stack.callback(_watching.remove, self)
@@ -143,7 +143,7 @@ class KeptAttributes:
 _watching: list[KeptAttributes] = []  # the calls that run now
 
 
-class _Watched:
+class _NotedAttribute:
     """An attribute of a class that notes for which objects it is read."""
 
     def __init__(self, name: str) -> None:
