@@ -14,7 +14,7 @@ from ftp.errors import DonationError, InputError, raise_all
 from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.pytree import key_of_static, kind_of, leaf_names
+from ftp.sharding.pytree import key_of_static, key_orders, kind_of, leaf_names
 from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import Placement, known_of, placement
@@ -29,14 +29,15 @@ class Arguments:
 
     Attributes:
         key: equal for calls that one program serves. It holds the tree with the settings of torch
-            that a trace takes, the static leaves, and each tensor's shape, dtype and placement; of
-            a tensor without a placement its dispatch keys (device, layout, wrappers).
+            that a trace takes and the order of keys in dicts, the static leaves, and each tensor's
+            shape, dtype and placement; of a tensor without a placement its dispatch keys (device,
+            layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
         self.args, self.leaves, self.treedef = flatten_entries(args)
         self.roots = roots
-        self.key = ((self.treedef, settings()), *map(_describe, self.leaves))
+        self.key = ((self.treedef, settings(), key_orders(args)), *map(_describe, self.leaves))
 
     def key_without(self, dims: DynamicDims) -> tuple[Any, ...]:
         """The key without the sizes of these dims."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from ftp.sharding.pytree import key_orders
 from ftp.tensors.placement import Fact, Returned, known_of
 from ftp.torch_internals.storages import is_shared
 from ftp.tracing.settings import settings
@@ -53,7 +54,7 @@ class Expected:
             and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
             and len(leaves) > 0
         )
-        (self._treedef, self._settings), self._donated = key[0], sorted(donated)
+        (self._treedef, self._settings, self._orders), self._donated = key[0], sorted(donated)
         self._returned = _getter(returned)
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
@@ -70,13 +71,15 @@ class Expected:
 
     def leaves(self, args: tuple[Any, ...], last: Returned) -> list[torch.Tensor] | None:
         """The leaves of a call that is like the last one, which returned ``last``; None if it is
-        not. Dicts with the same keys are alike, whatever their class.
+        not. Dicts with the same keys in one order are alike, whatever their class.
         """
         if not self.is_likely or last.facts is not self.outputs or self._settings != settings():
             return None
         try:
             leaves: list[Any] = self._treedef.flatten_up_to(args)
         except ValueError:
+            return None
+        if self._orders and key_orders(args) != self._orders:
             return None
         if not self._are_alike(*leaves) or not all(
             map(is_, self._returned(leaves), map(call, self._refs(last.refs)))

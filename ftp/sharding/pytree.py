@@ -1,7 +1,7 @@
 """Pytrees: leaves with their names and paths, spec trees and prefixes of them."""
 
 import difflib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,33 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     [2, 1]
     """
     return optree.tree_flatten(tree, none_is_leaf=False, namespace=NAMESPACE)
+
+
+def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
+    """The keys of each dict in their order, which structures of trees do not tell.
+
+    >>> key_orders(({"b": 1, "a": {"d": 2, "c": 3}}, [4]))
+    (('b', 'a'), ('d', 'c'))
+    """
+    found: list[tuple[Any, ...]] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            if len(node) > 1:
+                found.append(tuple(node))
+            children = node.values()
+        elif isinstance(node, list | tuple | deque):
+            children = node
+        elif isinstance(node, _LEAVES) or _is_leaf(node):
+            continue
+        else:
+            children = optree.tree_flatten_one_level(node, namespace=NAMESPACE)[0]
+        stack += [child for child in children if not isinstance(child, torch.Tensor)]
+    return tuple(found)
+
+
+_LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
 def leaf_names(tree: Any, root: str) -> list[str]:

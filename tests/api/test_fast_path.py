@@ -2,6 +2,8 @@
 goes unseen.
 """
 
+from collections import OrderedDict, defaultdict
+from functools import partial
 from typing import Any
 
 import optree
@@ -172,3 +174,21 @@ def test_two_steps_take_turns():
         same(
             evaluate(mine[0], batch(9)), (batch(9) @ alone[0]["w"] + alone[0]["b"]).square().mean()
         )
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, list)])
+def test_dicts_whose_keys_have_another_order_have_their_own_program(kind):
+    """A function may go through a dict in its order."""
+
+    def scaled(d):
+        return kind([(key, x * (i + 2)) for i, (key, x) in enumerate(d.items())])
+
+    step = ftp.spmd(scaled, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P("tp"))
+    given = kind([("x", torch.ones(4)), ("y", torch.ones(4))])
+    for _ in range(2):
+        for _ in range(3):
+            found, given = step(given), scaled(given)
+            assert list(found) == list(given)
+            assert all(map(torch.equal, found.values(), given.values()))
+            given = found
+        given = kind(reversed(given.items()))
