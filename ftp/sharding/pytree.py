@@ -1,7 +1,7 @@
 """Pytrees: leaves with their names and paths, spec trees and prefixes of them."""
 
 import difflib
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
-    """The keys of each dict in their order, which structures of trees do not tell.
+    """The keys of each dict in their order, which a structure keeps and does not compare.
 
     >>> key_orders(({"b": 1, "a": {"d": 2, "c": 3}}, [4]))
     (('b', 'a'), ('d', 'c'))
@@ -39,16 +39,16 @@ def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
     stack = [tree]
     while stack:
         node = stack.pop()
-        if isinstance(node, dict):
+        if type(node) in (dict, OrderedDict, defaultdict):
             if len(node) > 1:
                 found.append(tuple(node))
             children = node.values()
-        elif isinstance(node, list | tuple | deque):
+        elif type(node) in (list, tuple):
             children = node
         elif isinstance(node, _LEAVES) or _is_leaf(node):
             continue
         else:
-            children = optree.tree_flatten_one_level(node, namespace=NAMESPACE)[0]
+            children = _one_level(node).children
         stack += [child for child in children if not isinstance(child, torch.Tensor)]
     return tuple(found)
 
