@@ -27,7 +27,7 @@ def check_program(program: Any, draws: bool) -> None:
             f"shard_exported takes an ExportedProgram, not {type(program).__name__}."
             " torch.export.export(model, args) makes one."
         )
-    failures = [*_unfit_inputs(program), *_unfit_outputs(program)]
+    failures = [*_unfit_inputs(program), *_unfit_outputs(program), *_taken_for_one(program)]
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             failures += filter(None, (_unfit(node, draws) for node in module.graph.nodes))
@@ -67,6 +67,25 @@ def _unfit_outputs(program: Any) -> Iterator[str]:
             yield (
                 f"output {spec.arg.name} is a size, which differs between a rank's shard and the"
                 " whole; return tensors, and take sizes from them."
+            )
+
+
+def _taken_for_one(program: Any) -> Iterator[str]:
+    """Arguments that were one tensor in the call of torch.export, whose program reads only one."""
+    given = pytree.tree_leaves(program.example_inputs)
+    if len(given) != len(program.graph_signature.user_inputs):
+        return
+    users = {n.name: n.users for n in program.graph.nodes if n.op == "placeholder"}
+    names: dict[int, list[str]] = {}
+    for x, name in zip(given, program.graph_signature.user_inputs, strict=True):
+        if isinstance(x, torch.Tensor):
+            names.setdefault(id(x), []).append(str(name))
+    for alike in names.values():
+        if len(alike) > 1 and not all(map(users.get, alike)):
+            yield (
+                f"inputs {' and '.join(alike)} were one tensor when the program was exported, and"
+                " torch.export made it read one of them alone. Export it with tensors of their"
+                " own: x.clone()."
             )
 
 

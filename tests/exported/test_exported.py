@@ -866,3 +866,17 @@ def test_the_page_runs(capsys):
     for example in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S):
         exec(example, names)
     assert capsys.readouterr().out == "torch.Size([16, 8])\n"
+
+
+def test_a_program_that_was_exported_with_one_tensor_as_two_arguments_is_refused():
+    """torch.export makes it read one of them alone."""
+
+    class Two(torch.nn.Linear):
+        def forward(self, input, other):
+            return super().forward(input) - other
+
+    x, mesh = torch.ones(2, 4), ftp.simulated_mesh(2, "tp")
+    specs = {"weight": P("tp"), "bias": P("tp")}
+    with pytest.raises(ftp.errors.InputError, match="inputs input and other were one tensor when"):
+        ftp.shard_exported(torch.export.export(Two(4, 4), (x, x)), mesh, specs, rank=0)
+    ftp.shard_exported(torch.export.export(Two(4, 4), (x, x.clone())), mesh, specs, rank=0)
