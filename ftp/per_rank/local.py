@@ -44,6 +44,7 @@ from ftp.sharding.pytree import (
     check_specs,
     flatten,
     key_of_static,
+    key_orders,
     leaf_names,
 )
 from ftp.sharding.spec import PartitionSpec
@@ -141,6 +142,7 @@ def local(
             tuple(of_mesh.items()),
             tensors[0].device.type,
             settings(),
+            key_orders(args),
             *(
                 (shape_of(x), x.dtype) if isinstance(x, Tensor) else key_of_static(x)
                 for x in leaves

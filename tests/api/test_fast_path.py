@@ -192,3 +192,13 @@ def test_dicts_whose_keys_have_another_order_have_their_own_program(kind):
             assert all(map(torch.equal, found.values(), given.values()))
             given = found
         given = kind(reversed(given.items()))
+
+
+def test_per_rank_code_has_dicts_in_the_order_of_its_call():
+    def stacked(d):
+        return torch.stack(list(d.values()), -1)
+
+    per_rank = ftp.local(stacked, MESH, P("tp"), P("tp"))
+    given = {"x": torch.zeros(4), "y": torch.ones(4)}
+    for d in (given, dict(reversed(given.items())), given):
+        assert torch.equal(per_rank(d), stacked(d))
