@@ -36,6 +36,12 @@ class NotDivisible(Exception):
         self.multiples = multiples
 
 
+class IsOne(Exception):
+    """A size of a trace is one or zero at the sizes at hand, and something was decided by it. Other
+    decisions of the trace took it for another number: it serves no size.
+    """
+
+
 @dataclass(frozen=True)
 class Symbol:
     """The size of a dynamic dim: ``multiple`` times a number from ``low`` to ``high``."""

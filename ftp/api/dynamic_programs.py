@@ -16,7 +16,7 @@ from ftp.api.inputs import Inputs
 from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
 from ftp.distributed.agreement import exchange
-from ftp.dynamic_int import Sizes, in_multiples
+from ftp.dynamic_int import IsOne, Sizes, in_multiples
 from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused
 from ftp.runtime.program import Program
@@ -229,7 +229,10 @@ def _traced(
     of the comparisons. None if a size is one and the function treats one differently.
     """
     for at in families.sizes_to_trace(family, inputs.shapes, values, definition.mesh.size()):
-        trace = _traced_at(family.dynamic, definition, inputs, at)
+        try:
+            trace = _traced_at(family.dynamic, definition, inputs, at)
+        except IsOne:  # these sizes have a program of their own
+            continue
         family.add(trace)
         if trace.sizes.conditions.holds(values):
             return trace

@@ -33,7 +33,7 @@ from ftp.dynamic_float import (
     evaluated,
     is_formula,
 )
-from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, value_of
+from ftp.dynamic_int import DynamicInt, IsOne, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
@@ -296,6 +296,9 @@ class Symbolic:
         """Note torch's guards since the last call as conditions; returns their lines."""
         first, self._noted = self._noted, len(self.env.guards)
         new = range(first, self._noted)
+        for at in new:
+            if _says_one(self.env.guards[at].expr):
+                raise IsOne(f"{self.env.guards[at].expr} at {self.env.lines[at]}")
         for at in [*self._of_one, *new] if self.keeps_ones else new:
             if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
                 self._note(self.env.guards[at].expr, True)
@@ -409,6 +412,14 @@ def _named(name: str) -> Callable[[Any], Any]:
 
 
 _SYMBOLIC = {name: _named(name) for name in FUNCTIONS}
+
+
+def _says_one(condition: Any) -> bool:
+    """Whether a condition says that a size is one or zero; not that a number divides it."""
+    if type(condition).__name__ != "Equality":
+        return False
+    is_of_remainder = condition.has(sizes_functions.Mod, sizes_functions.PythonMod)
+    return not is_of_remainder and not {0, 1}.isdisjoint(condition.args)
 
 
 def _is_number(condition: Any) -> bool:

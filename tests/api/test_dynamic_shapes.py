@@ -451,6 +451,22 @@ def test_sizes_that_cannot_be_symbolic_are_planned_one_by_one_without_a_warning(
     assert "range(tokens.shape[1])" in reason
 
 
+def test_a_part_of_size_one_of_which_dims_go():
+    """Of a part of size one some of torch's code knows that it is one, and other code does not."""
+
+    def loss(params, x):
+        part = x[0, : x.shape[1] // 4] @ params
+        return part.squeeze().cumsum(0).square().sum()
+
+    step = ftp.shard(loss, on({"tp": 2}), P(), batch_specs=P(), dynamic_shapes=DIMS)
+    params = torch.eye(4, dtype=torch.float64)
+    for size in (6, 12, 5, 16):
+        x = torch.ones(2, size, 4, dtype=torch.float64)
+        (value, grads), want = step(params, x), torch.func.grad_and_value(loss)(params, x)
+        torch.testing.assert_close((grads, value), want)
+    assert step.shapes == families.ShapeCounts(1, 1)
+
+
 def test_a_question_that_a_reshape_has_asked_before():
     """torch answers the function's question by what strides made it ask, and asks nothing new."""
 
