@@ -292,13 +292,21 @@ class Symbolic:
             self.sizes.note("zero", x, False)
         return functools.reduce(functools.partial(DynamicFloat, symbols[name]), args)
 
+    def refuse_ones(self) -> None:
+        """Refuse a trace in which a size at hand is one or zero, and something was decided by it:
+        other decisions took it for another number, see `generic`.
+
+        Raises:
+            IsOne: it is such a trace.
+        """
+        for at in range(self._noted, len(self.env.guards)):
+            if _says_one(self.env.guards[at].expr):
+                raise IsOne(f"{self.env.guards[at].expr} at {self.env.lines[at]}")
+
     def note_guards(self) -> list[str]:
         """Note torch's guards since the last call as conditions; returns their lines."""
         first, self._noted = self._noted, len(self.env.guards)
         new = range(first, self._noted)
-        for at in new:
-            if _says_one(self.env.guards[at].expr):
-                raise IsOne(f"{self.env.guards[at].expr} at {self.env.lines[at]}")
         for at in [*self._of_one, *new] if self.keeps_ones else new:
             if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
                 self._note(self.env.guards[at].expr, True)

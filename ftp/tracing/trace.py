@@ -307,6 +307,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
     clean(gm, recorder.device, torch.device(device_type))
     if symbolic is not None:
+        symbolic.refuse_ones()
         symbolic.inline(gm.graph)
     constants = constants_last(gm, recorder, request.tensor_names)
     index = iter(range(len(ran.statics)))

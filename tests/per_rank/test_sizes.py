@@ -198,7 +198,8 @@ def check_case(name, on, sizes):
         # A dim that two axes cut has equal parts.
         is_even = on == "2x2" or CASES[name].even
         check(step, reference, size - size % n if is_even else size)
-    traces, plans = (3, 6) if name in ("an if", "squeeze") else (2, 4)
+    asks = name in ("an if", "squeeze", "vmap beside")  # of sizes, or vmap does
+    traces, plans = (4, 8) if asks else (2, 4)
     assert step.shapes.traces <= traces and step.shapes.plans <= plans
     assert not step.shapes.one_by_one
 
