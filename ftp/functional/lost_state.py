@@ -82,6 +82,7 @@ class KeptAttributes:
                 if name not in held:
                     self._first[id(module), name] = module, value
         self._read: set[Root] = set()
+        self._assigned: set[Root] = set()
         self._constants = _OfConstants(constants)
         self._stack = ExitStack()
 
@@ -106,8 +107,14 @@ class KeptAttributes:
     def note(self, module: nn.Module, name: str) -> None:
         """A module's attribute is read: note it where it holds what it held before the call."""
         root = id(module), name
-        if root in self._first and module.__dict__.get(name) is self._first[root][1]:
+        if root not in self._first or root in self._assigned:
+            return
+        if module.__dict__.get(name) is self._first[root][1]:
             self._read.add(root)
+
+    def note_assigned(self, module: nn.Module, name: str) -> None:
+        """The call assigns a module's attribute: from now on it holds what the call put there."""
+        self._assigned.add((id(module), name))
 
     def check_new(self, model: str, before: Mapping[str, Held], now: Mapping[str, Held]) -> None:
         """Refuse attributes that were read as they were before the call, and that hold now another
@@ -159,6 +166,8 @@ class _NotedAttribute:
         raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, module: Any, value: Any) -> None:
+        for each in _watching:
+            each.note_assigned(module, self._name)
         module.__dict__[self._name] = value
 
     def __delete__(self, module: Any) -> None:

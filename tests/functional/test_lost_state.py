@@ -117,6 +117,25 @@ def test_a_container_that_each_call_begins_anew_is_warned_of():
         fn(params, torch.ones(3))
 
 
+def test_an_attribute_that_each_call_assigns_before_it_reads_it_is_none_of_the_last_call():
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.mem = nn.Parameter(torch.ones(3)), None
+
+        def forward(self, xs):
+            self.mem = None
+            for x in xs:
+                now = x * self.weight
+                self.mem = now if self.mem is None else 0.9 * self.mem + now
+            return self.mem
+
+    fn, params = functionalize(Leaky())
+    xs = torch.rand(4, 3)
+    for _ in range(2):
+        torch.testing.assert_close(fn(params, xs), Leaky()(xs))
+
+
 def _emptied(m, y):
     m.log.append(y)
     m.shares.shared.append(y)
