@@ -210,7 +210,7 @@ class Step:
         if is_any_autocast_enabled():
             with uncast():
                 return self.lower_traced(traced, *args, known=known)
-        inputs = replace(self._abstract(args), known=known)
+        inputs = self._abstract(args)
         call, definition = inputs.call, self._definition
         if definition.dynamic is not None:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
@@ -222,12 +222,16 @@ class Step:
             assert last is not None
             return last.lower_traced(None, *args)
 
-        def lowered(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
+        def lowered(
+            changed: Mapping[int, PartitionSpec],
+            watch: Watch | None = None,
+            known: KnownPasses | None = None,  # of a search; reports do not keep it
+        ) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
-            planned = self._build(replace(inputs, specs=specs), watch, trace)
+            planned = self._build(replace(inputs, specs=specs, known=known), watch, trace)
             return Lowered(planned.program, lowered, bound(definition, call, planned))
 
-        return lowered({})
+        return lowered({}, known=known)
 
     def _abstract(self, args: tuple[Any, ...]) -> Inputs:
         """Arguments with their checked specs and global shapes, as far as this rank can tell."""

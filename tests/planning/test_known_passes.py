@@ -1,9 +1,13 @@
 """Plans that share results of passes, against plans that share none."""
 
+import gc
+import weakref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ftp
 from ftp import P
 from ftp.planning.known_passes import KnownPasses
 from ftp.planning.prepare import plan_prepared, prepare
@@ -72,3 +76,14 @@ def test_plans_that_share_passes_are_the_plans_without(down, up, is_odd_layer):
         return plan_prepared(PREPARED, axes, specs, returned, known=known)
 
     assert described(plan(KNOWN)) == described(plan(None))
+
+
+def test_a_lowered_program_does_not_keep_the_passes_of_other_plans():
+    mesh, x = ftp.AbstractMesh((2,), ("dp",)), torch.empty(4, device="meta")
+    known = KnownPasses()
+    lowered = ftp.spmd(torch.sum, mesh, P("dp"), P()).lower_traced(None, x, known=known)
+    alive = weakref.ref(known)
+    del known
+    gc.collect()
+    assert alive() is None
+    assert [c.op for c in lowered.collectives] == ["all_reduce"]
