@@ -165,6 +165,14 @@ class Certificate:
         )
 
     @property
+    def misfit(self) -> str:
+        """Why the programs are not those of the mesh's ranks; "" if they are."""
+        ranks, why = self.ranks, self.ranks.misfit
+        if not why and ranks.shape != tuple(self.axes.values()):
+            why = f"ranks of shape {ranks.shape}"
+        return why and f"the certificate has {why}, on a mesh of {dict(self.axes)}"
+
+    @property
     def assumptions(self) -> list[str]:
         """The assumptions of the certificate, a line each:
 

@@ -101,10 +101,8 @@ class Checker:
             several = ", ".join(sorted({n for n in names if names.count(n) > 1}))
             yield f"several values are called {several}: a name stands for one value"
             return
-        ranks = self.certificate.ranks
-        if ranks.shape != tuple(self.certificate.axes.values()) or ranks.misfit:
-            why = ranks.misfit or f"ranks of shape {ranks.shape}"
-            yield f"the certificate has {why}, on a mesh of {dict(self.certificate.axes)}"
+        if self.certificate.misfit:
+            yield self.certificate.misfit
             return
         issued = [
             [n for n in g.nodes if n.target in COLLECTIVES or n.target in RINGS]
@@ -122,7 +120,7 @@ class Checker:
             try:
                 self.check_cell(cell)
             except Refused as e:
-                if cell.size > 1 and math.prod(ranks.shape) <= FEW:
+                if cell.size > 1 and math.prod(self.certificate.ranks.shape) <= FEW:
                     # Check each rank alone, to name the one that fails.
                     yield from Checker(self.certificate, is_each_alone=True).failures()
                     return

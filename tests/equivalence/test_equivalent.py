@@ -2,6 +2,7 @@
 
 import json
 import linecache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def test_a_certificate_whose_program_is_altered_is_refused(tmp_path):
     certificate.save(path)
     with pytest.raises(CertificateError, match="output on rank 0 is not what the reference"):
         check(load_certificate(path))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_certificate_of_another_number_of_ranks_is_refused(ranks):
+    certificate = prove(torch.matmul, summed)
+    with pytest.raises(CertificateError, match=r"has ranks of shape \(2,\), on a mesh of"):
+        check(replace(certificate, axes={"tp": ranks}))
+
+
+def test_programs_that_no_rank_runs_are_refused():
+    certificate = prove(torch.matmul, summed)
+    ranks = replace(certificate.ranks, graphs=certificate.ranks.graphs * 2)
+    with pytest.raises(CertificateError, match="graphs, and offsets for"):
+        check(replace(certificate, ranks=ranks))
 
 
 def functional(x, w):

@@ -83,8 +83,11 @@ def check_recorded(certificate: Certificate) -> Certificate:
     """The certificate itself, if every output of every rank equals the reference's.
 
     Raises:
-        CertificateError: the first output that is not proven to.
+        CertificateError: programs that are not those of the mesh's ranks; the first output that is
+            not proven to.
     """
+    if certificate.misfit:
+        raise CertificateError(certificate.misfit)
     try:
         found = difference(certificate)
     except Blind as e:
