@@ -238,6 +238,9 @@ class Checker:
         """
         return self.dtypes.get(x.value, self.dtypes.get(x.value.rpartition("@")[0]))
 
+    def dtypes_of(self, x: ElementMap | PackedValues) -> list[torch.dtype | None]:
+        return [self.dtype_of(p) for p in (x.parts if isinstance(x, PackedValues) else (x,))]
+
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {
@@ -356,7 +359,12 @@ class Checker:
             ):
                 where = self.cells.where(next(there.coordinates()))
                 raise Unsound(f"collective {at + 1}{where} differs")
-            return self.map_of(there, found[at].args[0])  # type: ignore[arg-type]
+            held = self.map_of(there, found[at].args[0])  # type: ignore[arg-type]
+            theirs = self.dtypes_of(held)
+            if len(theirs) == len(own) and theirs != own:
+                raise Unsound("ranks send tensors of different dtypes")
+            return held
 
+        own = self.dtypes_of(self.map_of(cell, node.args[0]))  # type: ignore[arg-type]
         issued = IssuedCollective(cell, sent, self.cells.along, axes)
         return COLLECTIVES[node.target](issued, *node.args[1:-1])

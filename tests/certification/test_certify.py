@@ -923,6 +923,19 @@ def test_rounding_is_no_divergence(dtype: torch.dtype):
         assert ftp.first_divergence(step, {"w": w}, x) is None
 
 
+def test_zeros_of_another_dtype_are_not_gathered_with_a_value():
+    """A rank without elements that leaves out a cast in front of a gather."""
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    step = ftp.spmd(lambda x: (x * 2).to(torch.bfloat16), mesh, (P("tp"),), P())
+    certificate = certify(step.lower(torch.ones(3, 4)))
+    last = certificate.ranks.graphs[-1]
+    (cast,) = last.find_nodes(op="call_function", target=aten._to_copy.default)
+    cast.replace_all_uses_with(cast.args[0])
+    last.erase_node(cast)
+    with pytest.raises(CertificateError, match="ranks send tensors of different dtypes"):
+        check(certificate)
+
+
 @pytest.mark.parametrize("name", ["certify", "scale"])
 def test_the_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
