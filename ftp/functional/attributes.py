@@ -5,14 +5,18 @@ plain objects, at any depth.
 import sys
 from argparse import Namespace
 from collections import UserDict, UserList, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 Modules = Sequence[tuple[str, nn.Module]]  # by path
 Root = tuple[int, str]  # a module's id, and the name of its attribute
+
+
+_T = TypeVar("_T")
 
 
 class Held(NamedTuple):
@@ -28,6 +32,8 @@ class Held(NamedTuple):
 
 
 _VISITED = 10_000  # most containers and objects to look into
+_SMALL = 1000  # most items of a container of which numbers are looked at
+_CONSTANTS = frozenset({int, float, bool, str, bytes, type(None)})
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
 _LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -72,12 +78,20 @@ def is_plain_object(value: Any) -> bool:
 
 
 def _held(path: str, value: Any, root: Root, seen: set[int]) -> Iterator[Held]:
-    yield Held(path, value, root)
-    if id(value) in seen or len(seen) == _VISITED or (parts := parts_of(value)) is None:
-        return
-    seen.add(id(value))
-    for name, item in parts:
-        yield from _held(path + name, item, root, seen)
+    stack = [(path, value)]  # a recursion would end at a chain of a thousand objects
+    while stack:
+        path, value = stack.pop()
+        yield Held(path, value, root)
+        if id(value) in seen or len(seen) >= _VISITED or not has_parts(value):
+            continue
+        seen.add(id(value))
+        stack += reversed([(path + name, item) for name, item in parts_of(value) or ()])
+
+
+def has_parts(value: Any) -> bool:
+    """Whether `parts_of` gives the parts of a value."""
+    containers = dict | list | tuple | deque | set | frozenset | nn.Module
+    return isinstance(value, containers) or is_plain_object(value)
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -87,9 +101,11 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
     ([("['a']", [1])], [('.n', 2)], None)
     """
     if isinstance(value, dict):
-        return [(f"[{_key(key, i)}]", item) for i, (key, item) in enumerate(value.items())]
+        entries = _of_interest(enumerate(value.items()), len(value), lambda entry: entry[1][1])
+        return [(f"[{_key(key, i)}]", item) for i, (key, item) in entries]
     if isinstance(value, list | tuple | deque):
-        return [(f"[{i}]", item) for i, item in enumerate(value)]
+        items = _of_interest(enumerate(value), len(value), itemgetter(1))
+        return [(f"[{i}]", item) for i, item in items]
     if isinstance(value, set | frozenset):  # in no order
         return [("{...}", item) for item in value if isinstance(item, Tensor)]
     if isinstance(value, nn.Module):
@@ -102,6 +118,11 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
     names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
     own = {name: getattr(value, name) for name in names if hasattr(value, name)}
     return [(f".{name}", item) for name, item in {**getattr(value, "__dict__", {}), **own}.items()]
+
+
+def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> Iterable[_T]:
+    """Entries of a container; of a large one, such as a vocabulary, those that are no constants."""
+    return entries if n <= _SMALL else [e for e in entries if type(value(e)) not in _CONSTANTS]
 
 
 def _key(key: Any, i: int) -> str:

@@ -22,8 +22,8 @@ from ftp.functional.attributes import (
     Modules,
     Root,
     attributes_of,
+    has_parts,
     of_class,
-    parts_of,
 )
 from ftp.functional.purity import COPIES, impure, tensors_of, written_by
 
@@ -141,7 +141,7 @@ class KeptAttributes:
         """Whether an attribute was read, or another that held one of its containers."""
         roots: dict[int, set[Root]] = {}
         for _, value, of in before:
-            if not isinstance(value, tuple) and parts_of(value) is not None:
+            if not isinstance(value, tuple) and has_parts(value):
                 roots.setdefault(id(value), set()).add(of)
         sharing = (each for each in roots.values() if root in each)
         return not self._read.isdisjoint({root}.union(*sharing))
@@ -201,10 +201,7 @@ class _OfConstants(TorchFunctionMode):
 
 def _fills(value: Any) -> bool:
     """Whether a value may come to hold a tensor."""
-    parts = parts_of(value)
-    if parts is None or not isinstance(value, tuple):
-        return parts is not None
-    return any(map(_fills, value))
+    return any(map(_fills, value)) if isinstance(value, tuple) else has_parts(value)
 
 
 @lru_cache(maxsize=1024)

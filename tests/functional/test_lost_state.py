@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.functional.attributes import attributes_of
 from ftp.functional.functionalize import functionalize
 
 # Modules of these tests have attributes whose types pyright does not see.
@@ -159,6 +160,19 @@ def test_containers_that_carry_no_state_are_left_to_the_model(keeps):
         warnings.simplefilter("error")
         out = fn(params, torch.ones(3))
     assert torch.equal(out, model(torch.ones(3)))
+
+
+def test_long_chains_and_large_vocabularies_of_a_model_are_walked():
+    model = Keeping(lambda m, y: y)
+    for _ in range(3000):
+        model.chain = SimpleNamespace(next=getattr(model, "chain", None))
+    model.vocabulary = {f"token {i}": i for i in range(100_000)}
+    model.vocabulary["last"] = [0]
+    fn, params = functionalize(model)
+    assert torch.equal(fn(params, torch.ones(3)), model(torch.ones(3)))
+    paths = [held.path for held in attributes_of([("", model)])]
+    assert "vocabulary['last'][0]" in paths
+    assert len(paths) < 10_000
 
 
 class Expert(nn.Module):
