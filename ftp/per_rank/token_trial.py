@@ -42,12 +42,20 @@ class TokenTrial:
         inputs: how many of its first inputs have the tokens as dim 0: the tokens, then tensors
             beside them, such as weights of the router.
         below: the bound of random integers beside the tokens, such as the number of experts.
+        dynamic: the dims that have other sizes in later calls, which this trial is for too.
     """
 
     count: int
     shape: Sequence[int]
     inputs: int = 1
     below: int = 1
+    dynamic: Sequence[int] = ()
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The largest shapes of tokens to try, the first choice first."""
+        own = tuple(map(int, self.shape))
+        return [tuple(_SMALL if d in self.dynamic else n for d, n in enumerate(own)), own]
 
 
 def mixed_by(
@@ -65,7 +73,7 @@ def mixed_by(
     if any(map(_has_values, first.constants)):  # the program's text does not hold their values
         return _tried(first, trial, traced)
     shapes = tuple((tuple(x.shape), x.dtype) for x in inputs)
-    key = first.gm.code, tuple(trial.shape), trial.inputs, trial.below, shapes
+    key = first.gm.code, *trial.shapes, trial.inputs, trial.below, shapes
     if key not in _known:
         if len(_known) == 1024:
             _known.clear()
@@ -76,8 +84,8 @@ def mixed_by(
 def _tried(
     first: Traced, trial: TokenTrial, traced: Callable[[Sequence[int]], Traced]
 ) -> float | None:
-    own = tuple(map(int, trial.shape))
-    for rows, *inner in dict.fromkeys(_shapes(first, trial.count, own)):
+    tried = (shape for most in trial.shapes for shape in _shapes(first, trial.count, most))
+    for rows, *inner in dict.fromkeys(tried):
         odd = max(rows // 2 - (rows // 2 + 1) % 2, 1)
         try:
             found = {n: traced((n, *inner)) for n in dict.fromkeys((rows, odd, rows - odd))}

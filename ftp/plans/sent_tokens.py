@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftp.dynamic_int import is_dynamic
 from ftp.errors import InputError, MeshError, PlanWarning, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.ops.assume import assume
 from ftp.ops.fill_up import filled_up
 from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
-from ftp.per_rank.sizes import at_hand, meta
+from ftp.per_rank.sizes import at_hand, meta, shape_of
 from ftp.per_rank.token_mixing import mixing_op
 from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
 from ftp.per_rank.trace_locally import showing_range, traced_locally
@@ -123,6 +124,7 @@ def send_tokens(
         n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)
         if not x.shape[0]:
             raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
+        _note_questions(run, x, others, leaves)
         missing = -x.shape[0] % shards
         filled, *filled_others = (_with_copies(t, missing) for t in (x, *others))
         count, experts, eps = _experts_of(run, leaves, names, filled, filled_others, axis, n, axes)
@@ -261,6 +263,23 @@ def _with_copies(t: Any, missing: int) -> Any:
     return torch.cat([t, t[:1].expand(missing, *t.shape[1:])])
 
 
+def _note_questions(
+    run: Callable[..., Any], x: Tensor, others: Sequence[Any], leaves: Sequence[Any]
+) -> None:
+    """Make what the layer asks of the number of all tokens a condition of the trace, where it is
+    dynamic: ranks have fewer, and the layer is tried with others.
+    """
+    if any(map(is_dynamic, shape_of(x))):
+        names = [f"input {i}" for i in range(1 + len(others) + len(leaves))]
+        traced_locally(
+            lambda x, others, *given: run(given, x, others),
+            {},
+            (x, others, *leaves),
+            x.device.type,
+            names,
+        )
+
+
 def _experts_of(
     run: Callable[..., Any],
     leaves: Sequence[Any],
@@ -275,7 +294,8 @@ def _experts_of(
     the least precise dtype.
     """
     sees, device_type = RowsTravel(axis, n, None), x.device.type
-    # The layer is tried at the sizes at hand, where sizes are dynamic.
+    dynamic = [d for d, size in enumerate(shape_of(x)) if is_dynamic(size)]
+    # Where sizes are dynamic, the layer's ops are those at the sizes at hand.
     x, *others = map(at_hand, (x, *others))
     leaves = [*map(at_hand, leaves)]
 
@@ -326,7 +346,7 @@ def _experts_of(
         if (mixing := mixing_op(traced.gm, tokens, of_tokens)) is not None:
             at = mixing.meta.get("source") or "an unknown line"
             _refuse_mixed(f"by {mixing.target} at {at}")
-        trial = TokenTrial(tokens, x.shape, of_tokens, experts)
+        trial = TokenTrial(tokens, x.shape, of_tokens, experts, dynamic)
         if (off := mixed_by(traced, trial, traced_with)) is not None:
             _refuse_mixed(
                 "or on its position: the layer's results for a few random tokens differ by"

@@ -4,6 +4,7 @@ what after a trial on drawn tokens, and what is an assumption.
 
 import itertools
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -248,6 +249,37 @@ def test_what_ops_do_not_tell_is_refused_after_a_trial(layer, tokens):
         match="or on its position: the layer",
     ):
         step(params, x)
+
+
+def more_counts_are_clamped(p: Any, x: torch.Tensor) -> torch.Tensor:
+    expert = routed(p, x, 1)[1][:, 0]
+    order = expert.argsort(stable=True)
+    offs = F.one_hot(expert, 4).sum(0).clamp(max=20).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(F.grouped_mm(x[order], p["up"], offs=offs), p["down"], offs=offs)
+    return torch.zeros_like(x).index_copy(0, order, y)
+
+
+def many_tokens_are_centred(p: Any, x: torch.Tensor) -> torch.Tensor:
+    y = of_routed(p, x, routed(p, x, 1)[1][:, 0])
+    return y - y.mean(0) if x.shape[0] > 30 else y
+
+
+@pytest.mark.cases_by_default(1)
+@pytest.mark.parametrize("layer", [more_counts_are_clamped, many_tokens_are_centred])
+def test_a_layer_that_mixes_many_tokens_is_refused_for_dynamic_sizes_too(layer):
+    """The first call has fewer tokens, and a rank has fewer than all."""
+    specs = {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")}
+    sent, dims = ftp.plans.send_tokens(layer, "ep"), (None, {0: torch.export.Dim("S")})
+    mesh = ftp.simulated_mesh(2, "ep")
+    step = ftp.spmd(sent, mesh, (specs, P("ep")), P("ep"), dynamic_shapes=dims)
+    one = ftp.spmd(layer, ftp.simulated_mesh(1, "ep"), (P(), P()), P())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first layer is planned for each size
+        params, x = drawn(4, 8, 0, 2)
+        torch.testing.assert_close(step(params, x), one(params, x))
+    with pytest.raises(ftp.errors.SpecError, match="result depends on other tokens"):
+        step(*drawn(4, 40, 0, 2))
+    assert bool(step.shapes.plans) == (layer is many_tokens_are_centred)
 
 
 def large_tokens_are_mixed(p: Any, x: torch.Tensor) -> torch.Tensor:
