@@ -40,9 +40,9 @@ from ftp.tensors.check_indices import check_indices
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addresses
 from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import compare_copies
-from ftp.torch_internals.autograd_state import is_any_autocast_enabled, set_grad_enabled
+from ftp.torch_internals.autograd_state import set_grad_enabled
 from ftp.tracing.captured import check_unchanged
-from ftp.tracing.settings import uncast
+from ftp.tracing.settings import is_cast, uncast
 from ftp.tracing.trace import Traced
 from ftp.version import __version__
 
@@ -73,7 +73,7 @@ class Step:
         return self._definition.mesh
 
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
-        if is_any_autocast_enabled():
+        if is_cast():
             with uncast():
                 return Step.__call__(self, *args, **unexpected)
         record = self._record
@@ -207,7 +207,7 @@ class Step:
         from ftp.api.compiled_step import bound  # which is a Step
         from ftp.report.lowered import Lowered
 
-        if is_any_autocast_enabled():
+        if is_cast():
             with uncast():
                 return self.lower_traced(traced, *args, known=known)
         inputs = self._abstract(args)

@@ -10,6 +10,7 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 Modules = Sequence[tuple[str, nn.Module]]  # by path
@@ -33,7 +34,7 @@ class Held(NamedTuple):
 
 _VISITED = 10_000  # most containers and objects to look into
 _SMALL = 1000  # most items of a container of which numbers are looked at
-_CONSTANTS = frozenset({int, float, bool, str, bytes, type(None)})
+CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
 _LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -122,7 +123,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
 
 def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> Iterable[_T]:
     """Entries of a container; of a large one, such as a vocabulary, those that are no constants."""
-    return entries if n <= _SMALL else [e for e in entries if type(value(e)) not in _CONSTANTS]
+    return entries if n <= _SMALL else [e for e in entries if type(value(e)) not in CONSTANTS]
 
 
 def _key(key: Any, i: int) -> str:

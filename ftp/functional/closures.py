@@ -10,13 +10,14 @@ from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from ftp.functional.attributes import is_plain_object
+from ftp.functional.attributes import CONSTANTS, OF_MODULES, REGISTERED, is_plain_object
 from ftp.source import is_users
 
 _RESTORED = (dict, OrderedDict, defaultdict, list, set, deque)
-_VISITED = 500  # most objects to look for containers in, the nearest first
+_VISITED = 10_000  # most objects to look for containers in, the nearest first
+_LEAVES = (*CONSTANTS, Tensor)
 
 
 def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +88,7 @@ def contents_of(root: Any) -> list[Content]:
     seen: set[int] = set()
     queue: list[Any] = [root]
     for visited in queue:  # the loop appends to it
-        if id(visited) in seen or len(seen) == _VISITED:
+        if isinstance(visited, _LEAVES) or id(visited) in seen or len(seen) == _VISITED:
             continue
         seen.add(id(visited))
         if isinstance(visited, FunctionType):
@@ -104,9 +105,17 @@ def contents_of(root: Any) -> list[Content]:
             if type(visited) in _RESTORED:
                 found.append(Content(visited))
             queue += visited.values() if isinstance(visited, dict) else visited
-        elif isinstance(visited, nn.Module) or is_plain_object(visited):
+        elif isinstance(visited, nn.Module):
+            found.append(Content(visited.__dict__))
+            queue += own_attributes(visited.__dict__).values()
+        elif is_plain_object(visited):
             queue.append(getattr(visited, "__dict__", ()))
     return found
+
+
+def own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module without those that any module has, such as its hooks."""
+    return {k: v for k, v in attributes.items() if k not in OF_MODULES or k in REGISTERED}
 
 
 def _is_empty(cell: CellType) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import OF_MODULES, attributes_of, join
-from ftp.functional.closures import contents_of, restored
+from ftp.functional.closures import contents_of, own_attributes, restored
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
 from ftp.functional.module_constraints import (
@@ -318,7 +318,7 @@ def _recomputed(
     counts, first = dict(draws.counts), []
     live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
     part = _as_set_by_now(block.program, live)
-    contents = contents_of([m.attributes for m in part.modules])
+    contents = contents_of([own_attributes(m.attributes) for m in part.modules])
 
     def forward(
         key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]

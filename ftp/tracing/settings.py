@@ -24,7 +24,12 @@ def uncast() -> AbstractContextManager[None]:
     """Within the block ``torch.autocast`` is off, as programs are planned and run: their casts are
     ops, and where the function turned it off they have none. Functions are traced ``as_called``.
     """
-    return _uncast() if is_any_autocast_enabled() else nullcontext()
+    return _uncast() if is_cast() else nullcontext()
+
+
+def is_cast() -> bool:
+    """Whether ``torch.autocast`` is on for a type of device on which programs run."""
+    return is_any_autocast_enabled() and any(autocast_now())
 
 
 @contextmanager

@@ -69,6 +69,17 @@ def test_where_a_function_turns_autocast_off_its_program_does_not_cast(fn):
             torch.testing.assert_close(value, due, rtol=1e-6, atol=0)
 
 
+def test_autocast_of_another_type_of_device_is_left_on():
+    step = ftp.spmd(lambda x: x * 2, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        found = step(torch.ones(2))
+        assert torch.is_autocast_enabled("xpu")
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+    torch.testing.assert_close(found, torch.full((2,), 2.0))
+
+
 def test_under_detect_anomaly():
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return (x @ w).tanh().square().sum()

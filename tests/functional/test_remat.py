@@ -579,3 +579,34 @@ def test_a_module_that_is_recomputed_has_the_attributes_that_its_model_sets():
     torch.testing.assert_close(value, expected)
     wanted = torch.autograd.grad(expected, list(model.parameters()))
     torch.testing.assert_close(list(grads.values()), list(wanted))
+
+
+class ByConfig(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.config = nn.Linear(2, 2), {"scales": [1.0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) + x).sin() * self.config["scales"][0]
+
+
+def test_containers_of_a_block_of_many_modules_are_as_they_were():
+    model, x = (
+        nn.Sequential(nn.Sequential(*(ByConfig() for _ in range(60)))).double(),
+        torch.ones(2),
+    )
+
+    def set_scales(value: float) -> None:
+        for module in model.modules():
+            if isinstance(module, ByConfig):
+                module.config["scales"][0] = value
+
+    fn, params = ftp.functionalize(model, remat={"0": "nothing"})
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    set_scales(1.1)
+    y = fn(leaves, x.double()).sum()
+    set_scales(5.0)
+    found = torch.autograd.grad(y, list(leaves.values()))
+    set_scales(1.1)
+    expected = torch.autograd.grad(model(x.double()).sum(), list(model.parameters()))
+    torch.testing.assert_close(list(found), list(expected))
