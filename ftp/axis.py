@@ -200,7 +200,7 @@ def _exchange(
             f"{at_line()}ftp.axis.all_to_all has send_counts of shape {tuple(counts.shape)} and"
             f" dtype {counts.dtype}; it takes {n} integers, one for each rank of axis {axis!r}."
         )
-    if bound is not None and (not isinstance(bound, int) or bound < 0):
+    if bound is not None and (not isinstance(bound, int | torch.SymInt) or bound < 0):
         raise InputError(
             f"{at_line()}ftp.axis.all_to_all has bound={bound!r}; it takes a number of rows."
         )

@@ -54,6 +54,16 @@ def swapped(x, w, a):
     return all_reduce((y * (1 + torch.arange(y.shape[0]))[:, None]).square().sum(), a)
 
 
+def sent_on(x, w, a):
+    n = ftp.axis.axis_size(a[0])
+    counts = (torch.arange(n) == (axis_index(a[0]) + 1) % n) * x.shape[0]
+    return all_to_all(x @ w, a[0], send_counts=counts, bound=x.shape[0] + 1)[: x.shape[0]] * x
+
+
+def of_rank_before(xs, w):
+    return torch.cat([(xs[i - 1 - (len(xs) > 3)] @ w) * x for i, x in enumerate(xs)])
+
+
 def gathered(x, w, a):
     y = all_gather(x @ w, a)
     return (y * (1 + torch.arange(y.shape[0]))[:, None]).sum(0)
@@ -109,10 +119,11 @@ CASES = {
     ),
     "ppermute": Case(
         lambda x, w, a: ppermute(x @ w, a[0], turned(ftp.axis.axis_size(a[0]))) * x,
-        lambda xs, w: torch.cat([(xs[i - 1 - (len(xs) > 3)] @ w) * x for i, x in enumerate(xs)]),
+        of_rank_before,
         rows=True,
         even=True,
     ),
+    "send_counts": Case(sent_on, of_rank_before, rows=True, even=True),
     "reduce_scatter": Case(
         lambda x, w, a: reduce_scatter(all_gather(x @ w, a) * (1 + axis_index(a)), a),
         lambda xs, w: torch.cat(xs) @ w * sum(range(len(xs) + 1)),
@@ -209,6 +220,10 @@ def check_case(name, on, sizes):
 def test_a_plan_for_sizes_that_the_ranks_divide_and_one_for_others():
     check_case("rows", "3", (12, 7, 9, 1, 8))
     assert losses("rows", "3")[0].shapes == ShapeCounts(2, 2)
+
+
+def test_rows_that_travel_have_room_for_a_dynamic_number():
+    check_case("send_counts", "2", (8, 12))
 
 
 @pytest.mark.slow
