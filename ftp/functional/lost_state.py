@@ -54,7 +54,8 @@ def _counts(path: str, value: Any) -> bool:
 def _warn(model: str, does: str, first: str) -> None:
     warnings.warn(
         f"{model} {does} while it runs. fn is pure: each call, and a traced step, begins with"
-        f" {first}. Make it a buffer, a tensor, and use functionalize(model, buffers=True).",
+        f" {first}. If a call reads it before it writes it, make it a buffer, a tensor, and use"
+        " functionalize(model, buffers=True).",
         StaleCaptureWarning,
         stacklevel=3,
     )
@@ -117,8 +118,9 @@ class KeptAttributes:
         self._assigned.add((id(module), name))
 
     def check_new(self, model: str, before: Mapping[str, Held], now: Mapping[str, Held]) -> None:
-        """Refuse attributes that were read as they were before the call, and that hold now another
-        tensor that depends on the arguments; warn of containers that were replaced unread.
+        """Refuse attributes that were read while they held nothing, and that hold now a tensor that
+        depends on the arguments; warn of such tensors in containers and objects that were read: the
+        call may have written each place before it read it.
         """
         old = {id(held.value) for held in before.values()}
         for path, value, root in now.values():
@@ -132,10 +134,11 @@ class KeptAttributes:
                 continue
             if root not in self._first:
                 continue
-            if self._is_read(root, before.values()):
+            if not self._is_read(root, before.values()):
+                continue
+            if self._first[root][1] is None:
                 raise TraceError(impure(model, f"attribute {path!r}", "fills"))
-            if (first := self._first[root][1]) is not None:
-                _warn(model, f"puts a tensor in attribute {path!r}", repr(first))
+            _warn(model, f"leaves a tensor in attribute {path!r}", "what it held before")
 
     def _is_read(self, root: Root, before: Iterable[Held]) -> bool:
         """Whether an attribute was read, or another that held one of its containers."""
