@@ -65,10 +65,11 @@ def _between_hosts(mesh: Mesh, axis: str, hardware: Hardware) -> Link | None:
     another rank's port, so that a gather or a sum has k ports. In an all-to-all a rank sends what
     is for other hosts through its own port; in a shift the last rank of a host sends everything.
     """
-    if not mesh.leaves_host(axis):
+    lines = [Counter(line) for line in mesh.hosts_along(axis)]
+    if all(len(line) == 1 for line in lines):
         return None
     network, n = hardware.network, mesh.axes[axis]
-    ports = min(min(Counter(line).values()) for line in mesh.hosts_along(axis))
+    ports = min(min(line.values()) for line in lines)
     if network.shared or ports == 1:
         return network
     bandwidth = min(ports * network.bandwidth, hardware.link.bandwidth)

@@ -203,10 +203,6 @@ class Mesh:
             lines.setdefault(tuple(i for a, i in at.items() if a not in axes), []).append(host)
         return list(lines.values())
 
-    def leaves_host(self, *axes: str) -> bool:
-        """Whether ranks that differ in these axes only are on several hosts."""
-        return any(len(set(line)) > 1 for line in self.hosts_along(*axes))
-
     def group_name(self, axis: str, *others: str) -> str:
         """The group name for functional collectives along an axis; it may differ from rank to rank.
         For the product of several axes it is a placeholder until all ranks make the group before

@@ -314,11 +314,14 @@ def _row_trial(
 ) -> RowTrial:
     """Which dim of the result holds the rows; pointwise functions are not tried."""
     if not _is_pointwise(name, given):
-        rows_and_dim = lambda x: (x.rows, x.row_dim) if isinstance(x, Selected) else None  # noqa: E731
-        return try_rows(func, args, kwargs, rows_and_dim)
+        return try_rows(func, args, kwargs, _rows_and_dim)
     if len({x.rows.ndim for x in given}) > 1:
         raise refused(f"{name} of selected rows that differ in their number of dims", True)
     return RowTrial(RowDim(0), [(name, args)])
+
+
+def _rows_and_dim(x: Any) -> tuple[Tensor, int] | None:
+    return (x.rows, x.row_dim) if isinstance(x, Selected) else None
 
 
 def _is_pointwise(name: str, given: Sequence[Selected]) -> bool:
