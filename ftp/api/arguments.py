@@ -14,7 +14,7 @@ from ftp.errors import DonationError, InputError, raise_all
 from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.pytree import key_of_static, key_orders, kind_of, leaf_names
+from ftp.sharding.pytree import KeyOrders, key_of_static, kind_of, leaf_names
 from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import Placement, known_of, placement
@@ -32,12 +32,16 @@ class Arguments:
             that a trace takes and the order of keys in dicts, the static leaves, and each tensor's
             shape, dtype and placement; of a tensor without a placement its dispatch keys (device,
             layout, wrappers).
+        settings: those of torch that a trace takes.
+        orders: of the keys in dicts.
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
         self.args, self.leaves, self.treedef = flatten_entries(args)
         self.roots = roots
-        self.key = ((self.treedef, settings(), key_orders(args)), *map(_describe, self.leaves))
+        self.settings, self.orders = settings(), KeyOrders(args)
+        tree = self.treedef, self.settings, self.orders.keys
+        self.key = (tree, *map(_describe, self.leaves))
 
     def key_without(self, dims: DynamicDims) -> tuple[Any, ...]:
         """The key without the sizes of these dims."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from ftp.sharding.pytree import key_orders
+from ftp.api.arguments import Arguments
 from ftp.tensors.placement import Fact, Returned, known_of
 from ftp.torch_internals.storages import is_shared
 from ftp.tracing.settings import settings
@@ -22,8 +22,7 @@ class Expected:
     """The call that is expected next: one like the last.
 
     Args:
-        key: of the last call, see `Arguments`.
-        leaves: of its arguments, which a program served.
+        arguments: of the last call, which a program served.
         facts: per leaf its recorded fact.
         before: the results of the call before the last, if it ran the same program.
         outputs: the facts of a call's outputs, until something changes them.
@@ -32,13 +31,13 @@ class Expected:
 
     def __init__(
         self,
-        key: tuple[Any, ...],
-        leaves: Sequence[Any],
+        arguments: Arguments,
         facts: Sequence[Fact | None],
         before: Returned | None,
         outputs: Sequence[Fact],
         donated: dict[int, Fact],
     ):
+        leaves = arguments.leaves
         came_from = [
             None if before is None or not isinstance(leaf, torch.Tensor) else before.find(leaf)
             for leaf in leaves
@@ -54,7 +53,9 @@ class Expected:
             and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
             and len(leaves) > 0
         )
-        (self._treedef, self._settings, self._orders), self._donated = key[0], sorted(donated)
+        self._treedef: Any = arguments.treedef
+        self._settings, self._orders = arguments.settings, arguments.orders
+        self._donated = sorted(donated)
         self._returned = _getter(returned)
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
@@ -79,7 +80,7 @@ class Expected:
             leaves: list[Any] = self._treedef.flatten_up_to(args)
         except ValueError:
             return None
-        if self._orders and key_orders(args) != self._orders:
+        if not self._orders.hold(args):
             return None
         if not self._are_alike(*leaves) or not all(
             map(is_, self._returned(leaves), map(call, self._refs(last.refs)))

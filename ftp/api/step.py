@@ -112,9 +112,7 @@ class Step:
         if is_new:
             self._cache.count(planned, first_source, call)
         before = self._last[2] if self._last is not None and self._last[0] is planned else None
-        expected = Expected(
-            call.key, call.leaves, facts, before, planned.placements, dict(planned.donated)
-        )
+        expected = Expected(call, facts, before, planned.placements, dict(planned.donated))
         for leaf, fact in planned.donated:
             remember(call.leaves[leaf], fact)
         made = returned(outputs, planned.placements, record.call)

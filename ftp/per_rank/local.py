@@ -40,11 +40,11 @@ from ftp.rules.call import formula_of
 from ftp.sharding.arguments import argument_names, argument_specs, padded_names
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import (
+    KeyOrders,
     broadcast_specs,
     check_specs,
     flatten,
     key_of_static,
-    key_orders,
     leaf_names,
 )
 from ftp.sharding.spec import PartitionSpec
@@ -142,7 +142,7 @@ def local(
             tuple(of_mesh.items()),
             tensors[0].device.type,
             settings(),
-            key_orders(args),
+            KeyOrders(args).keys,
             *(
                 (shape_of(x), x.dtype) if isinstance(x, Tensor) else key_of_static(x)
                 for x in leaves

@@ -2,8 +2,10 @@
 
 import difflib
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,30 +31,62 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return optree.tree_flatten(tree, none_is_leaf=False, namespace=NAMESPACE)
 
 
-def key_orders(tree: Any) -> tuple[tuple[Any, ...], ...]:
-    """The keys of each dict in their order, which a structure keeps and does not compare.
+class KeyOrders:
+    """The keys of each dict of a tree in their order, which a structure keeps and does not compare.
 
-    >>> key_orders(({"b": 1, "a": {"d": 2, "c": 3}}, [4]))
+    >>> orders = KeyOrders(({"b": 1, "a": {"d": 2, "c": 3}}, [4]))
+    >>> orders.keys
     (('b', 'a'), ('d', 'c'))
+    >>> orders.hold(({"b": 5, "a": {"c": 7, "d": 6}}, [8]))
+    False
     """
-    found: list[tuple[Any, ...]] = []
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        if type(node) in (dict, OrderedDict, defaultdict):
-            if len(node) > 1:
-                found.append(tuple(node))
-            children = node.values()
-        elif type(node) in (list, tuple):
-            children = node
-        elif isinstance(node, _LEAVES) or _is_leaf(node):
-            continue
-        else:
-            children = _one_level(node).children
-        stack += [child for child in children if not isinstance(child, torch.Tensor)]
-    return tuple(found)
+
+    def __init__(self, tree: Any):
+        # Of each dict of several keys, and of each node on the way to one: the number of its
+        # parent, how to get it from its parent, and its keys.
+        self._nodes: list[tuple[int, Callable[[Any], Any], tuple[Any, ...]]] = []
+        self._add(tree, 0, itemgetter(0))
+        self.keys = tuple(keys for *_, keys in self._nodes if keys)
+
+    def _add(self, node: Any, parent: int, get: Callable[[Any], Any]) -> None:
+        keys = tuple(node) if type(node) in _DICTS and len(node) > 1 else ()
+        self._nodes.append((parent, get, keys))
+        at = len(self._nodes)
+        for get_child, child in _inner_nodes(node):
+            self._add(child, at, get_child)
+        if not keys and len(self._nodes) == at:
+            self._nodes.pop()
+
+    def hold(self, tree: Any) -> bool:
+        """Whether a tree of the same structure has the same orders."""
+        nodes = [(tree,)]
+        for parent, get, keys in self._nodes:
+            node = get(nodes[parent])
+            if keys and tuple(node) != keys:
+                return False
+            nodes.append(node)
+        return True
 
 
+def _inner_nodes(node: Any) -> list[tuple[Callable[[Any], Any], Any]]:
+    """The children of a node that are no tensors, each with how to get it."""
+    if type(node) in _DICTS:
+        named = node.items()
+    elif type(node) in (list, tuple):
+        named = enumerate(node)
+    elif isinstance(node, _LEAVES) or _is_leaf(node):
+        return []
+    else:
+        children = _one_level(node).children
+        return [(partial(_child, i), child) for i, child in enumerate(children)]
+    return [(itemgetter(k), child) for k, child in named if not isinstance(child, torch.Tensor)]
+
+
+def _child(i: int, node: Any) -> Any:
+    return _one_level(node).children[i]
+
+
+_DICTS = (dict, OrderedDict, defaultdict)
 _LEAVES = (torch.Tensor, int, float, str, type(None))
 
 
@@ -202,7 +236,7 @@ class PartlyCovered(dict):
 
 
 def _is_dict(kind: type) -> bool:
-    return kind in (dict, OrderedDict, defaultdict, Specs) or issubclass(kind, PartlyCovered)
+    return kind in (*_DICTS, Specs) or issubclass(kind, PartlyCovered)
 
 
 def _covering(spec: P, tree: Any) -> list[P]:

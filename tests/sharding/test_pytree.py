@@ -15,6 +15,8 @@ from ftp.errors import SpecError
 from ftp.sharding.patterns import matches, narrows
 from ftp.sharding.plan import plan
 from ftp.sharding.pytree import (
+    KeyOrders,
+    Specs,
     broadcast_specs,
     check_specs,
     flatten,
@@ -251,6 +253,31 @@ def test_a_full_tree_of_specs_is_its_own_broadcast(tree):
     specs = optree.tree_map(lambda n: P(*[None] * n, "tp"), tree)
     assert broadcast_specs(specs, tree, "x") == flatten(specs)[0]
     assert len(leaf_names(tree, "x")) == len(leaf_paths(tree)) == len(flatten(tree)[0])
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def reordered(tree, draw):
+    """The tree with the keys of each dict in an order that is drawn."""
+    if isinstance(tree, Specs):
+        return Specs({key: reordered(child, draw) for key, child in tree.items()}, {})
+    if isinstance(tree, dict):
+        return {key: reordered(tree[key], draw) for key in draw(st.permutations(list(tree)))}
+    if isinstance(tree, Pair):
+        return Pair(*[reordered(child, draw) for child in tree])
+    if isinstance(tree, list | tuple):
+        return type(tree)(reordered(child, draw) for child in tree)
+    return tree
+
+
+@given(trees, trees, st.data())
+def test_key_orders_hold_where_every_dict_has_its_keys_in_the_same_order(one, other, data):
+    given = ([one, Specs({"b": other, "a": one}, {})], Pair(one, other))
+    orders, now = KeyOrders(given), reordered(given, data.draw)
+    assert orders.hold(given)
+    # Of a tree whose leaves are equal, the text shows the order alone.
+    assert orders.hold(now) == (repr(now) == repr(given))
 
 
 def test_errors_of_a_spec_tree():

@@ -4,12 +4,14 @@ the tests.
 
 import atexit
 import contextlib
+import faulthandler
 import importlib.util
 import inspect
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -64,7 +66,8 @@ def launch(
 
     A function is called with ``args`` and its result comes back as ``value``, pickled; a string is
     run as source. The processes are forked from one that has imported torch and ftp already, so a
-    launch takes a fraction of a second.
+    launch takes a fraction of a second. What still runs at the timeout is killed; the stacks of its
+    threads are at the end of its ``stderr``.
     """
     context = _context()
     source = job if isinstance(job, str) else (inspect.getfile(job), job.__qualname__)
@@ -95,6 +98,8 @@ def launch(
         for process in processes:
             process.join(max(0.0, start + timeout - time.monotonic()))
         alive = [process.is_alive() for process in processes]
+        if any(alive):
+            _write_stacks([process for process, late in zip(processes, alive, strict=True) if late])
         for process in processes:
             process.kill()
             process.join()
@@ -125,9 +130,20 @@ def _context() -> Any:
     return context
 
 
+def _write_stacks(processes: list[Any]) -> None:
+    """Lets each process write the stacks of its threads to its stderr. One that has not come as far
+    as ``_main`` ends by the signal.
+    """
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1.0)
+
+
 def _main(source: Any, args: tuple, env: dict[str, str], stem: str) -> None:
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{stem}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    faulthandler.register(signal.SIGUSR1, file=2)
     os.environ.update(env)
     start, code, value, error = time.monotonic(), 0, None, None
     try:
@@ -167,7 +183,7 @@ def _read(stem: str, code: int | None) -> Rank:
     texts = [
         Path(f"{stem}.{name}").read_text(errors="replace")
         if os.path.exists(f"{stem}.{name}")
-        else ""
+        else "(the process did not come as far as the function that it was to run)"
         for name in ("out", "err")
     ]
     value, error, seconds = None, None, 0.0
