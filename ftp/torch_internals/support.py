@@ -35,8 +35,8 @@ NEEDED = {
     " maybe_get_level peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
-    "torch._functorch.eager_transforms": "_undo_create_differentiable grad_and_value_impl"
-    " lazy_dynamo_disallow",
+    "torch._functorch.eager_transforms": "_jvp_with_argnums _undo_create_differentiable"
+    " grad_and_value_impl lazy_dynamo_disallow",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
     "torch._functorch.pyfunctorch": "VmapInterpreter VmapInterpreter.batch_size"

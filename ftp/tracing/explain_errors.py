@@ -15,6 +15,7 @@ from ftp.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from ftp.tracing.forward_mode import ForwardModeRefused
 from ftp.tracing.refused_rows import number_asked_at, value_error, value_refused
 
 aten = torch.ops.aten
@@ -111,7 +112,7 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
         " cannot be traced. Recompute a block with ftp.remat(block)(*args), or call it as it is.",
     ),
     Meaning.META_IN_FORWARD_MODE: (
-        TraceError,
+        ForwardModeRefused,
         "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
         " torch.vmap, such as torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
         " torch.func.jacrev(torch.func.jacrev(f)).",

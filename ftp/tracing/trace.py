@@ -30,6 +30,7 @@ from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.check_traced import check_leaves, check_results, check_unwritten
+from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import (
     clean,
     constants_last,
@@ -257,11 +258,16 @@ def _by_any_way(made: Callable[[list[Recorder]], Traced]) -> Traced:
 
 def _with_derivatives(made: Callable[[list[Recorder]], Traced]) -> Traced:
     """A trace. If it fails after a fused op was called, or with torch's error about derivatives in
-    forward mode, torch may lack a derivative of the op: trace again with fused ops as primitives.
+    forward mode, torch may lack a derivative of the op: trace again with fused ops as primitives,
+    or with derivatives in reverse mode.
     """
     recorders: list[Recorder] = []
     try:
         return made(recorders)
+    except ForwardModeRefused:
+        with by_reverse_mode(), suppress(RuntimeError):
+            return made([])
+        raise
     except RuntimeError as error:
         called = recorders[-1].targets if recorders else set()
         if not isinstance(error, NotImplementedError) and called.isdisjoint(FUSED):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from few_or_many import slow_unless
@@ -16,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ftp
 from ftp import P
-from ftp.errors import TraceError
 
 Params = dict[str, Tensor]
 
@@ -282,13 +282,39 @@ def test_first_derivatives_of_attention_stay_fused():
     assert any("flash_attention" in str(node.target) for node in graph.nodes)
 
 
-def test_what_torch_does_not_trace_says_what_to_take():
+def wave(x: Tensor, p: Tensor) -> Tensor:
+    return torch.sin(x @ p) / x[:1]
+
+
+def shifted(x: Tensor, p: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    y = wave(x, p)
+    return {"wave": y, "squared": y[1:] ** 2}, y.cos()
+
+
+def along(x: Tensor, p: Tensor) -> Tensor:
+    return torch.func.jvp(lambda x: wave(x, p), (x,), (x.cos(),))[1]
+
+
+MAPPED_TWICE: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "hessian": torch.func.hessian(lambda x, p: wave(x, p).sum()),
+    "jacfwd": torch.func.jacfwd(wave),
+    "jacfwd, aux": torch.func.jacfwd(shifted, (0, 1), has_aux=True),
+    "jvp": torch.vmap(along, (None, 1)),
+}
+
+
+@pytest.mark.cases_by_default(1)
+@pytest.mark.parametrize("of", MAPPED_TWICE)
+def test_gradients_of_forward_mode_under_two_vmaps(of: str):
+    """torch traces none of them: the trace takes reverse mode for forward mode."""
+
     def loss(p: Tensor, x: Tensor) -> Tensor:
-        def wave(x: Tensor) -> Tensor:
-            return torch.sin(x @ p).sum()
+        found = torch.vmap(MAPPED_TWICE[of], (0, None))(x, p)
+        return sum((y.square().mean() for y in optree.tree_leaves(found)), start=x.new_zeros(()))
 
-        return torch.vmap(torch.func.hessian(wave))(x).square().sum()
-
-    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())
-    with pytest.raises(TraceError, match=r"Use reverse mode: torch.func.jacrev\(torch.func.jacrev"):
-        step(torch.ones(3, 3), torch.ones(4, 3))
+    p, x = (torch.linspace(0.3, 2, n, dtype=torch.float64).sin().view(-1, 3) for n in (9, 12))
+    for axis, spec in (("tp", P()), ("dp", P("dp"))):
+        mesh = ftp.simulated_mesh((2,), (axis,))
+        step = ftp.shard(loss, mesh, P(axis), batch_specs=spec, certify=True)
+        expected = tuple(reversed(torch.func.grad_and_value(loss)(p, x)))
+        torch.testing.assert_close(step(p, x), expected, rtol=1e-10, atol=1e-12)
