@@ -2,7 +2,8 @@
 torch.compile's guards and wrappers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ftp.passes.onednn_matmuls import Choose
 from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
+from ftp.runtime.divided_work import divided
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_eager, for_inductor, ordered
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
@@ -27,6 +29,7 @@ from ftp.torch_internals.fake_tensors import mode_for
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat)
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
+Compiled = Callable[[list[Any]], Sequence[Any]]  # takes a list and empties it
 
 
 @collection_paused()
@@ -115,14 +118,10 @@ def compiled(
     symbols = [node for node, x in given.items() if isinstance(x, torch.SymInt) and is_symbol(x)]
     written = _written(graph, [placeholders[i] for i in donated])
     subgraphs = split(graph, numbers, written, symbols)
-    made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
+    keys = [subgraph.key() for subgraph in subgraphs]
     with compiled_together():
-        for subgraph in subgraphs:
-            if (key := subgraph.key()) not in made:
-                made[key] = _compiled(subgraph)
-    called = _direct(
-        with_subgraphs(graph, subgraphs, [made[subgraph.key()] for subgraph in subgraphs])
-    )
+        made = _compiled_once(dict(zip(keys, subgraphs, strict=True)))
+    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
     # The code is compiled for dense inputs.
     return lambda given: forward(*_dense(given, tensors))
@@ -133,13 +132,25 @@ def is_symbol(x: torch.SymInt) -> bool:
     return x.node.expr.is_Symbol
 
 
-def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor's code for one subgraph: a function that takes a list and empties it."""
+def _compiled_once(subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled]:
+    """Inductor's code for each subgraph; ranks of a host divide those that its cache keeps."""
     deferred_compiler.load()
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    is_kept = config.fx_graph_cache and not config.force_disable_caches
+    kept = [key for key, subgraph in subgraphs.items() if is_kept and not subgraph.is_symbolic]
+    made = divided(kept, Path(cache_dir()), lambda key: _compiled(subgraphs[key]))
+    return {key: made.get(key) or _compiled(subgraphs[key]) for key in subgraphs}
+
+
+def _compiled(subgraph: Subgraph) -> Compiled:
+    """Inductor's code for one subgraph."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
     values = subgraph.values()
@@ -174,6 +185,8 @@ def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
         changes |= {"size_asserts": False, "alignment_asserts": False}
     if env is not None:  # a stored graph brings the guards of the sizes that it was stored with
         changes |= {"fx_graph_cache": False}
+    else:
+        mode.shape_env = ShapeEnv()  # without one inductor's cache keeps nothing
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(changes):
         code: Any = compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable

@@ -47,6 +47,11 @@ class Subgraph:
         """Fake tensors of the inputs, and symbolic numbers."""
         return [node.meta["val"] for node in self.inputs]
 
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether its inputs have symbolic sizes."""
+        return any(map(_is_symbolic, self.inputs))
+
     def key(self) -> str:
         """A text that is equal for subgraphs that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
