@@ -107,6 +107,12 @@ def is_users(code: CodeType) -> bool:
     return _is_users_file(code.co_filename)
 
 
+@functools.cache
+def is_ours(code: CodeType) -> bool:
+    """Whether code is torch's, optree's or ours."""
+    return code.co_filename.startswith(_OURS)
+
+
 def is_editable(name: str) -> bool:
     """Whether a file is the user's own rather than an installed library's."""
     return _is_users_file(name) and not name.startswith(_SITE)

@@ -38,6 +38,7 @@ from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
+from ftp.tracing.python_numbers import python_numbers
 from ftp.tracing.replaced import replaced
 
 _TORCH = str(torch.__file__)
@@ -370,7 +371,13 @@ class Symbolic:
         of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}
         numbers = replaced(math, of_sizes)
         try:
-            with oblivious, enable_python_dispatcher(), numbers, replaced(*SLICES):
+            with (
+                oblivious,
+                enable_python_dispatcher(),
+                numbers,
+                replaced(*SLICES),
+                python_numbers(),
+            ):
                 yield
         finally:
             self.env.line = outer
