@@ -1,5 +1,6 @@
 """Check the options of a step against its mesh."""
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +25,17 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
         MeshError: for what the mesh's devices cannot do, and for links of axes that it lacks.
     """
     _check_axes(options, mesh)
-    _check_prefetch(options.prefetch)
-    _check_count("chunks", options.chunks, "chunks, 1 for none")
+    prefetch = _checked_prefetch(options.prefetch)
+    chunks = _checked_count("chunks", options.chunks, "chunks, 1 for none")
     _check_cuda_graph(options, mesh)
     _check_async_tp(options, mesh)
     _check_reduce_dtype(options)
     hardware_on(mesh, options.hardware)
-    _check_count("programs", options.programs, "programs, at least 1")
-    _check_positions(options.donate)
+    programs = _checked_count("programs", options.programs, "programs, at least 1")
+    donate = _checked_positions(options.donate)
     data_axes = None if options.data_axes is None else tuple(options.data_axes)
-    return replace(options, data_axes=data_axes, donate=tuple(options.donate))
+    numbers = {"prefetch": prefetch, "chunks": chunks, "programs": programs, "donate": donate}
+    return replace(options, data_axes=data_axes, **numbers)
 
 
 def check_pipeline(pipeline: Any, mesh: Mesh, options: Options, *, updates: bool = False) -> None:
@@ -96,11 +98,13 @@ def check_staged(options: Options, *, is_pipeline: bool = True) -> None:
             )
 
 
-def _check_positions(donate: Any) -> None:
-    if isinstance(donate, int):
+def _checked_positions(donate: Any) -> tuple[int, ...]:
+    if isinstance(donate, int) or _whole(donate) is not None:
         raise InputError(f"donate is {donate!r}; give positions of arguments, as ({donate!r},).")
-    if isinstance(donate, str) or not all(type(position) is int for position in donate):
+    positions = () if isinstance(donate, str) else tuple(map(_whole, donate))
+    if isinstance(donate, str) or None in positions:
         raise InputError(f"donate is {donate!r}; give positions of arguments, as (0,).")
+    return tuple(i for i in positions if i is not None)
 
 
 def _check_axes(options: Options, mesh: Mesh) -> None:
@@ -116,17 +120,29 @@ def _check_axes(options: Options, mesh: Mesh) -> None:
         )
 
 
-def _check_prefetch(prefetch: Any) -> None:
-    if prefetch is not None and (type(prefetch) is not int or prefetch < 0):
+def _checked_prefetch(prefetch: Any) -> int | None:
+    size = _whole(prefetch)
+    if prefetch is not None and (size is None or size < 0):
         raise InputError(
             f"prefetch is {prefetch!r}; it must be a number of bytes, 0 for none, or None for"
             " those of the largest parameter."
         )
+    return size
 
 
-def _check_count(name: str, count: Any, unit: str) -> None:
-    if type(count) is not int or count < 1:
+def _checked_count(name: str, count: Any, unit: str) -> int:
+    number = _whole(count)
+    if number is None or number < 1:
         raise InputError(f"{name} is {count!r}; it must be a number of {unit}.")
+    return number
+
+
+def _whole(x: Any) -> int | None:
+    """An int, also one of numpy or an enum; None for another value."""
+    try:
+        return None if isinstance(x, bool) else operator.index(x)
+    except TypeError:
+        return None
 
 
 def _check_cuda_graph(options: Options, mesh: Mesh) -> None:
