@@ -55,7 +55,7 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
     try:
         document = json.loads(Path(path).read_text())
         version = document["ftp certificate"]
-        body = document["program"]
+        body, digest = document["program"], document["sha256"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
         raise CertificateError(
             f"{path} is no certificate: {type(e).__name__}: {e}. ftp.certify(lowered).save(path)"
@@ -66,9 +66,16 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
             f"{path} is a certificate of version {version}; this is version {VERSION}. Make it"
             " again."
         )
-    if _text(body)[1] != document["sha256"]:
+    if _text(body)[1] != digest:
         raise CertificateError(f"{path} was altered: its SHA-256 is not the one that it states.")
-    return _decode_certificate(body)
+    try:
+        return _decode_certificate(body)
+    except CertificateError:
+        raise
+    except Exception as e:
+        raise CertificateError(
+            f"{path} is no certificate: it cannot be read: {type(e).__name__}: {e}"
+        ) from e
 
 
 def _encode_certificate(c: Certificate) -> dict[str, Any]:

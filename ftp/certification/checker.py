@@ -57,10 +57,17 @@ def check(certificate: Certificate) -> Certificate:
     Raises:
         CertificateError: each wrong value, on which ranks, and why.
     """
-    if certificate.recorded is not None:
-        return check_recorded(certificate)
-    failures = dict.fromkeys(Checker(certificate).failures())
-    raise_all(CertificateError, failures or map(str, unproven(certificate)))
+    try:
+        if certificate.recorded is not None:
+            return check_recorded(certificate)
+        failures = dict.fromkeys(Checker(certificate).failures())
+        raise_all(CertificateError, failures or map(str, unproven(certificate)))
+    except CertificateError:
+        raise
+    except Exception as e:  # of a file that was altered
+        raise CertificateError(
+            f"The certificate states what no program has: {type(e).__name__}: {e}"
+        ) from e
     return certificate
 
 
