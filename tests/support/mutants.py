@@ -5,9 +5,11 @@ refused.
 import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from forked import answers
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
@@ -381,19 +383,17 @@ def check_mutants_of(
     """
     certificate = certificate_of(program)
     right = run(program, fresh(certificate, "none"), inputs)
-    changed = same = over = 0
+    tried: list[tuple[Mutant, bool]] = []
     for mutant in mutants(certificate, seed, most, without):
         try:
             check(replace(certificate, ranks=Ranks.of(mutant.graphs, mutant.at)))
             is_refused = False
         except CertificateError:
             is_refused = True
-        if is_refused and mutant.what.startswith(OTHER_SHAPES):
-            continue
-        if is_changed(program, mutant, inputs, right):
-            changed += 1
-            assert is_refused, f"{mutant.what} changes a result and is certified"
-        else:
-            same += 1
-            over += is_refused
-    return changed, same, over
+        if not (is_refused and mutant.what.startswith(OTHER_SHAPES)):
+            tried.append((mutant, is_refused))
+    found = answers([partial(is_changed, program, m, inputs, right) for m, _ in tried])
+    for (mutant, is_refused), is_other in zip(tried, found, strict=True):
+        assert is_refused or is_other is False, f"{mutant.what} changes a result and is certified"
+    same = [tried[i][1] for i, is_other in enumerate(found) if is_other is False]
+    return len(tried) - len(same), len(same), sum(same)
