@@ -20,7 +20,7 @@ from ftp.program_files.kept import kept_or_planned, key_of
 from ftp.runtime.program import Program
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import TorchCalls
-from ftp.tracing.captured import places_of, with_versions
+from ftp.tracing.captured import places_of, with_read
 from ftp.tracing.trace import Traced
 
 
@@ -54,8 +54,8 @@ def build(
 
 def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: Any) -> Planned:
     """The `Planned` of a program: the program, and what each of its calls has to do."""
-    tensors = [*traced.captured, *(tensor for tensor, _ in traced.read)]
-    captured = with_versions(places_of(definition.fn, tensors), traced.read)
+    tensors = [*traced.captured, *(each.tensor for each in traced.read)]
+    captured = with_read(places_of(definition.fn, tensors), traced.read)
     donated = {} if traced.asked else definition.donated_names
     return planned_for(inputs, program, definition.mesh, donated, captured, traced.asked)
 

@@ -50,7 +50,7 @@ from ftp.sharding.pytree import (
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.torch_internals.functorch import peek_interpreter_stack
-from ftp.torch_internals.storages import version
+from ftp.tracing.captured import have_changed
 from ftp.tracing.recorder import note_read
 from ftp.tracing.settings import settings
 from ftp.tracing.trace import Traced
@@ -150,11 +150,11 @@ def local(
         )
         of_sizes = known if sizes is None else sizes.memo.setdefault(("local", call), {})
         found = of_sizes.get(key)
-        if found is None or any(version(x) != then for x, then in found.traced.read):
+        if found is None or have_changed(found.traced.read):
             is_planned = len(own) < len(of_mesh)
             found = _prepare(fn, own, is_planned, in_specs, out_specs, check, args, sizes)
             of_sizes[key] = found
-        note_read(x for x, _ in found.traced.read)
+        note_read(each.tensor for each in found.traced.read)
         return found(tensors)
 
     return call

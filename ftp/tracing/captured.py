@@ -7,46 +7,97 @@ import functools
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ftp.errors import InputError, StaleCaptureWarning
+from ftp.functional.module_program import ModuleProgram
 from ftp.source import describe_line, is_users
-from ftp.torch_internals.storages import version
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
+from ftp.torch_internals.storages import storage_of, version
 
 _VISITED = 1000  # most objects to search for captured tensors, the nearest first
+NUMBERS = (int, float, bool)
+_COPIED = 4096  # most elements of a tensor whose values are compared at each call
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadTensor:
+    """A captured tensor that a function read as Python numbers, and what it held then.
+
+    Attributes:
+        values: None where only the version tells: on a device, of many elements, with a NaN.
+    """
+
+    tensor: Tensor
+    version: int
+    values: Tensor | None
+
+    @property
+    def has_changed(self) -> bool:
+        if self.values is None:
+            return version(self.tensor) != self.version
+        return not torch.equal(self.tensor, self.values)
+
+
+def have_changed(read: Iterable[ReadTensor]) -> bool:
+    """Whether any of these tensors has changed, asked while a function is traced."""
+    with disable_current_modes(), temporarily_clear_interpreter_stack(), DisableTorchFunction():
+        return any(each.has_changed for each in read)
+
+
+def read_now(tensor: Tensor) -> ReadTensor:
+    """A captured tensor as it is now. Its values show writes that versions do not, to ``x.data``
+    or by numpy.
+    """
+    with disable_current_modes(), temporarily_clear_interpreter_stack(), DisableTorchFunction():
+        values, storage = None, storage_of(tensor)
+        if storage is not None and tensor.device.type == "cpu" and tensor.numel() <= _COPIED:
+            values = tensor.detach().clone()
+            values = None if bool((values != values).any()) else values
+        return ReadTensor(tensor, version(tensor), values)
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A captured tensor, and one place where the function finds it.
+    """A tensor or number that a function finds outside of its arguments, and one place of it.
 
     Attributes:
         name: the place, as ``'masks['causal']', which loss (train.py:3) reads``.
         holder, key: a cell, dict or list, and where in it the tensor is.
-        version: of the tensor, where the function read it as Python numbers.
+        read: the tensor as it was, where the function read it as Python numbers.
     """
 
     name: str
-    tensor: Tensor
+    value: Any
     holder: Any
     key: Any
-    version: int | None = None
+    read: ReadTensor | None = None
 
     @property
     def is_stale(self) -> bool:
         """Whether the place holds another object, or other numbers than were read."""
-        if self.now() is not self.tensor:
+        if self.now() is not self.value:
             return True
-        return self.version is not None and self.version != version(self.tensor)
+        return self.read is not None and self.read.has_changed
 
     def now(self) -> Any:
-        """The object that the place holds now; the captured tensor if the place is gone."""
-        return _item(self.holder, self.key, self.tensor)
+        """The object that the place holds now; the captured value if the place is gone."""
+        return _item(self.holder, self.key, self.value)
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.holder, types.CellType):
+            self.holder.cell_contents = value
+        else:
+            self.holder[self.key] = value
 
 
 def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Captured]:
@@ -59,11 +110,16 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Capture
     ["'mask', which <lambda> reads"]
     """
     wanted = set(map(id, tensors))
-    return [place for place in tensors_around(fn) if id(place.tensor) in wanted] if wanted else []
+    return [place for place in tensors_around(fn) if id(place.value) in wanted] if wanted else []
 
 
 def tensors_around(fn: Callable[..., Any]) -> Iterator[Captured]:
     """The tensors that ``fn`` and the objects that it refers to hold."""
+    return (place for place in places_around(fn) if isinstance(place.value, Tensor))
+
+
+def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
+    """The tensors and numbers that ``fn`` and the objects that it refers to hold."""
     seen: set[int] = set()
     queue: list[tuple[str, str, Any]] = [("", "", fn)]
     for reader, name, visited in queue:  # the loop appends to it
@@ -73,21 +129,21 @@ def tensors_around(fn: Callable[..., Any]) -> Iterator[Captured]:
         reader = _described(visited) or reader
         for own, holder, key in _places_in(visited, name):
             value = _item(holder, key, None)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) or type(value) in NUMBERS:
                 yield Captured(f"{own!r}, which {reader} reads", value, holder, key)
             else:
                 queue.append((reader, own, value))
 
 
-def with_versions(places: Sequence[Captured], read: Sequence[tuple[Tensor, int]]) -> list[Captured]:
-    """The places, with the versions of tensors that the function read as Python numbers."""
-    versions = {id(tensor): number for tensor, number in read}
-    found = [replace(place, version=versions.get(id(place.tensor))) for place in places]
-    placed = {id(place.tensor) for place in places}
-    for tensor, number in read:
-        if id(tensor) not in placed:
-            name = f"A captured tensor of shape {tuple(tensor.shape)}"
-            found.append(Captured(name, tensor, [tensor], 0, number))
+def with_read(places: Sequence[Captured], read: Sequence[ReadTensor]) -> list[Captured]:
+    """The places, with what tensors held that the function read as Python numbers."""
+    held = {id(each.tensor): each for each in read}
+    found = [replace(place, read=held.get(id(place.value))) for place in places]
+    placed = {id(place.value) for place in places}
+    for each in read:
+        if id(each.tensor) not in placed:
+            name = f"A captured tensor of shape {tuple(each.tensor.shape)}"
+            found.append(Captured(name, each.tensor, [each.tensor], 0, each))
     return found
 
 
@@ -97,13 +153,13 @@ def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
     Raises:
         InputError: a tensor that the function read as Python numbers was written to since.
     """
-    for place in [place for place in captured if place.now() is not place.tensor]:
+    for place in [place for place in captured if place.now() is not place.value]:
         captured.remove(place)
         now = place.now()
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
         warnings.warn(
             f"{place.name}, is another object now, {what}. The step still uses the tensor of shape"
-            f" {tuple(place.tensor.shape)} that it captured when it was traced. Pass a tensor that"
+            f" {tuple(place.value.shape)} that it captured when it was traced. Pass a tensor that"
             " changes as an argument of the step, or make the step anew.",
             StaleCaptureWarning,
             stacklevel=stacklevel + 1,
@@ -162,6 +218,13 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
         yield from ((f"{name}[{key!r}]", visited, key) for key in list(visited))
     elif isinstance(visited, list | tuple | deque):
         yield from ((f"{name}[{i}]", visited, i) for i in range(len(visited)))
+    elif isinstance(visited, ModuleProgram):
+        yield from (
+            (f"{module.path}.{key}", module.attributes, key)
+            for module in visited.modules
+            for key, value in module.attributes.items()
+            if (key in _HOOKS and value) or isinstance(value, _FUNCTIONS)
+        )
     elif isinstance(visited, nn.Module):
         own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")
         held = (own, *(own[kind] for kind in registered))

@@ -73,12 +73,19 @@ class KnownValues:
         while stack:
             if (at := stack.pop()) in producers:
                 continue
-            if not _is_computable(at):
+            if not (self._is_given(at) or _is_computable(at)):
                 return False
             producers[at] = None
             if at not in self._of:
                 stack += at.all_input_nodes
         return not are_written(((n, ()) for n in producers), node.graph)
+
+    def _is_given(self, node: fx.Node) -> bool:
+        """Whether `_given` has the value of a node that no op computes."""
+        return node.op == "get_attr"
+
+    def _given(self, node: fx.Node, root: torch.nn.Module) -> Any:
+        return getattr(root, str(node.target))
 
     def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
         stack = [node]
@@ -91,8 +98,8 @@ class KnownValues:
             stack.pop()
             if at in self._of:
                 continue
-            if at.op == "get_attr":
-                self._of[at] = getattr(root, str(at.target))
+            if self._is_given(at):
+                self._of[at] = self._given(at, root)
                 continue
             args, kwargs = mapped_arguments(at, self._of.__getitem__)
             if kwargs.get("device") is not None:
@@ -103,7 +110,7 @@ class KnownValues:
 
 def _is_computable(node: fx.Node) -> bool:
     target = node.target
-    if node.op == "get_attr" or target is operator.getitem:
+    if target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False

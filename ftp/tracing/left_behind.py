@@ -2,28 +2,58 @@
 does not renew them, so that the function must not read them at its next call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ftp.errors import TraceError
-from ftp.tracing.captured import tensors_around
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import disable_current_modes
+from ftp.tracing.captured import Captured, tensors_around
 from ftp.tracing.captured_tensors import node_of
+from ftp.tracing.known_values import KnownValues
 
 
-def left_behind(fn: Callable[..., Any]) -> list[str]:
-    """While ``fn`` is traced: the places where it finds tensors of the trace; none where one of
-    them is the same at each call, such as a mask that is made once: a second trace has no use of
-    it.
+@dataclass
+class LeftBehind:
+    """The places where a function finds tensors of its trace.
+
+    Attributes:
+        places: of tensors that depend on the arguments.
+        constants: places of tensors that are the same at each call, such as a mask that is made
+            once, each with a tensor like it.
     """
-    depends: dict[fx.Node, bool] = {}
-    found = {
-        place.name: _is_of_arguments(node, depends)
-        for place in tensors_around(getattr(fn, "__wrapped__", fn))
-        if (node := node_of(place.tensor)) is not None
-    }
-    return list(found) if all(found.values()) else []
+
+    places: list[Captured] = field(default_factory=list)
+    constants: list[tuple[Captured, Tensor]] = field(default_factory=list)
+
+
+def left_behind(fn: Callable[..., Any]) -> LeftBehind:
+    """While ``fn`` is traced: what it leaves behind."""
+    left, depends, known = LeftBehind(), dict[fx.Node, bool](), KnownValues()
+    like: dict[fx.Node, Tensor] = {}
+    for place in tensors_around(getattr(fn, "__wrapped__", fn)):
+        if (node := node_of(place.value)) is None:
+            continue
+        if _is_of_arguments(node, depends):
+            left.places.append(place)
+            continue
+        if isinstance(place.holder, tuple):
+            return LeftBehind()  # a second trace would read it
+        if node not in like:
+            value = known.read(place.value, torch.clone)
+            like[node] = _zeros_like(place.value) if value is None else value
+        left.constants.append((place, like[node]))
+    return left
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
+        return torch.zeros([int(n) for n in x.shape], dtype=x.dtype)
 
 
 def _is_of_arguments(node: fx.Node, depends: dict[fx.Node, bool]) -> bool:
@@ -36,14 +66,27 @@ def _is_of_arguments(node: fx.Node, depends: dict[fx.Node, bool]) -> bool:
     return depends[node]
 
 
-def check_unread(places: Sequence[str], again: Callable[[], Any]) -> None:
-    """Refuse a function that reads what its trace left in ``places``: ``again`` traces it anew."""
+def check_unread(left: LeftBehind, again: Callable[[], Any]) -> None:
+    """Refuse a function that reads what its trace left behind: ``again`` traces it anew."""
     try:
-        again()
+        with _filled(left.constants):
+            again()
     except Exception as error:
         raise TraceError(
-            f"{places[0]}, holds a tensor that the function computed and left there for its next"
-            " call. A step is traced once, and its calls do not go through Python: each would"
-            " begin with what was there at first. Pass such a tensor as an argument, and return"
-            " it (has_aux=True)."
+            f"{left.places[0].name}, holds a tensor that the function computed and left there for"
+            " its next call. A step is traced once, and its calls do not go through Python: each"
+            " would begin with what was there at first. Pass such a tensor as an argument, and"
+            " return it (has_aux=True)."
         ) from error
+
+
+@contextmanager
+def _filled(constants: list[tuple[Captured, Tensor]]) -> Iterator[None]:
+    """Within the block the places hold tensors that any trace can read."""
+    for place, tensor in constants:
+        place.put(tensor)
+    try:
+        yield
+    finally:
+        for place, _ in constants:
+            place.put(place.value)

@@ -30,7 +30,7 @@ from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import is_batched, unwrapped
 from ftp.tracing.explain_errors import typed
 from ftp.tracing.refused_rows import value_error
-from ftp.tracing.values_read import Level, is_reading, read
+from ftp.tracing.values_read import Level, is_reading, of_captured, read
 
 if TYPE_CHECKING:
     from ftp.tracing.joins import Joins
@@ -88,6 +88,8 @@ class Paths:
         runs: how often the function was run.
         joins: the joined statements, if runs join statements.
         is_void: whether the run's trace is useless, see `Rerun`.
+        knows_captured: whether conditions of captured tensors alone are taken as they are, rather
+            than followed both ways.
     """
 
     can_fork: bool
@@ -106,12 +108,17 @@ class Paths:
     _most: int = 0
     joins: "Joins | None" = None
     is_void: bool = False
+    knows_captured: bool = False
 
     def of(self, run: Callable[[], Ran]) -> Ran:
         """Run the function along all its paths, and merge the results."""
         self._most = MOST_UNJOINED
         with suppress(Rerun):
             return self._of(run)
+        if self.knows_captured:
+            self._begin()
+            with suppress(Rerun):
+                return self._of(run)
         self._most, self.joins = MOST, self.new_joins()
         with suppress(Rerun, Exception):
             self._begin()
@@ -181,10 +188,14 @@ class Paths:
         """The outcome, on the path of this run, of a condition that ``frame`` reads."""
         before, line = self._outcomes, user_line()
         predicate = unwrapped(condition.detach().reshape(()) != 0)
+        if self.knows_captured and (known := of_captured(predicate, Tensor.item)) is not None:
+            return known
         if self.joins and (joined := self.joins.begin(predicate, frame)) is not None:
             return joined
         if max(self._ways, len(before)) >= self._most:
             if self._most < MOST:
+                conditions = (predicate, *(first for first, *_ in self.asked.values()))
+                self.knows_captured = any(of_captured(c, bool) is not None for c in conditions)
                 raise Rerun
             raise value_error(
                 f"The function decides by values in more than {MOST} ways at {line}: each is traced"

@@ -37,8 +37,8 @@ from ftp.torch_internals.modes import (
     is_traceable_wrapper_subclass,
 )
 from ftp.torch_internals.op_types import OpOverload
-from ftp.torch_internals.storages import version
 from ftp.tracing.call_cache import Recall, TracedCall
+from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
@@ -68,6 +68,11 @@ class Recorder(TorchDispatchMode):
     """Sees every op before it is traced: refuses ops that a program cannot hold, lifts captured
     tensors to inputs, notes the user's line.
 
+    Attributes:
+        constants: the captured tensors.
+        with_values: those of them that have values, by their places among the constants.
+        read: of those that the function read as Python numbers, by their ids, what they held.
+
     A node of the backward pass gets the line of its forward op, found by autograd's sequence
     numbers.
     """
@@ -89,7 +94,8 @@ class Recorder(TorchDispatchMode):
         self.device = torch.device(device_type if _is_available(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
-        self.read: dict[int, tuple[Tensor, int]] = {}
+        self.with_values: dict[int, Tensor] = {}
+        self.read: dict[int, ReadTensor] = {}
         self.line = ""
         self.replayed: Mapping[str, Any] | None = None
         self._phase = 0
@@ -235,7 +241,8 @@ class Recorder(TorchDispatchMode):
 
     def note_read(self, tensor: Tensor) -> None:
         """Note a tensor that has values, such as a captured one, and that is read as numbers."""
-        self.read.setdefault(id(tensor), (tensor, version(tensor)))
+        if id(tensor) not in self.read:
+            self.read[id(tensor)] = read_now(tensor)
 
     def known(self, tensor: Tensor) -> Tensor:
         """``tensor`` if it belongs to this trace; for a captured tensor its input."""
@@ -261,6 +268,8 @@ class Recorder(TorchDispatchMode):
                     " takes plain tensors only. Pass a DTensor's shard, ftp.from_dtensor(x), as an"
                     " argument."
                 )
+            if not is_outer and tensor.device.type != "meta":
+                self.with_values[len(self.constants)] = tensor
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
             with disable_current_modes():
                 self._capture(tensor if is_outer else tensor.detach(), fake)

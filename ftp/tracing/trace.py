@@ -29,7 +29,10 @@ from ftp.tracing.alike import Alike, RecordedOps, recording_of
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
+from ftp.tracing.captured import ReadTensor
+from ftp.tracing.captured_values import CapturedValues
 from ftp.tracing.check_traced import check_leaves, check_results, check_unwritten
+from ftp.tracing.counted_numbers import numbers_around, warn_of_counted
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -40,7 +43,7 @@ from ftp.tracing.functionalize_graph import (
 from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.gradient import WAYS, noted_gradients, taking
 from ftp.tracing.joins import Joins
-from ftp.tracing.left_behind import check_unread, left_behind
+from ftp.tracing.left_behind import LeftBehind, check_unread, left_behind
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.narrow import check_copied_views
 from ftp.tracing.nested_traces import nested_traces
@@ -54,6 +57,7 @@ from ftp.tracing.values_read import (
     Reading,
     ValueAsked,
     ValuesRead,
+    captured_values_from,
     reading_to,
 )
 
@@ -77,7 +81,7 @@ class Traced:
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
         captured: the tensor objects that the function found outside of its arguments.
-        read: of those that it read as Python numbers, each with its version then.
+        read: of those that it read as Python numbers, what they held.
         assumptions: claims about values that the function takes as true. Where they are to be
             checked, the graph's last outputs are bools that say whether they hold.
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
@@ -91,7 +95,7 @@ class Traced:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     captured: tuple[Tensor, ...]
-    read: tuple[tuple[Tensor, int], ...] = ()
+    read: tuple[ReadTensor, ...] = ()
     assumptions: tuple[str, ...] = ()
     symbolic: "Symbolic | None" = None
     recording: RecordedOps | None = None
@@ -159,6 +163,7 @@ def trace(
     options = (line, checked, within, calls, shapes, symbolic, keeps_recording, replayed)
     request = _Request(fn, leaves, in_tree, device_type, names, *options)
     made = partial(_traced, request)
+    numbers = [] if within else numbers_around(fn)
     with torch.autograd.set_detect_anomaly(False):  # it reads gradients
         try:
             traced = _with_reads(made, reads)
@@ -167,9 +172,11 @@ def trace(
                 raise
             deferred_compiler.load()
             traced = _with_reads(made, reads)
-        if request.left:
-            again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
-            check_unread(request.left, lambda: _with_reads(partial(_traced, again), reads))
+        again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
+        anew = partial(_with_reads, partial(_traced, again), reads)
+        if request.left and request.left[-1].places:
+            check_unread(request.left[-1], anew)
+        warn_of_counted(numbers, traced, anew)
     return traced
 
 
@@ -178,7 +185,7 @@ class _Request:
     """The arguments of `trace`, except ``reads``.
 
     Attributes:
-        left: gets the places in which the function leaves tensors.
+        left: gets what the function leaves behind, at each attempt.
     """
 
     fn: Callable[..., Any]
@@ -194,7 +201,7 @@ class _Request:
     symbolic: "Symbolic | None"
     keeps_recording: bool
     replayed: Alike | None
-    left: list[str] = field(default_factory=list)
+    left: list[LeftBehind] = field(default_factory=list)
 
     @cached_property
     def tensors(self) -> list[int]:
@@ -366,9 +373,11 @@ def _recorded(
         for i, value in zip(request.tensors, values, strict=True):
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
-        with unchecked(recorder.note_read), recorder.recording():
+        known = captured_values_from(CapturedValues(recorder).read)
+        with unchecked(recorder.note_read), known, recorder.recording():
             ran = paths.of(lambda: run(filled))
-            request.left[:] = [] if request.within else left_behind(request.fn)
+            if not request.within:
+                request.left.append(left_behind(request.fn))
             result[:] = [ran]
             own = sum(s is None for s in ran.statics)
             checks = [x for x in ran.claims.values() if x is not None]

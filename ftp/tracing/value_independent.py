@@ -47,7 +47,7 @@ from ftp.tracing.traced_number import (
     numbers_read,
     without_numbers,
 )
-from ftp.tracing.values_read import Level, is_reading, python_value
+from ftp.tracing.values_read import Level, captured_value, is_reading, python_value
 
 
 class unchecked(ModeOfBlocks):
@@ -113,9 +113,9 @@ class unchecked(ModeOfBlocks):
             return None
         if (known := self._known.read(x, func)) is not None:
             return known
-        if is_reading(Level.INTEGERS) and func in _OF_NUMBERS:
-            value = python_value(func, x)
-            if value is not None:
+        if func in _OF_NUMBERS:
+            reads = python_value if is_reading(Level.INTEGERS) else captured_value
+            if (value := reads(func, x)) is not None:
                 return value
         frame = _asking_frame() if func in _ASKING else None
         if frame is not None and (guarded := _guarded(x, frame)) is not None:

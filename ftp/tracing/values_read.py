@@ -1,15 +1,16 @@
 """Values that a function needs as Python numbers: ``int(mask.sum())`` as a size, ``len(x[mask])``.
 
-A trace has no values. If it needs one, its program ends there and returns the value; a step runs
-that program, and traces the function again with the number. So each number that is read has its own
-program.
+A trace has no values but those of captured tensors, and what is computed from them alone. If it
+needs another one, its program ends there and returns the value; a step runs that program, and
+traces the function again with the number. So each number that is read has its own program.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,18 @@ class Reading:
 
 _reading: ContextVar[Reading | None] = ContextVar("ftp_reading", default=None)
 _has_decided: ContextVar[Callable[[], bool]] = ContextVar("ftp_decided", default=lambda: False)
+Known = Callable[[Tensor, Callable[[Tensor], Any]], Any]
+_of_captured: ContextVar[Known] = ContextVar("ftp_of_captured", default=lambda *_: None)
+
+
+def captured_values_from(known: Known) -> AbstractContextManager[Any]:
+    """Within the block values that are computed from captured tensors alone are known."""
+    return set_within(_of_captured, known)
+
+
+def of_captured(x: Tensor, func: Callable[[Tensor], Any]) -> Any:
+    """``func`` of a value that is computed from captured tensors alone; None of another one."""
+    return _of_captured.get()(x, func)
 
 
 @contextmanager
@@ -141,6 +154,8 @@ def read(x: Tensor) -> Any:
     """The value of a tensor of integers or bools: a Python number, or nested tuples of them; None
     where none may be read.
     """
+    if (value := of_captured(x, Tensor.tolist)) is not None:
+        return _frozen(value)
     is_integer = not x.is_floating_point() and not x.is_complex()
     if x.dtype is torch.uint64 or not is_integer or (reading := _of(x)) is None:
         return None
@@ -153,6 +168,8 @@ def read_count(
     """The number of rows that a mask selects, read once for masks that are the same; None where it
     may not be read.
     """
+    if of_captured(mask, Tensor.numel) is not None:
+        return of_captured(count(), Tensor.item)
     if (reading := _of(mask)) is None:
         return None
     for known, number in reading.counts:
@@ -198,8 +215,10 @@ def as_lists(value: Any) -> Any:
 
 def python_value(func: Any, x: Tensor) -> Any:
     """The result of a method of a tensor that gives Python numbers; None where none may be read.
-    Fractions are not read: a step would have a program for each.
+    Fractions of arguments are not read: a step would have a program for each.
     """
+    if (known := captured_value(func, x)) is not None:
+        return known
     if func is Tensor.__int__ and x.is_floating_point() and x.numel() == 1:
         x = x.long()
     value = as_lists(read(x.reshape(()) if func not in _OF_ALL and x.numel() == 1 else x))
@@ -210,6 +229,19 @@ def python_value(func: Any, x: Tensor) -> Any:
     if value is None or func in _OF_ALL:
         return value
     return _CONVERTED.get(func, lambda number: number)(value)
+
+
+def captured_value(func: Any, x: Tensor) -> Any:
+    """As `python_value`, of captured tensors alone."""
+    return of_captured(x, partial(_known_value, func))
+
+
+def _known_value(func: Any, x: Tensor) -> Any:
+    if func is not Tensor.numpy:
+        return func(x)
+    array = x.clone().numpy()
+    array.setflags(write=False)
+    return array
 
 
 _OF_ALL = (Tensor.tolist, Tensor.numpy)

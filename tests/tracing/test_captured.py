@@ -178,12 +178,12 @@ def test_where_tensors_are_found():
             return holder.tensor * kept["k"][0] * of_partial(x) * module(x)
 
     found = places_of(Callable(), [*tensors, module.weight])
-    assert {id(place.tensor) for place in found} == {id(t) for t in (*tensors[:3], module.weight)}
-    assert [place.name.split(",")[0] for place in found if place.tensor is module.weight] == [
+    assert {id(place.value) for place in found} == {id(t) for t in (*tensors[:3], module.weight)}
+    assert [place.name.split(",")[0] for place in found if place.value is module.weight] == [
         "'module.weight'"
     ]
     kept.clear()
-    assert all(place.now() is place.tensor for place in found)  # what is gone is not another object
+    assert all(place.now() is place.value for place in found)  # what is gone is not another object
 
 
 def _python(x):

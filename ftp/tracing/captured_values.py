@@ -1,0 +1,33 @@
+"""Values computed from captured tensors alone, such as entries of a constant table: Python numbers
+while tracing. A step refuses later calls if such a tensor changes (`ftp.tracing.captured`).
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.tracing.known_values import KnownValues
+from ftp.tracing.recorder import Recorder
+
+
+class CapturedValues(KnownValues):
+    """As `KnownValues`, and of captured tensors, each of which the recorder notes as read."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def _is_given(self, node: fx.Node) -> bool:
+        return super()._is_given(node) or self._captured(node) is not None
+
+    def _given(self, node: fx.Node, root: torch.nn.Module) -> Any:
+        tensor = self._captured(node)
+        if tensor is None:
+            return super()._given(node, root)
+        self._recorder.note_read(tensor)
+        return tensor.detach().cpu()
+
+    def _captured(self, node: fx.Node) -> torch.Tensor | None:
+        number = node.meta.get("ftp_constant")
+        return None if number is None else self._recorder.with_values.get(number)
