@@ -1,9 +1,11 @@
 """The page on options: its examples; every pair of options works, or is refused with a reason."""
 
+import enum
 import itertools
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from few_or_many import slow_unless
@@ -118,3 +120,25 @@ def test_each_refusal_says_why_and_nothing_else_is_on_the_page():
         frozenset({"chunks", "async_tp"}),
         frozenset({"certify", "reduce_dtype"}),
     }
+
+
+class Count(enum.IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+def test_counts_of_other_kinds_of_ints():
+    x = torch.linspace(0, 1, 12, dtype=torch.float64).reshape(4, 3)
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+
+    def made(**options):
+        return ftp.spmd(lambda w, x: (w * 2, (x @ w).sum()), mesh, (P(), P("tp")), **options)
+
+    w = torch.ones(3, dtype=torch.float64)
+    for given in (np.int64(2), Count.TWO):
+        step = made(chunks=given, programs=given, prefetch=given, donate=[np.int32(0)])
+        assert step(w.clone(), x)[1] == x.sum()
+    for wrong in (True, 2.0, "2", np.float64(2), np.bool_(True)):
+        for name in ("chunks", "programs", "prefetch", "donate"):
+            with pytest.raises(FtpError, match=f"{name} is"):
+                made(**{name: wrong if name != "donate" else (wrong,)})
