@@ -119,11 +119,11 @@ class Reading:
 
 _reading: ContextVar[Reading | None] = ContextVar("ftp_reading", default=None)
 _has_decided: ContextVar[Callable[[], bool]] = ContextVar("ftp_decided", default=lambda: False)
-Known = Callable[[Tensor, Callable[[Tensor], Any]], Any]
-_of_captured: ContextVar[Known] = ContextVar("ftp_of_captured", default=lambda *_: None)
+ValueOf = Callable[[Tensor, Callable[[Tensor], Any]], Any]
+_of_captured: ContextVar[ValueOf] = ContextVar("ftp_of_captured", default=lambda *_: None)
 
 
-def captured_values_from(known: Known) -> AbstractContextManager[Any]:
+def captured_values_from(known: ValueOf) -> AbstractContextManager[Any]:
     """Within the block values that are computed from captured tensors alone are known."""
     return set_within(_of_captured, known)
 
