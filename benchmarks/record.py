@@ -136,12 +136,7 @@ def _cell(value: Any) -> str:
 
 def save(name: str, tables: Mapping[str, Any]) -> None:
     """Write ``results/<name>.json``: the tables, the date, the revision and the machine."""
-    head = {
-        "date": time.strftime("%Y-%m-%d"),
-        "revision": _revision(),
-        "machine": _machine(),
-        "torch": version("torch"),
-    }
+    head = {**measured_at(), "machine": _machine(), "torch": version("torch")}
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**head, **tables}, indent=1) + "\n")
@@ -159,6 +154,11 @@ def write_table(page: str, script: str, lines: Sequence[str]) -> None:
     path, mark = ROOT / "docs" / page, f"<!-- {script} -->"
     before, _, after = path.read_text().split(mark + "\n")
     path.write_text("\n".join([before + mark, *lines, mark, after]))
+
+
+def measured_at() -> dict[str, str]:
+    """Today, and the revision."""
+    return {"date": time.strftime("%Y-%m-%d"), "revision": _revision()}
 
 
 def _revision() -> str:

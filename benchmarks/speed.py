@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")
 
 from peers import worker, workloads  # noqa: E402
 from picture import draw  # noqa: E402
-from record import save, show  # noqa: E402
+from record import measured_at, results, save, show, write_table  # noqa: E402
 
 RANKS = 2
 FIRST = 3  # losses that are compared
@@ -224,6 +225,64 @@ COLUMNS = (
 )
 COLUMNS += ("losses agree", "failed")
 
+PAGE = {
+    "ratio": "ratio",
+    "of floor": "of floor",
+    "ms": "ms",
+    "quartiles": "quartiles, ms",
+    "least": "least, ms",
+    "cpu ms": "CPU ms a rank",
+    "first": "first step, s",
+    "peak_mib": "peak MiB",
+    "collectives": "collectives",
+    "bytes": "bytes",
+}  # columns of docs/speed.md
+PAIRS = {
+    "ftp, of Megatron by hand, eager": ("ftp", "Megatron"),
+    "ftp, of DTensor": ("ftp", "DTensor"),
+    "ftp compiled, of P4": ("ftp compiled", "P4"),
+    "ftp compiled, of Megatron compiled per module": ("ftp compiled", "Megatron compiled"),
+    "ftp compiled, of DTensor compiled": ("ftp compiled", "DTensor compiled"),
+    "ftp compiled, of JAX over gloo": ("ftp compiled", "JAX over gloo"),
+    "ftp compiled in memory, of P4": ("ftp compiled in memory", "P4"),
+    "ftp compiled in memory, of JAX in one process": ("ftp compiled in memory", "JAX"),
+}
+
+
+def page(found: Mapping[str, Any]) -> list[str]:
+    """The tables of docs/speed.md."""
+    machine, done = found["machine"], [w for w in workloads.WORKLOADS if found.get(w)]
+    lines = [f"Measured on {machine['cores']} cores of {machine['cpu']}, nothing else running."]
+    for name in done:
+        at = found["measured"][name]
+        lines += [
+            "",
+            f"{name} on {at['date']} at {at['revision']}, relative to {found['anchor']} (medians of"
+            f" {found['rounds']} rounds; quartiles over all steps):",
+            "",
+            f"| | {' | '.join(PAGE.values())} |",
+            f"|{'---|' * (len(PAGE) + 1)}",
+        ]
+        lines += [
+            f"| {row['peer']} | {' | '.join(_text(row.get(column)) for column in PAGE)} |"
+            for row in found[name]
+        ]
+    ratios = {name: {row["peer"]: row.get("ratio") for row in found[name]} for name in done}
+    lines += ["", f"| | {' | '.join(done)} |", f"|{'---|' * (len(done) + 1)}"]
+    for text, (one, other) in PAIRS.items():
+        pairs = [(ratios[name].get(one), ratios[name].get(other)) for name in done]
+        shares = [f"{a / b:.2f}" if a and b else "" for a, b in pairs]
+        lines.append(f"| {text} | {' | '.join(shares)} |")
+    return lines
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    return "" if value is None else f"{value:,}"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -233,7 +292,8 @@ def main() -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="write benchmarks/results/speed.json and the pictures of docs/speed.md",
+        help="write benchmarks/results/speed.json, and the tables and the picture of docs/speed.md;"
+        " workloads that were not run keep their figures",
     )
     parser.add_argument(
         "--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS)
@@ -298,8 +358,12 @@ def main() -> None:
         )
         show(rows, COLUMNS)
         if args.json:
-            save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **tables})
+            known = {k: results("speed").get(k) for k in (*workloads.WORKLOADS, "measured")}
+            measured = (known.pop("measured") or {}) | {name: measured_at()}
+            known |= {"measured": measured, **tables}
+            save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **known})
             draw("speed")
+            write_table("speed.md", "speed.py", page(results("speed")))
 
 
 if __name__ == "__main__":
