@@ -185,6 +185,6 @@ def test_the_page_runs(tmp_path: Path):
     """As a file, since guards are read where they stand."""
     page = (Path(__file__).resolve().parents[1] / "docs/values.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
-    assert len(blocks) == 11
+    assert len(blocks) == 13
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))

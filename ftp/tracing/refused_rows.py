@@ -28,6 +28,7 @@ NO_VALUES = (
     "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors or as"
     " x.item(), or pass the value as a static argument"
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
+    "\n  What NumPy or SciPy computes is an op of its own: torch.library.custom_op."
 )
 
 
