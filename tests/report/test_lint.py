@@ -223,3 +223,16 @@ def test_a_packed_weight_cut_across_its_parts_is_told_how_to_be_cut():
         " units('tp', 512) none." in text
     )
     assert "gathered" not in lint(P(None, ftp.units("tp", pack=3)))
+
+
+def test_results_without_a_dim_are_no_parts_of_it():
+    """A median's value and index have no dim 1, along which it is gathered."""
+
+    def fn(params, x):
+        return (x @ params["w"]).median(1).values.square().mean()
+
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    step = ftp.shard(fn, mesh, {"w": P(None, "tp")})
+    lint = step.lower({"w": torch.empty(8, 6)}, torch.empty(4, 8)).lint
+    assert any("gathered whole over 'tp'" in f.text for f in lint)
+    assert not any("parts" in f.text for f in lint)
