@@ -1,4 +1,4 @@
-"""What a model's attributes hold: tensors and other values, also in containers and in attributes of
+"""Walk the attributes of a model's modules: tensors and other values, also inside containers and
 plain objects, at any depth.
 """
 
@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 
 class Held(NamedTuple):
-    """A value that an attribute of a module holds.
+    """A value that an attribute of a module holds, itself or inside a container.
 
     Attributes:
-        root: the attribute by which the module holds it.
+        root: that attribute.
     """
 
     path: str
@@ -42,8 +42,8 @@ OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def attributes_of(modules: Modules) -> Iterator[Held]:
-    """What the modules' attributes hold, and the containers of their classes: each container, and
-    what is in it.
+    """The values of the modules' attributes and of their classes' containers: each container, then
+    its items.
     """
     seen = {id(module) for _, module in modules}
     for path, module in modules:
@@ -53,7 +53,7 @@ def attributes_of(modules: Modules) -> Iterator[Held]:
 
 
 def of_class(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The containers that a user's class of modules, rather than a module, holds."""
+    """The containers that are attributes of a user's module class, shared by its modules."""
     for owner in kind.__mro__:
         if not is_of_library(owner):
             yield from (
@@ -72,7 +72,7 @@ def is_of_library(kind: type) -> bool:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is of a user's class, or holds attributes and nothing else."""
+    """Whether a value is of a user's class, or of a class that only holds attributes."""
     if isinstance(value, Tensor | type):
         return False
     return isinstance(value, _NAMESPACES) or not is_of_library(type(value))
@@ -96,7 +96,8 @@ def has_parts(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]] | None:
-    """What a container or a plain object holds, with the end of each path; None of another value.
+    """The items of a container or a plain object, as ``(end of the path, item)``; None of another
+    value.
 
     >>> parts_of({"a": [1]}), parts_of(SimpleNamespace(n=2)), parts_of("text")
     ([("['a']", [1])], [('.n', 2)], None)
@@ -122,7 +123,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> Iterable[_T]:
-    """Entries of a container; of a large one, such as a vocabulary, those that are no constants."""
+    """The entries of a container; of a large one, such as a vocabulary, only the non-constants."""
     return entries if n <= _SMALL else [e for e in entries if type(value(e)) not in CONSTANTS]
 
 

@@ -1,4 +1,4 @@
-"""Functions that run again later: variables, containers and attributes hold what they hold now."""
+"""Run a function again later with its variables, containers and attributes as they are now."""
 
 import dis
 from collections import OrderedDict, defaultdict, deque
@@ -21,9 +21,9 @@ _LEAVES = (*CONSTANTS, Tensor)
 
 
 def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with what the variables around it hold now, also in functions, containers and
-    attributes that they hold: a lambda of a loop reads the loop's variable, which has moved on when
-    the lambda is run again in the backward pass.
+    """``fn`` with the present values of its captured variables, and of the containers and
+    attributes that they hold. Without it, a lambda in a loop that runs again in the backward pass
+    reads the loop variable's last value.
 
     >>> def outer(i, seen):
     ...     late = lambda: (i, seen[0])
@@ -43,7 +43,7 @@ def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Content:
-    """What a variable of a function, or a container, holds."""
+    """The present content of a captured variable (a cell) or a container, to be restored later."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -70,7 +70,7 @@ class Content:
 
 @contextmanager
 def restored(contents: Sequence[Content]) -> Iterator[None]:
-    """Within the block containers hold what they held."""
+    """Within the block, variables and containers hold ``contents``."""
     changed = [content for content in contents if not content.is_current]
     later = [Content(content.of) for content in changed]
     try:
@@ -83,7 +83,9 @@ def restored(contents: Sequence[Content]) -> Iterator[None]:
 
 
 def contents_of(root: Any) -> list[Content]:
-    """What variables, containers and objects hold to which a function, or a container, refers."""
+    """The contents of the variables, containers and objects that ``root`` refers to, directly or
+    through others.
+    """
     found: list[Content] = []
     seen: set[int] = set()
     queue: list[Any] = [root]
@@ -114,7 +116,7 @@ def contents_of(root: Any) -> list[Content]:
 
 
 def own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module without those that any module has, such as its hooks."""
+    """The attributes of a module without those that every module has, such as its hooks."""
     return {k: v for k, v in attributes.items() if k not in OF_MODULES or k in REGISTERED}
 
 
@@ -126,10 +128,8 @@ def _is_empty(cell: CellType) -> bool:
 
 
 def _around(fn: FunctionType, held: list[Any]) -> list[Any]:
-    """What a function finds in variables; of a function of ftp, functions alone.
-
-    Args:
-        held: by those of functions around it.
+    """The values that a function refers to: captured ones (``held``), defaults and globals; for a
+    function of ftp, captured and default callables alone.
     """
     held = [*held, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
     if not is_users(fn.__code__):

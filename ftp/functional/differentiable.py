@@ -1,5 +1,5 @@
-"""Helpers of the autograd functions of blocks and branches: which values have gradients, and the
-tensors saved for them.
+"""Shared by the autograd functions of remat and cond: which values have gradients, what is saved
+for them.
 """
 
 from collections.abc import Callable, Sequence

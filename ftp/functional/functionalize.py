@@ -22,6 +22,7 @@ from ftp.functional.module_program import (
     remat_modules,
     run,
     snapshots,
+    with_attributes,
 )
 from ftp.functional.purity import ChangesFrozen, impure
 from ftp.functional.remat import Again, Policy, surrounded
@@ -156,23 +157,15 @@ def _as_now(program: ModuleProgram, draws: Draws) -> Again:
 
     @contextmanager
     def again() -> Iterator[None]:
-        current = [(module, module.__dict__) for module, _ in held]
         drawn = draws.counts, draws.path
         draws.counts, draws.path = dict(counts), list(path)
         try:
-            _give(held)
-            with draws:
+            with with_attributes(held), draws:
                 yield
         finally:
-            _give(current)
             draws.counts, draws.path = drawn
 
     return again
-
-
-def _give(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, values in attributes:
-        object.__setattr__(module, "__dict__", values)
 
 
 def paths_of_tensors(model: nn.Module) -> dict[int, list[str]]:

@@ -27,9 +27,8 @@ class GradientHooks:
 
     Attributes:
         of_parameters: ``{path: hooks}`` of ``Tensor.register_hook``.
-        of_modules: a description of each hook that torch.autograd runs and torch.func does not,
-            with its module.
-        refused: the same of hooks that neither runs.
+        of_modules: descriptions of the hooks that torch.autograd runs and torch.func does not.
+        refused: descriptions of the hooks that neither runs.
     """
 
     of_parameters: Mapping[str, tuple[Callable[[Tensor], Any], ...]]
@@ -39,23 +38,20 @@ class GradientHooks:
     def registered(
         self, name: str, values: Mapping[str, Tensor], inputs: Any
     ) -> Mapping[str, Tensor]:
-        """``values`` {path: tensor} with their parameters' hooks registered.
+        """Register the parameters' hooks on ``values`` {path: tensor}.
 
-        They are registered on the given tensor if the trace owns it, so that a model called twice
-        runs its hooks once, on the whole gradient; else on an alias, as the tensor is the caller's.
+        A tensor of the trace gets the hooks itself, so that a model called twice runs them once, on
+        the whole gradient; a tensor of the caller is replaced by an alias with the hooks.
 
         Raises:
             TraceError: a gradient is taken, and a hook cannot run.
         """
         leaves = (*values.values(), *flatten(inputs)[0])
-        by_func = any(map(_is_differentiated, leaves))
-        if hooks := (
-            (*self.refused, *self.of_modules)
-            if by_func
-            else self.refused
-            if _is_taken_by_autograd(values)
-            else ()
-        ):
+        if any(map(_is_differentiated, leaves)):
+            hooks = (*self.refused, *self.of_modules)
+        else:
+            hooks = self.refused if _is_taken_by_autograd(values) else ()
+        if hooks:
             kind = TraceError if self.refused else GradientRefused
             raise kind(
                 join_failures(

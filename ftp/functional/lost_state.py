@@ -1,5 +1,5 @@
-"""State that a call of a model leaves in its attributes: ``fn`` is pure, so the next call would not
-have it.
+"""Refuse models that keep tensors in attributes from one call to the next: ``fn`` is pure, so its
+next call would not have them.
 """
 
 import dis
@@ -35,7 +35,7 @@ def check_state(
     read: Collection[int],
     kept: "KeptAttributes",
 ) -> None:
-    """Refuse attributes by which a tensor goes from call to call, and warn of those that count."""
+    """Refuse attributes that carry a tensor to the next call; warn of counters."""
     now = {held.path: held for held in attributes_of(modules)}
     kept.check_new(model, before, now)
     for path, (_, value, _) in before.items():
@@ -43,11 +43,11 @@ def check_state(
         if isinstance(value, Tensor):
             if new is not value and id(value) in read:
                 raise TraceError(impure(model, f"attribute {path!r}", "replaces"))
-        elif _counts(path, value) and not (_counts(path, new) and new == value):
+        elif _is_counter(path, value) and not (_is_counter(path, new) and new == value):
             _warn(model, f"changes attribute {path!r} from {value!r} to {new!r}", repr(value))
 
 
-def _counts(path: str, value: Any) -> bool:
+def _is_counter(path: str, value: Any) -> bool:
     return type(value) in (int, float, bool) and path.rpartition(".")[2] != "training"
 
 
@@ -62,8 +62,8 @@ def _warn(model: str, does: str, first: str) -> None:
 
 
 class KeptAttributes:
-    """Watches, within the block, the attributes of modules by which a tensor may go from call to
-    call: those that hold nothing, and that the code of their classes both reads and assigns; and
+    """Within the block, watch the attributes of modules that may carry a tensor to the next call:
+    those that are None or missing, and that the code of their classes both reads and assigns; and
     those that hold a container or a plain object.
 
     Args:
@@ -106,7 +106,7 @@ class KeptAttributes:
         self._stack.close()
 
     def note(self, module: nn.Module, name: str) -> None:
-        """A module's attribute is read: note it where it holds what it held before the call."""
+        """A module's attribute is read: note it if it still holds what it held before the call."""
         root = id(module), name
         if root not in self._first or root in self._assigned:
             return
@@ -114,25 +114,20 @@ class KeptAttributes:
             self._read.add(root)
 
     def note_assigned(self, module: nn.Module, name: str) -> None:
-        """The call assigns a module's attribute: from now on it holds what the call put there."""
+        """A module's attribute is assigned: later reads see what this call put there."""
         self._assigned.add((id(module), name))
 
     def check_new(self, model: str, before: Mapping[str, Held], now: Mapping[str, Held]) -> None:
-        """Refuse attributes that were read while they held nothing, and that hold now a tensor that
-        depends on the arguments; warn of such tensors in containers and objects that were read: the
-        call may have written each place before it read it.
+        """Refuse attributes that were read while they were None, and now hold a tensor that depends
+        on the arguments. Warn of such tensors in containers and objects that were read: the call
+        may have written each place before it read it.
         """
         old = {id(held.value) for held in before.values()}
+        held_tensors = {path for path, held in before.items() if isinstance(held.value, Tensor)}
         for path, value, root in now.values():
-            was = before[path].value if path in before else None
-            if (
-                not isinstance(value, Tensor)
-                or id(value) in old
-                or isinstance(was, Tensor)
-                or value in self._constants.known
-            ):
+            if not isinstance(value, Tensor) or id(value) in old or value in self._constants.known:
                 continue
-            if root not in self._first:
+            if path in held_tensors or root not in self._first:
                 continue
             if not self._is_read(root, before.values()):
                 continue
@@ -141,7 +136,7 @@ class KeptAttributes:
             _warn(model, f"leaves a tensor in attribute {path!r}", "what it held before")
 
     def _is_read(self, root: Root, before: Iterable[Held]) -> bool:
-        """Whether an attribute was read, or another that held one of its containers."""
+        """Whether an attribute was read, or another attribute that shares a container with it."""
         roots: dict[int, set[Root]] = {}
         for _, value, of in before:
             if not isinstance(value, tuple) and has_parts(value):
@@ -160,12 +155,11 @@ class _NotedAttribute:
         self._name = name
 
     def __get__(self, module: Any, owner: type) -> Any:
-        held = {} if module is None else module.__dict__
         if module is not None:
             for each in _watching:
                 each.note(module, self._name)
-        if self._name in held:
-            return held[self._name]
+            if self._name in module.__dict__:
+                return module.__dict__[self._name]
         raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, module: Any, value: Any) -> None:
@@ -180,7 +174,7 @@ class _NotedAttribute:
 
 
 class _OfConstants(TorchFunctionMode):
-    """Notes which tensors are made of constants alone: a mask, a table of angles."""
+    """Note which tensors are computed from constants alone: a mask, a table of angles."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()

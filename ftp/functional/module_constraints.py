@@ -1,8 +1,8 @@
 """Constraints on inputs and outputs of a model's modules, applied by hooks as the model runs."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,10 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from ftp.context import set_within
-from ftp.errors import InputError, SpecError, raise_all
+from ftp.errors import InputError, SpecError
+from ftp.functional.matched_modules import MatchedModule, matched_modules
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
-from ftp.sharding.patterns import listed, match_patterns
+from ftp.sharding.patterns import listed
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
@@ -64,28 +65,22 @@ class Constraint:
             object.__setattr__(
                 self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
             )
+        if not isinstance(self.inputs, tuple | None):
+            hint = f", as ({self.inputs},)" if isinstance(self.inputs, P) else ""
+            raise SpecError(
+                f"Constraint(inputs={self.inputs!r}): it must be a tuple of P or None{hint}."
+            )
         by_name = self.outputs if isinstance(self.outputs, Mapping) else {}
-        for field, value in (
-            ("inputs", self.inputs),
-            ("outputs", None if by_name else self.outputs),
+        for field, value, kind in (
+            ("inputs", self.inputs, "a tuple of P or None"),
+            ("outputs", None if by_name else self.outputs, "a P or a tuple of P or None"),
         ):
             entries = value if isinstance(value, tuple) else (value,)
-            if field == "inputs" and not (value is None or isinstance(value, tuple)):
-                hint = f", as ({value},)" if isinstance(value, P) else ""
-                raise SpecError(
-                    f"Constraint(inputs={value!r}): it must be a tuple of P or None{hint}."
-                )
-            for i, entry in enumerate(entries):
-                if not _is_entry(entry) and not (
-                    entry is ... and isinstance(value, tuple) and i == len(value) - 1
-                ):
-                    what = (
-                        "a P or a tuple of P or None"
-                        if field == "outputs"
-                        else "a tuple of P or None"
-                    )
+            is_open = isinstance(value, tuple) and bool(value) and value[-1] is ...
+            for entry in entries[:-1] if is_open else entries:
+                if not _is_entry(entry):
                     raise SpecError(
-                        f"Constraint({field}={value!r}): it must be {what}; {entry!r} is"
+                        f"Constraint({field}={value!r}): it must be {kind}; {entry!r} is"
                         f" {kind_of(entry)}."
                     )
         for field, named in (("kwargs", self.kwargs or {}), ("outputs", by_name)):
@@ -119,15 +114,9 @@ class Constraint:
 
 
 def _is_entry(entry: object) -> bool:
-    return (
-        entry is None
-        or isinstance(entry, P)
-        or (
-            isinstance(entry, tuple)
-            and bool(entry)
-            and all(isinstance(s, P | Gradient) for s in entry)
-        )
-    )
+    if isinstance(entry, tuple) and entry:
+        return all(isinstance(s, P | Gradient) for s in entry)
+    return isinstance(entry, P | None)
 
 
 def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
@@ -137,13 +126,11 @@ def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
 _change: ContextVar[Callable[[str, Tensor], Tensor] | None] = ContextVar("change", default=None)
 
 
-@contextmanager
-def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside the block, replace each output of a numbered module, such as ``layers.3``, by
+def outputs_through(change: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[Any]:
+    """Within the block, replace each output of a numbered module, such as ``layers.3``, by
     ``change(path, tensor)``.
     """
-    with set_within(_change, change):
-        yield
+    return set_within(_change, change)
 
 
 def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -161,23 +148,14 @@ def _changed(
     return change(path, out) if isinstance(out, Tensor) else out
 
 
-@dataclass(frozen=True)
-class ConstrainedModule:
-    """A constraint on one module, with the pattern that named it."""
+@dataclass(frozen=True, eq=False)
+class ConstrainedModule(MatchedModule):
+    """A module with its constraint."""
 
-    pattern: str
-    path: str
     constraint: Constraint
-    module: nn.Module
 
+    done = "constrained"
     does = "pins"
-    instead = "the module around it"
-
-    @property
-    def where(self) -> str:
-        return (
-            f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
-        )
 
 
 def pins_of(
@@ -185,32 +163,10 @@ def pins_of(
 ) -> tuple[ConstrainedModule, ...]:
     return tuple(
         ConstrainedModule(
-            pattern, path, Constraint(outputs=given) if isinstance(given, P) else given, module
+            pattern, path, module, Constraint(outputs=given) if isinstance(given, P) else given
         )
-        for module, path, pattern, given in named_modules(model, constraints, _check_constraint)
+        for pattern, path, module, given in matched_modules(model, constraints, _check_constraint)
     )
-
-
-def named_modules(
-    model: nn.Module, patterns: Mapping[str, Any], check: Callable[[str, Any], str | None]
-) -> list[tuple[nn.Module, str, str, Any]]:
-    """The modules that patterns match, as ``(module, path, pattern, value)``."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    answers = [
-        tuple(tuple(path.split(".")) if path else () for path in of_module)
-        for of_module in paths.values()
-    ]
-    names = [f"module {of_module[0]!r}" for of_module in paths.values()]
-    failures: list[str] = []
-    found = match_patterns(patterns, answers, names, "the modules", failures, check)
-    raise_all(SpecError, failures)
-    return [
-        (module, of_module[0], *match)
-        for (module, of_module), match in zip(paths.items(), found, strict=True)
-        if match
-    ]
 
 
 def _check_constraint(pattern: str, value: object) -> str | None:
@@ -227,24 +183,19 @@ def pin_inputs(
 ) -> tuple[tuple, dict[str, Any]]:
     ran.add(pin.path)
     given, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
-    keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
-    entries = (
-        None
-        if given is None
-        else _fitted(
-            given, len(args), pin, "inputs", f"it is called with {len(args)} arguments{keywords}"
+    if given is not None:
+        keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
+        called = f"it is called with {len(args)} arguments{keywords}"
+        entries = _fitted(given, len(args), pin, "inputs", called)
+        args = tuple(
+            _pinned(value, entry, pin, f"input {i}")
+            for i, (value, entry) in enumerate(zip(args, entries, strict=True))
         )
-    )
     if missing := [name for name in by_name if name not in kwargs]:
         called = f"the keywords {', '.join(map(repr, kwargs))}" if kwargs else "no keywords"
         raise InputError(
             f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called"
             f" with {called}."
-        )
-    if entries is not None:
-        args = tuple(
-            _pinned(value, entry, pin, f"input {i}")
-            for i, (value, entry) in enumerate(zip(args, entries, strict=True))
         )
     return args, kwargs | {
         name: _pinned(kwargs[name], entry, pin, f"keyword {name!r}")
@@ -285,15 +236,8 @@ def _pinned_by_key(
     if given is None:
         return out
     if isinstance(given, tuple):
-        given = dict(
-            zip(
-                out,
-                _fitted(
-                    given, len(out), pin, "outputs", f"it returns {kind_of(out)} of {len(out)}"
-                ),
-                strict=True,
-            )
-        )
+        returned = f"it returns {kind_of(out)} of {len(out)}"
+        given = dict(zip(out, _fitted(given, len(out), pin, "outputs", returned), strict=True))
     if strange := [key for key in given if key not in out]:
         raise InputError(
             f"{pin.where}: the constraint names output {strange[0]!r}; it returns {listed(out)}."

@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,10 @@ from ftp.functional.attributes import OF_MODULES, attributes_of, join
 from ftp.functional.closures import contents_of, own_attributes, restored
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
+from ftp.functional.matched_modules import MatchedModule, matched_modules
 from ftp.functional.module_constraints import (
     ConstrainedModule,
     change_outputs,
-    named_modules,
     pin_inputs,
     pin_outputs,
 )
@@ -71,7 +71,7 @@ class ModuleProgram:
 
 
 @dataclass(frozen=True, eq=False)
-class RematModule:
+class RematModule(MatchedModule):
     """A module that is recomputed in the backward pass.
 
     Attributes:
@@ -80,22 +80,14 @@ class RematModule:
         mutable: the slots that it may write to.
     """
 
-    pattern: str
-    path: str
-    module: nn.Module
     policy: Policy
     program: ModuleProgram
     slots: tuple[str, ...]
     mutable: frozenset[str]
 
+    done = "recomputed"
     does = "recomputes"
     instead = "the modules in it that are"
-
-    @property
-    def where(self) -> str:
-        return (
-            f"module {self.path!r} ({type(self.module).__name__}), recomputed by {self.pattern!r}"
-        )
 
 
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
@@ -110,7 +102,7 @@ def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
 
 
 class _Copies:
-    """Copies of modules' attributes; modules that share a container share its copy."""
+    """Copies of modules' attributes. Modules that share a container share its copy."""
 
     def __init__(self, new: Callable[[Any], Any]) -> None:
         self._new, self._made = new, dict[int, tuple[Any, Any]]()
@@ -148,16 +140,19 @@ def _leave_parameters() -> None:
     pass
 
 
+def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    """Within the block each module has a copy of its snapshot, with ``values`` in the slots."""
+    copies = _Copies(lambda v: values[v.path] if type(v) is Slot else v)
+    return with_attributes([(m.module, copies.of(m.attributes)) for m in program.modules])
+
+
 @contextmanager
-def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give each module a copy of its snapshot with ``values`` in the slots; on exit, restore the
-    user's attributes.
-    """
-    saved = [(m.module, m.module.__dict__) for m in program.modules]
+def with_attributes(new: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+    """Within the block modules have other attributes."""
+    saved = [(module, module.__dict__) for module, _ in new]
     try:
-        copies = _Copies(lambda v: values[v.path] if type(v) is Slot else v)
-        for m in program.modules:
-            object.__setattr__(m.module, "__dict__", copies.of(m.attributes))
+        for module, attributes in new:
+            object.__setattr__(module, "__dict__", attributes)
         yield
     finally:
         for module, attributes in saved:
@@ -176,11 +171,7 @@ def run(
     ran: set[str] = set()
     change_outputs((m.path, m.module) for m in program.modules)
     out = _call_hooked(program, program.model, draws, values, names, mutable, ran, args, kwargs)
-    placed: tuple[ConstrainedModule | Tap | RematModule, ...] = (
-        *program.pins,
-        *program.taps,
-        *program.blocks,
-    )
+    placed: tuple[MatchedModule, ...] = (*program.pins, *program.taps, *program.blocks)
     reached = {(type(given), given.pattern) for given in placed if given.path in ran}
     idle = [
         f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
@@ -279,8 +270,8 @@ def _explained(
 def _memory_in_model(
     program: ModuleProgram, values: Mapping[str, Tensor]
 ) -> Callable[[Tensor], str | None]:
-    """The path of the argument in whose memory, in the model, a tensor lies; None also where the
-    call is given that memory.
+    """A function that names the argument whose memory, in the model, a tensor shares; it answers
+    None where the call is given that memory.
     """
     given = {program.memory.name(unwrapped(x)) for x in values.values()}
 
@@ -419,14 +410,15 @@ def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:
 def remat_modules(
     program: ModuleProgram, policies: Mapping[str, Policy], mutable: frozenset[str]
 ) -> tuple[RematModule, ...]:
-    found = named_modules(
+    found = matched_modules(
         program.model,
         policies,
         lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"),
     )
     blocks: list[RematModule] = []
-    for module, path, pattern, policy in reversed(found):  # inner modules first
+    for pattern, path, module, policy in reversed(found):  # inner modules first
         inside = frozenset(module.modules())
+        inner = inside - {module}
         modules = tuple(m for m in program.modules if m.module in inside)
         held = (v for m in modules for value in m.attributes.values() for v in _items(value))
         slots = tuple(dict.fromkeys(v.path for v in held if type(v) is Slot))
@@ -434,12 +426,8 @@ def remat_modules(
             program,
             model=module,
             modules=modules,
-            pins=tuple(
-                pin for pin in program.pins if pin.module in inside and pin.module is not module
-            ),
-            taps=tuple(
-                tap for tap in program.taps if tap.module in inside and tap.module is not module
-            ),
+            pins=tuple(pin for pin in program.pins if pin.module in inner),
+            taps=tuple(tap for tap in program.taps if tap.module in inner),
             blocks=tuple(b for b in blocks if b.module in inside),
         )
         blocks.append(RematModule(pattern, path, module, policy, part, slots, mutable & set(slots)))

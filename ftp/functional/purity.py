@@ -54,16 +54,17 @@ class ChangesFrozen(TraceError):
 
 
 class WriteGuard(TorchFunctionMode):
-    """Refuse an op that writes to a tensor in ``names`` {id: its name}, before it runs, or that
-    reads the model's own memory of an argument, and freeze parameters for a while:
-    ``p.requires_grad = False`` puts ``p.detach()`` in its place, by ``swap(p, p.detach())``, until
-    it is True again.
+    """Refuse, before it runs, an op that writes to a tensor in ``names`` {id: its name}, or that
+    reads the memory that an argument of the call has in the model.
+
+    It also lets a model freeze a parameter: ``p.requires_grad = False`` calls ``swap(p,
+    p.detach())``, and ``p.requires_grad = True`` swaps back.
 
     Comparing versions afterwards is not enough: batch_norm and ``.data`` do not bump the version,
     and torch.func's own error for a write to a captured tensor does not name it.
 
     Attributes:
-        in_model: the path of the argument of the call in whose memory, in the model, a tensor is.
+        in_model: gives the path of the argument whose memory, in the model, a tensor shares.
         read: the ids of the tensors in ``names`` that ops have read.
     """
 
@@ -80,10 +81,10 @@ class WriteGuard(TorchFunctionMode):
         self.swap = swap
         self.in_model = in_model
         self.read: set[int] = set()
-        self.copies: dict[int, tuple[int, Tensor]] = {}  # by id: of which tensor, and itself
+        self.copies: dict[int, tuple[int, Tensor]] = {}  # copy's id: original's id, the copy
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
-        self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # now: by the parameter's id
-        self.own: dict[int, Tensor] = {}  # of what stood for a frozen one
+        self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # parameter's id: it, its detached one
+        self.own: dict[int, Tensor] = {}  # detached one's id: the parameter
 
     def __enter__(self):
         self._token = _innermost.set(self)
@@ -99,7 +100,7 @@ class WriteGuard(TorchFunctionMode):
             own = self.own[id(args[0])] if id(args[0]) in self.own else args[0]
             self._train(own, (*args[1:], *kwargs.values(), True)[0])
             return args[0]
-        if self.frozen:  # also where the function holds the parameter under a name of its own
+        if self.frozen:  # model code may hold the parameter in a variable, which swap cannot reach
             args = tuple(map(self._as_now, args))
             kwargs = {name: self._as_now(x) for name, x in kwargs.items()}
         for tensor in written_by(func, args, kwargs):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ftp.torch_internals.functorch import (
 from ftp.torch_internals.modes import get_current_function_mode_stack
 from ftp.torch_internals.pytree import tree_leaves, tree_map_only
 
+_T = TypeVar("_T")
 Policy = str | Callable[[Any], bool]
 POLICIES = ("nothing", "products", "collectives")
 
@@ -41,11 +42,9 @@ class Region:
 
     def keeps(self, target: Any, is_matmul: bool) -> bool:
         """Whether the forward pass' result of the op ``target`` is kept."""
-        return (
-            self.policy(target)
-            if callable(self.policy)
-            else self.policy == "products" and is_matmul
-        )
+        if callable(self.policy):
+            return self.policy(target)
+        return self.policy == "products" and is_matmul
 
     @property
     def keeps_collectives(self) -> bool:
@@ -96,7 +95,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             for i, tensor in zip(at, tensors, strict=True):
                 filled[i] = tensor
             given, by_name = treedef.unflatten(filled)
-            with _called_within(transforms):
+            with _on_top(_outer_transforms, transforms):
                 out[:] = flatten(now(*given, **by_name))
             own = set(map(id, tensors))
             # An argument that is returned unchanged would lose its place in autograd's graph.
@@ -124,6 +123,18 @@ def policy_problem(policy: Any, where: str) -> str | None:
     )
 
 
+@contextmanager
+def _on_top(stack: list[_T], value: _T) -> Iterator[None]:
+    """Within the block ``value`` is the last item of ``stack``. (A context variable would be unset
+    in the threads in which torch runs backward passes.)
+    """
+    stack.append(value)
+    try:
+        yield
+    finally:
+        stack.pop()
+
+
 _regions: list[Region] = []
 
 
@@ -132,14 +143,9 @@ def current_region() -> Region | None:
     return _regions[-1] if _regions else None
 
 
-@contextmanager
-def recomputing(policy: Policy) -> Iterator[None]:
+def recomputing(policy: Policy) -> AbstractContextManager[None]:
     """Within the block ops repeat those of the forward pass."""
-    _regions.append(Region(policy))
-    try:
-        yield
-    finally:
-        _regions.pop()
+    return _on_top(_regions, Region(policy))
 
 
 # Code that torch runs again in the backward pass (torch.utils.checkpoint) runs after the
@@ -149,28 +155,23 @@ Again = Callable[[], AbstractContextManager[None]]
 _surroundings: list[Callable[[], Again]] = []
 
 
-@contextmanager
-def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
+def surrounded(remember: Callable[[], Again]) -> AbstractContextManager[None]:
     """Within the block, code that will run again calls ``remember``, which returns a context that
     restores the present surroundings.
     """
-    _surroundings.append(remember)
-    try:
-        yield
-    finally:
-        _surroundings.pop()
+    return _on_top(_surroundings, remember)
 
 
 class ModeOfBlocks(TorchFunctionMode):
-    """A function mode that holds in blocks too: torch runs autograd functions, and their backward
-    passes, without the modes in which they are called. It is entered again, so it keeps no state of
-    where it was entered.
+    """A function mode that is also active inside blocks: torch runs autograd functions, and their
+    backward passes, without the modes in which they are called. It is entered several times, so it
+    keeps no state of where it was entered.
     """
 
 
 def _modes_of_blocks() -> Again:
-    """A context that enters the present modes of blocks, and ``torch.autocast`` as it is now, where
-    torch has left them.
+    """A context that enters again the ``ModeOfBlocks`` modes, and ``torch.autocast``, that are
+    active now.
     """
     modes = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
     casts = autocast_now()
@@ -221,22 +222,13 @@ _outer_transforms: list[Transforms] = [{}]
 
 
 def _transforms() -> Transforms:
-    """The transforms by level in which a block is called, also those out of which a surrounding
-    block was taken; None for a level of two kinds.
+    """By level, the transforms inside which a block is called, also those that a surrounding block
+    runs without; None for a level of two kinds.
     """
     found = dict(_outer_transforms[-1])
     for level, key in _running().items():
         found[level] = key if found.get(level, key) == key else None
     return found
-
-
-@contextmanager
-def _called_within(transforms: Transforms) -> Iterator[None]:
-    _outer_transforms.append(transforms)
-    try:
-        yield
-    finally:
-        _outer_transforms.pop()
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,8 +293,8 @@ def _alive(tensors: Sequence[Any]) -> list[Any]:
 
 
 class _CapturesCheck(TorchFunctionMode):
-    """Refuse captured tensors that may have a gradient; take others out of the transforms that the
-    block's arguments were taken out of.
+    """Refuse captured tensors that may have a gradient; unwrap others from the transforms from
+    which the block's arguments were unwrapped.
     """
 
     def __init__(self, block: _RematBlock, own: Sequence[Tensor]):

@@ -1,6 +1,4 @@
-"""Taps: functions that read or replace the outputs of a model's modules, whole, as the model
-runs.
-"""
+"""Taps: functions that read or replace the outputs of a model's modules, as global tensors."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,36 +8,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftp.errors import InputError, TraceError
-from ftp.functional.module_constraints import named_modules
+from ftp.functional.matched_modules import MatchedModule, matched_modules
 from ftp.sharding.pytree import kind_of
 
 
-@dataclass(frozen=True)
-class Tap:
-    """A function on one module's output, with the pattern that named the module.
+@dataclass(frozen=True, eq=False)
+class Tap(MatchedModule):
+    """A function of one module's output.
 
     Attributes:
         with_path: the function takes ``(path, output)``, not ``(output)`` alone.
     """
 
-    pattern: str
-    path: str
     fn: Callable[..., Any]
     with_path: bool
-    module: nn.Module
 
+    done = "tapped"
     does = "taps"
-    instead = "the module around it"
-
-    @property
-    def where(self) -> str:
-        return f"module {self.path!r} ({type(self.module).__name__}), tapped by {self.pattern!r}"
 
 
 def taps_of(model: nn.Module, taps: Mapping[str, Callable[..., Any]]) -> tuple[Tap, ...]:
     return tuple(
-        Tap(pattern, path, fn, _arguments(fn) == 2, module)
-        for module, path, pattern, fn in named_modules(model, taps, _problem)
+        Tap(pattern, path, module, fn, with_path=_arguments(fn) == 2)
+        for pattern, path, module, fn in matched_modules(model, taps, _problem)
     )
 
 
