@@ -11,12 +11,13 @@ from torch import fx
 
 from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, raise_all
+from ftp.ops.ancestors import ancestors
 from ftp.ops.choose import CHOOSE
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.per_rank.planned import expanded
-from ftp.per_rank.program import LOCAL, needed, program_of
+from ftp.per_rank.program import LOCAL, program_of
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.index import is_sum_of_source
@@ -150,7 +151,7 @@ class _Numbers:
         results need.
         """
         if graph not in self._live:
-            every = needed([n for n in graph.nodes if n.op == "output"])
+            every = ancestors(n for n in graph.nodes if n.op == "output")
             found: set[fx.Node] = set()
             for node in reversed(graph.nodes):
                 if node not in every or node.target is operator.getitem:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from ftp.ops.ancestors import ancestors
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
@@ -52,12 +53,7 @@ def schedule_in(graph: fx.Graph) -> None:
     order: dict[fx.Node, None] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing, stack = set(), [node for node in wanted if node not in order]
-        while stack:
-            node = stack.pop()
-            if node not in missing:
-                missing.add(node)
-                stack += [operand for operand in node.all_input_nodes if operand not in order]
+        missing = ancestors(wanted, stop=order) - order.keys()
         order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
 
     emit(node for node in nodes if node.op == "placeholder")

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ftp.ops.ancestors import ancestors
 from ftp.ops.axis_collectives import OPS
-from ftp.per_rank.program import Port, RankCode, Shape, copied, needed
+from ftp.per_rank.program import Port, RankCode, Shape, copied
 from ftp.per_rank.sizes import held
 from ftp.per_rank.trace_locally import index_of, trace_apart
 from ftp.per_rank.varying import AxisSet, infer, without_known_sums
@@ -225,7 +226,7 @@ def _saved(joint: _JointTrace) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def _forward_nodes(joint: _JointTrace) -> set[fx.Node]:
-    forward = needed(joint.results)
+    forward = ancestors(joint.results)
     parts = {n for n in joint.graph.nodes if n.target is getitem and n.args[0] in forward}
     return forward | parts
 

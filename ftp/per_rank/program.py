@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.dynamic_int import Sizes
+from ftp.ops.ancestors import ancestors
 from ftp.ops.define import define, register_fake
 from ftp.per_rank.sizes import Replacement, as_symbolic, meta, name_of, with_numbers
 from ftp.rules.notation import Dims
@@ -116,7 +117,7 @@ class RankCode:
         """The program that computes only these results, and the operands that it takes."""
         returned: Any = self.gm.graph.output_node().args[0]
         wanted = [returned[i] for i in results]
-        taken_from = needed(wanted)
+        taken_from = ancestors(wanted)
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         taken = [i for i in range(len(self.operands)) if placeholders[i] in taken_from] or [0]
         inputs = [*(placeholders[i] for i in taken), *placeholders[len(self.operands) :]]
@@ -175,18 +176,6 @@ def interned(
     """The program with this content; equal programs are one object."""
     made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned, sizes)
     return _programs.setdefault(made.key, made)
-
-
-def needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes and all their ancestors."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
 
 
 def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:

@@ -1,8 +1,9 @@
-"""Messages between the ranks of a pipeline as a partial order: the most that are in flight at any
-speed of the ranks, and a check that buffers of this size suffice.
+"""The most messages that are in flight between the ranks of a pipeline, at any speed of the ranks,
+and a check that buffers of this size suffice.
 
-An action comes before the next one of its rank, and a sender's before its receiver's. A message is
-in flight from the end of the action that sends it to the start of the one that reads it.
+Actions are partially ordered: each comes before the next action of its rank, and before the action
+that reads its message. A message is in flight from the end of the action that sends it to the start
+of the action that reads it.
 """
 
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ftp.errors import ScheduleError
-from ftp.pipeline.schedule import Action, Actions
+from ftp.pipeline.schedule import Action, Actions, run_in_order
 
 RankPair = tuple[int, int]  # from rank, to rank of the pipeline's axis
 
@@ -42,9 +43,9 @@ def messages(actions: Actions, stages: int) -> list[Message]:
 
 
 def arrivals(actions: Actions, stages: int) -> dict[Action, list[Action]]:
-    """Per action that reads a message, the readers of all messages that its rank requests then, its
-    own last. Messages of one sender arrive in order, so these are also the sender's earlier
-    messages that no earlier action of the rank has requested.
+    """Per action that reads a message, the readers of all messages that its rank requests then. A
+    sender's messages arrive in order, so the rank first requests the sender's earlier messages that
+    it has not yet requested, then the action's own.
 
     >>> from ftp.pipeline.schedule import gpipe
     >>> first, second = gpipe(2, 2, 1)
@@ -96,24 +97,18 @@ def _before(actions: Actions, sent: list[Message]) -> dict[Action, list[int]]:
     """Per action, the number of each rank's actions up to it, itself included."""
     senders = {m.reader: m.sender for m in sent}
     found: dict[Action, list[int]] = {}
-    at = [0] * len(actions)
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(actions):
-            while at[rank] < len(own):
-                action = own[at[rank]]
-                sender = senders.get(action)
-                if sender is not None and sender not in found:
-                    break
-                known = [0] * len(actions)
-                for earlier in (own[at[rank] - 1] if at[rank] else None, sender):
-                    if earlier is not None:
-                        known = list(map(max, known, found[earlier]))
-                at[rank] += 1
-                known[rank] = at[rank]
-                found[action] = known
-                moved = True
+    last = [[0] * len(actions) for _ in actions]  # of each rank's last action
+
+    def run(rank: int, action: Action) -> bool:
+        known = last[rank]
+        if (sender := senders.get(action)) is not None:
+            if sender not in found:
+                return False
+            known = list(map(max, known, found[sender]))
+        last[rank] = found[action] = [n + (r == rank) for r, n in enumerate(known)]
+        return True
+
+    run_in_order(actions, run)
     return found
 
 
@@ -158,37 +153,34 @@ def check_buffers(actions: Actions, stages: int, room: Mapping[RankPair, int]) -
     into = {m.reader: m for m in sent}
     full: Counter[RankPair] = Counter()
     posted: set[Message] = set()
-    at = [0] * len(actions)
-    sends: list[Message | None] = [None] * len(actions)  # the message that a rank is about to send
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(actions):
-            while True:
-                going = sends[rank]
-                if going is not None:
-                    if full[going.channel] >= room[going.channel]:
-                        break
-                    full[going.channel] += 1
-                    posted.add(going)
-                    sends[rank], moved = None, True
-                if at[rank] == len(own):
-                    break
-                action = own[at[rank]]
-                awaited = into.get(action)
-                if awaited is not None:
-                    if awaited not in posted:
-                        break
-                    posted.remove(awaited)
-                    full[awaited.channel] -= 1
-                at[rank] += 1
-                sends[rank], moved = out.get(action), True
+
+    def run(_: int, step: Action | Message) -> bool:
+        if isinstance(step, Message):
+            if full[step.channel] >= room[step.channel]:
+                return False
+            full[step.channel] += 1
+            posted.add(step)
+        elif (awaited := into.get(step)) is not None:
+            if awaited not in posted:
+                return False
+            posted.remove(awaited)
+            full[awaited.channel] -= 1
+        return True
+
+    steps: list[list[Action | Message]] = [
+        [step for action in own for step in (action, out.get(action)) if step is not None]
+        for own in actions
+    ]
+    waiting = [
+        (rank, own[i])
+        for rank, (own, i) in enumerate(zip(steps, run_in_order(steps, run), strict=True))
+        if i < len(own)
+    ]
     stuck = [
-        f"rank {rank} waits to send the results of {going.sender!r}"
-        if (going := sends[rank]) is not None
-        else f"rank {rank} waits for what {own[at[rank]]!r} reads"
-        for rank, own in enumerate(actions)
-        if sends[rank] is not None or at[rank] < len(own)
+        f"rank {rank} waits to send the results of {step.sender!r}"
+        if isinstance(step, Message)
+        else f"rank {rank} waits for what {step!r} reads"
+        for rank, step in waiting
     ]
     if stuck:
         raise ScheduleError(f"With buffers of {dict(room)} messages {'; '.join(stuck)}.")

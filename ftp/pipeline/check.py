@@ -13,7 +13,7 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.ops.mapped_arguments import evaluated, mapped_arguments
-from ftp.pipeline.schedule import Action, Actions
+from ftp.pipeline.schedule import Action, Actions, run_in_order
 from ftp.pipeline.subgraphs import Stages
 
 aten = torch.ops.aten
@@ -152,14 +152,7 @@ def _number_pieces(
 def _check_order(stages: Stages, actions: Actions) -> None:
     """Run the schedule on names instead of tensors."""
     run = _NameRun(stages)
-    at = [0] * len(actions)
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank, own in enumerate(actions):
-            while at[rank] < len(own) and run.act(own[at[rank]]):
-                at[rank] += 1
-                progressed = True
+    at = run_in_order(actions, lambda _, action: run.act(action))
     stuck = [own[i] for own, i in zip(actions, at, strict=True) if i < len(own)]
     if stuck:
         raise CertificateError(f"{stuck[0]!r} waits for a message that nobody sends.")

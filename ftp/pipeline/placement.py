@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ftp.errors import InputError, MeshError, ScheduleError, SpecError, join_failures
@@ -313,15 +314,9 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
     Tables before the first numbered layer are looked up, and cost nothing there; one that is the
     head too costs what the head does, in the last stage.
     """
-    order = _in_order(params)
     paths = leaf_paths(params)
-    groups: list[tuple[str, list[int]]] = []
-    for i in order:
-        layer = _layer(paths[i])
-        if groups and groups[-1][0] == layer:
-            groups[-1][1].append(i)
-        else:
-            groups.append((layer, [i]))
+    by_layer = groupby(_in_order(params), key=lambda i: _layer(paths[i]))
+    groups = [(layer, list(own)) for layer, own in by_layer]
     numbered = [bool(layer) for layer, _ in groups]
     first = numbered.index(True) if any(numbered) else 0
     layers = sum(numbered)

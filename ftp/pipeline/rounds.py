@@ -14,8 +14,7 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.subgraphs import StageGraph
-from ftp.rules.local_op import RankGraph, as_module
+from ftp.pipeline.subgraphs import StageGraph, extracted
 
 ANY, ALL = -1, -2  # computed where it is read; on every rank
 
@@ -145,18 +144,11 @@ def _subgraphs_of(
         read = [n for n in reads if n not in number]
         later = [n for n in (*read, *given) if n not in shared]
         asked |= {n: i for i, n in enumerate(later, len(asked))}
-        graph, env = RankGraph(), {}
-        for node in (*given, *foreign, *read):
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = dict(node.meta)
-        for node in order:
-            if node in here:
-                env[node] = graph.node_copy(node, env.__getitem__)
-        graph.output(tuple(env[n] for n in roots))
+        gm = extracted((*given, *foreign, *read), [n for n in order if n in here], roots)
         made[at][rank] = StageGraph(
             "F",
             rank,
-            as_module(graph),
+            gm,
             tuple(number[n] for n in given),
             (),
             tuple(n.name for n in (*foreign, *read)),

@@ -2,9 +2,10 @@
 time that it takes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from ftp.errors import ScheduleError
 
@@ -36,6 +37,25 @@ class Action(NamedTuple):
 
 Actions = Sequence[Sequence[Action]]  # one list a rank of the pipeline's axis
 Duration = Callable[[Action], float]  # seconds
+_T = TypeVar("_T")
+
+
+def run_in_order(steps: Sequence[Sequence[_T]], run: Callable[[int, _T], bool]) -> list[int]:
+    """Run each rank's steps in order, until all have run or every rank waits; return how many steps
+    each rank has run.
+
+    Args:
+        run: runs a step of a rank; returns False where it must wait for other ranks.
+    """
+    at = [0] * len(steps)
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, own in enumerate(steps):
+            while at[rank] < len(own) and run(rank, own[at[rank]]):
+                at[rank] += 1
+                progressed = True
+    return at
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
@@ -159,7 +179,7 @@ def check_work(actions: Actions, stages: int, microbatches: int) -> None:
         ScheduleError: every action that is missing, repeated, unknown or on another rank.
     """
     ranks, failures = len(actions), []
-    count: dict[Action, int] = {}
+    count: Counter[Action] = Counter()
     for rank, own in enumerate(actions):
         for action in own:
             kind, stage, i = action
@@ -174,7 +194,7 @@ def check_work(actions: Actions, stages: int, microbatches: int) -> None:
                     f"{action!r} is in the list of rank {rank}, but stage {stage} is on rank"
                     f" {stage % ranks}."
                 )
-            count[action] = count.get(action, 0) + 1
+            count[action] += 1
     failures += [f"{action!r} is in the lists {n} times." for action, n in count.items() if n > 1]
     for stage in range(stages):
         for i in range(microbatches):
@@ -215,30 +235,23 @@ def simulate(actions: Actions, stages: int, duration: Duration) -> list[TimedAct
     [('F0.0', 0.0), ('F1.0', 1.0), ('B1.0', 2.0), ('B0.0', 3.0)]
     """
     ends: dict[Action, float] = {}
-    clock, at = [0.0] * len(actions), [0] * len(actions)
-    found = []
-    while True:
-        begun = False
-        for rank, own in enumerate(actions):
-            while at[rank] < len(own):
-                action = own[at[rank]]
-                arrivals = [
-                    next((ends[one] for one in choice if one in ends), None)
-                    for choice in needs(action, stages)
-                ]
-                if None in arrivals:
-                    break
-                start = max([clock[rank], *(end for end in arrivals if end is not None)])
-                clock[rank] = ends[action] = start + duration(action)
-                found.append(TimedAction(action, rank, start, clock[rank]))
-                at[rank] += 1
-                begun = True
-        if not begun:
-            break
+    clock = [0.0] * len(actions)
+    found: list[TimedAction] = []
+
+    def run(rank: int, action: Action) -> bool:
+        if _awaited(action, stages, ends):
+            return False
+        needed = (one for choice in needs(action, stages) for one in choice if one in ends)
+        start = max([clock[rank], *(ends[one] for one in needed)])
+        clock[rank] = ends[action] = start + duration(action)
+        found.append(TimedAction(action, rank, start, clock[rank]))
+        return True
+
+    reached = run_in_order(actions, run)
     waiting = [
         f"rank {rank} cannot begin {own[i]!r}, for which it needs"
-        f" {' and '.join(' or '.join(map(repr, c)) for c in _open(own[i], stages, ends))}"
-        for rank, (own, i) in enumerate(zip(actions, at, strict=True))
+        f" {' and '.join(' or '.join(map(repr, c)) for c in _awaited(own[i], stages, ends))}"
+        for rank, (own, i) in enumerate(zip(actions, reached, strict=True))
         if i < len(own)
     ]
     if waiting:
@@ -246,10 +259,9 @@ def simulate(actions: Actions, stages: int, duration: Duration) -> list[TimedAct
     return sorted(found, key=lambda t: (t.start, t.rank))
 
 
-def _open(
-    action: Action, stages: int, ends: Mapping[Action, object]
-) -> Iterator[tuple[Action, ...]]:
-    return (choice for choice in needs(action, stages) if not any(one in ends for one in choice))
+def _awaited(action: Action, stages: int, ends: Mapping[Action, float]) -> list[tuple[Action, ...]]:
+    """The needs of an action that have not ended."""
+    return [choice for choice in needs(action, stages) if not any(one in ends for one in choice)]
 
 
 def bubble(timed: Sequence[TimedAction], ranks: int) -> float:

@@ -7,13 +7,16 @@ of the nodes that compute its results and the values that it sends.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import fx
 
 from ftp.errors import PlanningError
+from ftp.ops.ancestors import ancestors
 from ftp.pipeline.schedule import Kind
-from ftp.pipeline.subgraphs import StageGraph, Stages
+from ftp.pipeline.subgraphs import StageGraph, Stages, extracted
 from ftp.pipeline.value_stages import (
     ACTIVATION,
     FREE,
@@ -23,7 +26,6 @@ from ftp.pipeline.value_stages import (
     StepGraph,
     is_in_tuple,
 )
-from ftp.rules.local_op import RankGraph, as_module
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
@@ -153,7 +155,7 @@ class _Split(StepGraph):
         for k in range(self.stages):
             sent = asked if k else []
             roots = [n for n in sent if self._is_made_backward(n, k)]
-            needed = self._needed([*self._terms_of(k), *roots], self._is_backward_of(k))
+            needed = self._needed([*self._terms_of(k), *roots], partial(self._is_in_backward, k=k))
             through = [n for n in sent if n not in roots and not self._is_here(n, k)]
             received = [n for n in needed.read if not self._is_here(n, k)]
             asked = list(dict.fromkeys([*through, *received]))
@@ -173,11 +175,12 @@ class _Split(StepGraph):
         ``gradients`` for the stage before, "W" those of parameters, from values that "I" keeps.
         """
         terms = self._terms_of(k)
-        inner = self._needed(gradients, self._is_backward_of(k))
+        is_made = partial(self._is_in_backward, k=k)
+        inner = self._needed(gradients, is_made)
         outer = self._needed(terms, lambda node: self._is_in_second_half(node, k, inner))
         kept = [n for n in outer.read if n in inner.made or is_in_tuple(n, inner.made)]
         if kept:
-            inner = self._needed([*gradients, *kept], self._is_backward_of(k))
+            inner = self._needed([*gradients, *kept], is_made)
         return {"I": (inner, [*gradients, *kept] if gradients else []), "W": (outer, terms)}
 
     def _borrowed(
@@ -222,21 +225,20 @@ class _Split(StepGraph):
         for k in range(self.stages):
             read = (*backward[k].read, *returned[k])
             kept = [n for n in read if self.of[n].kind == ACTIVATION and self._is_here(n, k)]
-
-            def is_made(n: fx.Node, k: int = k) -> bool:
-                return self.of[n].kind != ACTIVATION or self.of[n].first == k
-
             roots = [n for s, n in results if s == k] + sent[k] + kept
+            is_made = partial(self._is_in_forward, k=k)
             needed.append(self._needed(filter(is_made, roots), is_made))
             saved.append(kept)
         return needed, sent, saved
 
+    def _is_in_forward(self, node: fx.Node, k: int) -> bool:
+        """Whether stage ``k`` computes a value in its forward pass, rather than reading it."""
+        return self.of[node].kind != ACTIVATION or self.of[node].first == k
+
     def _is_sent(self, node: fx.Node, k: int) -> bool:
+        """Whether stage ``k`` sends a value to the next stage. Of a tuple, the items are sent."""
         own = self.of[node]
-        if not own.first <= k < own.last:
-            return False
-        # A tuple is never sent; its parts are.
-        return isinstance(node.meta["val"], torch.Tensor)
+        return own.first <= k < own.last and isinstance(node.meta["val"], torch.Tensor)
 
     def _is_here(self, node: fx.Node, k: int) -> bool:
         """Whether stage ``k`` has a value after its forward pass."""
@@ -246,9 +248,6 @@ class _Split(StepGraph):
     def _is_made_backward(self, node: fx.Node, k: int) -> bool:
         own = self.of[node]
         return node not in self.is_forward and own.first <= k <= max(own.last, own.first)
-
-    def _is_backward_of(self, k: int) -> Callable[[fx.Node], bool]:
-        return lambda node: self._is_in_backward(node, k)
 
     def _is_in_backward(self, node: fx.Node, k: int) -> bool:
         """Whether stage ``k`` computes a value in its backward pass, rather than reading it."""
@@ -270,25 +269,17 @@ class _Split(StepGraph):
 
     def _needed(self, roots: Iterable[fx.Node], is_made: Callable[[fx.Node], bool]) -> "_Needed":
         """What computes ``roots``, back to the values that are not ``is_made`` and are read."""
-        needed = set(roots)
-        made, read = set(), []
-        for node in reversed(self.nodes):
-            if node not in needed:
-                continue
-            if is_made(node):
-                made.add(node)
-                needed.update(node.all_input_nodes)
-            else:
-                read.append(node)
+        not_made = {n for n in self.nodes if not is_made(n)}
+        needed = ancestors(roots, stop=not_made)
+        read = [n for n in self.nodes if n in needed and n in not_made]
         inputs = {n for n in needed if n.op == "placeholder"}
-        return _Needed(made, read[::-1], inputs)
+        return _Needed(needed - not_made - inputs, read, inputs)
 
     def _subgraph(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
     ) -> StageGraph:
         # Parameters and results are in the order of the ops that use them, so that stages of equal
         # layers have equal graphs. By name, layer 10 would come before layer 9.
-        graph, env = RankGraph(), {}
         operands = (x for n in self.nodes if n in needed.made for x in n.all_input_nodes)
         used = dict.fromkeys(x for x in operands if x in self.params)
         used |= dict.fromkeys(n for n in self.params if n in needed.inputs)
@@ -296,18 +287,12 @@ class _Split(StepGraph):
         outputs = sorted(outputs, key=lambda n: at.get(n, -1))
         groups = [list(used), [n for n in self.batch if n in needed.inputs]]
         groups += [needed.read, [n for n in self.constants if n in needed.inputs]]
-        for node in (n for group in groups for n in group):
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = dict(node.meta)
-        for node in self.nodes:
-            if node in needed.made:
-                env[node] = graph.node_copy(node, env.__getitem__)
-        graph.output(tuple(env[n] for n in outputs))
         params, batch, values, constants = groups
+        made = [n for n in self.nodes if n in needed.made]
         return StageGraph(
             kind,
             stage,
-            as_module(graph),
+            extracted(chain(*groups), made, outputs),
             tuple(self.params[n] for n in params),
             tuple(self.batch[n] for n in batch),
             tuple(n.name for n in values),

@@ -1,12 +1,27 @@
 """A pipeline's step as subgraphs: one per stage and action, and the values that cross stages."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
 
 from ftp.pipeline.schedule import Kind
+from ftp.rules.local_op import RankGraph, as_module
+
+
+def extracted(
+    inputs: Iterable[fx.Node], nodes: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """The graph that computes ``outputs`` from ``inputs`` by ``nodes``, in this order."""
+    graph, env = RankGraph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in outputs))
+    return as_module(graph)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,17 @@
 microbatch, and what follows once a step.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from ftp.errors import CertificateError, InputError, TraceError
+from ftp.ops.ancestors import ancestors
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.check import Numbering, called
-from ftp.rules.local_op import RankGraph, as_module
+from ftp.pipeline.subgraphs import extracted
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def batch_of(gm: fx.GraphModule, noted: Noted, is_state: Sequence[bool]) -> tupl
             )
         return tuple(dict.fromkeys(inputs[node] for node in asked))
     values = outputs[noted.results : noted.results + len(noted.is_gradient)]
-    needed = _ancestors(values)
+    needed = ancestors(values)
     return tuple(
         i
         for node, i in inputs.items()
@@ -133,12 +134,10 @@ def cut_at_means(
                 " Return it in a floating-point dtype."
             )
     is_gradient = [leaf is not None for leaf in leaf_of]
-    order = [i for i in range(count) if not is_gradient[i]] + [
-        i for i in range(count) if is_gradient[i]
-    ]
+    order = sorted(range(count), key=is_gradient.__getitem__)  # results, then gradients
     made = [first[i] for i in order]
     cut = set(rows.values())
-    needed = _ancestors(made, stop=cut) | {leaf for leaf in leaf_of if leaf is not None}
+    needed = ancestors(made, stop=cut) | {leaf for leaf in leaf_of if leaf is not None}
     params = [i for i in range(n) if inputs[i] in needed and inputs[i] not in cut]
     constants = [i - n for i in range(n, len(inputs)) if inputs[i] in needed]
     own = [i for i in batch if rows[i] in needed]
@@ -149,7 +148,7 @@ def cut_at_means(
     taken = [*(inputs[i] for i in params), *(rows[i] for i in own)]
     microbatch = _part(gm, [*taken, *(inputs[n + c] for c in constants)], made)
     results = outputs[: noted.results]
-    after = _ancestors(results, stop=set(values))
+    after = ancestors(results, stop=set(values))
     if read := [names[i] for i in batch if inputs[i] in after]:
         raise TraceError(
             f"{read[0]} is a batch argument that the step also reads outside of its gradient,"
@@ -224,7 +223,7 @@ def is_alike_after(one: fx.GraphModule, other: fx.GraphModule, noted: Noted) -> 
         means = outputs[noted.results : noted.results + len(noted.is_gradient)]
         of = {n: f"mean {i}" for i, n in enumerate(means)}
         of |= {n: f"input {i}" for i, n in enumerate(_inputs(gm)) if n not in of}
-        after = _ancestors(outputs[: noted.results], stop=of.keys())
+        after = ancestors(outputs[: noted.results], stop=of.keys())
         lines: list[Any] = []
         for node in gm.graph.nodes:
             if node in after and node not in of:
@@ -243,27 +242,9 @@ def _outputs(gm: fx.GraphModule) -> list[fx.Node]:
     return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _ancestors(nodes: Sequence[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
-    found, pending = set(), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += () if node in stop else node.all_input_nodes
-    return found
-
-
 def _part(
     gm: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.GraphModule:
-    """The nodes that ``outputs`` need, up to ``inputs``."""
-    graph, env = RankGraph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    needed = _ancestors(outputs, stop=set(inputs))
-    for node in gm.graph.nodes:
-        if node in needed and node not in env:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(env[node] for node in outputs))
-    return as_module(graph)
+    """The graph that computes ``outputs`` from ``inputs``."""
+    needed = ancestors(outputs, stop=set(inputs)).difference(inputs)
+    return extracted(inputs, [node for node in gm.graph.nodes if node in needed], outputs)

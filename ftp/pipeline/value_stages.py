@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.ancestors import ancestors
 from ftp.rules.local_op import as_module, copied
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ class StepGraph:
         self.results: list[fx.Node] = list(outputs[:results])
         self.gradients: dict[int, fx.Node] = dict(zip(leaves, outputs[results:], strict=True))
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
-        self.is_forward = _ancestors(self.results)
+        self.is_forward = ancestors(self.results)
         self.is_forward |= {n for n in self.nodes if is_in_tuple(n, self.is_forward)}
         self.of: dict[fx.Node, StagedValue] = {}
         self.of_batch = set(self.batch)
@@ -301,16 +302,6 @@ def _is_sum_over(node: fx.Node) -> bool:
 def _ndim(node: fx.Node) -> int | None:
     val = node.meta.get("val")
     return val.ndim if isinstance(val, torch.Tensor) else None
-
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    found, pending = set(), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
 
 
 def is_in_tuple(node: fx.Node, made: set[fx.Node]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.ancestors import ancestors
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.partitioning.local_program import LocalProgram
@@ -146,12 +147,7 @@ def _ends(reader: fx.Node | None) -> list[fx.Node]:
 def _parameter(reader: fx.Node, program: Program) -> str:
     """The first input that the matrices of a grouped matmul are computed from."""
     inputs = [node for node in reader.graph.nodes if node.op == "placeholder"]
-    needed, stack = set(), [reader.args[1]]
-    while stack:
-        node: Any = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
+    needed = ancestors([reader.args[1]])  # type: ignore[list-item]
     names = program.plan.graph.inputs
     return next((of.name for node, of in zip(inputs, names, strict=False) if node in needed), "")
 

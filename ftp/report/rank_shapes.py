@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.ops.ancestors import ancestors
 from ftp.report.flops import flops_of
 from ftp.runtime.local_shapes import LocalShapes
 
@@ -33,13 +34,7 @@ def on_busiest(
     if not ops:
         return shapes
     given = [node for node in numbers if node.op == "placeholder"]
-    needed: set[fx.Node] = set()
-    waiting = [x for node in ops for x in node.all_input_nodes if x in numbers]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = ancestors(x for node in ops for x in node.all_input_nodes if x in numbers)
     at = [i for i, node in enumerate(given) if node in needed]
     ranks = {tuple(of_rank[i] for i in at): of_rank for of_rank in offsets}
     each = [replace(shapes, numbers=_numbers(shapes, of_rank)) for of_rank in ranks.values()]
