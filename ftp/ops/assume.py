@@ -1,8 +1,9 @@
 """Claims about values. A trace has no values to check, so it takes a function's claims as true."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
@@ -21,11 +22,9 @@ def assume(condition: Condition, claim: str) -> None:
         listener(condition, claim)
 
 
-@contextmanager
-def assumptions_to(listener: _Listener | None) -> Iterator[None]:
-    """Pass every claim made inside the block to ``listener``; None ignores them."""
-    with set_within(_listener, listener):
-        yield
+def assumptions_to(listener: _Listener | None) -> AbstractContextManager[Any]:
+    """Within the block pass every claim to ``listener``; None ignores them."""
+    return set_within(_listener, listener)
 
 
 def is_listening() -> bool:

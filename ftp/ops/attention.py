@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ftp.ops import tile_kernels
 from ftp.ops.define import define, register_fake
-from ftp.ops.tile_kernels import like_heads, over_heads
-from ftp.sharding.local_pieces import Interval
+from ftp.ops.tile_kernels import over_heads, repeated_heads
+from ftp.sharding.local_pieces import Interval, Piece, joined, pieces_within
 from ftp.torch_internals.op_types import OpOverload
 
 QUERIES, KEYS = 1024, 8192  # sizes of a tile, forward
@@ -55,37 +55,29 @@ def pieces_of(part: Sequence[int], size: int) -> list[Interval]:
     """
     if not part:
         return [(0, size)]
-    held: list[Interval] | None = None
-    at = 0
-    while at < len(part):
-        outer, whole, inner, count = part[at : at + 4]
-        numbers = part[at + 4 : at + 4 + 2 * count]
-        at += 4 + 2 * count
+    held: list[Piece] | None = None
+    for outer, whole, inner, pieces in cuts_of(part):
         if held is None:
             held = [(0, outer * whole * inner)]
         held = [
-            piece
+            span
             for o in range(outer)
-            for start, length in zip(numbers[::2], numbers[1::2], strict=True)
-            for piece in _within(held, (o * whole + start) * inner, length * inner)
+            for start, length in pieces
+            for span in pieces_within(
+                held, (o * whole + start) * inner, (o * whole + start + length) * inner
+            )
         ]
-    joined: list[Interval] = []
-    for start, length in held or ():
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        elif length:
-            joined.append((start, length))
-    return joined
+    return joined((start, stop - start) for start, stop in held or ())
 
 
-def _within(held: Sequence[Interval], start: int, length: int) -> Iterator[Interval]:
-    """The pieces of elements ``start`` to ``start + length`` of the concatenation of ``held``."""
-    stop, before = start + length, 0
-    for first, size in held:
-        low, high = max(start, before), min(stop, before + size)
-        if low < high:
-            yield first + low - before, high - low
-        before += size
+def cuts_of(part: Sequence[int]) -> Iterator[tuple[int, int, int, list[Interval]]]:
+    """The cuts of a part, each as ``(outer, size, inner, pieces)``."""
+    at = 0
+    while at < len(part):
+        outer, size, inner, count = part[at : at + 4]
+        numbers = part[at + 4 : at + 4 + 2 * count]
+        at += 4 + 2 * count
+        yield outer, size, inner, list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -262,7 +254,7 @@ def _tile(
     scores = _scores(q, k, mask, tile, scale)
     logsumexp = torch.logsumexp(scores, -1)
     shift = logsumexp.masked_fill(logsumexp == -math.inf, 0)
-    values = like_heads(v, q).to(scores.dtype)
+    values = repeated_heads(v, q.shape[1]).to(scores.dtype)
     return (scores - shift.unsqueeze(-1)).exp_() @ values, logsumexp
 
 
@@ -277,7 +269,8 @@ def _sees(mask: Tensor, tile: Tile, q: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:
     wide = sum_dtype(q.dtype)
-    scores = (q.to(wide) @ like_heads(k, q).to(wide).transpose(-2, -1)).mul_(scale)
+    keys = repeated_heads(k, q.shape[1]).to(wide)
+    scores = (q.to(wide) @ keys.transpose(-2, -1)).mul_(scale)
     if mask is not None:
         scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
     if tile.is_diagonal:
@@ -374,7 +367,7 @@ def _tile_backward(
         return tile_kernels.backward(kernel, *given, tile.is_diagonal, scale)
     weights = (_scores(q, k, mask, tile, scale) - logsumexp.unsqueeze(-1)).exp_()
     grad = grad_out.to(weights.dtype)
-    keys, values = (like_heads(x, q).to(weights.dtype) for x in (k, v))
+    keys, values = (repeated_heads(x, q.shape[1]).to(weights.dtype) for x in (k, v))
     delta = (grad * out).sum(-1, True)
     of_scores = weights * (grad @ values.transpose(-2, -1) - delta) * scale
     of_keys = of_scores.transpose(-2, -1) @ q.to(weights.dtype)

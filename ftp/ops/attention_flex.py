@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from ftp.ops.define import define, register_fake
 from ftp.ops.listed_blocks import listed, listed_tiles
 from ftp.ops.philox import drawn_below, kept_scale, random_bits
 from ftp.ops.score_functions import PLACE, evaluate, letters
-from ftp.ops.tile_kernels import over_heads
+from ftp.ops.tile_kernels import over_heads, repeated_heads
 
 PAIRS = 1 << 21  # most (query, key) pairs, over all heads, whose scores exist at a time
 
@@ -90,6 +90,10 @@ class ScoreTile:
     def of(self, x: Tensor) -> Tensor:
         return x[self.batch, self.of_keys, self.keys]
 
+    def repeated(self, x: Tensor) -> Tensor:
+        """The tile's keys or values ``x``, repeated for each head of queries."""
+        return repeated_heads(x, self.heads.stop - self.heads.start)
+
 
 @dataclass(frozen=True)
 class Given:
@@ -113,10 +117,6 @@ class Given:
     known: str
     dropout: float
     drawn: Sequence[int]
-
-    def with_keys(self, k: Tensor, v: Tensor, columns: Sequence[int]) -> "Given":
-        """The same call for some of the keys."""
-        return replace(self, k=k, v=v, columns=columns)
 
     @cached_property
     def at(self) -> tuple[Tensor, ...]:
@@ -191,11 +191,11 @@ class Given:
     def scores(self, part: ScoreTile) -> Tensor:
         """A tile's scores, before its functions."""
         wide = sum_dtype(self.q.dtype)
-        q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
+        q, k = part.of_queries(self.q).to(wide), part.repeated(part.of(self.k).to(wide))
         return (q @ k.transpose(-2, -1)).mul_(self.scale)
 
     def values(self, part: ScoreTile) -> Tensor:
-        return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
+        return part.repeated(part.of(self.v).to(sum_dtype(self.v.dtype)))
 
     def changed(self, scores: Tensor, part: ScoreTile, of_score: Sequence[Tensor]) -> Tensor:
         """A tile's scores, after its functions.
@@ -279,12 +279,6 @@ def _of_group(table: Tensor, group: tuple[slice, slice, slice]) -> Tensor:
         if table.shape[dim] != 1:
             table = table.narrow(dim, part.start, part.stop - part.start)
     return table
-
-
-def _like(x: Tensor, part: ScoreTile) -> Tensor:
-    """Keys or values of a tile repeated for each head of queries."""
-    heads = part.heads.stop - part.heads.start
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -418,7 +412,7 @@ def _add(
             total.add_(x)
     of_scores = of_scores * call.scale
     wide = of_scores.dtype
-    part.of_queries(of_q).add_(of_scores @ _like(part.of(call.k).to(wide), part))
+    part.of_queries(of_q).add_(of_scores @ part.repeated(part.of(call.k).to(wide)))
     to_k = part.of(of_k)
     of_keys = of_scores.transpose(-2, -1) @ part.of_queries(call.q).to(wide)
     to_k.add_(over_heads(of_keys, to_k))

@@ -6,6 +6,7 @@ Block tables and captured tensors are whole on each rank along the keys.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
+        of_piece = replace(call, k=of_k, v=of_v, columns=steps.columns(owner, piece))
         attention_flex.attend(of_piece, out, logsumexp, top)
 
     yield from pass_keys(steps, k, v, visit)
@@ -119,7 +120,7 @@ def one_rank_backward(
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
+        of_piece = replace(call, k=of_k, v=of_v, columns=steps.columns(owner, piece))
         into = sums[0], *to, *sums[1:]
         attention_flex.add_gradients(of_piece, into, wants, grad_out, logsumexp, delta)
 

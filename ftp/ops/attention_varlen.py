@@ -9,7 +9,7 @@ are values.
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,10 +59,6 @@ class Documents:
     right: int
     scale: float
     is_self: bool
-
-    def with_keys(self, columns: Sequence[int]) -> "Documents":
-        """The same call with some of the keys."""
-        return replace(self, columns=columns)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ passed around as in `ftp.ops.attention_ring`, a piece is computed as in `ftp.ops
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> OneRank
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = documents.with_keys(steps.columns(owner, piece))
+        of_piece = replace(documents, columns=steps.columns(owner, piece))
         attention_varlen.merge_tiles((out, total), q, of_k, of_v, of_piece)
 
     yield from pass_keys(steps, k, v, visit)
@@ -89,7 +90,7 @@ def one_rank_backward(
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = documents.with_keys(steps.columns(owner, piece))
+        of_piece = replace(documents, columns=steps.columns(owner, piece))
         tensors = grad_out, q, of_k, of_v, out, logsumexp
         attention_varlen.add_tiles((*of_q, *to), tensors, of_piece)
 

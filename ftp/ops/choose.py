@@ -5,8 +5,8 @@ computes both branches and chooses one result. A runner of a rank's program skip
 branch that is not taken.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,11 +48,9 @@ torch.library.register_vmap("ftp::choose", _chosen_of_each)
 _current: ContextVar[BranchPath] = ContextVar("ftp.ops.branch", default=())
 
 
-@contextmanager
-def branch(number: int, side: bool) -> Iterator[None]:
-    """Mark ops traced inside the block as part of a branch."""
-    with set_within(_current, (*_current.get(), (number, side))):
-        yield
+def branch(number: int, side: bool) -> AbstractContextManager[BranchPath]:
+    """Within the block mark traced ops as part of a branch."""
+    return set_within(_current, (*_current.get(), (number, side)))
 
 
 def current_branch() -> BranchPath:

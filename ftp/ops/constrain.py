@@ -3,8 +3,8 @@ and the tracer keep.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -117,17 +117,17 @@ _PROBE = "probe "  # no mesh axis is called so
 _MARKED: ContextVar[bool] = ContextVar("ftp.ops.constrain", default=False)
 
 
-@contextmanager
-def marked_gradients() -> Iterator[None]:
-    """Inside the block, a constraint that leaves its gradient to the planner marks the gradient by
+def marked_gradients() -> AbstractContextManager[bool]:
+    """Within the block, a constraint that leaves its gradient to the planner marks the gradient by
     a constraint that fixes no axis.
     """
-    with set_within(_MARKED, True):
-        yield
+    return set_within(_MARKED, True)
 
 
 def asked_for(x: Tensor) -> Tensor:
-    """``x``, marked as whole on every rank because a function of ftp asks for it."""
+    """``x``; under `marked_gradients` with a constraint, which says that a function of ftp asks for
+    it whole on every rank.
+    """
     return constrain(x, P()) if _MARKED.get() else x
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.tile_kernels import repeated_heads
+
 
 def jvp_of(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[Any]) -> Any:
     known = [torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True)]
@@ -34,10 +36,8 @@ def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 def _like(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values expanded to the batch and the heads of the queries."""
-    batch, heads = query.shape[:2]
-    if x.shape[1] != heads:
-        x = x.repeat_interleave(heads // x.shape[1], 1)
-    return x.expand(batch, *x.shape[1:])
+    x = repeated_heads(x, query.shape[1])
+    return x.expand(query.shape[0], *x.shape[1:])
 
 
 def weighted(

@@ -48,5 +48,5 @@ def filled_up(x: Tensor, axis: str, n: int) -> Tensor:
 
 
 def cut_off(x: Tensor, axis: str, n: int, rows: int) -> Tensor:
-    """The first ``rows`` of ``x``: those of which it was filled up."""
+    """The first ``rows`` of ``x``, without the padding of ``filled_up``."""
     return linear(x, CUT_OFF, axis, n, rows)

@@ -21,9 +21,12 @@ WHOLE = 1 << 30  # the size of a block that stands for all of a sequence
 
 @dataclass(frozen=True)
 class Kept:
-    """The arguments of a call that are no tensors. ``counts``: numbers of block tables, of tensors
-    that ``score_mod`` and ``mask_mod`` capture, and of keys of dropout. ``wants``: which tensors of
-    ``score_mod`` need a gradient.
+    """The arguments of a call that are no tensors, and how its tensors divide.
+
+    Attributes:
+        counts: the numbers of block tables, of tensors that ``score_mod`` captures, of tensors that
+            ``mask_mod`` captures, and of keys of dropout.
+        wants: which tensors of ``score_mod`` need a gradient.
     """
 
     counts: tuple[int, int, int, int]
@@ -185,7 +188,7 @@ class _FlexGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # The result and the log-sum-exps are functions of the others: theirs are in those.
+        # The result and log-sum-exps get no gradient: they are functions of the other arguments.
         run, given, moving, count = _FlexGradient._dense(ctx)
         found: Any = torch.func.vjp(run, *given)
         of_grad, of_q, of_k, of_v, *more = found[1](grads)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ftp.ops.attention import Block, rows_of, sum_dtype
 from ftp.ops.ring_pieces import Needs
 from ftp.ops.sends import OneRank, Send, Sends
-from ftp.sharding.local_pieces import Interval
+from ftp.sharding.local_pieces import Interval, joined
 
 
 class PartSums:
@@ -93,7 +93,7 @@ def return_gradients(
         _add(sums.get(returned, ()), near[2 if step else 0 :], held)
         del near[2 if step else 0 :]
         made = []
-        for done in [of for of in sums if steps.last_of(of) <= at - 2]:
+        for done in [of for of in sums if steps.last_of[of] <= at - 2]:
             of_done = sums.pop(done)
             for x in grads:
                 x.finish(of_done.pop(0))
@@ -142,6 +142,7 @@ class Steps:
 
     Attributes:
         needs: equal on all ranks.
+        last_of: per piece its last step.
     """
 
     def __init__(self, needs: Needs, rank: int):
@@ -152,11 +153,7 @@ class Steps:
             for step in range(n)
             if not step or any(needs.held(r, (r - step) % n, piece) for r in range(n))
         ]
-
-        self._last = {piece: at for at, (piece, _) in enumerate(self.all)}
-
-    def last_of(self, piece: int) -> int:
-        return self._last[piece]
+        self.last_of = {piece: at for at, (piece, _) in enumerate(self.all)}
 
     def at(self, at: int) -> tuple[int, int]:
         """The piece and distance of a pair; before the first and after the last there is none."""
@@ -196,16 +193,8 @@ class Steps:
         ring, rank = self.ring, self.rank
         own, sent = ring.piece(rank, piece), self.sent(piece, step)
         length = self.needs.length(rank, (rank - step) % ring.n, piece)
-        return [
-            Send(
-                step,
-                _taken(rows_of(x, own), sent) if sent else None,
-                (*x.shape[:2], length, x.shape[3]) if length else None,
-                x,
-                _elements(x, ring.width),
-            )
-            for x in (k, v)
-        ]
+        tensors = [_taken(rows_of(x, own), sent) if sent else None for x in (k, v)]
+        return self._sends(step, tensors, length, (k, v))
 
     def returns(self, at: int, made: Sequence[Tensor], k: Tensor, v: Tensor) -> Sends:
         """The gradients of step ``at``, to send back."""
@@ -213,33 +202,30 @@ class Steps:
         if not step:
             return []
         length = sum(block.length for block in self.sent(piece, step))
+        tensors = [x.contiguous() for x in made] if made else [None, None]
+        return self._sends(-step, tensors, length, (k, v))
+
+    def _sends(
+        self, step: int, tensors: Sequence[Tensor | None], length: int, like: Sequence[Tensor]
+    ) -> Sends:
+        """Send ``tensors``, and receive ``length`` keys and values, or their gradients."""
         return [
             Send(
-                -step,
-                made[i].contiguous() if made else None,
+                step,
+                tensor,
                 (*x.shape[:2], length, x.shape[3]) if length else None,
                 x,
-                _elements(x, self.ring.width),
+                x.shape[0] * x.shape[1] * self.ring.width * x.shape[3],
             )
-            for i, x in enumerate((k, v))
+            for tensor, x in zip(tensors, like, strict=True)
         ]
 
 
 def _runs(held: Sequence[Block]) -> list[Interval]:
     """The positions of blocks in a tensor, with adjacent ones joined."""
-    found: list[Interval] = []
-    for block in held:
-        if found and sum(found[-1]) == block.at:
-            found[-1] = (found[-1][0], found[-1][1] + block.length)
-        else:
-            found.append((block.at, block.length))
-    return found
+    return joined((block.at, block.length) for block in held)
 
 
 def _taken(x: Tensor, held: Sequence[Block]) -> Tensor:
     parts = [rows_of(x, slice(at, at + length)) for at, length in _runs(held)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 2)
-
-
-def _elements(x: Tensor, length: int) -> int:
-    return x.shape[0] * x.shape[1] * length * x.shape[3]

@@ -3,7 +3,7 @@ microbatch, and the ops after them once per step.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -89,11 +89,9 @@ def means_of_trace() -> Means | None:
     return _means.get()
 
 
-@contextmanager
-def noting_means(microbatches: int) -> Iterator[Means]:
-    """Note the means over microbatches of a trace inside the block."""
-    with set_within(_means, Means(microbatches)) as means:
-        yield means
+def noting_means(microbatches: int) -> AbstractContextManager[Means]:
+    """Within the block note the means over microbatches of a trace."""
+    return set_within(_means, Means(microbatches))
 
 
 def is_plain(tensor: Tensor) -> bool:

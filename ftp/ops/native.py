@@ -67,19 +67,15 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return None
-    for place in (
-        folder,
-        None,
-    ):  # a folder that cannot be written to, or executed from: build again
+    for place in (folder, None):  # where the folder cannot be written to or executed from: None
         try:
             with tempfile.TemporaryDirectory(dir=place) as scratch:
                 draft = Path(scratch) / "draft.so"
                 command = [compiler, *_FLAGS, "-o", str(draft), str(source)]
                 subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
                 draft.chmod(0o600)
-                built = (
-                    folder if place else Path(scratch)
-                ) / f"{stem}-{_digest(draft.read_bytes())}.so"
+                name = f"{stem}-{_digest(draft.read_bytes())}.so"
+                built = (folder if place else Path(scratch)) / name
                 os.replace(draft, built)
                 if (library := _load(built, symbols)) is not None:
                     return library

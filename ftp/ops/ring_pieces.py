@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ftp.ops.attention import Block, pieces_of
+from ftp.ops.attention import Block, cuts_of, pieces_of
 from ftp.sharding.layout import pieces
 from ftp.sharding.local_pieces import Interval
 
@@ -141,18 +141,15 @@ class Ring:
         if min(axes) < 0:
             return None
         part: list[int] = []
-        length, at, group = None, 0, 0
-        while at < len(rows):
-            outer, extent, inner, count = rows[at : at + 4]
-            numbers = rows[at + 4 : at + 4 + 2 * count]
+        length = None
+        for group, (outer, extent, inner, held) in enumerate(cuts_of(rows)):
             if group in axes:
                 axis = axes[group]
                 extent = extent if length is None else length // (outer * inner)
-                of = bool(axis.is_zigzag_of_queries)
-                numbers = [*itertools.chain(*pieces(extent, axis.n, self._at(rank, axis), of))]
-                length = outer * inner * sum(numbers[1::2])
-            part += [outer, extent, inner, len(numbers) // 2, *numbers]
-            at, group = at + 4 + 2 * count, group + 1
+                is_zigzag = bool(axis.is_zigzag_of_queries)
+                held = pieces(extent, axis.n, self._at(rank, axis), is_zigzag)
+                length = outer * inner * sum(count for _, count in held)
+            part += [outer, extent, inner, len(held), *itertools.chain(*held)]
         return pieces_of(part, length or 0)
 
 

@@ -49,7 +49,7 @@ def forward(
         )
     if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
-    k, v = (like_heads(x, q) for x in (k, v))
+    k, v = (repeated_heads(x, q.shape[1]) for x in (k, v))
     out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, is_causal, scale=scale
     )
@@ -80,7 +80,7 @@ def backward(
         return aten._scaled_dot_product_flash_attention_backward(
             *given, out, logsumexp, *sizes, 0.0, is_causal, *state, scale=scale
         )
-    near = (like_heads(x, q) for x in (k, v))
+    near = (repeated_heads(x, q.shape[1]) for x in (k, v))
     padding = -q.shape[2] % _PADDED
     padded = torch.nn.functional.pad(logsumexp, (0, padding), value=math.inf)
     state = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
@@ -91,9 +91,9 @@ def backward(
     return of_q, over_heads(of_k, k), over_heads(of_v, v)
 
 
-def like_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for each head of queries."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def repeated_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values, with each head repeated for the heads of queries that share it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def over_heads(x: Tensor, like: Tensor) -> Tensor:

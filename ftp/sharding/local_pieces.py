@@ -1,7 +1,7 @@
 """The pieces of a tensor that a rank holds by a spec."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ftp.sharding.spec import P, Stage, Units
 
@@ -28,11 +28,27 @@ def local_shape(
 
 
 Interval = tuple[int, int]  # offset in a dim, and length
+Piece = tuple[int, int]  # start and stop in a dim
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Intervals with adjacent ones joined, without empty ones.
+
+    >>> joined([(0, 2), (2, 1), (4, 0), (5, 1)])
+    [(0, 3), (5, 1)]
+    """
+    found: list[Interval] = []
+    for start, length in intervals:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        elif length:
+            found.append((start, length))
+    return found
 
 
 def local_pieces(
     spec: P, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
-) -> list[list[Interval]]:
+) -> list[list[Piece]]:
     """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
     order. Only packed dims and zigzags have several.
 
@@ -43,7 +59,7 @@ def local_pieces(
     """
     found = []
     for dim, size in enumerate(shape):
-        held: list[Interval] = [(0, size)]
+        held: list[Piece] = [(0, size)]
         for cut in spec.cuts(dim):
             length = sum(stop - start for start, stop in held)
             held = [
@@ -55,7 +71,7 @@ def local_pieces(
     return found
 
 
-def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Interval]:
+def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     """The pieces (start, stop) of a dim of ``size`` that rank ``index`` of ``n`` holds, pack after
     pack; at least one, which may be empty.
 
@@ -78,7 +94,7 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Interval]:
     return [p for p in found if p[0] < p[1]] or found[:1]
 
 
-def pieces_within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+def pieces_within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     """The pieces of the global dim at (start, stop) of the concatenation of ``held``; none of them
     is empty.
     """
