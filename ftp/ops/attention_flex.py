@@ -154,9 +154,7 @@ class Given:
         """Batches, heads of queries and heads of keys that are computed at a time."""
         count = self.k.shape[1]
         repeats = self.q.shape[1] // count if count else 1
-        pairs = math.prod(min(attention.TILE, x.shape[2]) for x in (self.q, self.k))
-        heads = max(1, min(count, PAIRS // max(pairs * repeats, 1)))
-        batch = max(1, PAIRS // (pairs * repeats * heads)) if heads == count and pairs else 1
+        batch, heads = group_size(self.q.shape[1], count, self.q.shape[2], self.k.shape[2])
         for b in range(0, self.q.shape[0], batch):
             for h in range(0, count, heads):
                 stop = min(h + heads, count)
@@ -258,6 +256,20 @@ class Given:
             else x
             for x, of in zip(captured, named, strict=True)
         ]
+
+
+def group_size(heads: int, of_keys: int, queries: int, keys: int) -> tuple[int, int]:
+    """The numbers of batches and of key heads that are computed at a time, with at most ``PAIRS``
+    scores of a tile.
+
+    Args:
+        heads, of_keys: of queries, and of keys.
+    """
+    repeats = heads // of_keys if of_keys else 1
+    pairs = min(attention.TILE, queries) * min(attention.TILE, keys) * repeats
+    some = max(1, min(of_keys, PAIRS // max(pairs, 1)))
+    batch = max(1, PAIRS // (pairs * some)) if some == of_keys and pairs else 1
+    return batch, some
 
 
 def _runs(part: Sequence[int], size: int, within: slice) -> list[tuple[int, int, int]]:

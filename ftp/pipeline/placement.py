@@ -263,8 +263,7 @@ def _at_stage(spec: PartitionSpec, axis: str, stage: int, ndim: int) -> Partitio
     if not ndim:
         return spec
     spec = spec.at_rank(ndim)
-    first = tuple(cut.axis if cut.is_plain else cut for cut in spec.cuts(0))
-    return P((Stage(axis, stage=stage), *first), *spec.entries[1:])
+    return P((Stage(axis, stage=stage), *spec.parts(0)), *spec.entries[1:])
 
 
 def _by_pattern(

@@ -13,12 +13,13 @@ from ftp.planning.plan import Plan
 from ftp.planning.problem import Problem
 from ftp.report.causes import Origins, describe
 from ftp.report.collectives import Collectives
+from ftp.report.disagreement import with_axes, without_axis
 from ftp.report.memory import in_bytes
 from ftp.report.text import typed
 from ftp.report.timing import in_seconds
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.layout import Layout
-from ftp.sharding.spec import PartitionSpec, Units
+from ftp.sharding.spec import PartitionSpec
 
 if TYPE_CHECKING:
     from ftp.report.lowered import Lowered
@@ -108,34 +109,15 @@ def neighbours(
     for axis, n in axes.items():
         if n == 1:
             continue
-        rest = [tuple(c for c in spec.cuts(dim) if c.axis != axis) for dim in range(len(shape))]
-        for at in (None, *range(len(shape))):
-            entries = [(*cuts, axis) if dim == at else cuts for dim, cuts in enumerate(rest)]
-            while entries and not entries[-1]:
-                entries.pop()
-            other = PartitionSpec(
-                *[
-                    tuple(c.axis if isinstance(c, Units) and c.is_plain else c for c in e) or None
-                    for e in entries
-                ]
-            )
-            other = PartitionSpec(
-                *[e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in other]
-            )
+        rest = without_axis(spec, axis)
+        for other in (rest, *(with_axes(rest, dim, (axis,)) for dim in range(len(shape)))):
             if (
                 other not in found
                 and not check_spec(other, shape, dict(axes), "")
-                and _shortest(other) != _shortest(spec)
+                and other != without_axis(spec, "")  # the spec itself, without trailing None
             ):
                 found.append(other)
     return found
-
-
-def _shortest(spec: PartitionSpec) -> tuple[object, ...]:
-    cuts = [spec.cuts(dim) for dim in range(len(spec))]
-    while cuts and not cuts[-1]:
-        cuts.pop()
-    return tuple(map(tuple, cuts))
 
 
 def chain_of(

@@ -1,4 +1,4 @@
-"""Bytes that attention along a cut sequence needs while it runs, without operands and results."""
+"""Peak memory of an attention call along a cut sequence, beside its operands and results."""
 
 import functools
 import math
@@ -21,8 +21,9 @@ _OF_KERNEL = 512  # keys that torch's kernel for CPUs takes at a time
 
 
 def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
-    """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, a ring's sent
-    and received tensors, and the buffers of a CPU's kernel on one thread.
+    """The most bytes that an attention call holds at a time: copies of a tile's operands, its
+    results, sums in a wider dtype, a ring's sent and received tensors, and the buffers of a CPU's
+    kernel on one thread. 0 for any other op.
     """
     target: Any = node.target
     ring = None if target in (FLEX_RING, FLEX_RING_BACKWARD) else RINGS.get(target)
@@ -39,7 +40,7 @@ def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
 
 
 def rank_of(needs: Needs, rows: Sequence[int], queries: int, keys: int) -> int:
-    """The rank of a ring that holds these queries and a number of ``keys``."""
+    """The rank of a ring that holds these queries and so many keys."""
     ring = needs.ring
     ranks = [r for r in range(ring.n) if ring.length_of(r) == keys]
     mine = pieces_of(rows, queries)
@@ -63,7 +64,13 @@ def longest_block(part: tuple[int, ...], size: int) -> int:
 
 
 class _CallSizes:
-    """The sizes of one call."""
+    """The sizes of one call.
+
+    Attributes:
+        of_queries: the tensors with a dim of queries.
+        size, wide: bytes of an element of the tensors, and in the dtype of sums.
+        heads, of_keys: batches times heads, of queries and of keys.
+    """
 
     def __init__(self, node: fx.Node, shapes: LocalShapes):
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -85,8 +92,7 @@ class _CallSizes:
         if self.is_varlen:
             left, right = (given[names.index(side)] for side in ("left", "right"))
             self.has_mask = left >= 0 or right > 0
-        heads = self.q.shape[0] * self.q.shape[1]
-        self.heads, self.of_keys = heads, self.k.shape[0] * self.k.shape[1]
+        self.heads, self.of_keys = math.prod(self.q.shape[:2]), math.prod(self.k.shape[:2])
 
     @property
     def more(self) -> int:
@@ -171,6 +177,7 @@ class _CallSizes:
         return found
 
     def in_tiles(self) -> int:
+        """The most bytes of attention to all keys of the rank."""
         queries, most = self._most()
         key_blocks = blocks(self.columns, self.k.shape[2], most)
         found = self.largest_tile(key_blocks, queries, lambda keys: is_copied(self.k, keys))
@@ -179,17 +186,19 @@ class _CallSizes:
         return found + self.pair(min(most, self.k.shape[2]), self.more)
 
     def _most(self) -> tuple[int, int]:
+        """The most queries and keys of a tile."""
         if self.is_forward:
             return attention.QUERIES, attention.KEYS
         return attention.TILE, attention.TILE
 
     def in_documents(self) -> int:
+        """The most bytes of attention within documents."""
         keys = longest_block(tuple(self.columns), self.k.shape[2])
         return self._document_tile(keys, is_copied(self.k, keys))
 
     def _document_tile(self, keys: int, near: bool) -> int:
-        """A tile of one long document, with its mask if there is a window; for gradients with
-        log-sum-exps that are finite.
+        """The bytes of a tile of one long document, of its mask if there is a window, and for
+        gradients of a copy of the log-sum-exps.
         """
         queries = longest_block(tuple(self.rows), self.q.shape[2])
         mask = queries * keys * self.wide * self.has_mask
@@ -197,7 +206,7 @@ class _CallSizes:
         return mask + finite + self.tile(queries, keys, near)
 
     def in_ring(self, steps: Steps) -> int:
-        """The most over all steps of a rank."""
+        """The most bytes over all steps of a rank."""
         most = 0
         queries, keys = self._most()
         pair = self.pair(1, 1)

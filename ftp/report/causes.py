@@ -120,16 +120,10 @@ def of_reshards(
         origin = found.get((node.operands[0], reshard.axis))
         because = {"P": "summed because of", "S": "cut by"}.get(reshard.src.kind, "whole,")
         first = f"{because} {describe(origin, specs)}" if origin is not None else ""
-        constraint = (
-            constraint_forward(Value(node), reshard.axis, users)
-            if reshard.dst.kind == "S"
-            else None
-        )
-        last = (
-            f"for {describe(constraint, specs)}"
-            if constraint is not None
-            else _needed_by(node, users, returned)
-        )
+        last = _needed_by(node, users, returned)
+        if reshard.dst.kind == "S":
+            constraint = constraint_forward(Value(node), reshard.axis, users)
+            last = f"for {describe(constraint, specs)}" if constraint is not None else last
         why[node.name] = ", ".join(filter(None, (first, last)))
     return why
 

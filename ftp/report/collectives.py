@@ -3,7 +3,7 @@ check of a test's claims about it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
@@ -39,18 +39,7 @@ class TableRow:
     worst_nbytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "op": self.op,
-            "axes": list(self.axes),
-            "shape": list(self.shape),
-            "global_shape": list(self.global_shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "nbytes": self.nbytes,
-            "wire_nbytes": self.wire_nbytes,
-            "count": self.count,
-            "why": self.why,
-            "worst_nbytes": self.worst_nbytes,
-        }
+        return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 class Collectives(tuple[Collective, ...]):
@@ -136,9 +125,8 @@ _HEADER = ("op", "axes", "shape", "bytes sent", "count", "why")
 
 
 def _cells(row: TableRow) -> tuple[str, ...]:
-    whole = (
-        f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""
-    )  # moved as one dim
+    is_flat = len(row.shape) != len(row.global_shape)  # moved as one dim
+    whole = f" of {list(row.global_shape)}" if is_flat else ""
     shape = f"{dtype_name(row.dtype)}{list(row.shape)}{whole}"
     sent = in_bytes(row.wire_nbytes)
     if row.worst_nbytes is not None:

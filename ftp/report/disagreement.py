@@ -2,7 +2,7 @@
 resharded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftp.planning.graph import BATCH, Graph, Node, Reshard, Value
@@ -107,11 +107,7 @@ def spec_of(value: Value) -> PartitionSpec:
         spec = spec_of(value.node.operands[0])
         for axis in reshard.axes:
             spec = without_axis(spec, axis)
-        if reshard.dst.kind != "S":
-            return spec
-        entries = [entry_cuts(entry) for entry in (*spec, *(None,) * (value.meta.ndim - len(spec)))]
-        entries[reshard.dst.dim] += reshard.axes
-        return _spec(entries)
+        return with_axes(spec, reshard.dst.dim, reshard.axes) if reshard.dst.kind == "S" else spec
     cuts: dict[str, list[str]] = {}
     for cut in value.node.cuts:
         cuts.setdefault(cut.factor, []).append(cut.axis)
@@ -126,20 +122,24 @@ def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
     >>> without_axis(PartitionSpec(None, ("dp", "tp")), "dp")
     P(None, 'tp')
     """
+    dims = map(spec.parts, range(len(spec)))
     return _spec(
-        [
-            tuple(c for c in entry_cuts(entry) if (c if isinstance(c, str) else c.axis) != axis)
-            for entry in tuple(spec)
-        ]
+        [tuple(p for p in dim if (p if isinstance(p, str) else p.axis) != axis) for dim in dims]
     )
 
 
-def entry_cuts(entry: Any) -> tuple[Any, ...]:
-    """The axes, units and zigzags that cut a dim, from its entry in a spec."""
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+def with_axes(spec: PartitionSpec, dim: int, axes: Sequence[str]) -> PartitionSpec:
+    """A spec that also cuts a dim over further axes.
+
+    >>> with_axes(PartitionSpec("dp"), 1, ("tp",)), with_axes(PartitionSpec("dp"), 0, ("tp",))
+    (P('dp', 'tp'), P(('dp', 'tp')))
+    """
+    entries = [spec.parts(d) for d in range(max(len(spec), dim + 1))]
+    entries[dim] = (*entries[dim], *axes)
+    return _spec(entries)
 
 
 def _spec(entries: list[tuple[Any, ...]]) -> PartitionSpec:
     while entries and not entries[-1]:
         entries.pop()
-    return PartitionSpec(*[entry or None for entry in entries])
+    return PartitionSpec(*entries)

@@ -1,4 +1,4 @@
-"""Bytes that flex_attention needs while it runs, without its operands and results."""
+"""Peak memory of a flex_attention call, beside its operands and results."""
 
 import functools
 import math
@@ -28,127 +28,151 @@ _LISTED = 18  # bytes per block while listed blocks are searched: an index, two 
 
 
 def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
-    """The most bytes at a time: copies of a tile, its scores, what their functions compute, its
-    results, and sums in a wider dtype.
+    """The most bytes that a flex_attention call holds at a time: copies of a tile's operands, the
+    tile's scores and what their functions compute, its results, and sums in a wider dtype. 0 for
+    any other op.
     """
-    target: Any = node.target
-    ring = RINGS.get(target)
-    if target not in (FLEX, FLEX_BACKWARD, FLEX_RING, FLEX_RING_BACKWARD):
+    if node.target not in (FLEX, FLEX_BACKWARD, FLEX_RING, FLEX_RING_BACKWARD):
         return 0
-    is_forward = target in (FLEX, FLEX_RING)
-    at = 0 if is_forward else 1
-    q, k, v = (shapes.values[x][0] for x in node.args[at : at + 3])  # type: ignore[index]
-    if 0 in (*q.shape, *k.shape):
-        return 0
-    rest: Any = map_arg(node.args[at + 3 + (0 if is_forward else 2) :], lambda n: n)
-    tables, drop_keys, score, mask = rest[0], rest[3], rest[10], rest[11]
-    size, wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
-    given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
-    cast = wide if wide != size else 0
-    placed = given[at + 3 + (0 if is_forward else 2) :]
-    part = tuple(placed[6]), q.shape[2]
-    # Keys that are computed with at a time, with their parts and the bytes that travel meanwhile.
-    near = [(k.shape[2], tuple(placed[7]), 0)]
-    if ring is not None:
-        needs = ring.needs(given)
-        steps = Steps(needs, rank_of(needs, ring.argument(given, "rows"), q.shape[2], k.shape[2]))
-        pair = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
-        sizes = pair * size, pair * wide
-        is_part = is_copied(k, needs.ring.width)
-        near = list(_in_turn(steps, travelling(steps, sizes, ring.returns, is_part)))
-    of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
-    if of_mask:  # of the blocks of a tile's queries
-        block_rows = shapes.values[tables[1]][0].shape[2]
-        most_rows = min(attention.TILE, q.shape[2])
-        of_mask = min(of_mask, -(-of_mask // block_rows) * (most_rows // rest[8][0] + 2))
-    copied = wide if drop_keys else 0  # the tile after dropout
-    draws = max(_DRAWN, 1 + copied) if drop_keys else 0
+    call = _FlexCall(node, shapes)
+    return 0 if 0 in (*call.q.shape, *call.k.shape) else call.peak()
 
-    def of_tile(held: int, queries: int, keys: int) -> int:
-        batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))
-        repeated = wide if heads != of_keys else 0
+
+class _FlexCall:
+    """One call: its tensors, its other arguments, and bytes per element.
+
+    Attributes:
+        size, wide: bytes of an element of the tensors, and in the dtype of sums.
+        cast: bytes of an element that is copied into the dtype of sums; 0 if it is not copied.
+        queries: the queries of the largest tile.
+    """
+
+    def __init__(self, node: fx.Node, shapes: LocalShapes):
+        target: Any = node.target
+        self.ring, self.is_forward = RINGS.get(target), target in (FLEX, FLEX_RING)
+        names = [a.name for a in target._schema.arguments]
+        given: Any = dict(zip(names, node.args, strict=False))
+        self.args: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
+        numbers = dict(zip(names, self.args, strict=False))
+        self.q, self.k, self.v = (shapes.values[given[name]][0] for name in "qkv")
+        self.size, self.wide = self.q.dtype.itemsize, sum_dtype(self.q.dtype).itemsize
+        self.cast = self.wide if self.wide != self.size else 0
+        self.score, self.mask, self.known = given["score"], given["mask"], given["known"]
+        self.block, self.has_dropout = tuple(given["block"]), bool(given["drop_keys"])
+        self.tables = [shapes.values[x][0].shape for x in given["tables"][1::2]]
+        self.rows, self.columns = tuple(numbers["rows"]), tuple(numbers["columns"])
+        self.queries = longest_block(self.rows, self.q.shape[2])
+
+    def peak(self) -> int:
+        """The most bytes at a time, over all tiles and all steps of a ring."""
+        most = longest = 0
+        for keys, columns, travels in self._keys_in_turn():
+            tiles = {(self.queries, longest_block(columns, keys))}
+            if self.known:
+                queries = self.q.shape[2]
+                tiles = _tiles(self.rows, queries, columns, keys, self.block, self.known)
+            largest = max((self._tile(keys, *x) for x in tiles), default=0) if keys else 0
+            most, longest = max(most, travels + _INDEX * keys + largest), max(longest, keys)
+        most += _LISTED * self._listed_blocks() + _INDEX * self.q.shape[2]
+        batch, heads, _ = self._group(longest)
+        rows = batch * heads * self.queries
+        if self.is_forward:
+            most += rows * self.v.shape[3] * (0 if self.ring else self.cast)
+            summed = math.prod((*self.q.shape[:3], self.v.shape[3])) if self.ring else 0
+        else:
+            most += rows * (self.v.shape[3] + 2) * self.cast
+            most += math.prod(self.q.shape[:3]) * self.wide
+            summed_tensors = (self.q,) if self.ring else (self.q, self.k, self.v)
+            summed = sum(math.prod(x.shape) for x in summed_tensors)
+        # Sums of a wider dtype than the results are held from the start, results from the end.
+        return max(summed * self.cast, summed * max(self.cast - self.size, 0) + most)
+
+    def _keys_in_turn(self) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """The keys that are computed with at a time: their number, their part of the sequence, and
+        the bytes that a ring sends and receives meanwhile.
+        """
+        if self.ring is None:
+            yield self.k.shape[2], self.columns, 0
+            return
+        needs, keys = self.ring.needs(self.args), self.k.shape
+        steps = Steps(needs, rank_of(needs, self.rows, self.q.shape[2], keys[2]))
+        pair = keys[0] * keys[1] * (keys[3] + self.v.shape[3])
+        sizes, is_part = (pair * self.size, pair * self.wide), is_copied(self.k, needs.ring.width)
+        travels = travelling(steps, sizes, self.ring.returns, is_part)
+        for (piece, step), nbytes in zip(steps.all, travels, strict=True):
+            owner = (steps.rank - step) % steps.ring.n
+            yield needs.length(steps.rank, owner, piece), tuple(steps.columns(owner, piece)), nbytes
+
+    def _listed_blocks(self) -> int:
+        """The number of blocks of the mask that are looked at for a tile's queries."""
+        blocks = max(map(math.prod, self.tables), default=0)
+        if not blocks:
+            return 0
+        of_queries = min(attention.TILE, self.q.shape[2]) // self.block[0] + 2
+        return min(blocks, -(-blocks // self.tables[0][2]) * of_queries)
+
+    def _group(self, keys: int) -> tuple[int, int, int]:
+        """The numbers of batches, query heads and key heads that are computed at a time."""
+        heads, of_keys = self.q.shape[1], self.k.shape[1]
+        batch, some = attention_flex.group_size(heads, of_keys, self.q.shape[2], keys)
+        return min(batch, self.q.shape[0]), some * (heads // of_keys), some
+
+    def _tile(self, held: int, queries: int, keys: int) -> int:
+        """The most bytes of a tile.
+
+        Args:
+            held: the number of keys that are computed with at a time.
+        """
+        batch, heads, of_keys = self._group(held)
+        repeated = self.wide if heads != of_keys else 0
         sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
         pairs = math.prod(sizes.values())
         rows, columns = batch * heads * queries, batch * heads * keys
-        copies = rows * q.shape[3] * cast + columns * k.shape[3] * max(cast, repeated)
-        scores, of_score = pairs * wide, _peak(score, sizes)
-        hidden = _peak(mask, sizes)
-        sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
-        of_values = columns * v.shape[3] * max(cast, repeated)
-        if is_forward:
-            made = rows * v.shape[3] * wide
-            weighted = pairs * copied + of_values + made
-            most = max(copies, of_score, hidden, scores + sees, pairs * draws, weighted)
-            return scores + most + rows * 3 * wide
-        products = 2 * scores + sees + max(of_values, pairs * draws)
+        copies = rows * self.q.shape[3] * self.cast
+        copies += columns * self.k.shape[3] * max(self.cast, repeated)
+        scores, of_score = pairs * self.wide, _peak(self.score, sizes)
+        hidden = _peak(self.mask, sizes)
+        sees = _result(self.mask, sizes) if self.mask else queries * keys * bool(self.tables)
+        of_values = columns * self.v.shape[3] * max(self.cast, repeated)
+        dropped = self.wide if self.has_dropout else 0  # per pair, of the weights after dropout
+        draws = pairs * max(_DRAWN, 1 + dropped) if self.has_dropout else 0
+        if self.is_forward:
+            weighted = pairs * dropped + of_values + rows * self.v.shape[3] * self.wide
+            most = max(copies, of_score, hidden, scores + sees, draws, weighted)
+            return scores + most + rows * 3 * self.wide
+        products = 2 * scores + sees + max(of_values, draws)
         most = max(scores + max(copies, hidden), products)
-        if score:  # the function's argument and result are kept for its derivative
-            kept = 2 * scores + _kept(score, sizes)
+        if self.score:  # the function's argument and result are kept for its derivative
+            kept = 2 * scores + _kept(self.score, sizes)
             most = max(scores + of_score, kept + hidden, kept + most)
         return most
-
-    known, most = rest[12], 0
-    for held, columns, travels in near:
-        tiles = [(longest_block(*part), longest_block(columns, held))]
-        if known:
-            tiles = _tiles(*part, columns, held, tuple(rest[8]), known)
-        largest = max((of_tile(held, *x) for x in tiles), default=0) if held else 0
-        most = max(most, travels + _INDEX * held + largest)
-    most += _LISTED * of_mask + _INDEX * q.shape[2]
-    batch, heads, _ = _group(q.shape, (*k.shape[:2], max(x[0] for x in near), k.shape[3]))
-    rows = batch * heads * longest_block(*part)
-    if is_forward:
-        most += rows * v.shape[3] * (0 if ring else cast)
-        summed = math.prod((*q.shape[:3], v.shape[3])) if ring else 0
-    else:
-        most += rows * (v.shape[3] + 2) * cast + math.prod(q.shape[:3]) * wide
-        summed = sum(math.prod(x.shape) for x in ((q,) if ring else (q, k, v)))
-    # Sums of a wider dtype than the results are held from the begin, results from the end.
-    return max(summed * cast, summed * max(cast - size, 0) + most)
-
-
-def _in_turn(steps: Steps, travels: Iterator[int]) -> Iterator[tuple[int, tuple[int, ...], int]]:
-    """Per step of a ring: the number of a rank's keys, their part, and the bytes that travel."""
-    for (piece, step), held in zip(steps.all, travels, strict=True):
-        of = (steps.rank - step) % steps.ring.n, piece
-        yield steps.needs.length(steps.rank, *of), tuple(steps.columns(*of)), held
 
 
 @functools.lru_cache(1024)
 def _tiles(
-    part: tuple[int, ...],
+    rows: tuple[int, ...],
     queries: int,
     columns: tuple[int, ...],
     keys: int,
     block: tuple[int, int],
     known: str,
 ) -> set[tuple[int, int]]:
-    """The numbers of queries and keys of the tiles that the mask lists, as far as a trace knows.
+    """The sizes (queries, keys) of the tiles that the mask lists, as far as a trace knows it.
 
     Args:
-        part, columns: of queries and keys, as in `ftp.ops.attention`.
+        rows, columns: parts of queries and of keys, as in `ftp.ops.attention`.
         known: which blocks are listed.
     """
     most, found, seen = attention.TILE, set(), known_blocks(known)
-    for row in blocks(part, queries, most):
-        rows = row.first, row.first + row.length
-        near = seen[rows[0] // block[0] : -(-rows[1] // block[0])]
+    for row in blocks(rows, queries, most):
+        span = row.first, row.first + row.length
+        near = seen[span[0] // block[0] : -(-span[1] // block[0])]
         for at, length in pieces_of(columns, keys):
             run = at, at + length
-            for (first, stop), (begin, end), _ in listed_tiles(near, near, block, rows, run):
+            for (first, stop), (begin, end), _ in listed_tiles(near, near, block, span, run):
                 for low in range(begin - (begin - at) % most, end, most):
                     found.add((stop - first, min(end, low + most) - max(begin, low)))
     return found
-
-
-def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
-    """The numbers of batches, query heads and key heads that are computed at a time."""
-    count = k[1]
-    repeats = q[1] // count
-    pairs = min(attention.TILE, q[2]) * min(attention.TILE, k[2]) * repeats
-    heads = max(1, min(count, attention_flex.PAIRS // pairs))
-    batch = max(1, attention_flex.PAIRS // (pairs * heads)) if heads == count else 1
-    return min(batch, q[0]), heads * repeats, heads
 
 
 @functools.cache

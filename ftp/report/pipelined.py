@@ -1,7 +1,6 @@
 """``LoweredPipeline``: a pipeline before it runs: programs, messages, memory, bubble, timeline."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,11 +13,10 @@ from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
-from ftp.report.staged import lowered_once
+from ftp.report.staged import lowered_once, own_index, transfer
 from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.subgraph_planner import StoredValue
-from ftp.sharding.local_pieces import local_shape
 
 
 @dataclass(frozen=True)
@@ -123,31 +121,24 @@ class LoweredPipeline(Startable):
         """The messages that a stage sends for one microbatch: after "F" to the next stage, after
         "B" or "I" to the one before.
         """
-        stages, axis = self._program.made.stages, self._program.axis
+        stages = self._program.made.stages
         sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
         names = () if sent is None else sent[stage]
         to = stage + 1 if kind == "F" else stage - 1
         if self._is_on_one_rank(stage, to):
             return Collectives()
-        return Collectives(
-            self._message(self._program.made.values[name], axis, f"{name} to stage {to}")
-            for name in names
-        )
+        values = self._program.made.values
+        return Collectives(self._message(values[name], f"{name} to stage {to}") for name in names)
 
     def _is_on_one_rank(self, stage: int, other: int) -> bool:
         ranks = self._program.ranks
         return not 0 <= other < len(self.stages) or stage % ranks == other % ranks
 
-    def _message(self, held: StoredValue, axis: str, cause: str) -> Collective:
-        shape = self._local(held)
-        nbytes = math.prod(shape) * held.dtype.itemsize
-        return Collective("send", (axis,), shape, held.dtype, nbytes, held.shape, nbytes, "", cause)
-
-    def _local(self, held: StoredValue) -> tuple[int, ...]:
-        return local_shape(held.spec, held.shape, self._program.made.mesh.axes)
+    def _message(self, held: StoredValue, cause: str) -> Collective:
+        return transfer("send", held, self._program.axis, self._program.made.mesh.axes, cause)
 
     def _nbytes(self, held: StoredValue) -> int:
-        return math.prod(self._local(held)) * held.dtype.itemsize
+        return held.local_nbytes(self._program.made.mesh.axes)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -159,7 +150,7 @@ class LoweredPipeline(Startable):
         order of its actions; what is sent once a step comes last.
         """
         program = self._program
-        stages, axis, found = program.made.stages, program.axis, []
+        stages, found = program.made.stages, []
         for kind, stage, _ in program.actions[rank]:
             lowered = self.stages[stage].get(kind)
             if lowered is not None:
@@ -174,12 +165,12 @@ class LoweredPipeline(Startable):
             others = dict.fromkeys(k % program.ranks for k in stages.borrowed[leaf])
             if home == rank:
                 found += [
-                    self._message(held, axis, f"parameter {leaf} to a stage that reads it too")
+                    self._message(held, f"parameter {leaf} to a stage that reads it too")
                     for other in others
                     if other != home
                 ]
             found += [
-                self._message(held, axis, f"gradient of parameter {leaf} to its stage")
+                self._message(held, f"gradient of parameter {leaf} to its stage")
                 for k in stages.gradients[leaf]
                 if k % program.ranks == rank != home
             ]
@@ -194,9 +185,7 @@ class LoweredPipeline(Startable):
     @property
     def collectives(self) -> Collectives:
         """`collectives_of` this process' rank; of the first without processes."""
-        mesh, axis = self._program.mesh, self._program.axis
-        at = mesh.coordinate if mesh.kind == "process" else None
-        return self.collectives_of(0 if at is None else at[axis])
+        return self.collectives_of(own_index(self._program.mesh, self._program.axis))
 
     # Memory.
 
@@ -329,10 +318,7 @@ class LoweredPipeline(Startable):
     def _rows(self) -> list[int]:
         """Bytes of one microbatch of each batch tensor."""
         axes, count = self._program.mesh.axes, self._program.pipeline.microbatches
-        return [
-            math.prod(local_shape(h.spec, h.shape, axes)) * h.dtype.itemsize // count
-            for h in self._program.batch
-        ]
+        return [held.local_nbytes(axes) // count for held in self._program.batch]
 
     @cached_property
     def _first(self) -> dict[tuple[Kind, int], Lowered]:

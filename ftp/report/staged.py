@@ -1,6 +1,5 @@
 """``LoweredRounds``: a program whose arguments belong to stages, before it runs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -11,7 +10,8 @@ from ftp.report.lowered import Lowered
 from ftp.report.startable import Startable
 from ftp.runtime.program import Program
 from ftp.runtime.staged_program import StagedProgram
-from ftp.sharding.local_pieces import local_shape
+from ftp.runtime.subgraph_planner import StoredValue
+from ftp.sharding.mesh import Mesh
 
 Key = TypeVar("Key")
 
@@ -20,6 +20,18 @@ def lowered_once(programs: Mapping[Key, Program]) -> dict[Key, Lowered]:
     """Programs before they run; keys that share a program share its memory and cost."""
     known: dict[int, Lowered] = {}
     return {key: known.setdefault(id(p), Lowered(p)) for key, p in programs.items()}
+
+
+def own_index(mesh: Mesh, axis: str) -> int:
+    """The index of this process along an axis; 0 without processes."""
+    at = mesh.coordinate if mesh.kind == "process" else None
+    return 0 if at is None else at[axis]
+
+
+def transfer(op: str, held: StoredValue, axis: str, axes: dict[str, int], cause: str) -> Collective:
+    """The record of a value that ranks of ``axis`` send each other, on a mesh of ``axes``."""
+    shape, nbytes = held.local_shape(axes), held.local_nbytes(axes)
+    return Collective(op, (axis,), shape, held.dtype, nbytes, held.shape, nbytes, "", cause)
 
 
 class LoweredRounds(Startable):
@@ -48,24 +60,15 @@ class LoweredRounds(Startable):
             lowered = self.rounds[at].get(rank)
             if lowered is not None:
                 found += [replace(c, cause=f"{c.cause}, round {at}") for c in lowered.collectives]
-            found += [self._broadcast(name, owner) for name, owner in shared]
+            for name, owner in shared:
+                held, cause = program.values[name], f"{name} of rank {owner}"
+                found.append(transfer("broadcast", held, program.axis, program.within.axes, cause))
         return Collectives(found)
-
-    def _broadcast(self, name: str, owner: int) -> Collective:
-        held, axis = self.program.values[name], self.program.axis
-        shape = local_shape(held.spec, held.shape, self.program.within.axes)
-        nbytes = math.prod(shape) * held.dtype.itemsize
-        cause = f"{name} of rank {owner}"
-        return Collective(
-            "broadcast", (axis,), shape, held.dtype, nbytes, held.shape, nbytes, "", cause
-        )
 
     @property
     def collectives(self) -> Collectives:
         """`collectives_of` this process' rank; of the first without processes."""
-        mesh = self.program.mesh
-        at = mesh.coordinate if mesh.kind == "process" else None
-        return self.collectives_of(0 if at is None else at[self.program.axis])
+        return self.collectives_of(own_index(self.program.mesh, self.program.axis))
 
     def __str__(self) -> str:
         program = self.program

@@ -2,6 +2,7 @@
 equal subgraphs share a program.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.first_microbatch import without_sums
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
+from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
@@ -32,6 +34,16 @@ class StoredValue:
     spec: PartitionSpec
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def local_shape(
+        self, axes: dict[str, int], coordinate: dict[str, int] | None = None
+    ) -> tuple[int, ...]:
+        """As ``ftp.sharding.local_pieces.local_shape``."""
+        return local_shape(self.spec, self.shape, axes, coordinate)
+
+    def local_nbytes(self, axes: dict[str, int]) -> int:
+        """Bytes of the largest shard."""
+        return math.prod(self.local_shape(axes)) * self.dtype.itemsize
 
 
 @dataclass

@@ -204,13 +204,16 @@ class PartitionSpec:
         """Every mesh axis the spec names, in order."""
         return tuple(cut.axis for d in range(len(self._entries)) for cut in self.cuts(d))
 
-    def cuts(self, dim: int) -> tuple[Units, ...]:
-        """The cuts of one dim, major to minor; a plain axis name is a unit of one element."""
+    def parts(self, dim: int) -> tuple["str | Units", ...]:
+        """The axis names and units that cut one dim, major to minor."""
         entry = self._entries[dim] if dim < len(self._entries) else None
         if entry is None or entry is ...:
             return ()
-        parts = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(p if isinstance(p, Units) else Units(p, 1) for p in parts)
+        return entry if isinstance(entry, tuple) else (entry,)
+
+    def cuts(self, dim: int) -> tuple[Units, ...]:
+        """The cuts of one dim, major to minor; a plain axis name is a unit of one element."""
+        return tuple(p if isinstance(p, Units) else Units(p, 1) for p in self.parts(dim))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -297,11 +300,11 @@ def _repeated(spec: PartitionSpec) -> str:
     again, kept = [], []
     for dim in range(len(spec)):
         left = []
-        for cut in spec.cuts(dim):
+        for part, cut in zip(spec.parts(dim), spec.cuts(dim), strict=True):
             if cut.axis in first:
                 again.append((cut.axis, dim))
             else:
-                left.append(cut.axis if cut.is_plain else cut)
+                left.append(part)
             first.setdefault(cut.axis, dim)
         kept.append(... if spec[dim] is ... else tuple(left))
     if not again:
@@ -339,15 +342,8 @@ def without_stage(spec: PartitionSpec) -> PartitionSpec:
     >>> without_stage(P((Stage("pp", stage=1), "tp"), "dp"))
     P('tp', 'dp')
     """
-    kept = (
-        tuple(
-            cut.axis if cut.is_plain else cut
-            for cut in spec.cuts(dim)
-            if not isinstance(cut, Stage)
-        )
-        for dim in range(len(spec))
-    )
-    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
+    dims = map(spec.parts, range(len(spec)))
+    return P(*(tuple(part for part in dim if not isinstance(part, Stage)) for dim in dims))
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:
