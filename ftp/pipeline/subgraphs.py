@@ -72,20 +72,43 @@ class Stages:
     borrowed: tuple[tuple[int, ...], ...]
     passed: tuple[tuple[str, int, int], ...]
 
-    def read_after(self, kind: Kind, stage: int) -> set[str]:
+    def received(self, kind: str, stage: int) -> tuple[str, ...]:
+        """The values that a stage receives before an action: before "F" from the stage before,
+        before "B" or "I" from the next one.
+        """
+        if kind == "F" and stage:
+            return self.forward[stage - 1]
+        if kind in "BI" and stage + 1 < len(self.backward):
+            return self.backward[stage + 1]
+        return ()
+
+    def sent(self, kind: str, stage: int) -> tuple[str, ...]:
+        """The values that a stage sends after an action: after "F" to the next stage, after "B" or
+        "I" to the one before.
+        """
+        if kind == "F":
+            return self.forward[stage]
+        return self.backward[stage] if kind in "BI" else ()
+
+    def read_later(self, kind: str, stage: int) -> set[str]:
+        """The values that a stage's later actions on a microbatch read or send."""
+        later = {"F": "BIW", "I": "W"}.get(kind, "")
+        names = {
+            name
+            for (k, at), subgraph in self.subgraphs.items()
+            if k in later and at == stage
+            for name in subgraph.values
+        }
+        return names.union(self.backward[stage]) if kind == "F" else names
+
+    def read_after(self, kind: str, stage: int) -> set[str]:
         """The values that a stage holds after an action: what it sends, what its later actions
         read.
         """
-        later = {"F": "BIW", "I": "W"}.get(kind, "")
-        subgraphs = [
-            subgraph for (k, at), subgraph in self.subgraphs.items() if k in later and at == stage
-        ]
-        names = {name for subgraph in subgraphs for name in subgraph.values}
+        names = self.read_later(kind, stage).union(self.backward[stage])
         if kind == "F":
-            names.update(self.forward[stage], self.backward[stage])
+            names.update(self.forward[stage])
             names.update(name for at, name in self.results if at == stage)
-        else:
-            names.update(self.backward[stage])
         if kind in "BW":
             names.update(found[stage] for found in self.gradients if stage in found)
         return names

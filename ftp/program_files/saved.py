@@ -339,7 +339,7 @@ class LoadedProgram(Program):
         return self._number(coordinate) >= 0
 
     def _number(self, coordinate: Mapping[str, int] | None) -> int:
-        coordinate = self._own_coordinate if coordinate is None else coordinate
+        coordinate = self.own_coordinate if coordinate is None else coordinate
         at = 0
         for axis, n in self.mesh.axes.items():
             at = at * n + coordinate[axis]

@@ -44,7 +44,7 @@ from ftp.report.work import Work, work_of
 from ftp.runtime.executed import in_order, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
-from ftp.sharding.mesh import mesh_device, require_coordinate
+from ftp.sharding.mesh import mesh_device
 from ftp.sharding.patterns import nearest
 from ftp.sharding.pytree import flatten
 
@@ -378,8 +378,7 @@ class Lowered(Startable):
 
     @cached_property
     def _coordinate(self) -> dict[str, int]:
-        mesh = self._program.mesh
-        return require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
+        return self._program.own_coordinate
 
     @cached_property
     def _local_inputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:

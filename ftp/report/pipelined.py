@@ -121,14 +121,10 @@ class LoweredPipeline(Startable):
         """The messages that a stage sends for one microbatch: after "F" to the next stage, after
         "B" or "I" to the one before.
         """
-        stages = self._program.made.stages
-        sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
-        names = () if sent is None else sent[stage]
-        to = stage + 1 if kind == "F" else stage - 1
-        if self._is_on_one_rank(stage, to):
-            return Collectives()
-        values = self._program.made.values
-        return Collectives(self._message(values[name], f"{name} to stage {to}") for name in names)
+        values, to = self._program.made.values, stage + 1 if kind == "F" else stage - 1
+        return Collectives(
+            self._message(values[name], f"{name} to stage {to}") for name in self._sent(kind, stage)
+        )
 
     def _is_on_one_rank(self, stage: int, other: int) -> bool:
         ranks = self._program.ranks
@@ -218,9 +214,9 @@ class LoweredPipeline(Startable):
             # runs, and so are those sent before these.
             for following in own_actions[at : at + 2]:
                 for reader in program.arrivals.get(following, ()):
-                    held.setdefault(reader[1:], set()).update(self._given(reader))
+                    held.setdefault(reader[1:], set()).update(stages.received(*reader[:2]))
             here = held.setdefault((stage, i), set())
-            here.update(self._given(own_actions[at]))
+            here.update(stages.received(kind, stage))
             for sender in program.known_read[own_actions[at]]:
                 sent.pop(sender, None)
             subgraph = program.made.subgraphs.get((kind, stage))
@@ -245,9 +241,9 @@ class LoweredPipeline(Startable):
                 peak = max(peak, living + lowered.memory - self._taken(lowered))
                 here.update(subgraph.outputs[: len(subgraph.outputs) - len(subgraph.sums)])
             totals |= coming
-            if messages := self._sent(own_actions[at]):
+            if messages := self._sent(kind, stage):
                 sent[own_actions[at]] = messages
-            here &= self._read_later(kind, stage)
+            here &= stages.read_later(kind, stage)
         return max(peak, self._peak_at_end(rank, base + sum(summed.values())))
 
     def _peak_at_end(self, rank: int, held: int) -> int:
@@ -284,35 +280,10 @@ class LoweredPipeline(Startable):
             values.setdefault(sender[1:], set()).update(names)
         return sum(self._sizes[name] for names in values.values() for name in names)
 
-    def _read_later(self, kind: Kind, stage: int) -> set[str]:
-        """The values that a stage's later actions on a microbatch read or send."""
-        stages = self._program.made.stages
-        later = {"F": "BIW", "I": "W"}.get(kind, "")
-        read = {
-            name
-            for (k, at), subgraph in stages.subgraphs.items()
-            if k in later and at == stage
-            for name in subgraph.values
-        }
-        return read | set(stages.backward[stage]) if kind == "F" else read
-
-    def _given(self, action: Action) -> Sequence[str]:
-        """The names of the values that an action receives from the stage before ("F") or after."""
-        kind, stage, _ = action
-        stages = self._program.made.stages
-        if kind == "F" and stage:
-            return stages.forward[stage - 1]
-        if kind in "BI" and stage + 1 < len(self.stages):
-            return stages.backward[stage + 1]
-        return ()
-
-    def _sent(self, action: Action) -> Sequence[str]:
-        """The names of the values that an action sends to another rank."""
-        kind, stage, _ = action
-        if kind == "W" or self._is_on_one_rank(stage, stage + 1 if kind == "F" else stage - 1):
-            return ()
-        stages = self._program.made.stages
-        return stages.forward[stage] if kind == "F" else stages.backward[stage]
+    def _sent(self, kind: str, stage: int) -> Sequence[str]:
+        """The names of the values that a stage sends to another rank after an action."""
+        is_here = self._is_on_one_rank(stage, stage + 1 if kind == "F" else stage - 1)
+        return () if is_here else self._program.made.stages.sent(kind, stage)
 
     @cached_property
     def _rows(self) -> list[int]:

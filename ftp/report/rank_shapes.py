@@ -5,14 +5,12 @@ exchange rows whose number depends on values).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
-from torch.fx.node import map_arg
 
 from ftp.ops.ancestors import ancestors
 from ftp.report.flops import flops_of
-from ftp.runtime.local_shapes import LocalShapes
+from ftp.runtime.local_shapes import LocalShapes, known_numbers
 
 
 def on_busiest(
@@ -37,19 +35,11 @@ def on_busiest(
     needed = ancestors(x for node in ops for x in node.all_input_nodes if x in numbers)
     at = [i for i, node in enumerate(given) if node in needed]
     ranks = {tuple(of_rank[i] for i in at): of_rank for of_rank in offsets}
-    each = [replace(shapes, numbers=_numbers(shapes, of_rank)) for of_rank in ranks.values()]
+    each = [
+        replace(shapes, numbers=known_numbers(numbers, dict(zip(given, of_rank, strict=False))))
+        for of_rank in ranks.values()
+    ]
     return max(each, key=lambda held: sum(flops_of(node, held) for node in ops), default=shapes)
-
-
-def _numbers(shapes: LocalShapes, offsets: Sequence[int]) -> dict[fx.Node, int]:
-    rest, found = iter(offsets), {}
-    for node in shapes.numbers:
-        if node.op == "placeholder":
-            found[node] = next(rest)
-        else:
-            target: Any = node.target
-            found[node] = target(*map_arg(node.args, found.__getitem__))
-    return found
 
 
 def with_equal_loads(graph: fx.Graph, shapes: LocalShapes) -> LocalShapes:

@@ -14,7 +14,6 @@ from ftp.report.shard_grid import as_text
 from ftp.report.staged import LoweredRounds
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement_of
 
 
@@ -107,10 +106,9 @@ def program_page(lowered: Lowered, hardware: Any = None) -> str:
     """The page of a program."""
     cost = lowered.cost(hardware) if hardware is not None else lowered.cost()
     program = lowered._program
-    specs = [*program.in_specs, *[PartitionSpec()] * len(program.constants)]
     leaves = [
         ShownLeaf.of(node.name, spec, node.results[0].shape, node.results[0].dtype)
-        for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
+        for node, spec in zip(lowered.plan.graph.inputs, program.input_specs, strict=True)
     ]
     found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer
     return page("ftp report", program.mesh.axes, leaves, *found)

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,15 +25,10 @@ from ftp.sharding.mesh import AnyMesh, resolve
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMUL = 512  # rows and columns of the matmuls that are timed
 CACHED, LARGE = 6 << 20, 96 << 20  # bytes of tensors that fit in the cache, and that do not
-FRESH = (
-    1 << 18,
-    1 << 21,
-    1 << 23,
-    40 << 20,
-)  # bytes of results: allocators ask the system for the pages of large ones
-BESIDE = (
-    64 << 20
-)  # bytes of other live results, so that a new one does not get memory that was just freed
+# Bytes of results: allocators ask the system for the pages of large ones.
+FRESH = (1 << 18, 1 << 21, 1 << 23, 40 << 20)
+# Bytes of other live results, so that a new one does not get memory that was just freed.
+BESIDE = 64 << 20
 BEFORE = (128, 512, 1024)  # rows and columns of the matmuls after which an op is issued
 WIRE = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes of the collectives that are timed
 BETWEEN = (2e-4, 5e-3)  # seconds that ranks compute between collectives
@@ -212,9 +208,8 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    return (
-        (2 + 5) * 2 * heads * seq * seq * dim / clock(run)
-    )  # matmuls of the forward and of the backward pass
+    matmuls = 2 + 5  # of the forward and of the backward pass
+    return matmuls * 2 * heads * seq * seq * dim / clock(run)
 
 
 def _convolution(clock: _Clock, dtype: torch.dtype) -> float:
@@ -308,11 +303,8 @@ def _elements(clock: _Clock) -> dict[str, float]:
     kinds["native_layer_norm"] = lambda: aten.native_layer_norm.default(x, [1024], None, None, 1e-5)
     kinds["random_bits"] = lambda: random_bits(key, [256, 1024], [1024, 1], 0)
     found = {name: x.numel() / clock(run) for name, run in kinds.items()}
-    return found | {
-        "strided": 2
-        * x.numel()
-        / (clock(heads.contiguous) + clock(lambda: aten.mul.Scalar(column, 2.0)))
-    }
+    strided = clock(heads.contiguous) + clock(lambda: aten.mul.Scalar(column, 2.0))
+    return found | {"strided": 2 * x.numel() / strided}
 
 
 def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -> Link:
@@ -335,26 +327,23 @@ def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -
         for nbytes in WIRE:
             issue, wait = _collective(op, group, shared, clock.ones(nbytes // 4 // n * n))
             for seconds, points in times.items():
-                points.append(
-                    (
-                        nbytes,
-                        clock.together(
-                            lambda issue=issue, wait=wait: wait(issue()), computing(seconds)
-                        ),
-                    )
-                )
+                run = partial(_issue_and_wait, issue, wait)
+                points.append((nbytes, clock.together(run, computing(seconds))))
         measured[op] = tuple((seconds, tuple(points)) for seconds, points in times.items())
     large = _collective("all_reduce", group, shared, clock.ones(WIRE[-2] // 4))
     hidden = 0.0 if shared is not None else _hidden(clock, computing(BETWEEN[-1]), *large)
     latency, bandwidth = _line(measured["all_reduce"][0][1], 2 * (n - 1) / n)
-    factors = {}
-    for op, ring in {
-        "all_gather": (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,  # of this rank's buffer
-    }.items():
-        factors[op] = bandwidth / _line(measured[op][0][1], ring)[1]
+    factors = {
+        op: bandwidth / _line(measured[op][0][1], (n - 1) / n)[1]
+        for op in ("all_gather", "reduce_scatter", "all_to_all")
+    }
     return Link(latency, bandwidth, factors, measured, hidden)
+
+
+def _issue_and_wait(
+    issue: Callable[[], torch.Tensor], wait: Callable[[torch.Tensor], object]
+) -> None:
+    wait(issue())
 
 
 def _hidden(

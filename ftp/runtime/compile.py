@@ -20,9 +20,10 @@ from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime.divided_work import divided
 from ftp.runtime.inductor_kernels import compiled_together
+from ftp.runtime.local_shapes import known_numbers
 from ftp.runtime.lowering import for_eager, for_inductor, ordered
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
-from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
+from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler
 from ftp.torch_internals.fake_tensors import mode_for
 
@@ -111,10 +112,8 @@ def compiled(
     graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, inputs, strict=True))
-    numbers = known_numbers(
-        graph,
-        {node: x for node, x in given.items() if not isinstance(x, (torch.Tensor, *SYMBOLIC))},
-    )
+    plain = {node: x for node, x in given.items() if not isinstance(x, (torch.Tensor, *SYMBOLIC))}
+    numbers = known_numbers(graph.nodes, plain)
     symbols = [node for node, x in given.items() if isinstance(x, torch.SymInt) and is_symbol(x)]
     written = _written(graph, [placeholders[i] for i in donated])
     subgraphs = split(graph, numbers, written, symbols)

@@ -151,13 +151,8 @@ class RecordedRun:
         graphs: Graphs,
         explain: Callable[[BaseException], str],
     ):
-        self._run, self._donated, self._names, self._graphs, self._explain = (
-            run,
-            frozenset(donated),
-            names,
-            graphs,
-            explain,
-        )
+        self._run, self._donated = run, frozenset(donated)
+        self._names, self._graphs, self._explain = names, graphs, explain
         self._warmed = 0
         self._places: list[AddressAndStrides | None] = []
         self._elsewhere: set[int] = set()

@@ -14,7 +14,6 @@ from ftp.runtime.lowering import ordered, with_writes
 from ftp.runtime.program import Program
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import mesh_device
-from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,9 @@ def local_inputs(
     program: Program, coordinate: Mapping[str, int]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor that a rank's graph takes."""
-    nodes, specs = program.plan.graph.inputs, program.in_specs
-    specs = [*specs, *[PartitionSpec()] * (len(nodes) - len(specs))]
-    axes = dict(program.mesh.axes)
+    axes = program.mesh.axes
+    metas = [node.results[0] for node in program.plan.graph.inputs]
     return [
-        (local_shape(spec, node.results[0].shape, axes, dict(coordinate)), node.results[0].dtype)
-        for node, spec in zip(nodes, specs, strict=True)
+        (local_shape(spec, meta.shape, axes, dict(coordinate)), meta.dtype)
+        for meta, spec in zip(metas, program.input_specs, strict=True)
     ]

@@ -19,11 +19,9 @@ def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
             return []
         traceback = traceback.tb_next
     node = failing(error, is_inner=False)
-    return (
-        None
-        if node is None
-        else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
-    )
+    if node is None:
+        return None
+    return [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
 
 
 def failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
@@ -35,11 +33,8 @@ def failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
         frame = traceback.tb_frame
         module = frame.f_locals.get("self")
         if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
-            name = (
-                linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
-                .split("=")[0]
-                .strip()
-            )
+            line = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
+            name = line.split("=")[0].strip()
             node = next((n for n in module.graph.nodes if n.name == name), None)
         traceback = traceback.tb_next
     return node

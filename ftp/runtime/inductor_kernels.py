@@ -82,12 +82,8 @@ def _knows_extensions() -> bool:
             timeout=60,
         ).stdout
         return int(version.split(".")[0]) >= 11
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        subprocess.SubprocessError,
-    ):  # another compiler, or none
+    # Another compiler, or none.
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):
         return False
 
 
@@ -102,11 +98,7 @@ def _load(kernels: list[_Pending]) -> list[Any]:
     try:
         module: Any = Cache.load_async(_joined(kernels, Cache.suffix_template))()
         return [getattr(module, f"kernel{i}") for i in range(len(kernels))]
-    except (
-        RuntimeError,
-        AttributeError,
-        ValueError,
-    ):  # definitions that conflict in one file
+    except (RuntimeError, AttributeError, ValueError):  # definitions that conflict in one file
         return [Cache.load_pybinding(list(kernel.argtypes), kernel.source) for kernel in kernels]
 
 

@@ -1,6 +1,6 @@
 """Shape, strides, dtype and storage of every value of a rank's graph under eager kernels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -125,12 +125,8 @@ class _Shapes:
                 )
             elif node.op == "output":
                 break
-            elif (
-                node.all_input_nodes
-                and all(n in numbers for n in node.all_input_nodes)
-                and _is_arithmetic(node.target)
-            ):
-                numbers[node] = node.target(*map_arg(node.args, numbers.__getitem__))
+            elif _is_arithmetic(node, numbers):
+                numbers[node] = _computed(node, numbers)
                 continue
             elif getattr(node.target, "__name__", "") == "getitem":
                 held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
@@ -285,9 +281,27 @@ def _is_torch_op(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "aten"
 
 
-def _is_arithmetic(target: Any) -> bool:
-    """Whether a node computes with Python numbers, as a rank's offsets are."""
-    return getattr(target, "__module__", "") in ("_operator", "builtins", "math")
+def known_numbers(nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The numbers among a graph's inputs, and those computed from them."""
+    known = dict(inputs)
+    for node in nodes:
+        if _is_arithmetic(node, known):
+            known[node] = _computed(node, known)
+    return known
+
+
+def _is_arithmetic(node: fx.Node, known: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node computes a number from known numbers, such as a rank's offsets."""
+    return (
+        getattr(node.target, "__module__", "") in ("_operator", "builtins", "math")
+        and bool(node.all_input_nodes)
+        and all(x in known for x in node.all_input_nodes)
+    )
+
+
+def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+    target: Any = node.target
+    return target(*map_arg(node.args, known.__getitem__))
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

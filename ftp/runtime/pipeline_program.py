@@ -26,7 +26,6 @@ from ftp.runtime.stage_messages import (
 )
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, StagePrograms, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
-from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import mesh_device, require_coordinate
 
 
@@ -111,10 +110,7 @@ class PipelineProgram(ProgramOfSubgraphs):
         for i, (stage, name) in enumerate(self.made.stages.results):
             held = self.made.values[name]
             own = worker.results.get(i)
-            if own is None:
-                shape = local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
-                own = torch.empty(shape, dtype=held.dtype, device=mesh_device(self.mesh))
-            own = own.contiguous()
+            own = self._new(held) if own is None else own.contiguous()
             source = dist.get_global_rank(group, stage % self.ranks)
             if own.numel():
                 dist.broadcast(as_bytes(own), source, group=group)
@@ -137,8 +133,8 @@ class PipelineProgram(ProgramOfSubgraphs):
                 if holder is not None:
                     add("borrow", holder, rank, leaf)
         for (kind, stage, i), _, _ in messages(self.actions, len(stages.forward)):
-            forward = kind == "F"
-            if stages.forward[stage] if forward else stages.backward[stage]:
+            if stages.sent(kind, stage):
+                forward = kind == "F"
                 add("F" if forward else "B", stage, stage + 1 if forward else stage - 1, i)
         # Of a parameter on every rank each one gets the gradient.
         for of_all in (False, True):
@@ -151,14 +147,14 @@ class PipelineProgram(ProgramOfSubgraphs):
     def _empty(self, key: Key) -> list[torch.Tensor]:
         """New tensors for the values of a message."""
         kind, stage, _, number = key
-        stages, values = self.made.stages, self.made.values
-        if kind in BETWEEN_ACTIONS:
-            names = stages.forward[stage] if kind == "F" else stages.backward[stage]
-            held = [values[name] for name in names]
-        else:
-            held = [self.leaves[number]]
-        device = mesh_device(self.mesh)
-        return [torch.empty(self._local_shape(x), dtype=x.dtype, device=device) for x in held]
+        if kind not in BETWEEN_ACTIONS:
+            return [self._new(self.leaves[number])]
+        names = self.made.stages.sent(kind, stage)
+        return [self._new(self.made.values[name]) for name in names]
+
+    def _new(self, held: StoredValue) -> torch.Tensor:
+        shape, device = self._local_shape(held), mesh_device(self.mesh)
+        return torch.empty(shape, dtype=held.dtype, device=device)
 
     @cached_property
     def _groups(self) -> dict[RankPair, dist.ProcessGroup]:
@@ -185,7 +181,7 @@ class PipelineProgram(ProgramOfSubgraphs):
         return {axis: own[axis] for axis in self.made.mesh.axes}
 
     def _local_shape(self, held: StoredValue) -> tuple[int, ...]:
-        return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
+        return held.local_shape(self.made.mesh.axes, self._within)
 
     def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.marks.clear()

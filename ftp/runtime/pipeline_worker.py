@@ -141,22 +141,21 @@ class Worker:
                         self.posts.expect(key, holder % program.ranks)
                         self.borrowed.append((key, leaf))
 
-    def _source(self, action: Action) -> tuple[Key, tuple[str, ...], int] | None:
-        """The message that an action waits for: its key, the values' names, their stage."""
+    def _awaited(self, action: Action) -> tuple[Key, tuple[str, ...]] | None:
+        """The message that an action reads, and the names of its values; None where it reads none
+        from another rank.
+        """
         kind, stage, i = action
-        stages = self.program.made.stages
-        if kind == "F" and stage:
-            return ("F", stage - 1, stage, i), stages.forward[stage - 1], stage - 1
-        if kind in "BI" and stage + 1 < len(stages.backward):
-            return ("B", stage + 1, stage, i), stages.backward[stage + 1], stage + 1
-        return None
+        names = self.program.made.stages.received(kind, stage)
+        source = stage - 1 if kind == "F" else stage + 1
+        if not names or self._is_here(source):
+            return None
+        return ("F" if kind == "F" else "B", source, stage, i), names
 
     def _expect(self, action: Action) -> None:
-        source = self._source(action)
-        if source is None or self._is_here(source[2]) or not source[1]:
-            return
-        key, _, stage = source
-        self.posts.expect(key, stage % self.program.ranks)
+        if (awaited := self._awaited(action)) is not None:
+            key, _ = awaited
+            self.posts.expect(key, key[1] % self.program.ranks)
 
     def _receive(self, action: Action) -> Generator[None, None, None]:
         for key, leaf in self.borrowed:
@@ -164,10 +163,9 @@ class Worker:
                 yield
             self.params[leaf] = self.posts.take(key)[0]
         self.borrowed = []
-        source = self._source(action)
-        if source is None or self._is_here(source[2]) or not source[1]:
+        if (awaited := self._awaited(action)) is None:
             return
-        key, names, _ = source
+        key, names = awaited
         while not self.posts.is_here(key):
             yield
         self._at(action).update(zip(names, self.posts.take(key), strict=True))
@@ -202,12 +200,12 @@ class Worker:
                     _add(self.results, at, own[name])
             if stage + 1 < len(stages.forward):
                 self._hand_on("F", stages.forward[stage], stage + 1, action)
-            self._keep(own, self._read_later(stage, "BIW", stages.backward[stage]))
+            self._keep(own, stages.read_later(kind, stage))
             return
         if kind in "BI" and stage:
             self._hand_on("B", stages.backward[stage], stage - 1, action)
         if kind == "I":
-            self._keep(own, self._read_later(stage, "W", ()))
+            self._keep(own, stages.read_later(kind, stage))
             return
         for leaf, found in enumerate(stages.gradients):
             if stage in found and found[stage] not in sums:
@@ -270,11 +268,6 @@ class Worker:
                     taken.add((stage, name))
         self.sums.clear()
 
-    def _read_later(self, stage: int, kinds: str, sent: Sequence[str]) -> set[str]:
-        subgraphs = self.program.made.stages.subgraphs
-        later = (found for (kind, at), found in subgraphs.items() if kind in kinds and at == stage)
-        return {*sent, *(name for subgraph in later for name in subgraph.values)}
-
     @staticmethod
     def _keep(own: Values, names: set[str]) -> None:
         for name in [name for name in own if name not in names]:
@@ -334,11 +327,9 @@ class Worker:
 def _alone(value: torch.Tensor, is_shared: bool) -> torch.Tensor:
     """A tensor to add to in place: contiguous, in memory that holds nothing else."""
     whole = value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return (
-        value
-        if whole and value.is_contiguous() and not is_shared
-        else value.clone(memory_format=torch.contiguous_format)
-    )
+    if whole and value.is_contiguous() and not is_shared:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _add(sums: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:

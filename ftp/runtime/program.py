@@ -186,7 +186,7 @@ class Program:
     @collection_paused()
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
-        return self._in_use.program(self._own_coordinate if coordinate is None else coordinate)
+        return self._in_use.program(self.own_coordinate if coordinate is None else coordinate)
 
     @property
     def _in_use(self) -> Partitioner:
@@ -208,17 +208,10 @@ class Program:
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         """A function from this rank's input tensors (global ones if simulated) to its outputs."""
-        if self.mesh.kind == "abstract":
-            raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
-                " ftp.make_mesh or ftp.simulated_mesh to run."
-            )
-        # A mesh of one rank needs no simulation.
-        return (
-            self._run_as_rank()
-            if self.mesh.kind == "process" or self.mesh.size() == 1
-            else self._run_simulated
-        )
+        check_runs(self.mesh)
+        if self.mesh.kind == "process" or self.mesh.size() == 1:  # one rank needs no simulation
+            return self._run_as_rank()
+        return self._run_simulated
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         extra, prepared = self._beside_inputs(), self._runs
@@ -242,13 +235,20 @@ class Program:
         """The arguments of this rank's graph after the inputs: constants and offsets."""
         mesh = self.mesh
         constants = [c.to(mesh_device(mesh)) for c in self.constants]
-        return [*constants, *self.local().offsets_at(self._own_coordinate)]
+        return [*constants, *self.local().offsets_at(self.own_coordinate)]
 
     @property
-    def _own_coordinate(self) -> Mapping[str, int]:
+    def own_coordinate(self) -> dict[str, int]:
+        """This rank's coordinate; the first rank's where there are no processes."""
         mesh = self.mesh
         is_process = mesh.kind == "process"
         return require_coordinate(mesh) if is_process else dict.fromkeys(mesh.axes, 0)
+
+    @property
+    def input_specs(self) -> list[PartitionSpec]:
+        """A spec per input of the plan's graph: those of the arguments, then ``P()``."""
+        whole = len(self.plan.graph.inputs) - len(self.in_specs)
+        return [*self.in_specs, *[PartitionSpec()] * whole]
 
     def prepare(self, metas: Sequence[Meta]) -> None:
         """Make the function that runs this rank's graph, compiled under ``compile``, before the
@@ -261,7 +261,7 @@ class Program:
             for coordinate in self.mesh.coordinates():
                 self.local(coordinate)
         elif self.run is not None and not self._runs:
-            axes, at = self.mesh.axes, dict(self._own_coordinate)
+            axes, at = self.mesh.axes, self.own_coordinate
             with FakeTensorMode(allow_non_fake_inputs=True):
                 inputs = [
                     torch.empty(
@@ -367,6 +367,19 @@ class Program:
         ]
 
 
+def check_runs(mesh: Mesh) -> None:
+    """Raise for an abstract mesh.
+
+    Raises:
+        MeshError: it is.
+    """
+    if mesh.kind == "abstract":
+        raise MeshError(
+            f"The mesh {mesh} is abstract: it plans programs and runs none. Use"
+            " ftp.make_mesh or ftp.simulated_mesh to run."
+        )
+
+
 def shard_of(
     x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
@@ -397,30 +410,29 @@ def join_parts(
 
 def axes_of_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """The axes of each process group, by its name: one axis or a product of axes."""
+    return {mesh.group_name(*axes): axes for axes in _products(mesh)}
+
+
+def _products(mesh: Mesh) -> list[tuple[str, ...]]:
+    """Each axis, then each product of axes."""
     names = mesh.axis_names
-    return {
-        mesh.group_name(*axes): axes
-        for count in range(1, len(names) + 1)
-        for axes in itertools.combinations(names, count)
-    }
+    return [
+        axes for count in range(1, len(names) + 1) for axes in itertools.combinations(names, count)
+    ]
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Per axis and per product of axes, the groups of ranks (positions on the mesh) that differ in
     those axes only.
     """
-    names = mesh.axis_names
-    found: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {
-        axes: {}
-        for count in range(1, len(names) + 1)
-        for axes in itertools.combinations(names, count)
-    }
-    for rank, coordinate in enumerate(mesh.coordinates()):
-        for axes, groups in found.items():
-            groups.setdefault(tuple(c for a, c in coordinate.items() if a not in axes), []).append(
-                rank
-            )
-    return {" × ".join(axes): list(groups.values()) for axes, groups in found.items()}
+    found: dict[str, list[list[int]]] = {}
+    for axes in _products(mesh):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinate in enumerate(mesh.coordinates()):
+            elsewhere = tuple(c for a, c in coordinate.items() if a not in axes)
+            groups.setdefault(elsewhere, []).append(rank)
+        found[" × ".join(axes)] = list(groups.values())
+    return found
 
 
 def describe_plan(plan: Plan) -> str:

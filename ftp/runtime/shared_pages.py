@@ -86,9 +86,8 @@ def with_shared_memory(
     return found
 
 
-MemoryHandle = tuple[
-    int, int, str
-]  # a process, its descriptor of the memory, and the memory's name
+# A process, its descriptor of the memory, and the memory's name.
+MemoryHandle = tuple[int, int, str]
 
 
 def _opened(place: MemoryHandle) -> mmap.mmap:

@@ -25,12 +25,11 @@ from ftp.partitioning.rank_tables import Table, table
 from ftp.passes.number_inputs import number_inputs
 from ftp.passes.onednn_matmuls import Matmul, at_any_size, at_one_size
 from ftp.runtime.compile import Run, compiled, eager
+from ftp.runtime.executed import local_inputs
 from ftp.runtime.lowering import for_eager
 from ftp.runtime.process_groups import faster_by_onednn
 from ftp.runtime.program import Program
-from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.fake_tensors import mode_for
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ class SizedProgram(Program):
 
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         if coordinate is None:
-            coordinate = self._own_coordinate
+            coordinate = self.own_coordinate
         found = self.ranks.at(coordinate, self.values)
         numbers: Any = tuple(map(Number, found.numbers(self.values)))
         return LocalProgram(found.local.gm, numbers, found.local.collectives)
@@ -250,7 +249,7 @@ class SizedProgram(Program):
         if found.written is None:
             graph = found.local.gm.graph
             with ranks.sizes.noting(self.values) as asked:
-                shapes = self._local_shapes(coordinate)
+                shapes = [shape for shape, _ in local_inputs(self, coordinate)]
             found.conditions.include(asked)
             key = f"{graph}{shapes}{list(found.taken[found.offsets :])}"
             known = ranks.written.get(key)
@@ -263,18 +262,9 @@ class SizedProgram(Program):
             found.conditions.include(known[1])
         return found.written_at(self.values)
 
-    def _local_shapes(self, coordinate: Coordinate) -> list[tuple[int, ...]]:
-        """The shapes of the tensors that a rank's graph takes, as formulas."""
-        nodes, axes = self.plan.graph.inputs, dict(self.mesh.axes)
-        specs = [*self.in_specs, *[PartitionSpec()] * (len(nodes) - len(self.in_specs))]
-        return [
-            local_shape(spec, node.results[0].shape, axes, dict(coordinate))
-            for spec, node in zip(specs, nodes, strict=True)
-        ]
-
     def make_graph(self) -> None:
         """Make this rank's graph, so that errors are known before the ranks agree."""
-        self.ranks.at(self._own_coordinate, self.values)
+        self.ranks.at(self.own_coordinate, self.values)
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         constants = [c.to(mesh_device(self.mesh)) for c in self.constants]
@@ -294,7 +284,7 @@ class SizedProgram(Program):
         """The function that runs this rank's graph, and its arguments after the inputs. A CUDA
         graph is recorded of each size.
         """
-        found = self.ranks.at(self._own_coordinate, self.values)
+        found = self.ranks.at(self.own_coordinate, self.values)
         extra = [*constants, *found.numbers(self.values)]
         if found.run is None:
             with self.ranks.sizes.noting(self.values) as asked:
@@ -311,7 +301,7 @@ class SizedProgram(Program):
         choose = functools.partial(ranks.by_onednn, self.mesh)
         if not ranks.why_not:
             try:
-                with self._symbolic(self._own_coordinate, for_inductor=True) as symbolic:
+                with self._symbolic(self.own_coordinate, for_inductor=True) as symbolic:
                     return compiled(graph, symbolic, self.donated, choose, host=host)
             except Exception as error:
                 ranks.compile_one_by_one(f"{type(error).__name__}: {error}")
@@ -321,7 +311,7 @@ class SizedProgram(Program):
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         """As `Program`, with memory reuse decided for all sizes that the graph serves."""
-        with self._symbolic(self._own_coordinate) as symbolic:
+        with self._symbolic(self.own_coordinate) as symbolic:
             return eager(graph, symbolic, self.donated, host=self._has_host)
 
     @contextmanager
@@ -334,19 +324,14 @@ class SizedProgram(Program):
         from ftp.tracing.symbolic import Symbolic
 
         symbolic, device = Symbolic(self.ranks.sizes), mesh_device(self.mesh)
-        nodes, shapes = self.plan.graph.inputs, self._local_shapes(coordinate)
+        inputs = local_inputs(self, coordinate)
         if for_inductor:
             symbolic.keeps_ones = True
-            shapes = [[s if s > 1 else int(s) for s in shape] for shape in shapes]
-        mode = mode_for(symbolic.env)
-        with mode:
+            inputs = [(tuple(s if s > 1 else int(s) for s in shape), x) for shape, x in inputs]
+        with mode_for(symbolic.env):
             fakes = [
-                torch.empty(
-                    [symbolic.symint(s) for s in shape],
-                    dtype=node.results[0].dtype,
-                    device=device,
-                )
-                for shape, node in zip(shapes, nodes, strict=True)
+                torch.empty([symbolic.symint(s) for s in shape], dtype=dtype, device=device)
+                for shape, dtype in inputs
             ]
         numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
         yield [*fakes, *numbers]

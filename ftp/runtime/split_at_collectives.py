@@ -138,22 +138,6 @@ def split(
     return found
 
 
-def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The numbers among a graph's inputs, and those computed from them."""
-    known = dict(inputs)
-    for node in graph.nodes:
-        target: Any = node.target
-        is_sum = (
-            node.op == "call_function"
-            and getattr(target, "__module__", "") == "_operator"
-            and target is not operator.getitem
-        )
-        if is_sum and all(x in known for x in node.all_input_nodes):
-            values: Any = map_arg(node.args, known.__getitem__)
-            known[node] = target(*values)
-    return known
-
-
 def _last_reads(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Per input, the position of the last use of it or a view of it, outputs aside."""
     last: dict[fx.Node, int] = {}

@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import fx
 
-from ftp.errors import MeshError
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.stacked import Stacks
 from ftp.pipeline.subgraphs import StageGraph, Stages
@@ -20,7 +19,7 @@ from ftp.pipeline.sums import check_sums, names_of_gradients, with_sums
 from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared
 from ftp.runtime.options import Options
-from ftp.runtime.program import Program
+from ftp.runtime.program import Program, check_runs
 from ftp.runtime.subgraph_planner import StoredValue, SubgraphPlanner, outputs_of
 from ftp.sharding.mesh import Mesh, require_coordinate, resolve
 from ftp.sharding.spec import PartitionSpec
@@ -135,11 +134,7 @@ class ProgramOfSubgraphs:
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
         """A function of this rank's tensors (of global tensors when simulated)."""
-        if self.mesh.kind == "abstract":
-            raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
-                " ftp.make_mesh or ftp.simulated_mesh to run."
-            )
+        check_runs(self.mesh)
         run, rank = self.run_simulated, None
         if self.mesh.kind == "process":
             run, rank = self.run_as_rank, require_coordinate(self.mesh)[self.axis]
@@ -249,7 +244,7 @@ def plan_stages(
 def _given_up(subgraph: StageGraph, stages: Stages, copied: Sequence[bool]) -> tuple[int, ...]:
     """The inputs that nothing reads after an action."""
     params, batch = len(subgraph.params), len(subgraph.batch)
-    kept = stages.read_after(subgraph.kind, subgraph.stage)  # type: ignore[arg-type]
+    kept = stages.read_after(subgraph.kind, subgraph.stage)
     return (
         *(params + k for k, leaf in enumerate(subgraph.batch) if copied[leaf]),
         *(params + batch + k for k, name in enumerate(subgraph.values) if name not in kept),
@@ -274,11 +269,8 @@ class _Sums:
     def pending(self, name: str, spec: PartitionSpec) -> PartitionSpec:
         """``spec``, unreduced over the data axes that do not cut the value."""
         axes = [axis for axis in self.data_axes if axis not in spec.axes]
-        return (
-            spec
-            if self.vals[name].dtype == torch.bool
-            else PartitionSpec(*spec.entries, unreduced=axes)
-        )
+        is_bool = self.vals[name].dtype == torch.bool
+        return spec if is_bool else PartitionSpec(*spec.entries, unreduced=axes)
 
     def subgraph(
         self,

@@ -12,7 +12,6 @@ from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.program import Program
 from ftp.runtime.stage_programs import ProgramOfSubgraphs, as_bytes
 from ftp.runtime.subgraph_planner import StoredValue
-from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 
 Values = dict[str, torch.Tensor]
@@ -60,37 +59,37 @@ class StagedProgram(ProgramOfSubgraphs):
         return [name in shared or names.index(name) < i for i, name in enumerate(names)]
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> Values:
+        """The inputs by name; a rank adds the values that it computes and receives."""
         device = mesh_device(self.mesh)
         constants = [x.to(device) for x in self.constants]
         return dict(zip(self.inputs, [*inputs, *constants], strict=True))
 
-    def _act(self, at: int, rank: int, given: Values, held: Values) -> None:
+    def _act(self, at: int, rank: int, held: Values) -> None:
         subgraph = self.rounds.subgraphs[at].get(rank)
         if subgraph is None:
             return
-        tensors = [given[self.inputs[i]] for i in subgraph.params]
+        tensors = [held[self.inputs[i]] for i in subgraph.params]
         tensors += [held[name] for name in subgraph.values]
         held.update(zip(subgraph.outputs, self.programs[at, rank].run(tensors), strict=True))
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.axis]
-        given, held = self._given(inputs), Values()
+        held = self._given(inputs)
         for at, shared in enumerate(self.rounds.shared):
-            self._act(at, rank, given, held)
+            self._act(at, rank, held)
             for owner in sorted({owner for _, owner in shared}):
                 names = [name for name, of in shared if of == owner]
-                self._hand_on(names, owner, rank, given, held, coordinate)
+                self._hand_on(names, owner, rank, held, coordinate)
         found = []
         within = {axis: coordinate[axis] for axis in self.within.axes}
         results = zip(self.rounds.results, self.due, self._is_copied, strict=True)
         for name, due, is_copied in results:
             if due in (ALL, rank):
-                own = held[name] if name in held else given[name]
-                found.append(own.clone() if is_copied else own)
+                found.append(held[name].clone() if is_copied else held[name])
             else:
                 value = self.values[name]
-                _, *rest = local_shape(value.spec, value.shape, self.within.axes, within)
+                _, *rest = value.local_shape(self.within.axes, within)
                 device = mesh_device(self.mesh)
                 found.append(torch.empty((0, *rest), dtype=value.dtype, device=device))
         return found
@@ -100,7 +99,6 @@ class StagedProgram(ProgramOfSubgraphs):
         names: Sequence[str],
         owner: int,
         rank: int,
-        given: Values,
         held: Values,
         coordinate: Mapping[str, int],
     ) -> None:
@@ -110,12 +108,11 @@ class StagedProgram(ProgramOfSubgraphs):
         axes = self.within.axes
         at = {axis: coordinate[axis] for axis in axes}
         like = [self.values[name] for name in names]
-        shapes = [local_shape(x.spec, x.shape, axes, at) for x in like]
+        shapes = [x.local_shape(axes, at) for x in like]
         numbers = [torch.Size(shape).numel() for shape in shapes]
         sizes = [n * x.dtype.itemsize for n, x in zip(numbers, like, strict=True)]
         if rank == owner:
-            own = [held[n] if n in held else given[n] for n in names]
-            data = torch.cat([as_bytes(x.contiguous()) for x in own])
+            data = torch.cat([as_bytes(held[name].contiguous()) for name in names])
         else:
             data = torch.empty(sum(sizes), dtype=torch.uint8, device=mesh_device(self.mesh))
         if data.numel():
@@ -123,23 +120,19 @@ class StagedProgram(ProgramOfSubgraphs):
         if rank != owner:
             for name, part, shape, x in zip(names, data.split(sizes), shapes, like, strict=True):
                 held[name] = part.clone().view(x.dtype).view(shape)
-        else:
-            held.update(zip(names, own, strict=True))
 
     def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given = self._given(inputs)
-        held = [Values() for _ in range(self.ranks)]
+        held = [dict(given) for _ in range(self.ranks)]
         for at, shared in enumerate(self.rounds.shared):
             for rank in range(self.ranks):
-                self._act(at, rank, given, held[rank])
+                self._act(at, rank, held[rank])
             for name, owner in shared:
-                value = held[owner][name] if name in held[owner] else given[name]
                 for own in held:
-                    own[name] = value
+                    own[name] = held[owner][name]
         found = []
         results = zip(self.rounds.results, self.due, self._is_copied, strict=True)
         for name, due, is_copied in results:
-            there = held[0 if due == ALL else due]
-            own = there[name] if name in there else given[name]
+            own = held[0 if due == ALL else due][name]
             found.append(own.clone() if is_copied else own)
         return found
