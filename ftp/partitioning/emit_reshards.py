@@ -17,7 +17,7 @@ from torch import fx
 
 from ftp.partitioning.reshard_site import CutDim, Offset, ReshardSite
 from ftp.partitioning.zigzag import from_zigzag, pad_chunks, to_zigzag, trim_chunks
-from ftp.sharding.local_pieces import Interval
+from ftp.sharding.local_pieces import Piece
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -114,7 +114,7 @@ def emit_gathered_pieces(
     x: fx.Node,
     dim: int,
     shape: Sequence[int],
-    held: Sequence[Sequence[Interval]],
+    held: Sequence[Sequence[Piece]],
 ) -> fx.Node:
     """Gather a dim of which rank i holds the pieces ``held[i]``, concatenated; ranks may hold the
     same piece. ``shape`` is this rank's.
@@ -125,7 +125,7 @@ def emit_gathered_pieces(
     x = site.contiguous(site.reshape(x, padded, [math.prod(padded)]))
     y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
     y = site.emit(aten.reshape.default, y, [n, *padded])
-    where: dict[Interval, tuple[int, int]] = {}
+    where: dict[Piece, tuple[int, int]] = {}
     for rank, pieces in enumerate(held):
         at = 0
         for piece in pieces:
@@ -139,7 +139,7 @@ def emit_gathered_pieces(
     return site.contiguous(site.emit(aten.cat.default, parts, dim))
 
 
-def emit_pieces(site: ReshardSite, x: fx.Node, dim: int, pieces: Sequence[Interval]) -> fx.Node:
+def emit_pieces(site: ReshardSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
     """This rank's pieces of a dim, concatenated."""
     parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
     return site.contiguous(parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftp.partitioning.local_program import Coordinate
-from ftp.sharding.local_pieces import Interval, cut_pieces, is_factored
+from ftp.sharding.local_pieces import Piece, cut_pieces, is_factored
 from ftp.sharding.spec import PartitionSpec, Units
 
 
@@ -17,7 +17,7 @@ class NestedCut:
     dim: int
     cut: Units
     size: int
-    pieces: tuple[Interval, ...]
+    pieces: tuple[Piece, ...]
     is_irregular: bool
 
     @property

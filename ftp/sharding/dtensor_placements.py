@@ -2,6 +2,7 @@
 hold the same elements under both.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import permutations, product
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 import torch
 
 from ftp.errors import InputError, SpecError, join_failures
-from ftp.sharding.local_pieces import Interval, chunk, local_pieces, pieces_within
+from ftp.sharding.local_pieces import (
+    Interval,
+    Piece,
+    chunk,
+    joined,
+    local_pieces,
+    pieces_within,
+)
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P, Units
@@ -101,11 +109,9 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
         cuts: _Cuts = []
         order = spec.cuts(dim)
         for i, cut in enumerate(order):
-            factor = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
-            for before in order[:i]:
-                factor *= (
-                    mesh.axes[before.axis] if position[before.axis] > position[cut.axis] else 1
-                )
+            later = (c.axis for c in order[:i] if position[c.axis] > position[cut.axis])
+            packs = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
+            factor = packs * math.prod(mesh.axes[axis] for axis in later)
             cuts.append((cut.axis, mesh.axes[cut.axis], factor))
             placements[position[cut.axis]] = (
                 Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
@@ -197,19 +203,19 @@ def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | Non
     for at in product(*(range(n) for _, n, _ in cuts)):
         coordinate = {**dict.fromkeys(mesh.axes, 0), **dict(zip(axes, at, strict=True))}
         ours = local_pieces(P(spec[dim]), (size,), mesh.axes, coordinate)[0]
-        if _joined(ours) != _joined(_dtensor_pieces(cuts, at, size)):
+        if _intervals(ours) != _intervals(_dtensor_pieces(cuts, at, size)):
             return mesh.coordinates().index(coordinate)
     return None
 
 
-def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]:
+def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Piece]:
     """The pieces of a dim that a rank holds in DTensor: the dim is cut axis by axis in the mesh's
     order, each of ``factor`` chunks by itself.
     """
     held = [(0, size)]
     for (_, n, factor), index in zip(cuts, at, strict=True):
         length = sum(b - a for a, b in held)
-        found: list[Interval] = []
+        found: list[Piece] = []
         for part in range(factor):
             outer, long = chunk(length, factor, part)
             start, short = chunk(long, n, index)
@@ -218,16 +224,8 @@ def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]
     return held
 
 
-def _joined(pieces: Sequence[Interval]) -> list[Interval]:
-    """The pieces without empty ones, and with adjacent ones joined."""
-    found: list[Interval] = []
-    for a, b in pieces:
-        if a == b:
-            continue
-        if found and found[-1][1] == a:
-            a = found.pop()[0]
-        found.append((a, b))
-    return found
+def _intervals(pieces: Sequence[Piece]) -> list[Interval]:
+    return joined((start, stop - start) for start, stop in pieces)
 
 
 def is_dtensor(value: Any) -> bool:

@@ -80,18 +80,18 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     """
     if isinstance(cut, Stage):
         return [(0, size if index == cut.stage % n else 0)]
-    found, begin = [], 0
     if cut.zigzag:
         dealt = [chunk(size, 2 * n, i) for i in (index, 2 * n - 1 - index)]
-        found = [(start, start + length) for start, length in dealt]
-        joined = found[0][1] == found[1][0]
-        found = [(found[0][0], found[1][1])] if joined else found
-    for pack in () if cut.zigzag else cut.sizes(size):
-        repeats = cut.repeats(pack, n)
-        start, length = chunk(pack, n // repeats, index // repeats, cut.size)
-        found.append((begin + start, begin + start + length))
-        begin += pack
-    return [p for p in found if p[0] < p[1]] or found[:1]
+        held = joined(dealt)
+    else:
+        dealt, begin = [], 0
+        for pack in cut.sizes(size):
+            repeats = cut.repeats(pack, n)
+            start, length = chunk(pack, n // repeats, index // repeats, cut.size)
+            dealt.append((begin + start, length))
+            begin += pack
+        held = [one for one in dealt if one[1]]
+    return [(start, start + length) for start, length in held or dealt[:1]]
 
 
 def pieces_within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:

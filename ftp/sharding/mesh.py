@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -62,7 +62,12 @@ class AbstractMesh:
         )
         if self.hosts is not None:
             object.__setattr__(self, "hosts", tuple(self.hosts))
-            _check_hosts(self.hosts, self.shape, self.axis_names)
+            if len(self.hosts) != self.size():
+                raise MeshError(
+                    f"hosts names {len(self.hosts)}, but the mesh"
+                    f" {describe_axes(self.shape, self.axis_names)} has {self.size()} ranks. Give"
+                    " the host of each rank, row-major."
+                )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -80,12 +85,7 @@ class AbstractMesh:
         AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
         """
         names = as_tuple(axis_names)
-        for name in names:
-            if name not in self.axis_names:
-                raise MeshError(
-                    f"The mesh has no axis {name!r}; its axes are"
-                    f" {describe_axes(self.shape, self.axis_names)}."
-                )
+        _require_axes(names, self.shape, self.axis_names)
         if not names or list(names) != [name for name in self.axis_names if name in names]:
             raise MeshError(
                 f"mesh[{axis_names!r}]: name axes of"
@@ -208,12 +208,7 @@ class Mesh:
         For the product of several axes it is a placeholder until all ranks make the group before
         the run (`product_group`).
         """
-        for name in (axis, *others):
-            if name not in self.axis_names:
-                raise MeshError(
-                    f"The mesh has no axis {name!r}; its axes are"
-                    f" {describe_axes(self.shape, self.axis_names)}."
-                )
+        _require_axes((axis, *others), self.shape, self.axis_names)
         if self.kind != "process" or others:
             return f"sim:{' × '.join((axis, *others))}"
         require_coordinate(self)
@@ -227,11 +222,9 @@ AnyMesh = DeviceMesh | AbstractMesh | Mesh
 _standing_in: ContextVar[DeviceMesh | None] = ContextVar("ftp.sharding.stand_in", default=None)
 
 
-@contextmanager
-def standing_in(mesh: DeviceMesh) -> Iterator[None]:
+def standing_in(mesh: DeviceMesh) -> AbstractContextManager[DeviceMesh]:
     """Within the block, meshes without processes stand for ``mesh``."""
-    with set_within(_standing_in, mesh):
-        yield
+    return set_within(_standing_in, mesh)
 
 
 _current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
@@ -373,44 +366,27 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
                 " along each axis."
             )
         groups.append(group.group_name)
-    return Mesh(
-        shape,
-        tuple(names),
-        device_type,
-        "process",
-        ranks,
-        resolved.rank,
-        resolved.world,
-        tuple(groups),
-        known_hosts(ranks, dist.get_world_size()),
-        mesh,
-    )
-
-
-def _check_hosts(
-    hosts: Sequence[str] | None, shape: tuple[int, ...], axis_names: tuple[str, ...]
-) -> None:
-    if hosts is not None and len(hosts) != math.prod(shape):
-        raise MeshError(
-            f"hosts names {len(hosts)}, but the mesh {describe_axes(shape, axis_names)} has"
-            f" {math.prod(shape)} ranks. Give the host of each rank, row-major."
-        )
+    hosts = known_hosts(ranks, dist.get_world_size())
+    return replace(resolved, groups=tuple(groups), hosts=hosts)
 
 
 def describe_axes(shape: Sequence[int], axis_names: Sequence[str]) -> str:
-    return (
-        "("
-        + ", ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
-        + ")"
-    )
+    axes = (f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
+    return f"({', '.join(axes)})"
+
+
+def _require_axes(names: Sequence[str], shape: Sequence[int], axis_names: Sequence[str]) -> None:
+    for name in names:
+        if name not in axis_names:
+            raise MeshError(
+                f"The mesh has no axis {name!r}; its axes are {describe_axes(shape, axis_names)}."
+            )
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    return (
-        str(list(ranks))
-        if len(ranks) <= 16
-        else f"[{', '.join(map(str, ranks[:8]))}, ..., {ranks[-1]}]"
-    )
+    if len(ranks) <= 16:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:8]))}, ..., {ranks[-1]}]"
 
 
 def as_tuple(given) -> tuple:

@@ -80,11 +80,9 @@ def match_patterns(
 
 
 def _most_specific(given: list[tuple[str, T]]) -> list[tuple[str, T]]:
-    return (
-        given
-        if len(given) < 2
-        else [one for one in given if not any(narrows(other, one[0]) for other, _ in given)]
-    )
+    if len(given) < 2:
+        return given
+    return [one for one in given if not any(narrows(other, one[0]) for other, _ in given)]
 
 
 def narrows(pattern: str, other: str) -> bool:

@@ -19,10 +19,9 @@ from ftp.sharding.launcher import Launched, launched
 from ftp.torch_internals.process_groups import get_default_group, set_pg_timeout
 
 DEVICE_TYPES = ("cpu", "cuda")
-START_TIMEOUT = (
-    300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
-)
-STEP_TIMEOUT = 100.0  # seconds; torchtitan's figure for later ones
+# Seconds; torchtitan's figures for the first step, which compiles and connects, and for later ones.
+START_TIMEOUT = 300.0
+STEP_TIMEOUT = 100.0
 NCCL_LONGER = 30.0  # seconds
 
 

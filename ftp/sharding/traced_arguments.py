@@ -1,7 +1,7 @@
 """The specs of a step's arguments while its function is traced."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,12 +13,10 @@ from ftp.sharding.spec import P
 _specs: ContextVar[dict[int, P]] = ContextVar("specs of traced arguments", default={})  # noqa: B039
 
 
-@contextmanager
-def arguments_with(leaves: Sequence[Any], specs: Sequence[P]) -> Iterator[None]:
+def arguments_with(leaves: Sequence[Any], specs: Sequence[P]) -> AbstractContextManager[Any]:
     """Within the block ``spec_of_argument`` knows the leaves' specs."""
     known = {id(x): spec for x, spec in zip(leaves, specs, strict=True) if isinstance(x, Tensor)}
-    with set_within(_specs, known):
-        yield
+    return set_within(_specs, known)
 
 
 def spec_of_argument(x: Tensor) -> P | None:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
-from ftp.sharding.local_pieces import Interval, local_pieces
+from ftp.sharding.local_pieces import Piece, local_pieces
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 
@@ -119,7 +119,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def parts_of(pieces: Sequence[Sequence[Interval]]) -> list[ShardBox]:
+def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[ShardBox]:
     """The parts of a shard, from its pieces of each dim; no part of an empty one.
 
     >>> [(p.box.start, p.origin) for p in parts_of([[(2, 4), (6, 8)], [(0, 3)]])]
@@ -165,13 +165,10 @@ def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[in
     return {box: tuple(positions) for box, positions in found.items()}
 
 
-def _joined(pieces: Sequence[Interval], size: int) -> Sequence[Interval]:
+def _joined(pieces: Sequence[Piece], size: int) -> Sequence[Piece]:
     """One piece if the pieces are the whole dim in order. Otherwise pieces are not joined, as boxes
     of ranks that share units would differ.
     """
     ends = [0, *(b for _, b in pieces)]
-    return (
-        [(0, size)]
-        if ends[-1] == size and all(a == end for (a, _), end in zip(pieces, ends, strict=False))
-        else pieces
-    )
+    is_whole = all(a == end for (a, _), end in zip(pieces, ends, strict=False))
+    return [(0, size)] if is_whole and ends[-1] == size else pieces

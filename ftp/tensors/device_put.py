@@ -14,7 +14,7 @@ from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.errors import InputError, PlacementError, SpecError, raise_all
 from ftp.sharding.check_spec import check_spec
-from ftp.sharding.local_pieces import Interval, cut_pieces, local_pieces
+from ftp.sharding.local_pieces import Piece, cut_pieces, local_pieces
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
 from ftp.sharding.sparse_matrix import with_entries, with_tensors
@@ -254,7 +254,7 @@ def local_slice(
     )
 
 
-def take(full: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> torch.Tensor:
+def take(full: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> torch.Tensor:
     """The shard of ``full`` made of these pieces of each dim (`local_pieces`)."""
     full = full[tuple(slice(p[0][0], p[0][1]) if len(p) == 1 else slice(None) for p in pieces)]
     for dim, p in enumerate(pieces):
@@ -263,7 +263,7 @@ def take(full: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> torch.Tens
     return full
 
 
-def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> None:
+def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> None:
     """Write a shard to the places that ``take`` reads it from."""
     starts = [list(accumulate((b - a for a, b in p), initial=0)) for p in pieces]
     for at in product(*(range(len(p)) for p in pieces)):
@@ -336,7 +336,7 @@ def _get(leaf: Leaf, mesh: Mesh) -> Any:
     return full
 
 
-def _length(pieces: Sequence[Interval]) -> int:
+def _length(pieces: Sequence[Piece]) -> int:
     return sum(b - a for a, b in pieces)
 
 
