@@ -12,6 +12,8 @@ from ftp.torch_internals.op_types import OpOverload
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 
 
@@ -42,12 +44,9 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
     for node in graph.nodes:
         root[node] = node
-        if node.op == "call_function" and is_view(node):
-            for operand in (
-                node.all_input_nodes[:1]
-                if isinstance(node.target, OpOverload)
-                else node.all_input_nodes
-            ):
+        if is_view(node):
+            count = 1 if isinstance(node.target, OpOverload) else None
+            for operand in node.all_input_nodes[:count]:
                 root[find(node)] = find(operand)
     return {node: find(node) for node in graph.nodes}
 

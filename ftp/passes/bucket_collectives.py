@@ -11,7 +11,7 @@ from torch import fx
 
 from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
-from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ftp.passes.branch_order import predicates_of
 from ftp.passes.copy_elimination import put_in_order
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
@@ -21,8 +21,6 @@ from ftp.planning.layers.labels import numbered
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-ALL_GATHER = c10d.all_gather_into_tensor.default
-REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
 # The largest tensor in a bucket: copying it costs less than the latency of its own collective.
 MEMBER_BYTES = 2 << 20
@@ -331,16 +329,12 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
             for node, shape in zip(members, shapes, strict=True)
         ]
         row = graph.call_function(aten.cat.default, (rows, 1 if scatters else 0))
-        row = (
-            graph.call_function(aten.reshape.default, (row, [n * sum(sizes)])) if scatters else row
-        )
+        if scatters:
+            row = graph.call_function(aten.reshape.default, (row, [n * sum(sizes)]))
         bucket = graph.call_function(last.target, (row, *last.args[1:]))  # type: ignore[arg-type]
         arrived = graph.call_function(WAIT, (bucket,))
-        arrived = (
-            graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)]))
-            if gathers
-            else arrived
-        )
+        if gathers:
+            arrived = graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)]))
         parts = graph.call_function(
             aten.split_with_sizes.default, (arrived, sizes, 1 if gathers else 0)
         )

@@ -65,12 +65,7 @@ class _FakeValues(FakeTensorProp):
         if n.op == "placeholder" or target is getitem:
             n.meta["val"] = fx.Interpreter.run_node(self, n)
             return n.meta["val"]
-        is_plain = (
-            n.op == "call_function"
-            and isinstance(target, OpOverload)
-            and not target._schema.is_mutable
-        )
-        if not is_plain:
+        if not isinstance(target, OpOverload) or target._schema.is_mutable:
             return super().run_node(n)
         described = self._number if is_view(n) else _layout
         key = (target, str(mapped_arguments(n, lambda x: described(self.env[x]))))
@@ -106,11 +101,9 @@ class _FakeValues(FakeTensorProp):
 
 def _layout(value: Any) -> Any:
     """The properties of an operand that determine an op's result."""
-    return (
-        f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    if not isinstance(value, torch.Tensor):
+        return value
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
@@ -125,9 +118,7 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
     free = {inputs[i] for i in donated}
     family = families(graph)
     last = last_uses(nodes, family)
-    kept: dict[
-        fx.Node, fx.Node
-    ] = {}  # of a family in another's memory, the operand that it overwrites
+    kept: dict[fx.Node, fx.Node] = {}  # per family in another's memory, the operand it overwrites
     written: set[fx.Node] = set()
 
     def base(node: fx.Node) -> fx.Node:
@@ -176,15 +167,12 @@ def in_place(node: fx.Node) -> Any:
 def _in_place_form(target: Any) -> Any:
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    packet = getattr(
-        getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
-    )
-    found = (
-        None
-        if packet is None or target._overloadname not in packet.overloads()
-        else getattr(packet, target._overloadname)
-    )
-    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
+    name = target._schema.name.split("::")[1]
+    packet = getattr(getattr(torch.ops, target.namespace), f"{name}_", None)
+    if packet is None or target._overloadname not in packet.overloads():
+        return None
+    found = getattr(packet, target._overloadname)
+    if len(found._schema.arguments) != len(target._schema.arguments):
         return None
     writes = found._schema.arguments[0].alias_info
     return found if writes is not None and writes.is_write else None

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
-from ftp.passes.bucket_collectives import ALL_GATHER, sort_graph
+from ftp.passes.aliasing import ALL_GATHER
+from ftp.passes.bucket_collectives import sort_graph
 from ftp.passes.chunk_matmuls import VIEWS
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value

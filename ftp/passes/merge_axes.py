@@ -54,9 +54,9 @@ def merge_axes(
             first = now(node.operands[0]).node
             reshard = _product(first, node, axes)
             if reshard is not None and _is_no_slower(first, node, reshard, hardware):
-                rule, sizes = (
-                    (node.rule, node.sizes) if reshard.op == "all_reduce" else reshard_rule(reshard)
-                )
+                rule, sizes = node.rule, node.sizes
+                if reshard.op != "all_reduce":
+                    rule, sizes = reshard_rule(reshard)
                 new[node] = _with_operands(
                     replace(node, target=reshard, rule=rule, sizes=dict(sizes)), first.operands
                 )
@@ -97,11 +97,8 @@ def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Reshard | No
     if a.op != b.op or len(together) != len(a.axes) + len(b.axes):
         return None
     if a.op == "all_reduce":
-        return (
-            Reshard(" × ".join(together), n, a.src, R, b.shape, together)
-            if a.src == b.src
-            else None
-        )
+        is_one = a.src == b.src
+        return Reshard(" × ".join(together), n, a.src, R, b.shape, together) if is_one else None
     before, after = first.operands[0].shape, Value(second).shape
     whole = after if a.op == "all_gather" else before
     part = before if a.op == "all_gather" else after

@@ -10,14 +10,13 @@ import torch
 from torch import fx
 
 from ftp.partitioning.collectives import Collective
-from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.rules.op_kinds import VIEWS_AND_COPIES
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
 
 
@@ -168,7 +167,7 @@ def _narrowed(graph: fx.Graph, node: fx.Node, n: int, dtype: torch.dtype) -> fx.
     x = cast(emit(aten.reshape.default, (x, [n, part])), whole)
     x = emit(aten.sum.dim_IntList, (x, [0]))
     if gathers:
-        x = issue(c10d.all_gather_into_tensor.default, cast(x, dtype), n, op="all_gather")
+        x = issue(ALL_GATHER, cast(x, dtype), n, op="all_gather")
         x = emit(aten.slice.Tensor, (x, 0, 0, count)) if n * part != count else x
     shape = list(record.shape)
     if not gathers:

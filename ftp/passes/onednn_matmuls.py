@@ -73,15 +73,13 @@ def measured(wanted: Sequence[Matmul], folder: Path) -> list[Matmul]:
     known: dict[str, dict[Matmul, bool]] = {}
     with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
         read = json.loads(read_own(file))
-        known = (
-            {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
-        )
+        if isinstance(read, dict):
+            known = {k: v for k, v in read.items() if isinstance(v, dict)}
     here: dict[Matmul, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
-        with contextlib.suppress(
-            OSError
-        ):  # other ranks wait for the result, so a failed write is no error
+        # Other ranks wait for the result, so a failed write is no error.
+        with contextlib.suppress(OSError):
             handle, name = tempfile.mkstemp(dir=folder)
             with open(handle, "w") as out:
                 json.dump(known, out)

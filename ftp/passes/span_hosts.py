@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ftp.partitioning.collectives import Collective, Member
-from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ftp.passes.bucket_collectives import MEMBER_BYTES, MemberNeeds, bucket_limit, sort_graph
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS
@@ -21,7 +21,6 @@ from ftp.planning.graph import Graph, Node, Value
 from ftp.sharding.layout import estimated
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -208,10 +207,9 @@ def _in_steps(
     x = rows[0]
     if not is_one:
         x = emit(aten.reshape.default, (emit(aten.cat.default, (rows, 1)), [count]))
-    scatter, gather = c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default
-    x = issue(inside, scatter, "reduce_scatter", x, "sum", n)
+    x = issue(inside, REDUCE_SCATTER, "reduce_scatter", x, "sum", n)
     x = issue(across, ALL_REDUCE, "all_reduce", x, "sum", parts=n)
-    x = issue(inside, gather, "all_gather", x, n)
+    x = issue(inside, ALL_GATHER, "all_gather", x, n)
     sums = [x]
     if not is_one:
         x = emit(aten.reshape.default, (x, [n, count // n]))

@@ -158,11 +158,9 @@ def _convert(
     """Insert conversions before a collective and after its wait."""
 
     def converted(x: Any, dtype: torch.dtype) -> fx.Node:
-        return (
-            graph.call_function(by, (x, dtype))
-            if by is aten.view.dtype
-            else graph.call_function(by, (x,), {"dtype": dtype})
-        )
+        if by is aten.view.dtype:
+            return graph.call_function(by, (x, dtype))
+        return graph.call_function(by, (x,), {"dtype": dtype})
 
     with graph.inserting_before(node):
         node.args = (converted(node.args[0], there), *node.args[1:])
