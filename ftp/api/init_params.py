@@ -158,11 +158,13 @@ def _drawn(
             shape, dtype = tuple(tensors[path].shape), tensors[path].dtype
             with draws.at(path):
                 made = initializer(draws.next_key(f"init of {path!r}"), shape, dtype)
-            due, what = f"{dtype} of shape {shape}", repr(made)
-            if isinstance(made, Tensor):
-                what = f"{made.dtype} of shape {tuple(made.shape)}"
-            if what != due:
-                raise InputError(f"init of {path!r} returns {what}; the parameter is {due}.")
+            is_tensor = isinstance(made, Tensor)
+            if not is_tensor or (made.dtype, tuple(made.shape)) != (dtype, shape):
+                given_back = f"{made.dtype} of shape {tuple(made.shape)}" if is_tensor else made
+                raise InputError(
+                    f"init of {path!r} returns {given_back}; the parameter is {dtype} of shape"
+                    f" {shape}."
+                )
             fresh[path] = made
     return fresh
 

@@ -115,24 +115,23 @@ class ExpectedParts:
             is an array with a dim for each mesh axis.
         """
         if (cell, op.name) not in self._factors:
-            self._factors[cell, op.name] = self._checked_factors(op, rule, cell)
+            self._check_claims(op, rule)
+            self._factors[cell, op.name] = self._cut_factors(op, rule, cell)
         return self._factors[cell, op.name]
 
-    def _checked_factors(
-        self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, DimPart], dict[str, list[LocalCut]]]:
-        index = {f: self.whole(size) for f, size in rule.sizes.items()}
+    def _check_claims(self, op: Operation, rule: BoundRule) -> None:
+        """Refuse cuts and pending operands that the rule does not allow."""
         region = region_of(op.target, op.args)
         claimed = {claim.axis: claim.factor for claim in op.claims}
         for axis, n in region.items():
             if n != self.axes[axis].n or (n > 1 and claimed.get(axis) != factor(axis)):
                 raise Refused(f"{op} is not cut over {axis}, whose ranks it enters or leaves")
-        cuts: dict[str, list[LocalCut]] = {}
-        cut_axes: dict[str, str] = {}
+        first: dict[str, str] = {}  # per axis the first factor that it cuts
+        seen: set[tuple[str, str]] = set()
         for claim in op.claims:
-            is_ring = (cut_axes.get(claim.axis), claim.factor) in (*rule.ring, *rule.together)
-            is_again = any(cut.axis == claim.axis for cut in cuts.get(claim.factor, ()))
-            if claim.axis in cut_axes and (not is_ring or is_again):
+            is_ring = (first.get(claim.axis), claim.factor) in (*rule.ring, *rule.together)
+            is_again = (claim.axis, claim.factor) in seen
+            if claim.axis in first and (not is_ring or is_again):
                 raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
             is_kept = (
                 claim.factor in rule.whole
@@ -145,7 +144,26 @@ class ExpectedParts:
                     f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
                     " whole"
                 )
-            cut_axes.setdefault(claim.axis, claim.factor)
+            first.setdefault(claim.axis, claim.factor)
+            seen.add((claim.axis, claim.factor))
+        for axis, slots in op.partial.items():
+            if axis in first:
+                raise Refused(
+                    f"{op} is cut over {axis}, and its operands {slots} are pending over it"
+                )
+            if tuple(sorted(slots)) not in {tuple(sorted(g)) for g in rule.linear}:
+                raise Refused(
+                    f"{op} is not linear in its operands {slots} together, which are pending over"
+                    f" {axis}"
+                )
+
+    def _cut_factors(
+        self, op: Operation, rule: BoundRule, cell: Cell
+    ) -> tuple[dict[str, DimPart], dict[str, list[LocalCut]]]:
+        """Cut the rule's factors as an op claims, claim after claim."""
+        index = {f: self.whole(size) for f, size in rule.sizes.items()}
+        cuts: dict[str, list[LocalCut]] = {}
+        for claim in op.claims:
             outer, extent, inner = (
                 self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner)
             )
@@ -163,16 +181,6 @@ class ExpectedParts:
             of_axis: Any = {"axis": claim.axis, "n": along.n, "place": along.dim}
             cut = LocalCut(outer, extent, inner, start, length, *second, **of_axis)
             cuts.setdefault(claim.factor, []).append(cut)
-        for axis, slots in op.partial.items():
-            if axis in cut_axes:
-                raise Refused(
-                    f"{op} is cut over {axis}, and its operands {slots} are pending over it"
-                )
-            if tuple(sorted(slots)) not in {tuple(sorted(g)) for g in rule.linear}:
-                raise Refused(
-                    f"{op} is not linear in its operands {slots} together, which are pending over"
-                    f" {axis}"
-                )
         return index, cuts
 
     def _starts_alike(self, op: Operation, rule: BoundRule, factor: str) -> bool:

@@ -89,21 +89,42 @@ class OpForms:
         return self.bound[cell, name]
 
     def _matched(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> list[Form]:
+        """The forms of an op that its rule computes: blocks of rows, or the local form."""
         rule = self.rule(op)
         index, cuts = self.parts.factors(op, rule, cell)
         results, places, starts = local_form(
             op, rule, index, cuts, self.graphs.device, self.graphs.certificate.groups
         )
-        matcher = Matcher(self.graphs.offsets(cell), starts)
+        is_rowwise = len(results) == 1 and results[0].target in ROWWISE
+        # The slices that blocks of rows read may carry the op's name too.
+        blocks = [node for node in nodes if is_rowwise and node.target is results[0].target]
+        if len(blocks) > 1:
+            self.in_rows.add((cell, op.name))
+            whole = self.result(cell, op, 0)
+            forms = [self.rows(cell, node, op, whole, at) for at, node in enumerate(blocks)]
+        else:
+            matcher = Matcher(self.graphs.offsets(cell), starts)
+            bound = self._match_results(cell, op, nodes, results, matcher)
+            forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
+        if written := [node for node in nodes if node.meta.get("in_place")]:
+            self.check_written(op, nodes, forms, written, cell)
+        return forms
+
+    def _match_results(
+        self,
+        cell: Cell,
+        op: Operation,
+        nodes: Sequence[fx.Node],
+        results: Sequence[fx.Node],
+        matcher: Matcher,
+    ) -> dict[fx.Node, fx.Node]:
+        """Match each node that other ops read with a result of the local form, and return the
+        rank's node for each node of that form.
+        """
         inside = set(nodes)
         bound: dict[fx.Node, fx.Node] = {}
         taken: set[int] = set()
-        blocks = (
-            [node for node in nodes if node.target is results[0].target]
-            if len(results) == 1 and results[0].target in ROWWISE
-            else []
-        )
-        for node in nodes if len(blocks) < 2 else ():
+        for node in nodes:
             if all(u in inside for u in node.users) or node.target in COPIES:
                 continue
             # Results may be computed alike, such as zeros where a rank's part is empty: the node
@@ -119,15 +140,7 @@ class OpForms:
                     break
             else:
                 raise _no_form(node, op)
-        forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
-        if len(blocks) > 1:
-            # The slices that the blocks read may carry the op's name too.
-            self.in_rows.add((cell, op.name))
-            whole = self.result(cell, op, 0)
-            forms = [self.rows(cell, node, op, whole, at) for at, node in enumerate(blocks)]
-        if written := [node for node in nodes if node.meta.get("in_place")]:
-            self.check_written(op, nodes, forms, written, cell)
-        return forms
+        return bound
 
     def check_written(
         self,

@@ -1,12 +1,12 @@
 """Compute grouped matmuls of one rank's code on the ranks that own the experts: rows are sent there
 and back.
 
-The code runs as written, with whole weights, and ``RowsTravel`` intercepts its calls. For a tensor
-with experts or rows as dim 0 it keeps the owner's form: the rank's own experts, or the rows that
-were sent to them. Grouped matmuls run on owners' forms. A function of each row or expert alone runs
-on both forms; tensors with one value for each row, such as weights of the router, are sent for it.
-A form that nothing reads is dead code, and so are the gather of weights and the sending of rows
-between two matmuls that it needs. Rows that are computed twice are sent once.
+The code runs as written, with whole weights, and the function mode ``RowsTravel`` intercepts its
+calls. For each tensor with experts or rows as dim 0 it keeps a second tensor, the owner's form: the
+rank's own experts, or the rows that were sent to them. Grouped matmuls run on owners' forms. Other
+functions that act on each row or expert alone run on both; tensors with one value per row, such as
+the router's weights, are sent to the owners for it. A tensor that nothing reads is dead code, with
+the gather of weights or the sending of rows that makes it. Equal rows are sent once.
 """
 
 import itertools
@@ -51,7 +51,11 @@ class _Owned:
 
 
 class RowsTravel(TorchFunctionMode):
-    """Send the rows of grouped matmuls to the ranks of ``axis`` that own their experts.
+    """Function mode: within it, grouped matmuls send their rows to the ranks of ``axis`` that own
+    the experts, and receive the results.
+
+    Args:
+        n, capacity: as of ``route_of``.
 
     Attributes:
         used: the parameters that grouped matmuls take as experts.

@@ -52,14 +52,14 @@ class Progress:
 
     Attributes:
         batch: inputs whose shards fix those of activations on a data axis.
-        now: for each node of the original graph its node in ``graph``.
+        copy_of: per node of the original graph, the node of ``graph`` that stands for it.
         folded: the fold, if the graph has layers left out.
     """
 
     graph: Graph
     specs: FixedLayouts
     batch: Sequence[Node]
-    now: Mapping[Node, Node]
+    copy_of: Mapping[Node, Node]
     folded: Folded | None = None
 
     @classmethod
@@ -75,7 +75,7 @@ class Progress:
             return self
         folded = self.folded and self.folded.on(copies)
         batch = [copies[node] for node in self.batch]
-        return Progress(graph, self.specs.on(copies), batch, in_turn(self.now, copies), folded)
+        return Progress(graph, self.specs.on(copies), batch, in_turn(self.copy_of, copies), folded)
 
     def ties(self) -> Ties | None:
         """The tied layers; None where there are none, or they differ by now (`NotAlike`)."""

@@ -112,7 +112,7 @@ def _as_given(plan: Plan, given: FixedLayouts, program: Progress) -> Plan:
     """The plan with the given specs. Inputs and outputs that were planned with other specs become
     entries and exits.
     """
-    given, planned = given.on(program.now), program.specs
+    given, planned = given.on(program.copy_of), program.specs
     plan.entries = {
         node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]
     }
