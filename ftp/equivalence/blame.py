@@ -130,8 +130,8 @@ class _Search:
         return self._first()
 
     def _remember(self, _: Any, found: Any) -> None:
-        for x in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(x, Planes) and self.count < LARGEST:
+        for x in _planes(found):
+            if self.count < LARGEST:
                 self.count += x.planes[0].numel()
                 for level in range(x.window.low, x.window.high + 1):
                     self.known[level].append(x.planes[level].reshape(-1))
@@ -141,15 +141,13 @@ class _Search:
         reads = []
         operands: Any = node.args[1] if node.target is EXCHANGE else node.all_input_nodes
         for operand in operands:
-            value: Any = rank.values.get(operand)
-            for x in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(x, Planes) and self.domain.storage(x) in last:
+            for x in _planes(rank.values.get(operand)):
+                if self.domain.storage(x) in last:
                     reads.append(last[self.domain.storage(x)])
-        for x in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(x, Planes):
-                event = _Event(node, separate(x), self.domain.storage(x), tuple(reads))
-                self.events[rank.number].append(event)
-                last[event.storage] = event
+        for x in _planes(found):
+            event = _Event(node, separate(x), self.domain.storage(x), tuple(reads))
+            self.events[rank.number].append(event)
+            last[event.storage] = event
 
     @property
     def are_alike(self) -> bool:
@@ -169,16 +167,12 @@ class _Search:
                         event.axes = ()
                     continue
                 for subset in subsets if are_alike else [()]:
-                    parts = (
-                        [e[i].value for e in events] if are_alike else [event.value] * len(events)
-                    )
-                    if any(p.shape != event.value.shape for p in parts) and subset:
-                        continue
-                    held = (
-                        total(self.domain, parts, subset, self.certificate, rank)
-                        if subset
-                        else event.value
-                    )
+                    held = event.value
+                    if subset:
+                        parts = [e[i].value for e in events]
+                        if any(p.shape != held.shape for p in parts):
+                            continue
+                        held = total(self.domain, parts, subset, self.certificate, rank)
                     if self._is_known(held):
                         event.axes = subset
                         break
@@ -267,11 +261,10 @@ class _Search:
         made = [0] * len(self.events)
 
         def scale(rank: Rank, _: fx.Node, found: Any) -> None:
-            for x in found if isinstance(found, list | tuple) else [found]:
-                if isinstance(x, Planes):
-                    if made[rank.number] == at:
-                        domain.write(x, domain.scaled(x, by))
-                    made[rank.number] += 1
+            for x in _planes(found):
+                if made[rank.number] == at:
+                    domain.write(x, domain.scaled(x, by))
+                made[rank.number] += 1
 
         try:
             inputs = inputs_for(domain, self.certificate, 0)
@@ -308,6 +301,12 @@ class _Search:
         assert event.axes is not None
         pending = self.certificate.unreduced.outputs[self.seen.output]
         return tuple(a for a in event.axes if a not in pending)
+
+
+def _planes(found: Any) -> list[Planes]:
+    """The values among an op's results."""
+    results = found if isinstance(found, list | tuple) else [found]
+    return [x for x in results if isinstance(x, Planes)]
 
 
 def _line(event: _Event) -> str:

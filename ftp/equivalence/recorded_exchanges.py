@@ -285,6 +285,3 @@ def _wait_tensor(call: RecordedCall, given: Mapping[str, Any]) -> Any:
 
 
 _FUNCTIONAL["wait_tensor"] = _wait_tensor
-
-
-# ftp.axis.

@@ -142,17 +142,11 @@ def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Shard
     """
     if mesh.kind != "process":
         return (tuple(parts_of([[(0, n)] for n in shape])),)
-    return tuple(
-        tuple(
-            parts_of(
-                [
-                    _joined(p, n)
-                    for p, n in zip(local_pieces(spec, shape, mesh.axes, at), shape, strict=True)
-                ]
-            )
-        )
-        for at in mesh.coordinates()
-    )
+    found = []
+    for at in mesh.coordinates():
+        pieces = zip(local_pieces(spec, shape, mesh.axes, at), shape, strict=True)
+        found.append(tuple(parts_of([_joined(p, n) for p, n in pieces])))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

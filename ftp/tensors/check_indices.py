@@ -53,15 +53,9 @@ _ALONG_DIM = (
     aten.gather.default, aten.index_select.default, aten.index_add.default, aten.index_copy.default,
     aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
 )  # fmt: skip
-_LOSSES = {
-    aten.nll_loss_forward.default: 4,
-    aten.nll_loss2d_forward.default: 4,
-}  # the argument that is the class to ignore
-_LISTS = (
-    aten.index.Tensor,
-    aten._unsafe_index.Tensor,
-    aten.index_put.default,
-)  # these count negative ones from the end
+_LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+# Ops whose negative indices count from the end.
+_LISTS = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default)
 
 # Ops whose result has elements of their operands, and zeros, at places that depend on no value.
 _SAME_ELEMENTS = {
@@ -86,9 +80,8 @@ def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, int, int | None]]:
     elif node.target in _ALONG_DIM and args[0].meta["val"].ndim:
         yield args[2], 0, args[0].meta["val"].shape[args[1]], None
     elif node.target in _LOSSES:
-        x = args[0].meta["val"]
-        ignored = args[_LOSSES[node.target]]  # type: ignore[index]
-        yield args[1], 0, x.shape[min(1, x.ndim - 1)], ignored
+        x, ignored_class = args[0].meta["val"], args[4]
+        yield args[1], 0, x.shape[min(1, x.ndim - 1)], ignored_class
     elif node.target is aten.eq.Tensor and (classes := _one_hot_classes(args[1])):
         yield args[0], 0, classes, None
     elif node.target in _LISTS:
@@ -173,12 +166,10 @@ def check_indices(
                     f"{names[place]} holds {value}, which is not in [{bound.least}, {bound.size}),"
                     f" where it indexes{f' at {bound.line}' if bound.line else ''}"
                 )
-    everyone = (
-        [json.loads(text) for text in record.exchange("indices", json.dumps(mine))]
-        if is_process
-        else [mine]
-    )
-    ranks = mesh.ranks if is_process else (0,)
+    everyone, ranks = [mine], (0,)
+    if is_process:
+        everyone = [json.loads(text) for text in record.exchange("indices", json.dumps(mine))]
+        ranks = mesh.ranks
     failures = [
         f"{said}{f', on rank {rank}' if is_process else ''}{when}."
         for rank, of in zip(ranks, everyone, strict=True)

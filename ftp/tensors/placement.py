@@ -28,11 +28,9 @@ _placements: weakref.WeakValueDictionary[Any, Placement] = weakref.WeakValueDict
 
 def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placement:
     found = _placements.get((mesh, spec, shape))
-    return (
-        _placements.setdefault((mesh, spec, shape), Placement(mesh, spec, shape))
-        if found is None
-        else found
-    )
+    if found is None:
+        found = _placements.setdefault((mesh, spec, shape), Placement(mesh, spec, shape))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,14 +151,8 @@ def call_of(tensor: torch.Tensor) -> int | None:
     entry = _known.get(id(tensor))
     if entry is not None and entry[0]() is tensor:
         return entry[2]
-    return next(
-        (
-            latest.call
-            for latest in _latest
-            if latest.find(tensor) is not None and latest.facts is not None
-        ),
-        None,
-    )
+    calls = (one.call for one in _latest if one.find(tensor) is not None and one.facts is not None)
+    return next(calls, None)
 
 
 def placement_of(leaf: Any) -> Placement | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec
-from ftp.tensors.boxes import Box, Shape, ShardBox, parts_on
+from ftp.tensors.boxes import Box, Shape, parts_on
 
 ALIGNMENT = 16  # bytes; enough for an element of any dtype
 DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time if no bound is given
@@ -96,11 +96,8 @@ def rounds(
     [[(0,)], [(4,)]]
     """
     # Small enough for several peers in one round.
-    limit = (
-        max(ALIGNMENT, max_bytes // 4 // ALIGNMENT * ALIGNMENT)
-        if max_bytes >= 4 * ALIGNMENT
-        else max_bytes // ALIGNMENT * ALIGNMENT
-    )
+    share = max_bytes // 4 if max_bytes >= 4 * ALIGNMENT else max_bytes
+    limit = share // ALIGNMENT * ALIGNMENT
     found: list[list[Transfer]] = []
     room: list[dict[int, int]] = []
     first: dict[int, int] = defaultdict(int)  # by rank, the first round that may have room
@@ -146,23 +143,21 @@ def reshard_shards(
     rank = old.rank if old.kind == "process" else new.rank
     world = tuple(sorted({*old.ranks, *new.ranks})) or (0,)
     device = mesh_device(new)
-    here, there = position(old, rank), position(new, rank)
+    there = position(new, rank)
     arrived: list[Tensor | None] = [None] * len(tensors)
     pieces = []
     for i, m in enumerate(tensors):
         if there is not None:
-            coordinate = new.coordinates()[there] if new.kind == "process" else None
-            shape = (
-                m.shape if coordinate is None else local_shape(m.new, m.shape, new.axes, coordinate)
-            )
+            shape = m.shape
+            if new.kind == "process":
+                shape = local_shape(m.new, m.shape, new.axes, new.coordinates()[there])
             arrived[i] = torch.empty(shape, dtype=m.dtype, device=to or device)
         for box, source, target in routes(old, new, m.old, m.new, m.shape, world):
             if source != target:
                 pieces.append(Transfer(i, box, source, target))
             elif rank == target:
-                _view(arrived[i], parts_on(new, m.new, m.shape)[there or 0], box).copy_(
-                    _view(shards[i], parts_on(old, m.old, m.shape)[here or 0], box)
-                )
+                source_box = _view(shards[i], old, m.old, m.shape, rank, box)
+                _view(arrived[i], new, m.new, m.shape, rank, box).copy_(source_box)
     for turn in rounds(pieces, tensors, DEFAULT_BYTES if max_bytes is None else max_bytes):
         if mine := [p for p in turn if rank in (p.source, p.target)]:
             _exchange(mine, tensors, shards, arrived, old, new, rank, device)
@@ -189,11 +184,7 @@ def _exchange(
     for p, slot in _slots(pieces, tensors, messages):
         if p.source == rank:
             m = tensors[p.tensor]
-            slot.copy_(
-                _view(
-                    shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box
-                )
-            )
+            slot.copy_(_view(shards[p.tensor], old, m.old, m.shape, rank, p.box))
     calls = [
         dist.P2POp(dist.isend, message, target)
         if source == rank
@@ -205,9 +196,7 @@ def _exchange(
     for p, slot in _slots(pieces, tensors, messages):
         if p.target == rank:
             m = tensors[p.tensor]
-            _view(
-                arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box
-            ).copy_(slot)
+            _view(arrived[p.tensor], new, m.new, m.shape, rank, p.box).copy_(slot)
 
 
 def _slots(
@@ -224,7 +213,10 @@ def _slots(
         yield p, raw.view(m.dtype).view(p.box.size)
 
 
-def _view(shard: Tensor | None, parts: Sequence[ShardBox], box: Box) -> Tensor:
-    """``box`` within this rank's shard."""
+def _view(
+    shard: Tensor | None, mesh: Mesh, spec: PartitionSpec, shape: Shape, rank: int, box: Box
+) -> Tensor:
+    """``box`` within a rank's shard on a mesh."""
     assert shard is not None
+    parts = parts_on(mesh, spec, shape)[position(mesh, rank) or 0]
     return next(shard[part.slices(box)] for part in parts if part.box.meet(box) == box)
