@@ -12,12 +12,13 @@ from ftp.functional.remat import CASTING, autocast_now
 from ftp.torch_internals.autograd_state import is_any_autocast_enabled
 
 Casts = tuple[torch.dtype | None, ...]
-_of_call: ContextVar[Casts | None] = ContextVar("ftp_casts", default=None)
+_of_call: ContextVar[tuple[Casts, bool] | None] = ContextVar("ftp_casts", default=None)
 
 
 def settings() -> tuple[Any, ...]:
     """The default dtype, and what ``torch.autocast`` casts to: part of a trace's key."""
-    return torch.get_default_dtype(), *(_of_call.get() or autocast_now())
+    casts, caches = _of_call.get() or _now()
+    return torch.get_default_dtype(), *casts, caches
 
 
 def uncast() -> AbstractContextManager[None]:
@@ -34,27 +35,47 @@ def is_cast() -> bool:
 
 @contextmanager
 def _uncast() -> Iterator[None]:
-    with set_within(_of_call, autocast_now()), casting([None] * len(CASTING)):
+    with set_within(_of_call, _now()), casting([None] * len(CASTING), False):
         yield
+
+
+def _now() -> tuple[Casts, bool]:
+    """What ``torch.autocast`` casts to, and whether it casts a weight once for all its uses."""
+    return autocast_now(), torch.is_autocast_cache_enabled()
 
 
 @contextmanager
 def as_called() -> Iterator[None]:
     """Within the block ``torch.autocast`` is as it is around the call of the step."""
-    casts = _of_call.get()
-    if casts is None:
+    called = _of_call.get()
+    if called is None:
         yield
         return
-    with set_within(_of_call, None), casting(casts):
+    with set_within(_of_call, None), casting(*called):
         yield
 
 
 @contextmanager
-def casting(dtypes: "Casts | list[None]") -> Iterator[None]:
-    """Within the block ``torch.autocast`` casts to these dtypes, per device type."""
+def casting_once(is_on: bool) -> Iterator[None]:
+    """Within the block ``torch.autocast`` casts a weight once for all its uses, whose gradients are
+    summed in the dtype of the cast, as outside of a trace: make_fx turns that off.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(is_on)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def casting(dtypes: "Casts | list[None]", caches: bool) -> Iterator[None]:
+    """Within the block ``torch.autocast`` casts to these dtypes, per device type; a weight once for
+    all its uses if it ``caches``.
+    """
     with ExitStack() as stack:
         for device, dtype in zip(CASTING, dtypes, strict=True):
             stack.enter_context(
-                torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+                torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=caches)
             )
         yield

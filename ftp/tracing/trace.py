@@ -51,6 +51,7 @@ from ftp.tracing.paths import Paths, Ran, Static, merge_runs
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.reshaped_views import check_reshaped_views
 from ftp.tracing.selected_results import counted
+from ftp.tracing.settings import casting_once
 from ftp.tracing.value_independent import unchecked
 from ftp.tracing.values_read import (
     Asked,
@@ -345,6 +346,7 @@ def _recorded(
     """The graph of all ops that the function runs, writes included, and its result."""
     result: list[Ran] = []
     replayed, means = request.replayed, None if request.within else means_of_trace()
+    casts_once = torch.is_autocast_cache_enabled()
     calls = request.calls
 
     def run(filled: Sequence[Any]) -> Ran:
@@ -374,7 +376,8 @@ def _recorded(
             filled[i] = value
         # Not around make_fx: it asks some twenty attributes of every input.
         known = captured_values_from(CapturedValues(recorder).read)
-        with unchecked(recorder.note_read), known, recorder.recording():
+        once = casting_once(casts_once)
+        with unchecked(recorder.note_read), known, once, recorder.recording():
             ran = paths.of(lambda: run(filled))
             if not request.within:
                 request.left.append(left_behind(request.fn))

@@ -1,14 +1,17 @@
 """Settings of torch that are on when a step is called: each call has the program of its own."""
 
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 import ftp
 from ftp import P
 
+MESH = ftp.simulated_mesh((2,), ("tp",))
 CASTS = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
 
 
@@ -91,3 +94,57 @@ def test_under_detect_anomaly():
         found, grads = step(w, x)
         assert torch.is_anomaly_enabled()
     torch.testing.assert_close((found, grads), (value, grad))
+
+
+def _six_times(w: Tensor, x: Tensor) -> Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ w)
+    return x.float().square().sum()
+
+
+def _in_a_checkpoint(w: Tensor, x: Tensor) -> Tensor:
+    x = torch.utils.checkpoint.checkpoint(_twice, w, torch.tanh(x @ w), use_reentrant=False)
+    return torch.tanh(x @ w).float().square().sum()
+
+
+def _twice(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(torch.tanh(x @ w) @ w)
+
+
+def _without_gradient_first(w: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x @ w
+    return (torch.tanh(torch.tanh(x @ w) @ w) * scale).float().square().sum()
+
+
+@pytest.mark.parametrize("fn", [_six_times, _in_a_checkpoint, _without_gradient_first])
+@pytest.mark.parametrize("caches", [True, False])
+@pytest.mark.parametrize("is_around", [False, True])
+def test_gradients_of_a_weight_that_is_cast_once(fn: Any, caches: bool, is_around: bool):
+    """They are summed in bfloat16, bit for bit as by torch; in float32 without its cache."""
+
+    def cast() -> Any:
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=caches)
+
+    def inside(w: Tensor, x: Tensor) -> Tensor:
+        with cast():
+            return fn(w, x)
+
+    w, x = torch.linspace(-2, 3, 256).sin().reshape(16, 16), torch.linspace(1, 4, 128).cos()
+    x, leaf = x.reshape(8, 16), w.clone().requires_grad_()
+    expected = inside(leaf, x)
+    (expected_grad,) = torch.autograd.grad(expected, leaf)
+    step = ftp.shard(fn if is_around else inside, MESH, P())
+    for _ in range(2):
+        with cast() if is_around else nullcontext():
+            loss, grad = step(w, x)
+        assert torch.equal(loss, expected.detach()) and torch.equal(grad, expected_grad)
+
+
+def test_a_step_has_a_program_with_and_without_the_cache_of_casts():
+    w, x = torch.linspace(-2, 3, 256).sin().reshape(16, 16), torch.linspace(1, 4, 128).cos()
+    step, grads = ftp.shard(_six_times, MESH, P()), []
+    for caches in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
+            grads.append(step(w, x.reshape(8, 16))[1])
+    assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
