@@ -24,7 +24,7 @@ from ftp.runtime.local_shapes import known_numbers
 from ftp.runtime.lowering import for_eager, for_inductor, ordered
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
-from ftp.torch_internals import deferred_compiler
+from ftp.torch_internals import deferred_compiler, deferred_templates
 from ftp.torch_internals.fake_tensors import mode_for
 
 aten = torch.ops.aten
@@ -145,8 +145,8 @@ def _compiled_once(subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled]:
 
 def _compiled(subgraph: Subgraph) -> Compiled:
     """Inductor's code for one subgraph."""
+    inductor = deferred_templates.compiler()
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -187,7 +187,7 @@ def _compiled(subgraph: Subgraph) -> Compiled:
     else:
         mode.shape_env = ShapeEnv()  # without one inductor's cache keeps nothing
     with torch.no_grad(), tracing(TracingContext(mode)), config.patch(changes):
-        code: Any = compile_fx_inner(gm, fake, is_inference=True)
+        code: Any = inductor.compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable
 
     def run(inputs: list[Any]) -> Sequence[Any]:

@@ -54,6 +54,7 @@ NEEDED = {
     "torch._higher_order_ops.while_loop": "WhileLoopOp",
     "torch._inductor.async_compile": "AsyncCompile",
     "torch._inductor.codecache": "CppPythonBindingsCodeCache",
+    "torch._inductor.codegen.common": "KernelTemplate._template_from_string",
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.config": "patch",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
