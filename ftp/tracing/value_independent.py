@@ -29,6 +29,7 @@ from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.addresses import Addresses
 from ftp.tracing.counted_classes import bincount, one_hot
 from ftp.tracing.covariance import corrcoef, cov
+from ftp.tracing.diagonals import fill_diagonal_
 from ftp.tracing.guards import guard_at, line_of_identity
 from ftp.tracing.known_values import KnownValues
 from ftp.tracing.narrow import narrow
@@ -396,6 +397,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.combinations: _combinations,
     F.ctc_loss: _with_lengths(F.ctc_loss),
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
+    Tensor.fill_diagonal_: fill_diagonal_,
     Tensor.index_fill_: _in_place(_index_fill),
     Tensor.index_put_: _in_place(_index_put),
     Tensor.__getitem__: _getitem,

@@ -10,6 +10,7 @@ from public_programs import reference, specs_of
 from public_recent import RECENT
 from public_science import SCIENCE
 from public_signals import SIGNALS
+from public_solvers import SOLVERS
 from public_structure import STRUCTURE
 from public_unseen import UNSEEN
 from public_values import VALUES
@@ -19,6 +20,7 @@ import ftp
 from ftp import P
 
 PROGRAMS = LANGUAGE | VISION | SCIENCE | STRUCTURE | METHODS | SIGNALS | RECENT | VALUES | UNSEEN
+PROGRAMS |= SOLVERS
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tp2": ((2,), ("tp",)),
     "tp3": ((3,), ("tp",)),

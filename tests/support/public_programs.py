@@ -3,8 +3,8 @@ parameters, a batch, and where its parameters are cut.
 
 Their families are in ``public_language.py``, ``public_vision.py``, ``public_science.py``,
 ``public_structure.py``, ``public_methods.py``, ``public_signals.py``, ``public_recent.py``,
-``public_values.py`` and ``public_unseen.py``. All are float64 and small, of sizes that few meshes
-divide.
+``public_values.py``, ``public_unseen.py`` and ``public_solvers.py``. All are float64 and small, of
+sizes that few meshes divide.
 """
 
 from collections.abc import Callable, Mapping
