@@ -95,7 +95,8 @@ pointwise(aten.copy.default, aten.fill.Tensor, linear=[(1,)])
 BACKWARD = """
     elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
     leaky_relu_backward log_sigmoid_backward logit_backward mish_backward native_dropout_backward
-    sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward
+    rrelu_with_noise_backward sigmoid_backward silu_backward softplus_backward tanh_backward
+    threshold_backward
 """
 pointwise(
     *overloads(BACKWARD), *overloads("hardshrink_backward softshrink_backward"), linear=[(0,)]

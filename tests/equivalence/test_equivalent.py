@@ -126,6 +126,17 @@ def test_ftp_axis_with_gradients():
     prove(torch.matmul, per_rank, grad=True)
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_gradients_of_products(keepdim):
+    def product(x):
+        return (x * x + x).prod(0, keepdim=keepdim)
+
+    out = P(None, "tp") if keepdim else P("tp")
+    prove(product, product, X, specs=(P(None, "tp"),), out=out, grad=True)
+    with pytest.raises(CertificateError, match="is not what the reference computes"):
+        prove(product, lambda x: product(x) * 2, X, specs=(P(None, "tp"),), out=out, grad=True)
+
+
 def test_the_groups_of_a_mesh_of_two_axes():
     def program(x, w):
         y = x @ w

@@ -863,6 +863,10 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         )
     ],
     "rrelu_with_noise_functional.default": lambda: [s(normal(4, 5), x(4, 5))],
+    "rrelu_with_noise_backward.default": lambda: [
+        s(normal(4, 5), normal(4, 5), x(4, 5), 0.1, 0.3, training, False)
+        for training in (True, False)
+    ],
     "_trilinear.default": lambda: [
         s(normal(4, 3), normal(2, 3, 5), normal(4, 5), [1, 3], [0], [1, 2], [2, 3]),
         s(normal(4, 2), normal(2, 3, 5), normal(4, 5), [2, 3], [0], [1, 2], [1, 3]),

@@ -219,9 +219,15 @@ def _embedding_backward(
 def _prod(c: ResidueCall, x: Planes, dim: Any = None, keepdim: bool = False) -> Planes:
     if dim is None:
         x, dim = reshaped(x, (-1,)), 0
-    parts = [move(lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
-    found = reduce(partial(ar.multiply, c.field), parts) if parts else c.lift(1)
-    return move(lambda p: p.unsqueeze(dim), [found]) if keepdim else found
+    dims = sorted(
+        (d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)), reverse=True
+    )
+    for d in dims:
+        parts = [move(lambda p, i=i, d=d: p.select(d, i), [x]) for i in range(x.shape[d])]
+        x = reduce(partial(ar.multiply, c.field), parts) if parts else c.lift(1)
+    for d in reversed(dims if keepdim else []):
+        x = move(lambda p, d=d: p.unsqueeze(d), [x])
+    return x
 
 
 # Exponentials and their kin.
