@@ -68,6 +68,10 @@ class Draws(TorchFunctionMode):
         if drawn is not None:
             result = drawn(self, func, *args, **kwargs)
             return func(*args, **kwargs) if result is NotImplemented else result
+        if func in OF_INDICES:  # torch passes all arguments after the second by name
+            with self:
+                found = OF_INDICES[func](*args, **kwargs)
+            return found if kwargs.get("return_indices") else found[0]
         if func in COMPOSITE:
             with self:
                 return _reentrant(func)(*args, **kwargs)
@@ -227,6 +231,11 @@ def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
     return copy
 
 
+# Functions that return the first result of others.
+OF_INDICES: dict[Any, Any] = {
+    F.fractional_max_pool2d: F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d: F.fractional_max_pool3d_with_indices,
+}
 # Python functions that draw through others.
 COMPOSITE = {
     F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout,

@@ -361,6 +361,12 @@ CASES = {
     "dropout": lambda: F.dropout(torch.ones(N), 0.3),
     "alpha_dropout": lambda: F.alpha_dropout(torch.ones(N), 0.3, training=True),
     "dropout2d": lambda: F.dropout2d(torch.ones(N, 3, 2, 2), 0.3),
+    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(
+        torch.arange(81.0).sin().reshape(1, 1, 9, 9).expand(N, 1, 9, 9), 2, output_size=3
+    )[..., 1, 1],
+    "fractional_max_pool3d": lambda: F.fractional_max_pool3d(
+        torch.arange(729.0).sin().reshape(1, 1, 9, 9, 9).expand(N, 1, 9, 9, 9), 2, 3
+    )[..., 1, 1, 1],
     "rrelu": lambda: F.rrelu(-torch.ones(N), training=True),
     "gumbel_softmax": lambda: F.gumbel_softmax(torch.zeros(N, 3)),
     "distribution": lambda: torch.distributions.Gumbel(torch.zeros(N), 1.0).sample(),
