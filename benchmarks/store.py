@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from ftp.distributed import agreement, channel, store
+from ftp.distributed.calls import Calls
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.process_group import current_world
 
@@ -133,7 +134,7 @@ def _agree(ranks: int, asked: list[int]) -> dict[str, Any]:
 
     def run(rank: int) -> None:
         mesh = Mesh((ranks,), ("dp",), "cpu", "process", everybody, rank, world, ("dp",))
-        calls = agreement.Calls(mesh)
+        calls = Calls(mesh)
         calls._channel.store(TIMEOUT).check("key")  # connects
         for call, times in enumerate(ended, 1):
             together.wait()

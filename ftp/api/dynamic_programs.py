@@ -15,7 +15,7 @@ from ftp.api.graph_checks import check_certified, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.numbers_read import MOST_PLANS, AlikeSizes, NumbersRead
 from ftp.api.planned import Planned
-from ftp.distributed.agreement import exchange
+from ftp.distributed.calls import exchange
 from ftp.dynamic_int import IsOne, Sizes, in_multiples
 from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused

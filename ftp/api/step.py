@@ -25,7 +25,7 @@ from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
 from ftp.api.program_cache import ProgramCache, next_source
 from ftp.api.steps_by_values import StepsByValues
-from ftp.distributed.agreement import Calls, calls
+from ftp.distributed.calls import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.paused_gc import collection_paused
 from ftp.planning.known_passes import KnownPasses

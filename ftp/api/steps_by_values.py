@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ftp.api.definition import Definition
-from ftp.distributed.agreement import Calls
+from ftp.distributed.calls import Calls
 from ftp.errors import ReadWarning
 from ftp.tracing.values_read import Asked, Level
 

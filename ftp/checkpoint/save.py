@@ -15,7 +15,7 @@ from ftp.checkpoint.draft import discard, new_draft
 from ftp.checkpoint.folder_lock import longest_quiet
 from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.checkpoint.write_shards import Boxes, Writing, leads
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.distributed.shared_errors import all_gather_object, attempt, timeout_of
 from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve

@@ -5,416 +5,124 @@ All ranks of a mesh give their calls, and the agreements in them, the same numbe
 keys made of these numbers match. A rank joins an agreement when it changes its program; while it
 runs the program of its last call it sends nothing. So a rank that begins call ``c`` without an
 agreement, while another opens one at ``c``, disagrees. Its watcher, a thread, reports this, as the
-rank may be waiting in a collective. The watcher also answers peers whose collective has failed.
-
-Above 450 lines: a call, its agreement and its watcher are one protocol, written in one place.
+rank may be waiting in a collective.
 """
 
-import sys
+import re
 import threading
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from ftp.distributed.board import Board, Verdict
 from ftp.distributed.channel import Channel
-from ftp.distributed.exchanges import Exchanges
 from ftp.distributed.faults import Faults
-from ftp.distributed.handed_out import HandedOut
 from ftp.distributed.interrupt import interrupt
-from ftp.distributed.roll_call import Answer
-from ftp.distributed.running import Running, thread_name
 from ftp.distributed.store import Store
-from ftp.distributed.unfinished import Unfinished
-from ftp.distributed.waiting import RESTART, indented, shortened, wait_until
-from ftp.distributed.watcher import Watcher
-from ftp.errors import CollectiveError, FtpError, MismatchError
-from ftp.sharding.mesh import Mesh, require_alive, require_coordinate
-from ftp.sharding.process_group import (
-    Timeouts,
-    current_world,
-    failed,
-    own_timeouts,
-    talks_nccl,
-    timeouts,
-)
-from ftp.torch_internals.error_texts import has_timed_out, is_of_collective
+from ftp.distributed.waiting import indented, shortened, wait_until
 
 _USUAL = 0.25  # seconds of an agreement before the watchers of all ranks are notified
 
 
-class Calls:
-    """The calls that one rank makes on one mesh; see the function `calls`.
+class Agreements:
+    """One rank's agreements on a mesh.
 
-    All ranks must make the same calls on the mesh, in the same order, so that equal calls have
-    equal numbers. `running` enforces this; for the program of the last call it costs a few
-    comparisons.
-
-    Attributes:
-        call: the number of the last call that returned, 0 before the first. Ranks of equal numbers
-            hold results of one call.
-        program: the fingerprint of the last call's program.
+    Args:
+        begun: gives the number of the last call that this rank has begun, and the program of the
+            last that has returned.
     """
 
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-        self.call = 0
-        self.program: str | None = None
-        self._in_call = threading.RLock()
-        self._holder: int | None = None  # the thread that took it
-        self._thread: int | None = None  # the thread that is inside a call
-        self._caller: int | None = None  # the thread that made the last one
-        self._is_overlapped = False
-        self._is_told = False  # whether an exception has reported `failure` to the program
-        self._skipped = ""  # how this rank failed in the call after `call`, before it sent anything
-        self._finished: set[str] = set()  # programs that have run once
-        self._agreed_call = 0
+    def __init__(
+        self, channel: Channel, faults: Faults, begun: Callable[[], tuple[int, str | None]]
+    ):
+        self._channel, self._faults, self._begun = channel, faults, begun
         self._joined = 0  # agreements
         self._cleaned = 0  # agreements whose keys are deleted
         self._looking = threading.Lock()
-        require_alive(mesh)
-        if mesh.kind == "process":
-            require_coordinate(mesh)
-        self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
-        self._given = None if self._alone else timeouts()
-        self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
-        self._channel = Channel(mesh, self._timeouts.start, self._start_watcher)
-        self._faults = Faults(self._channel, self._where)
-        self._exchanges = Exchanges(self._channel, self._faults)
-        self._handed_out = 0
-        self._watcher: Watcher | None = None
-        by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
-        self._unfinished = Unfinished(self._end_late) if by_nccl else None
 
-    def _start_watcher(self) -> None:
-        self._watcher = Watcher(
-            self._channel,
-            self._timeouts.start,
-            self._answer_peers,
-            self._faults.process_ended,
-            lambda: self._faults.leave(self.call),
-        )
-
-    @property
-    def failure(self) -> FtpError | None:
-        """The reason why the mesh takes no more calls; None if it does."""
-        return self._faults.failure
-
-    @failure.setter
-    def failure(self, failure: FtpError) -> None:
-        self._faults.failure = failure
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """The times that this rank waits for the others."""
-        return self._timeouts
-
-    def next(self) -> int:
-        """The number of the next call."""
-        return self.call + 1
-
-    def forget(self, program: str) -> None:
-        """Record that a program was dropped: its next run is a first run again."""
-        self._finished.discard(program)
-
-    def running(
+    def join(
         self,
-        program: str,
-        describe: Callable[[BaseException], str] = lambda error: "",
-        has_issued: Callable[[BaseException], bool] = lambda error: True,
-        timeout: float | None = None,
-    ) -> Running:
-        """A context for the collectives of the next call. It agrees on the program if it is not the
-        last call's, and explains a collective that fails.
-
-        An exception in the call is raised unchanged. If it came before the call's first collective,
-        the call does not count, and ranks agree on the next one. If it came later, peers may be in
-        any collective of the call: the mesh takes no more calls, on all ranks.
+        store: Store,
+        call: int,
+        payload: dict[str, str] | Exception,
+        timeout: float,
+        skipped: str,
+    ) -> None:
+        """Return if all ranks give equal payloads for call number ``call``; see `Calls.agree`.
 
         Args:
-            program: a fingerprint, equal on all ranks. Ranks agree on it unless it is the last
-                call's, or was agreed on in this call; so they do if a train and an evaluation step
-                take turns.
-            describe: describes the collective that raised the exception; "" if unknown.
-            has_issued: whether this rank may have reached the call's first collective when it
-                raised the exception.
-            timeout: seconds to wait for the others to agree.
-
-        Raises:
-            MismatchError, CollectiveError: from an exception that another rank caused; a call from
-                two threads at once.
+            skipped: how this rank failed in this call before, if it did and sent nothing.
         """
-        return Running(self, program, describe, has_issued, timeout)
-
-    def _begin(self, program: str, thread: int, timeout: float | None) -> None:
-        """Agree if the call's program or thread differs from the last call's."""
-        if self.next() != self._agreed_call:
-            self.agree(self.next(), {"program": program}, timeout)
-        self.program, self._caller = program, thread
-
-    def _refuse_overlap(self, thread: int) -> None:
-        """Raise if the last call has not returned."""
-        first, names = self._holder, {t.ident: t.name for t in threading.enumerate()}
-        if first == thread or first not in names:  # interrupted before it could release the lock
-            self.fail(KeyboardInterrupt(), True)
-        else:
-            why = (
-                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh while"
-                f" thread {names.get(first, 'another')!r}"
-                f" was in call {self.next()}, so that ranks may have paired the collectives of"
-                " different calls.\n"
-                "  Make all calls on a mesh from one thread, or one after another in the same"
-                " order on every rank."
-            )
-            self.failure, self._is_overlapped = MismatchError(why), True
-            self._faults.give_up(why, MismatchError)
-        self._check()
-
-    def fail(self, error: BaseException, has_issued: bool) -> None:
-        """Record that an exception on this rank ended a call."""
-        if self.failure is not None:
-            return
-        self._is_told = True
-        said = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), 300)
-        if has_issued:
-            self._faults.give_up(
-                f"Rank {self.mesh.rank} left call {self.next()} on the mesh {self.mesh} in its"
-                f" midst, with {said}. Later calls would pair"
-                f" their collectives with those of this one, so the mesh takes no more.{RESTART}"
-            )
-        else:
-            self.program, self._skipped = (
-                None,
-                f"failed in call {self.next()} before its first collective, with {said}",
-            )
-
-    def agree(
-        self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
-    ) -> None:
-        """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise
-        on every rank.
-
-        Every rank calls it before it first runs a program; `running` calls it whenever the program
-        changes. It ends within milliseconds of the last rank's arrival. Without processes, or with
-        one rank, it returns at once.
-
-        Args:
-            payload: values by facet ("library version", "input shapes", "program"), compared in
-                order, as strings. If this rank failed to plan: the exception, which is raised
-                again.
-            timeout: seconds to wait for the last rank; default that of `init_process_group`.
-
-        Raises:
-            MismatchError: naming the rank and the first facet that differ from the lowest rank's,
-                with both values; or the rank that failed to plan, that goes on with an old program,
-                or that never arrived.
-        """
-        timeout = self._timeouts.start if timeout is None else timeout
-        if self._alone:
-            if isinstance(payload, Exception):
-                raise payload
-            return
-        self._check()
-        try:
-            if not self._in_call.acquire(False):
-                self._refuse_overlap(threading.get_ident())
-            try:
-                self._holder = threading.get_ident()
-                with self._channel.asking(timeout) as store:
-                    self._agree(store, call, payload, timeout)
-            finally:
-                self._in_call.release()
-        finally:
-            if isinstance(payload, Exception):
-                raise payload
-
-    def _agree(
-        self, store: Store, call: int, payload: dict[str, str] | Exception, timeout: float
-    ) -> None:
         # Set before anything is published, so that the watcher does not answer for this rank.
         number, self._joined = self._joined, self._joined + 1
-        board = Board(store, self._channel.prefix, number, self.mesh)
-        is_first = board.open(call, self._skipped)
+        board = self._board(store, number)
+        is_first = board.open(call, skipped)
         if isinstance(payload, Exception):
-            error = shortened(f"{type(payload).__name__}: {payload}", 2000)
-            why = (
-                f"Rank {self.mesh.rank} failed to plan call {call}, so no rank runs it. Its"
-                f" error:\n  {indented(error)}"
-            )
-            board.settle(Verdict(why))
-            self._channel.notify(store)
-            board.linger()
+            self._refuse(board, call, payload)
             return
-        if (
-            board.enter({"call number": str(call), "calling thread": thread_name(), **payload})
-            == self.mesh.size()
-        ):
+        facets = {"call number": str(call), "calling thread": thread_name(), **payload}
+        if board.enter(facets) == self._channel.mesh.size():
             board.settle(board.compare())
-
-        def is_over() -> bool:
-            return self.failure is not None or board.is_settled()
-
-        def is_in_vain() -> bool:
-            return bool(self._faults.missing) and bool(board.absent())
-
-        if not wait_until(min(_USUAL, timeout), is_over, self.mesh.size()):
-            if is_first:
-                self._channel.notify(store)
-            wait_until(timeout - _USUAL, lambda: is_over() or is_in_vain(), self.mesh.size())
-            if not is_over():
-                absent = board.absent()
-                why = (
-                    f"Rank {self.mesh.rank} waited to agree on the program of call {call}:"
-                    f" {missing}"
-                    if (missing := self._faults.missing)
-                    else board.report_absent(absent, self._faults.ask(absent), call, timeout)
-                )
-                board.settle(Verdict(why))
-        if self.failure is None and board.is_broken():
-            self.failure = board.broken().error()
-        if self.failure is not None:
+        self._await_verdict(board, call, timeout, is_first)
+        self._learn(board)
+        if self._faults.failure is not None:
             board.see()
-            self._check()
+            self._faults.check()
         verdict = board.verdict()
         board.clean()
         if verdict.why:
             board.linger()
             raise verdict.error()
         board.forget(self._cleaned)
-        self._cleaned, self._agreed_call, self._skipped = number + 1, call, ""
-        self._watch_host(store)
+        self._cleaned = number + 1
 
-    def exchange(self, key: str, value: str, timeout: float | None = None) -> list[str]:
-        """See the function `exchange`."""
-        if self._alone:
-            return [value]
-        timeout = self._timeouts.start if timeout is None else timeout
-        return self._exchanges.run(key, value, timeout, self._watch_host)
-
-    def hand_out(self) -> HandedOut | None:
-        """The next `HandedOut` of the first rank; None without other ranks. All ranks call it in
-        the same order.
-        """
-        if self._alone:
-            return None
-        self._handed_out += 1
-        return HandedOut(self._channel, self._faults, self._handed_out)
-
-    def explain(self, error: BaseException, where: str = "") -> FtpError | None:
-        """The reason why a collective failed, to be raised from ``error``: ranks disagree, or one
-        is missing. None for other errors.
-
-        If a peer raised or ended, this rank only sees closed connections. So it asks all ranks
-        whether they are alive. The first to know the cause publishes it, and ranks that still wait
-        are interrupted.
-
-        Args:
-            where: the collective and its source line, if known.
-        """
-        if (
-            self._alone
-            or not isinstance(error, RuntimeError)
-            or (self.failure is None and not is_of_collective(error))
-        ):
-            return None
-        if self.failure is None:
-            self.failure = self._find_out(self._waited() if has_timed_out(error) else "")
-        self._is_told = True
-        if isinstance(self.failure, MismatchError):
-            return MismatchError(str(self.failure))
-        return CollectiveError(
-            f"Call {self.next()} on the mesh {self.mesh} failed in {where or 'a collective'}:"
-            f" {self.failure}"
+    def _refuse(self, board: Board, call: int, error: Exception) -> None:
+        """Tell all ranks that this one failed to plan the call."""
+        text = shortened(f"{type(error).__name__}: {error}", 2000)
+        why = (
+            f"Rank {board.mesh.rank} failed to plan call {call}, so no rank runs it. Its"
+            f" error:\n  {indented(text)}"
         )
+        board.settle(Verdict(why))
+        self._channel.notify(board.store)
+        board.linger()
 
-    def _waited(self) -> str:
-        start, step = self._options()
-        is_first = self._given is not None and self.program not in self._finished
-        seconds, option = (self._timeouts.start, start) if is_first else (self._timeouts.step, step)
-        return f". Rank {self.mesh.rank} waited {seconds:g} s for it, as long as {option} says"
+    def _await_verdict(self, board: Board, call: int, timeout: float, is_first: bool) -> None:
+        """Wait until all ranks have arrived, or the mesh has failed; else settle that some have
+        not.
+        """
+        faults, ranks = self._faults, board.mesh.size()
 
-    def _options(self) -> tuple[str, str]:
-        """The options by which the user sets the timeouts."""
-        if self._given is None:
-            theirs = "timeout= of torch.distributed.init_process_group"
-            return theirs, theirs
-        return "timeout= of ftp.init_process_group", "step_timeout= of ftp.init_process_group"
+        def is_over() -> bool:
+            return faults.failure is not None or board.is_settled()
 
-    def _find_out(self, waited: str) -> FtpError:
-        """Why a collective failed on this rank."""
-        try:
-            with self._channel.asking(self._channel.answer_time) as store:
-                self._look(store)
-                board = Board(store, self._channel.prefix, self._joined, self.mesh)
-                if self.failure is None and board.is_broken():
-                    self.failure = board.broken().error()
-                if self.failure is None:
-                    self._faults.call_roll(store, self.next(), waited)
-        except CollectiveError as e:
-            return self.failure or e
-        assert self.failure is not None
-        return self.failure
+        def is_in_vain() -> bool:
+            return bool(faults.missing) and bool(board.absent())
 
-    def _end_late(self, waited: float) -> None:
-        """Find the missing rank if the GPU does not finish a call, and abort the call."""
-        if self.failure is None:
-            self._faults.late = (
-                f"The GPU of rank {self.mesh.rank} has not come to the end of call"
-                f" {self.call + (self._thread is not None)} on"
-                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results"
+        if wait_until(min(_USUAL, timeout), is_over, ranks):
+            return
+        if is_first:
+            self._channel.notify(board.store)
+        wait_until(timeout - _USUAL, lambda: is_over() or is_in_vain(), ranks)
+        if is_over():
+            return
+        if faults.missing:
+            why = (
+                f"Rank {board.mesh.rank} waited to agree on the program of call {call}:"
+                f" {faults.missing}"
             )
-            self.failure = self._find_out("")
-            # The program may be blocked; this lets it end.
-            print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
-        interrupt(self.mesh)
+        else:
+            absent = board.absent()
+            why = board.report_absent(absent, faults.ask(absent), call, timeout)
+        board.settle(Verdict(why))
 
-    def check_results(self) -> None:
-        """Raise if calls may have returned wrong results: the mesh has failed, and calls return
-        before a GPU has finished their work, which an abort ends.
-        """
-        require_alive(self.mesh)
-        if self._unfinished is not None:
-            self._check()
-
-    def end(self) -> tuple[bool, FtpError | None]:
-        """Whether ranks can no longer wait for each other, and the reason if no call raised it."""
-        return self.failure is not None, None if self._is_told else self.failure
-
-    def _check(self) -> None:
-        require_alive(self.mesh)
-        if self.failure is not None:
-            self._is_told = True
-            raise type(self.failure)(str(self.failure))
-
-    def _watch_host(self, store: Store) -> None:
-        if self._watcher is not None:
-            self._watcher.watch_host(store)
-
-    def _where(self) -> Answer:
-        # The GPU is still in a call that it has not finished, though the call has returned.
-        is_calling = self._thread is not None
-        if is_calling or self._unfinished:
-            at = self.next() if is_calling else self.call
-            return Answer(f"is in call {at}", at)
-        return Answer(
-            "has not come to it: its last call is number"
-            f" {self.call}{self._skipped and f'; it {self._skipped}'}"
-        )
-
-    def _answer_peers(self, store: Store) -> bool:
-        """Handle a peer's notification, in the watcher; returns whether to look again soon."""
-        looks_again = self._look(store)
-        self._faults.answer(store, self.program)
-        return looks_again
-
-    def _look(self, store: Store) -> bool:
+    def look(self, store: Store) -> bool:
         """Answer an agreement that peers have opened and this rank has not joined: break it off if
         this rank goes on with its program. Returns whether to look again.
         """
         with self._looking:
-            if self.failure is not None:
+            if self._faults.failure is not None:
                 return False
-            board = Board(store, self._channel.prefix, number := self._joined, self.mesh)
+            number = self._joined
+            board = self._board(store, number)
             if board.is_broken():
                 if board.is_open():
                     board.see()
@@ -424,15 +132,15 @@ class Calls:
                 return False
             opened_by, opened_at, why = board.opened()
             # Read in this order: a rank joins an agreement before it begins the call.
-            begun, program = self.call + (self._thread is not None), self.program
+            begun, program = self._begun()
             if self._joined != number:
                 return False
             if begun < opened_at:
                 return True
             board.break_off(
-                f"Rank {opened_by} {why}, but rank {self.mesh.rank} goes on with the program of its"
-                f" last call ({shortened(program or 'none', 80)}) at call {begun}. Their process"
-                " groups are closed.\n"
+                f"Rank {opened_by} {why}, but rank {board.mesh.rank} goes on with the program of"
+                f" its last call ({shortened(program or 'none', 80)}) at call {begun}. Their"
+                " process groups are closed.\n"
                 "  Make the same calls with the same global shapes, in the same order, on every"
                 " rank."
             )
@@ -441,43 +149,32 @@ class Calls:
             self._close(board)
             return False
 
+    def explain(self, store: Store) -> None:
+        """Record it as the failure if ranks do not agree: a collective has failed."""
+        self.look(store)
+        self._learn(self._board(store, self._joined))
+
+    def _learn(self, board: Board) -> None:
+        """Take the reason of a rank that has broken off an agreement."""
+        if self._faults.failure is None and board.is_broken():
+            self._faults.failure = board.broken().error()
+
     def _close(self, board: Board) -> None:
         """Take no more calls, for the reason on ``board``, and interrupt the running one."""
-        self.failure = board.broken().error()
-        interrupt(self.mesh)
+        self._faults.failure = board.broken().error()
+        interrupt(board.mesh)
+
+    def _board(self, store: Store, number: int) -> Board:
+        return Board(store, self._channel.prefix, number, self._channel.mesh)
 
 
-_calls: dict[Mesh, Calls] = {}
-
-
-def calls(mesh: Mesh) -> Calls:
-    """This rank's record of calls on ``mesh``; one object until the default process group ends.
-
-    >>> from ftp.sharding.make_mesh import simulated_mesh
-    >>> from ftp.sharding.mesh import resolve
-    >>> record = calls(resolve(simulated_mesh((2,), ("tp",))))
-    >>> with record.running("a program"):
-    ...     record.next() == record.call + 1
-    True
+def thread_name() -> str:
+    """The thread's name, equal on all ranks: without the numbers that count earlier threads or the
+    threads of a pool.
     """
-    record = _calls.get(mesh)
-    if record is None:
-        record = _calls[mesh] = Calls(mesh)
-    return record
-
-
-def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> list[str]:
-    """Every rank's ``value``, in the order of the mesh's ranks, through the store; all ranks
-    call it with one ``key``.
-    """
-    return calls(mesh).exchange(key, value, timeout)
-
-
-def _end() -> tuple[bool, FtpError | None]:
-    """`Calls.end` of all meshes of the default process group."""
-    ends = [record.end() for mesh, record in _calls.items() if mesh.world == current_world()]
-    untold = next((failure for _, failure in ends if failure is not None), None)
-    return any(has_failed for has_failed, _ in ends), untold
-
-
-failed.append(_end)
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or re.search(r"_\d+$", thread.name):
+        return re.sub(r"\d+", "", thread.name)
+    name = re.sub(r"\d+", "#", thread.name)
+    alike = [t for t in threading.enumerate() if re.sub(r"\d+", "#", t.name) == name]
+    return f"{name}, {alike.index(thread)} of those alike"

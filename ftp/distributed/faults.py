@@ -11,6 +11,7 @@ from ftp.distributed.roll_call import Answer, RollCall
 from ftp.distributed.store import Store, holder
 from ftp.distributed.waiting import RESTART, shortened, wait_until
 from ftp.errors import CollectiveError, FtpError
+from ftp.sharding.mesh import require_alive
 
 _SILENT = "does not answer: killed, stopped, or cut off"
 
@@ -24,6 +25,7 @@ class Faults:
     Attributes:
         failure: why the mesh takes no more calls, if it does not. Set once, as the program may read
             it at any time.
+        is_told: whether an exception has reported `failure` to the program.
         late: the work that this rank's GPU has not finished, if that showed the failure; it starts
             the failure's message.
         missing: the rank that is known to have ended, if any, in words. No rank waits for it any
@@ -32,6 +34,7 @@ class Faults:
 
     def __init__(self, channel: Channel, where: Callable[[], Answer]):
         self._failure: FtpError | None = None
+        self.is_told = False
         self.late = ""
         self.missing = ""
         self._channel, self._where = channel, where
@@ -45,6 +48,13 @@ class Faults:
     def failure(self, failure: FtpError) -> None:
         if failure is not self._failure:
             self._failure = type(failure)(f"{self.late}: {failure}") if self.late else failure
+
+    def check(self) -> None:
+        """Raise if the mesh takes no more calls."""
+        require_alive(self._channel.mesh)
+        if self.failure is not None:
+            self.is_told = True
+            raise type(self.failure)(str(self.failure))
 
     def give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
         """Take no more calls, and tell the other ranks."""

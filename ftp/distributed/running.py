@@ -1,6 +1,5 @@
 """A call on a mesh while it runs."""
 
-import re
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -11,7 +10,7 @@ from ftp.sharding.mesh_groups import set_timeout
 from ftp.sharding.process_group import NCCL_LONGER
 
 if TYPE_CHECKING:
-    from ftp.distributed.agreement import Calls
+    from ftp.distributed.calls import Calls
 
 
 class Running:
@@ -27,18 +26,13 @@ class Running:
         has_issued: Callable[[BaseException], bool],
         timeout: float | None,
     ):
-        self.calls, self.program, self.describe, self.has_issued, self.timeout = (
-            calls,
-            program,
-            describe,
-            has_issued,
-            timeout,
-        )
+        self.calls, self.program, self.timeout = calls, program, timeout
+        self.describe, self.has_issued = describe, has_issued
         self.is_first = calls._given is not None and program not in calls._finished
 
     def __enter__(self) -> None:
         calls, thread = self.calls, threading.get_ident()
-        calls._check()
+        calls.check()
         if not calls._alone:
             if not calls._in_call.acquire(False) or calls._thread is not None:
                 calls._refuse_overlap(thread)
@@ -61,9 +55,8 @@ class Running:
         traceback: TracebackType | None,
     ) -> None:
         calls = self.calls
-        if error is not None and not isinstance(
-            error, ReplicaError | InputError
-        ):  # which all ranks raise
+        # All ranks raise a ReplicaError or an InputError: their calls end alike.
+        if error is not None and not isinstance(error, ReplicaError | InputError):
             try:
                 if (
                     isinstance(error, RuntimeError)
@@ -81,10 +74,10 @@ class Running:
         if not calls._alone:
             calls._in_call.release()
             if calls._is_overlapped:
-                calls._check()
+                calls.check()
         calls.call += 1
         if calls._unfinished is not None:
-            calls._check()
+            calls.check()
             seconds = calls._timeouts.start if self.is_first else calls._timeouts.step
             if calls._given is None:  # NCCL ends the process after that time
                 seconds = max(seconds - NCCL_LONGER, seconds / 2)
@@ -92,15 +85,3 @@ class Running:
         if self.is_first:
             calls._finished.add(self.program)
             set_timeout(calls.mesh, calls._timeouts.step)
-
-
-def thread_name() -> str:
-    """The thread's name, equal on all ranks: without the numbers that count earlier threads or the
-    threads of a pool.
-    """
-    thread = threading.current_thread()
-    if thread is threading.main_thread() or re.search(r"_\d+$", thread.name):
-        return re.sub(r"\d+", "", thread.name)
-    name = re.sub(r"\d+", "#", thread.name)
-    alike = [t for t in threading.enumerate() if re.sub(r"\d+", "#", t.name) == name]
-    return f"{name}, {alike.index(thread)} of those alike"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.distributed.waiting import LINGER
 from ftp.errors import CollectiveError, FtpError, MismatchError, join_failures
 from ftp.sharding.mesh import Mesh

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.ops.philox import random_bits
 from ftp.partitioning.collectives import gather_of
 from ftp.planning.cost import Curve, Hardware, Link

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ftp.distributed.agreement import exchange
+from ftp.distributed.calls import exchange
 from ftp.errors import MeshError
 from ftp.ops.native import cache_folder
 from ftp.ops.symmetric_memory import gather_matmuls, lack, matmul_scatter

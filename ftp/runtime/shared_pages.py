@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ftp.distributed.agreement import exchange
+from ftp.distributed.calls import exchange
 from ftp.ops.native import compiled
 from ftp.sharding.mesh import Mesh
 
@@ -141,7 +141,7 @@ def failure_of(
         why = "another rank failed, or was told to stop"
     else:
         why = f"rank {ranks[-16 - found]} has ended"
-    # torch's own collectives raise this type: `agreement` recognises it, and asks which rank is
+    # torch's own collectives raise this type: `Calls.explain` recognises it, and asks which rank is
     # missing.
     return dist.DistBackendError(f"The {what} through shared memory failed: {why}.")
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from ftp.distributed.agreement import Calls
+from ftp.distributed.calls import Calls
 from ftp.errors import InputError, raise_all
 from ftp.sharding.local_pieces import local_pieces
 from ftp.sharding.mesh import Mesh, require_coordinate

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.distributed.running import Running
 from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.errors import InputError, PlacementError, SpecError, raise_all

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftp.distributed.agreement import Calls, calls
+from ftp.distributed.calls import Calls, calls
 from ftp.errors import ReplicaError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh, mesh_device, resolve
 from ftp.sharding.spec import PartitionSpec

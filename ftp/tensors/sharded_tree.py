@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import InputError, MismatchError, SpecError, raise_all
 from ftp.sharding.balance import misfits

@@ -11,7 +11,7 @@ from launch import launch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
-from ftp.distributed.agreement import calls, exchange
+from ftp.distributed.calls import calls, exchange
 from ftp.sharding.make_mesh import make_mesh
 from ftp.sharding.mesh import resolve
 

@@ -18,7 +18,7 @@ from launch import launch
 
 import ftp
 from ftp import P
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.errors import CollectiveError, MismatchError
 from ftp.sharding.mesh import resolve
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftp
 from ftp import P
 from ftp.checkpoint.write_shards import Writing
-from ftp.distributed.agreement import calls
+from ftp.distributed.calls import calls
 from ftp.distributed.interrupt import interrupt
 from ftp.distributed.unfinished import Unfinished
 from ftp.partitioning.collectives import gather_of
