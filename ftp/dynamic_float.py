@@ -7,19 +7,12 @@ it, gets an error, and the program is planned size by size.
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved, value_of
 
 OPERATORS = {"/": operator.truediv, "*": operator.mul, "+": operator.add, "**": operator.pow}
-# The functions of sizes that ``Sizes.made_of`` names.
-INT_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "//": operator.floordiv, "%": operator.mod, "min": torch.sym_min, "max": torch.sym_max,
-}  # fmt: skip
 FUNCTIONS = ("sqrt", "log", "log2", "exp")  # of Python's math
 
 

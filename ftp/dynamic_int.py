@@ -22,6 +22,9 @@ T = TypeVar("T")
 Terms = dict[tuple[int, ...], int]
 """A polynomial: of each product of atoms, named by their numbers, the coefficient."""
 
+INT_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"//": operator.floordiv, "%": operator.mod}
+"""The functions whose values are atoms."""
+
 
 class NotDivisible(Exception):
     """Sizes were tested for a divisor that they have: formulas of its multiples are simpler. Caught
@@ -67,7 +70,7 @@ def symbol(name: str, value: int, low: int, high: float, multiple: int = 1) -> S
 class _Atom:
     """A number in formulas: a symbol, or the value of a function of formulas."""
 
-    kind: str  # "symbol", "//", "%", "min", "max"
+    kind: str  # "symbol", "//", "%"
     of: tuple[Any, ...]
     low: float
     high: float
@@ -95,7 +98,7 @@ class Sizes:
         self._atoms: list[_Atom] = []
         self._numbers: dict[Any, int] = {}
         self.symbols: tuple[DynamicInt, ...] = tuple(
-            self._made({(self._atom("symbol", (s.name,), s.low, s.high),): s.multiple})
+            self.formula({(self._atom("symbol", (s.name,), s.low, s.high),): s.multiple})
             for s in symbols
         )
 
@@ -131,7 +134,7 @@ class Sizes:
             if kind == "symbol":
                 found = self._now[[s.name for s in self.given].index(of[0])]
             else:
-                found = _FUNCTIONS[kind](*map(value_of, of))
+                found = INT_FUNCTIONS[kind](*map(value_of, of))
             self._values[atom] = found
         return self._values[atom]
 
@@ -142,7 +145,8 @@ class Sizes:
             self._atoms.append(_Atom(kind, of, low, high))
         return self._numbers[key]
 
-    def _made(self, terms: Terms) -> Any:
+    def formula(self, terms: Terms) -> Any:
+        """The formula of these terms; an int if they are constant."""
         terms = {atoms: c for atoms, c in terms.items() if c}
         if not terms or (len(terms) == 1 and () in terms):
             return terms.get((), 0)
@@ -249,11 +253,11 @@ class Sizes:
     def count(self, x: "DynamicInt") -> "DynamicInt":
         """The number that a symbol's size is a multiple of."""
         (atoms,) = x.terms
-        return self._made({atoms: 1})
+        return self.formula({atoms: 1})
 
     def alone(self, atom: int) -> "DynamicInt":
         """The formula of one atom."""
-        return self._made({(atom,): 1})
+        return self.formula({(atom,): 1})
 
     def made_of(self, atom: int) -> tuple[str, tuple[Any, ...]]:
         """The function whose value an atom is, and its arguments."""
@@ -293,11 +297,7 @@ class Sizes:
             kind, of = self._atoms[a].kind, self._atoms[a].of
             if kind != "symbol":
                 x, y = (one.written() if is_dynamic(one) else str(one) for one in of)
-                lines.append(
-                    f"    a{a} = {kind}({x}, {y})"
-                    if kind in ("min", "max")
-                    else f"    a{a} = ({x}) {kind} ({y})"
-                )
+                lines.append(f"    a{a} = ({x}) {kind} ({y})")
         lines.append(f"    return {result}")
         scope: dict[str, Any] = {"math": math}
         exec("\n".join(lines), scope)
@@ -310,16 +310,16 @@ class Sizes:
         if is_dynamic(y):
             if self._bounds(y.terms)[0] <= 0 and not self.is_positive(y):
                 return x // self.fix(y)
-            whole = self._divided(_terms(x), y)
+            whole = self._divided(terms_of(x), y)
             return self._opaque("//", x, y) if whole is None else whole
         if y <= 0:
             return self.quotient(-x, -y) if y else x.value // y
         if (exact := self._exact(x, y)) is not None:
             return exact
         whole = {atoms: c // y for atoms, c in x.terms.items() if c % y == 0}
-        rest = self._made({atoms: c for atoms, c in x.terms.items() if c % y})
+        rest = self.formula({atoms: c for atoms, c in x.terms.items() if c % y})
         rest = self._floor_of(rest, y) if is_dynamic(rest) else rest // y
-        return self._made(whole) + rest
+        return self.formula(whole) + rest
 
     def _floor_of(self, x: "DynamicInt", y: int) -> Any:
         """``x // y`` in one way of writing: ``(2*S + 1) // 4`` is ``S // 2``, and ``(S // 2) // 3``
@@ -330,7 +330,7 @@ class Sizes:
         common = math.gcd(y, *terms.values())
         if common > 1:
             reduced = {atoms: c // common for atoms, c in terms.items()}
-            return self.quotient(self._made({**reduced, (): constant // common}), y // common)
+            return self.quotient(self.formula({**reduced, (): constant // common}), y // common)
         ((atoms, c), *more) = terms.items()
         if not more and c == 1 and len(atoms) == 1:
             kind, of = self.made_of(atoms[0])
@@ -356,14 +356,14 @@ class Sizes:
             if c % by:
                 return None
             found[tuple(left)] = c // by
-        return self._made(found)
+        return self.formula(found)
 
     def remainder(self, x: Any, y: Any) -> Any:
         """``x % y``."""
         if is_dynamic(y):
             if self._bounds(y.terms)[0] <= 0 and not self.is_positive(y):
                 return x % self.fix(y)
-            return self._opaque("%", x, y) if self._divided(_terms(x), y) is None else 0
+            return self._opaque("%", x, y) if self._divided(terms_of(x), y) is None else 0
         if y <= 0:
             return x - y * (x // y)
         if self._exact(x, y) is not None:
@@ -377,7 +377,7 @@ class Sizes:
         """
         if any(c % y for c in x.plain.values()):
             return None
-        return self._made({atoms: c // y for atoms, c in x.plain.items()})
+        return self.formula({atoms: c // y for atoms, c in x.plain.items()})
 
     def plain(self, terms: Terms) -> Terms:
         """Terms of the same value, equal for more of the sums that are equal at all sizes: a
@@ -392,7 +392,7 @@ class Sizes:
                 factor = self._plain(a)
                 product = product * (self.alone(a) if factor is None else factor)
             total = total + product
-        return _terms(total)
+        return terms_of(total)
 
     def _plain(self, atom: int) -> Any:
         """As `plain`, for one atom; None where it is so."""
@@ -402,10 +402,10 @@ class Sizes:
         terms, n = of[0].plain, of[1]
         if kind == "//" and terms is of[0].terms and all(0 <= c < n for c in terms.values()):
             return None
-        whole = self._made({atoms: c // n for atoms, c in terms.items()})
-        rest = self._made({atoms: c % n for atoms, c in terms.items()})
+        whole = self.formula({atoms: c // n for atoms, c in terms.items()})
+        rest = self.formula({atoms: c % n for atoms, c in terms.items()})
         quotient = whole + (self._opaque("//", rest, n) if is_dynamic(rest) else rest // n)
-        return quotient if kind == "//" else self._made(terms) - n * quotient
+        return quotient if kind == "//" else self.formula(terms) - n * quotient
 
     def _of_remainders(self, x: "DynamicInt", y: int) -> Any:
         """Equal to ``x`` modulo ``y``, with ``a`` for ``a % n`` where ``y`` divides n."""
@@ -417,28 +417,20 @@ class Sizes:
                 is_free = kind == "%" and not is_dynamic(of[1]) and of[1] % y == 0
                 product = product * (of[0] if is_free else self.alone(a))
             total = total + product
-        return self._made({atoms: c % y for atoms, c in _terms(total).items()})
+        return self.formula({atoms: c % y for atoms, c in terms_of(total).items()})
 
     def _opaque(self, kind: str, x: Any, y: Any) -> Any:
-        low, high = self._bounds(_terms(x))
+        """``x // y`` or ``x % y`` as an atom, for a positive ``y``."""
+        low, high = self._bounds(terms_of(x))
+        least, most = (max(end, 1.0) for end in self._bounds(terms_of(y)))
         if kind == "//":
-            below, above = (max(end, 1.0) for end in self._bounds(_terms(y)))  # it is positive
-            ends = [0.0 if math.isinf(d) else e / d for e in (low, high) for d in (below, above)]
+            ends = [0.0 if math.isinf(d) else e / d for e in (low, high) for d in (least, most)]
             low, high = _floor(min(ends)), _floor(max(ends))
-        elif kind == "%":
-            most = self._bounds(_terms(y))[1] - 1
-            if low >= 0 and high <= self._bounds(_terms(y))[0] - 1:
-                return x
-            low, high = 0, most
+        elif low >= 0 and high <= least - 1:
+            return x
         else:
-            other = self._bounds(_terms(y))
-            pick = min if kind == "min" else max
-            low, high = pick(low, other[0]), pick(high, other[1])
-        return self._made({(self._atom(kind, (x, y), low, high),): 1})
-
-    def extreme(self, kind: str, x: Any, y: Any) -> Any:
-        """``min`` or ``max`` as a formula, without a condition."""
-        return self._opaque(kind, x, y)
+            low, high = 0, most - 1
+        return self.formula({(self._atom(kind, (x, y), low, high),): 1})
 
     def written(self, terms: Terms, name: Callable[[int], str]) -> str:
         parts = []
@@ -453,21 +445,11 @@ class Sizes:
         return " + ".join(parts).replace("+ -", "- ")
 
     def described(self, atom: int) -> str:
-        kind, of = self._atoms[atom].kind, self._atoms[atom].of
+        kind, of = self.made_of(atom)
         if kind == "symbol":
             return of[0]
-        if kind in ("min", "max"):
-            return f"{kind}({of[0]!r}, {of[1]!r})"
         x, y = (repr(one) if str(one).isalnum() else f"({one!r})" for one in of)
         return f"({x}{kind}{y})"
-
-
-_FUNCTIONS: dict[str, Callable[[int, int], int]] = {
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "min": min,
-    "max": max,
-}
 
 
 class Conditions:
@@ -615,14 +597,14 @@ class DynamicInt:
         if not isinstance(other, int):
             return NotImplemented if not isinstance(other, float) else other + float(self)
         found = dict(self.terms)
-        for atoms, c in _terms(other).items():
+        for atoms, c in terms_of(other).items():
             found[atoms] = found.get(atoms, 0) + c
-        return self.sizes._made(found)
+        return self.sizes.formula(found)
 
     __radd__ = __add__
 
     def __neg__(self) -> Any:
-        return self.sizes._made({atoms: -c for atoms, c in self.terms.items()})
+        return self.sizes.formula({atoms: -c for atoms, c in self.terms.items()})
 
     def __pos__(self) -> "DynamicInt":
         return self
@@ -638,10 +620,10 @@ class DynamicInt:
             return other * float(self) if isinstance(other, float) else NotImplemented
         found: Terms = {}
         for a, c in self.terms.items():
-            for b, d in _terms(other).items():
+            for b, d in terms_of(other).items():
                 product = tuple(sorted((*a, *b)))
                 found[product] = found.get(product, 0) + c * d
-        return self.sizes._made(found)
+        return self.sizes.formula(found)
 
     __rmul__ = __mul__
 
@@ -678,76 +660,8 @@ def value_of(x: Any) -> Any:
     return x.value if type(x) is DynamicInt else x
 
 
-def gcd(*numbers: Any) -> Any:
-    """A common divisor: of ints the greatest; of formulas the greatest that divides at all sizes.
-
-    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
-    >>> gcd(12, 18), gcd(8 * s, 12), gcd(6 * s, 4 * s), gcd(0, s)
-    (6, 4, 2*S, S)
-    """
-    found = 0
-    for x in numbers:
-        found = _gcd(found, x)
-    return found
-
-
-def _gcd(a: Any, b: Any) -> Any:
-    if not is_dynamic(a) and not is_dynamic(b):
-        return math.gcd(a, b)
-    if not is_dynamic(a) and a == 0:
-        return b
-    if not is_dynamic(b) and b == 0:
-        return a
-    terms = [*_terms(a).items(), *_terms(b).items()]
-    if is_dynamic(a) and is_dynamic(b) and a.terms == b.terms:
-        return a
-    content = math.gcd(*(c for _, c in terms))
-    common = list(terms[0][0])
-    for atoms, _ in terms[1:]:
-        left, kept = list(atoms), []
-        for x in common:
-            if x in left:
-                left.remove(x)
-                kept.append(x)
-        common = kept
-    sizes = (a if is_dynamic(a) else b).sizes
-    return sizes._made({tuple(common): content})
-
-
-def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of tensors that broadcast together; a trace has checked that they do.
-
-    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
-    >>> broadcast_shapes((4, 1), (s,))
-    (4, S)
-    """
-    ndim = max(map(len, shapes), default=0)
-    found: list[int] = [1] * ndim
-    for shape in shapes:
-        for d, size in enumerate(shape, ndim - len(shape)):
-            found[d] = size if size != 1 else found[d]
-    return tuple(found)
-
-
-def slice_bounds(start: Any, end: Any, step: Any, size: Any) -> tuple[Any, Any, Any]:
-    """``slice(start, end, step).indices(size)`` for a positive step.
-
-    >>> (s,) = Sizes([Symbol("S", 7, 2, 512)]).symbols
-    >>> slice_bounds(1, 2**63 - 1, 1, s), slice_bounds(None, -1, 1, s + 1), slice_bounds(0, 9, 2, 5)
-    ((1, S, 1), (0, S, 1), (0, 5, 2))
-    """
-    if not any(map(is_dynamic, (start, end, size))):
-        return slice(start, end, step).indices(size)
-
-    def within(at: Any) -> Any:
-        at = at + size if at < 0 else at
-        return 0 if at < 0 else size if at > size else at
-
-    step = 1 if step is None else step
-    return within(0 if start is None else start), within(size if end is None else end), step
-
-
-def _terms(x: Any) -> Terms:
+def terms_of(x: Any) -> Terms:
+    """The polynomial of a formula or an int."""
     return x.terms if is_dynamic(x) else {(): int(x)}
 
 
@@ -787,13 +701,7 @@ def _moved_atom(of: Sizes, atom: int, to: Sizes) -> Any:
         at = next(i for i, s in enumerate(of.given) if s.name == parts[0])
         return to.symbols[at] // of.given[at].multiple
     x, y = (moved(part, to) for part in parts)
-    if kind in ("//", "%"):
-        return x // y if kind == "//" else x % y
-    return (
-        to.extreme(kind, x, y)
-        if is_dynamic(x) or is_dynamic(y)
-        else {"min": min, "max": max}[kind](x, y)
-    )
+    return INT_FUNCTIONS[kind](x, y)
 
 
 def in_multiples(sizes_of: Callable[[Mapping[str, int]], Sizes], make: Callable[[Sizes], T]) -> T:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ftp.dynamic_float import INT_FUNCTIONS, OPERATORS, DynamicFloat, is_formula
-from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, symbol, value_of
+from ftp.dynamic_float import OPERATORS, DynamicFloat, is_formula
+from ftp.dynamic_int import INT_FUNCTIONS, DynamicInt, Sizes, is_dynamic, symbol, value_of
 from ftp.errors import InputError, raise_all
 from ftp.sharding.arguments import Shape
 from ftp.torch_internals.fake_tensors import mode_for

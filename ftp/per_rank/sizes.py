@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 
 from ftp.context import set_within
 from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
-from ftp.dynamic_int import Sizes, is_dynamic
+from ftp.dynamic_int import INT_FUNCTIONS, Sizes, is_dynamic
 from ftp.rules.call import Meta, formula_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.modes import disable_current_modes
@@ -151,14 +151,7 @@ def _atom(sizes: Sizes, counts: Sequence[SymInt], atom: int) -> Any:
     kind, of = sizes.made_of(atom)
     if kind == "symbol":
         return counts[[s.name for s in sizes.given].index(of[0])]
-    x, y = map(number, of)
-    join: dict[str, Callable[[], Any]] = {
-        "//": lambda: x // y,
-        "%": lambda: x % y,
-        "min": lambda: torch.sym_min(x, y),
-        "max": lambda: torch.sym_max(x, y),
-    }
-    return join[kind]()
+    return INT_FUNCTIONS[kind](*map(number, of))
 
 
 def at_hand(x: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.dynamic_int import broadcast_shapes
 from ftp.rules.call import Call
 from ftp.rules.dims import all_whole, broadcast_notation, numbered
 from ftp.rules.forms import along_dim, whole
@@ -28,6 +27,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
 from ftp.rules.rule import Rule
+from ftp.rules.size_functions import broadcast_shapes
 
 
 def masked_lookup(op: LocalOp) -> fx.Node:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.dynamic_int import broadcast_shapes
 from ftp.ops.static_shape import ctc_loss, ctc_loss_backward
 from ftp.rules.call import Call
 from ftp.rules.decompositions.registry import HALF
@@ -18,6 +17,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
+from ftp.rules.size_functions import broadcast_shapes
 from ftp.torch_internals.op_types import OpOverload
 
 

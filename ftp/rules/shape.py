@@ -6,7 +6,7 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.dynamic_int import gcd, is_dynamic
+from ftp.dynamic_int import is_dynamic
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
@@ -16,6 +16,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Rule
+from ftp.rules.size_functions import gcd
 from ftp.torch_internals.op_types import OpOverload
 
 

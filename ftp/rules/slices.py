@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import fx
 
-from ftp.dynamic_int import gcd, slice_bounds
 from ftp.rules.call import Call, Meta
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.local_forms import with_shape
@@ -14,6 +13,7 @@ from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
 from ftp.rules.registry import rule
 from ftp.rules.rule import Rule
+from ftp.rules.size_functions import gcd, slice_bounds
 
 # Parts of a dim. If all parts, and the elements around them, are multiples of s elements, the dim
 # is viewed as (k s), and s may be cut within each of the k alike: such as three packs of heads, of

@@ -27,13 +27,12 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from ftp.dynamic_float import (
     FUNCTIONS,
-    INT_FUNCTIONS,
     OPERATORS,
     DynamicFloat,
     evaluated,
     is_formula,
 )
-from ftp.dynamic_int import DynamicInt, IsOne, Sizes, is_dynamic, value_of
+from ftp.dynamic_int import INT_FUNCTIONS, DynamicInt, IsOne, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
