@@ -70,5 +70,6 @@ rule(aten.eye.default, aten.eye.m, "-> m n", local=_eye_of_part)
 for _op in (aten.linspace, aten.logspace):
     whole(_op.default, _op.Tensor_Tensor, _op.Tensor_Scalar, _op.Scalar_Tensor)
 whole(aten.tril_indices.default, aten.triu_indices.default)
-# Windows are short, like a spectrum's frame, and stay whole.
+# Windows and frequencies are short, like a spectrum's frame, and stay whole.
+whole(aten.fft_fftfreq.default, aten.fft_rfftfreq.default)
 whole(*(getattr(w, name) for w in WINDOWS for name in w.overloads() if not name.endswith("out")))

@@ -10,7 +10,15 @@ from ftp.dynamic_int import is_dynamic
 from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
-from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
+from ftp.rules.local_forms import (
+    contiguous,
+    held_rows,
+    masked,
+    unless_empty,
+    unsqueezed,
+    with_shape,
+    zeros,
+)
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
@@ -269,17 +277,15 @@ rule(
 )  # fmt: skip
 
 
-def _of_pairs(op: LocalOp) -> fx.Node:
-    return op.default(op.emit(aten.contiguous.default, op.args[0]))
-
-
 rule(aten.view_as_real.default, aten.view_as_real_copy.default, "... -> ... [c]", linear=[(0,)])
 rule(
     aten.view_as_complex.default, aten.view_as_complex_copy.default, "... [c] -> ...",
-    linear=[(0,)], local=_of_pairs,
+    linear=[(0,)], local=unless_empty(contiguous(0)),  # which keeps the strides of no elements
 )  # fmt: skip
 # Bits read as another dtype: a last dim that changes its size is whole.
-rule(aten.view.dtype, "... -> ...", "... [x] -> ... [y]")
+rule(
+    aten.view.dtype, "... -> ...", "... [x] -> ... [y]", local=unless_empty(contiguous(0))
+)  # fmt: skip
 
 
 def _triangle_of_part(op: LocalOp) -> fx.Node:

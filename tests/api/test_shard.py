@@ -510,3 +510,25 @@ def test_donated_state_is_whole_after_an_interrupt_or_known_not_to_be(is_late):
     else:
         assert torch.equal(w, before)
         step(w, x)
+
+
+@pytest.mark.parametrize("axes", [("dp",), ("dp", "tp")])
+def test_rereading_the_last_dim_of_a_rank_without_rows(axes: tuple[str, ...]):
+    """The whole tensor is dense along its last dim, whatever a rank's part is: pairs of it are
+    complex numbers, and its bits are integers.
+    """
+
+    def loss(w, x):
+        y = x.permute(0, 2, 1)
+        y = y + torch.einsum("bct,co->bot", y, w)
+        y = y.permute(0, 2, 1)
+        bits = y.detach().view(torch.int32)[..., 1::2]
+        z = torch.view_as_complex(y)
+        return (z * z.conj() * (bits[..., 0] % 7)).real.square().mean()
+
+    w, x = (torch.linspace(-2, 3, n, dtype=torch.float64).sin() for n in (4, 40))
+    w, x = w.view(2, 2), x.view(4, 5, 2)
+    mesh = ftp.simulated_mesh((3, 2)[: len(axes)], axes)  # the last rows have no elements
+    found = ftp.shard(loss, mesh, P(axes[1:] or None), batch_specs=P("dp"), certify=True)(w, x)
+    expected = torch.func.grad_and_value(loss)(w, x)
+    torch.testing.assert_close(found, expected[::-1], rtol=1e-12, atol=1e-14)

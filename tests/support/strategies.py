@@ -1243,6 +1243,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ),
     "repeat_interleave.Tensor": lambda: [s(torch.tensor([2, 0, 3, 1]), output_size=6)],
     **_alike("tril_indices.default", "triu_indices.default", samples=lambda: [s(4, 3)]),
+    **_alike("fft_fftfreq.default", "fft_rfftfreq.default", samples=lambda: [s(5, 0.5)]),
     # convolutions
     "convolution.default": lambda: [s(i, w, b, *rest) for i, w, b, rest in _convolutions()],
     "convolution_backward.default": lambda: [
