@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from ftp.errors import FtpError
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.mapped_arguments import evaluated
+from ftp.per_rank.token_counts import differs, elements
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
 from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
@@ -79,6 +80,33 @@ def mixed_by(
             _known.clear()
         _known[key] = _tried(first, trial, traced)
     return _known[key]
+
+
+def asked_number(
+    trial: TokenTrial,
+    counts: tuple[int, int],
+    whole: Traced,
+    own: Traced,
+    traced: Callable[[Sequence[int]], Traced],
+) -> str | None:
+    """The line where a layer computes something else for all tokens than for a rank's; None if its
+    ops are the same, or if its results for a rank's are, on drawn tokens.
+
+    Args:
+        counts: the numbers of all tokens and of a rank's, of which ``whole`` and ``own`` are the
+            traces.
+    """
+    at = differs(whole, counts[0], own, counts[1])
+    if at is None or counts[0] == counts[1]:
+        return None
+    rest = counts[0] - counts[1]
+    if rest < 1 or elements(whole) > _LARGEST:
+        return at
+    try:
+        off = _difference([whole, own, traced((rest, *trial.shape[1:]))], trial)
+    except (FtpError, RuntimeError, ValueError, TypeError, IndexError):
+        return at
+    return None if off is None else at
 
 
 def _tried(

@@ -21,7 +21,7 @@ from ftp.per_rank.grouped_rows import RowsTravel
 from ftp.per_rank.local import local
 from ftp.per_rank.sizes import at_hand, meta, shape_of
 from ftp.per_rank.token_mixing import mixing_op
-from ftp.per_rank.token_trial import TokenTrial, eps_of, mixed_by
+from ftp.per_rank.token_trial import TokenTrial, asked_number, eps_of, mixed_by
 from ftp.per_rank.trace_locally import showing_range, traced_locally
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, leaf_names
@@ -127,7 +127,10 @@ def send_tokens(
         _note_questions(run, x, others, leaves)
         missing = -x.shape[0] % shards
         filled, *filled_others = (_with_copies(t, missing) for t in (x, *others))
-        count, experts, eps = _experts_of(run, leaves, names, filled, filled_others, axis, n, axes)
+        counts = None if is_dynamic(shape_of(x)[0]) else (x.shape[0], filled.shape[0] // shards)
+        count, experts, eps = _experts_of(
+            run, leaves, names, filled, filled_others, axis, n, axes, counts
+        )
 
         def of_rank(x: Tensor, others: Sequence[Any], *leaves: Any) -> Tensor:
             sees = RowsTravel(axis, n, capacity)
@@ -289,9 +292,13 @@ def _experts_of(
     axis: str,
     n: int,
     token_axes: tuple[str, ...],
+    of_tokens: tuple[int, int] | None,
 ) -> tuple[int, set[str], float]:
     """The number of experts, the parameters that grouped matmuls read, and the rounding error of
     the least precise dtype.
+
+    Args:
+        of_tokens: the number of tokens, and that of a rank's; None if they are dynamic.
     """
     sees, device_type = RowsTravel(axis, n, None), x.device.type
     dynamic = [d for d, size in enumerate(shape_of(x)) if is_dynamic(size)]
@@ -342,16 +349,23 @@ def _experts_of(
         )
     (experts,) = counts
     if traced.out_shapes == [seen]:
-        of_tokens = 1 + sum(isinstance(t, Tensor) for t in others)
-        if (mixing := mixing_op(traced.gm, tokens, of_tokens)) is not None:
+        travel = 1 + sum(isinstance(t, Tensor) for t in others)
+        if (mixing := mixing_op(traced.gm, tokens, travel)) is not None:
             at = mixing.meta.get("source") or "an unknown line"
             _refuse_mixed(f"by {mixing.target} at {at}")
-        trial = TokenTrial(tokens, x.shape, of_tokens, experts, dynamic)
+        trial = TokenTrial(tokens, x.shape, travel, experts, dynamic)
         if (off := mixed_by(traced, trial, traced_with)) is not None:
             _refuse_mixed(
                 "or on its position: the layer's results for a few random tokens differ by"
                 f" {off:.1g} of the largest from its results for two parts of these tokens"
             )
+        if of_tokens is not None:
+            whole, own = [traced_with((each, *x.shape[1:])) for each in of_tokens]
+            if (at := asked_number(trial, of_tokens, whole, own, traced_with)) is not None:
+                _refuse_mixed(
+                    f"by their number, which the layer asks for at {at}: it computes something else"
+                    f" for all {of_tokens[0]} than for the {of_tokens[1]} of a rank"
+                )
     return experts, set(shapes), eps_of(traced.gm)
 
 

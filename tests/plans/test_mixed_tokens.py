@@ -328,5 +328,40 @@ def test_the_assumption_leaves_no_work_where_it_is_not_checked():
         step = ftp.shard(loss, mesh, specs, batch_specs=P("ep"), check_inputs=is_checked)
         step.lower(params, x)
         counts.append(calls.count(6))
-    # All tokens: in a trial, which equal layers share, and then only where it is checked.
-    assert counts == [counts[0], 0, 1] and counts[0] <= 1
+    # All tokens: in a trial, which equal layers share, in the trace that is compared with that of a
+    # rank's, and then only where it is checked.
+    assert counts == [counts[0], 1, 2] and counts[0] <= 2
+
+
+def _scaled(p: Any, x: torch.Tensor, scale: Any) -> torch.Tensor:
+    return FORMS["transformers_form"](p, x, 1) * scale
+
+
+ASKING = {
+    "if": lambda p, x: _scaled(p, x, 2 if x.shape[0] > 40 else 1),
+    "int": lambda p, x: _scaled(p, x, 2 if int(x.shape[0]) > 40 else 1),
+    "range": lambda p, x: sum(_scaled(p, x, 1) for _ in range(x.shape[0] // 40 + 1)),
+    "one size": lambda p, x: _scaled(p, x, 2 if x.shape[0] == 64 else 1),
+    "tensor": lambda p, x: _scaled(p, x, torch.tensor(2.0 if x.shape[0] > 40 else 1.0)),
+}
+ALLOWED = {
+    "few": lambda p, x: _scaled(p, x, 2 if x.shape[0] > 5 else 1),
+    "zeros": lambda p, x: _scaled(p, x, 1) + torch.zeros(int(x.shape[0]), 1),
+    "padded": lambda p, x: F.pad(_scaled(p, x, 1), (0, 0, 0, -x.shape[0] % 48))[: x.shape[0]],
+}
+
+
+@pytest.mark.parametrize("name", [*ASKING, *ALLOWED])
+def test_a_layer_that_goes_another_way_for_all_tokens_than_for_a_ranks(name):
+    layer = {**ASKING, **ALLOWED}[name]
+    p, x = drawn(4, 64, None, 0)
+    sent = ftp.plans.send_tokens(layer, "ep")
+    specs = {key: P("ep") if value.ndim == 3 else P() for key, value in p.items()}
+    mesh = ftp.simulated_mesh((2,), ("ep",))
+    step = ftp.spmd(lambda p, x: sent(p, x), mesh, (specs, P("ep")), P("ep"))
+    if name in ALLOWED:
+        torch.testing.assert_close(step(p, x), loop(p, x, 1) * (2 if name == "few" else 1))
+    else:
+        said = r"by their number, which .* for all 64 than for the 32 of a rank"
+        with pytest.raises(ftp.errors.SpecError, match=said):
+            step(p, x)
