@@ -128,15 +128,18 @@ def certificate_of(program: Program) -> Certificate:
 def _at_sizes(program: SizedProgram) -> Certificate:
     """The certificate of a program at its sizes: its graphs with numbers in place of formulas."""
     graphs: dict[str, int] = {}
+    numbers: dict[fx.Graph, int] = {}
+    known: dict[Any, fx.Graph] = {}
     made: list[fx.Graph] = []
     at: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate in program.mesh.coordinates():
-        graph, offsets = program.written(coordinate)
-        text = "\n".join(f"{n.format_node()} {[n.meta.get(k) for k in NOTES]}" for n in graph.nodes)
-        number = graphs.setdefault(text, len(graphs))
-        if number == len(made):
-            made.append(graph)
-        at[tuple(coordinate.values())] = number, offsets
+        graph, offsets = program.written(coordinate, known)
+        if graph not in numbers:
+            lines = (f"{n.format_node()} {[n.meta.get(k) for k in NOTES]}" for n in graph.nodes)
+            numbers[graph] = graphs.setdefault("\n".join(lines), len(graphs))
+            if numbers[graph] == len(made):
+                made.append(graph)
+        at[tuple(coordinate.values())] = numbers[graph], offsets
     with program.ranks.sizes.noting(program.values):
         return _certificate(program, Ranks.of(made, at))
 

@@ -33,13 +33,14 @@ TILE = 1024  # queries and keys of a tile, backward
 
 PART = define(
     "scaled_dot_product_attention_part"
-    "(Tensor q, Tensor k, Tensor v, int[] rows, int[] columns, bool is_causal=False, *,"
+    "(Tensor q, Tensor k, Tensor v, SymInt[] rows, SymInt[] columns, bool is_causal=False, *,"
     " Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)"
 )
 PART_BACKWARD = define(
     "scaled_dot_product_attention_part_backward"
-    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, int[] rows,"
-    " int[] columns, bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None)"
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp,"
+    " SymInt[] rows, SymInt[] columns, bool is_causal=False, *, Tensor? attn_mask=None,"
+    " float? scale=None)"
     " -> (Tensor, Tensor, Tensor)"
 )
 

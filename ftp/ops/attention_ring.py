@@ -27,7 +27,7 @@ from ftp.ops.ring_pieces import EVERY, Needs, Ring, Sees
 from ftp.ops.sends import OneRank, on_processes
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
-_GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
+_GIVEN = "Tensor? attn_mask, SymInt[] rows, SymInt[] keys, bool is_causal, float? scale, str group"
 RING = define(
     f"scaled_dot_product_attention_ring(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)"
 )

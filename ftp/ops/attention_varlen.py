@@ -22,8 +22,8 @@ from ftp.ops.listed_blocks import FINE
 
 # ``is_self``: queries and keys are in the same documents, so that a window is a range of positions.
 GIVEN = (
-    "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale,"
-    " bool is_self"
+    "Tensor ends_q, Tensor ends_k, SymInt[] rows, SymInt[] columns, int left, int right,"
+    " float scale, bool is_self"
 )
 VARLEN = define(
     "scaled_dot_product_attention_varlen"

@@ -75,26 +75,40 @@ class RankProgram:
     run: Run | None = None
     written: fx.Graph | None = None
 
-    def written_at(self, values: Sequence[int]) -> tuple[fx.Graph, tuple[int, ...]]:
+    def written_at(
+        self, values: Sequence[int], made: dict[Any, fx.Graph]
+    ) -> tuple[fx.Graph, tuple[int, ...]]:
         """``written`` with the numbers of these sizes in place of formulas, and the offsets that it
         takes.
+
+        Args:
+            made: as of `SizedProgram.written`.
         """
         assert self.written is not None
-        given, new, env = self.numbers(values), fx.Graph(), dict[fx.Node, Any]()
-        inputs = [node for node in self.written.nodes if node.op == "placeholder"]
-        sizes = len(inputs) - len(given) + self.offsets
-        env.update(zip(inputs[sizes:], given[self.offsets :], strict=True))
-        for node in self.written.nodes:
-            if node not in env:
-                made = env[node] = new.create_node(
-                    node.op,
-                    node.target,
-                    map_arg(node.args, env.__getitem__),
-                    map_arg(node.kwargs, env.__getitem__),
-                    node.name,
-                )
-                made.meta = {key: x for key, x in node.meta.items() if key != "val"}
-        return new, given[: self.offsets]
+        given = self.numbers(values)
+        offsets, sizes = given[: self.offsets], given[self.offsets :]
+        key = self.written, sizes
+        if key not in made:
+            made[key] = _with_sizes(self.written, sizes)
+        return made[key], offsets
+
+
+def _with_sizes(graph: fx.Graph, sizes: Sequence[int]) -> fx.Graph:
+    """A graph with numbers in place of its last inputs."""
+    new, env = fx.Graph(), dict[fx.Node, Any]()
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    env.update(zip(inputs[len(inputs) - len(sizes) :], sizes, strict=True))
+    for node in graph.nodes:
+        if node not in env:
+            made = env[node] = new.create_node(
+                node.op,
+                node.target,
+                map_arg(node.args, env.__getitem__),
+                map_arg(node.kwargs, env.__getitem__),
+                node.name,
+            )
+            made.meta = {key: x for key, x in node.meta.items() if key != "val"}
+    return new
 
 
 class RankPrograms:
@@ -241,9 +255,14 @@ class SizedProgram(Program):
     def traced_graph(self) -> fx.Graph:
         return self.ranks.symbolic.at(self.traced.graph, self.values)
 
-    def written(self, coordinate: Coordinate) -> tuple[fx.Graph, tuple[int, ...]]:
+    def written(
+        self, coordinate: Coordinate, made: dict[Any, fx.Graph]
+    ) -> tuple[fx.Graph, tuple[int, ...]]:
         """The graph of the rank at ``coordinate`` at these sizes, as the eager runner runs it for
         contiguous inputs, and the offsets that it takes.
+
+        Args:
+            made: such graphs of other ranks, which ranks with equal graphs share.
         """
         found, ranks = self.ranks.at(coordinate, self.values), self.ranks
         if found.written is None:
@@ -260,7 +279,7 @@ class SizedProgram(Program):
                 known = ranks.written[key] = form, asked
             found.written = known[0]
             found.conditions.include(known[1])
-        return found.written_at(self.values)
+        return found.written_at(self.values, made)
 
     def make_graph(self) -> None:
         """Make this rank's graph, so that errors are known before the ranks agree."""
