@@ -550,7 +550,7 @@ def test_a_registered_container_is_seen_through():
         w: torch.Tensor
         b: torch.Tensor
 
-    sharded = step(lambda p, x: loss_fn({"w": p.w, "b": p.b}, x), Params(SPECS["w"], SPECS["b"]))  # pyright: ignore[reportArgumentType]
+    sharded = step(lambda p, x: loss_fn({"w": p.w, "b": p.b}, x), Params(SPECS["w"], SPECS["b"]))
     for params in (Params(**PARAMS), Params(**{k: 2 * v for k, v in PARAMS.items()})):
         loss, grads = sharded(params, X)
         assert isinstance(grads, Params)

@@ -97,7 +97,7 @@ def is_lm(cfg: Config) -> bool:
 
 
 def batch_of(cfg: Config, batch: int = 4, seq: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    return lm_batch(cfg, batch, seq) if is_lm(cfg) else class_batch(cfg, batch, dtype=torch.float64)  # type: ignore[arg-type]
+    return lm_batch(cfg, batch, seq) if is_lm(cfg) else class_batch(cfg, batch, dtype=torch.float64)
 
 
 def check(
@@ -267,7 +267,10 @@ def test_ranks_without_a_part_issue_what_the_others_issue():
 def test_moved_parts_are_contiguous():
     """Attention's kernel gives wrong values for heads whose last dim is strided."""
     x = torch.randn(2, 2, 2, 2, dtype=torch.float64)
-    attend = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)  # noqa: E731
+
+    def attend(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
     step = ftp.spmd(
         attend, ftp.simulated_mesh((2,), ("tp",)), (P(None, None, None, "tp"),), P(None, "tp")
     )

@@ -237,5 +237,5 @@ def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: p
     monkeypatch.setattr("ftp.sharding.mesh_groups.dist.get_backend", lambda: "")
     for kind in (True, False):
         monkeypatch.setattr("ftp.sharding.mesh_groups.talks_nccl", lambda kind=kind: kind)
-        set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)  # type: ignore[arg-type]
+        set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)
     assert seen == [130.0, 100.0]

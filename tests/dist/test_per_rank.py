@@ -19,7 +19,7 @@ def _values(ranks):
 
 
 def _local_code(compile):
-    from tests.per_rank.test_local import experts_of_all_ranks, experts_plain, ring_attention  # type: ignore[import-not-found]
+    from tests.per_rank.test_local import experts_of_all_ranks, experts_plain, ring_attention
 
     mesh = ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
     attend = ftp.local(lambda q: ring_attention(q, q, q, "tp"), mesh, P(None, "tp"), P(None, "tp"))

@@ -106,7 +106,7 @@ def wrong_group(graph: fx.Graph, place: float) -> bool:
     if node is None:
         return False
     mine: Any = (tuple(node.args[3]), node.args[4])  # type: ignore[arg-type]
-    used: list[Any] = [(tuple(n.args[3]), n.args[4]) for n in _exchanges(graph)]  # type: ignore[arg-type]
+    used: list[Any] = [(tuple(n.args[3]), n.args[4]) for n in _exchanges(graph)]
     others = [g for g in dict.fromkeys(used) if len(g[0]) == len(mine[0]) and g != mine]
     ranks, name = others[int(place * 7919) % len(others)] if others else (mine[0][::-1], "other")
     node.args = (*node.args[:3], list(ranks), name, *node.args[5:])
@@ -148,7 +148,7 @@ def offset(graph: fx.Graph, place: float) -> bool:
         return False
     at = [i for i, a in enumerate(node.args) if type(a) is int][-1]
     by = 1 if int(place * 1000) % 2 else -1
-    node.args = (*node.args[:at], node.args[at] + by, *node.args[at + 1 :])  # type: ignore[operator]
+    node.args = (*node.args[:at], node.args[at] + by, *node.args[at + 1 :])
     return True
 
 

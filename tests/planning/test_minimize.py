@@ -121,8 +121,8 @@ def integer_program(network: Network) -> float:
     result = scipy.optimize.milp(
         np.where(np.isfinite(costs), costs, 0.0),
         integrality=np.arange(len(costs)) < start[-1],
-        bounds=scipy.optimize.Bounds(np.zeros(len(costs)), np.isfinite(costs).astype(float)),  # pyright: ignore[reportArgumentType]
-        constraints=scipy.optimize.LinearConstraint(matrix, totals, totals),  # pyright: ignore[reportArgumentType]
+        bounds=scipy.optimize.Bounds(np.zeros(len(costs)), np.isfinite(costs).astype(float)),
+        constraints=scipy.optimize.LinearConstraint(matrix, totals, totals),
         options={"mip_rel_gap": 0.0},
     )
     return float(result.fun) if result.status == 0 else np.inf

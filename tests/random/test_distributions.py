@@ -590,7 +590,7 @@ def test_shards_are_independent():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: random.key(1.5), "key takes an integer seed of 64 bits, not 1.5, a float."),  # type: ignore[arg-type]
+        (lambda: random.key(1.5), "key takes an integer seed of 64 bits, not 1.5, a float."),
         (
             lambda: random.uniform(3),
             "uniform takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not"

@@ -89,7 +89,7 @@ def lowered(name: str, mesh_of: Callable[..., Any], **further: Any) -> ftp.Lower
     fn, params = ftp.functionalize(model, constraints=pins)
     loss_fn = loss(cfg, partial(fn, rng=ftp.random.key(0)) if share else fn)
     if options.pop("remat", False):
-        loss_fn = partial(_recomputed, ftp.remat(ftp.functionalize(model.layers[0])[0]), cfg.layers)  # type: ignore[index, union-attr]
+        loss_fn = partial(_recomputed, ftp.remat(ftp.functionalize(model.layers[0])[0]), cfg.layers)
     batch = (
         lm_batch(cfg, 6 if cfg is ODD else 8, 64)
         if isinstance(cfg, LlamaConfig | GPT2Config)
@@ -115,7 +115,7 @@ def lowered(name: str, mesh_of: Callable[..., Any], **further: Any) -> ftp.Lower
         )
     if mesh_of is ftp.AbstractMesh:
         return step.lower(*given)
-    metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), given)  # type: ignore[arg-type]
+    metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), given)
     return step.lower(*metas)
 
 
@@ -157,7 +157,7 @@ def measured(lowered: ftp.Lowered) -> int:
     ) as profile:
         outputs = run(given)
     del outputs
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         live += event.nbytes()  # type: ignore[attr-defined]

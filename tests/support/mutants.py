@@ -239,12 +239,12 @@ def candidates(graph: fx.Graph, kind: str) -> list[fx.Node]:
                 n for n in nodes if n.target is aten.slice.Tensor and isinstance(n.args[2], int)
             ]
         case "order":
-            return [n for n in nodes if n.target is aten.cat.default and len(n.args[0]) > 1]  # type: ignore[arg-type]
+            return [n for n in nodes if n.target is aten.cat.default and len(n.args[0]) > 1]
         case "write":
             return [n for n in nodes if in_place(n) is not None and isinstance(n.args[0], fx.Node)]
         case "sooner":
             return [n for n in nodes if writes(n)]
-    return [n for n in nodes if n.target in KERNELS and len(n.args[0]) > 1]  # type: ignore[arg-type]
+    return [n for n in nodes if n.target in KERNELS and len(n.args[0]) > 1]
 
 
 def writes(node: fx.Node) -> bool:

@@ -193,7 +193,9 @@ def test_documents_hold_no_scores():
     times = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ends: Tensor) -> Any:
-        run = lambda *x: varlen_attn(*x, ends, None, len(q), len(q), window_size=(-1, 0))  # noqa: E731
+        def run(*x: Tensor) -> Tensor:
+            return varlen_attn(*x, ends, None, len(q), len(q), window_size=(-1, 0))
+
         return with_gradients(run)(q, k, v, grad)
 
     for tokens in (1 << 14, 1 << 17):
@@ -245,7 +247,10 @@ def test_queries_of_a_document_stand_at_its_end():
     sees[0, :4], sees[1, :5], sees[2, 5:9] = True, True, True
     parts = [x.transpose(0, 1)[None] for x in (q, k, v)]
     expected = dense(*parts, lambda s: s, sees)[0].transpose(0, 1)
-    run = lambda q, k, v: varlen_attn(q, k, v, queries, keys, 2, 5, window_size=(-1, 0))  # noqa: E731
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attn(q, k, v, queries, keys, 2, 5, window_size=(-1, 0))
+
     found = ftp.spmd(run, mesh_of((2,)), P("cp"), P("cp"))(q, k, v)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
