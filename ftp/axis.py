@@ -17,8 +17,8 @@ All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks
 ``x`` is not a tensor, a dim is out of range, or the ranks do not divide it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -288,11 +288,9 @@ class Inside:
 _inside: ContextVar[Inside | None] = ContextVar("ftp.axis", default=None)
 
 
-@contextmanager
-def entered(inside: Inside) -> Iterator[None]:
+def entered(inside: Inside) -> AbstractContextManager[Inside]:
     """Run per-rank code inside the block."""
-    with set_within(_inside, inside):
-        yield
+    return set_within(_inside, inside)
 
 
 def is_inside() -> bool:

@@ -31,6 +31,9 @@ from ftp.sharding.pytree import kind_of
 ShapeLike = int | Sequence[int]
 _FOLDS = 1 << 61  # fold_in's counters come after split's
 
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Of each dtype that is drawn, the binary digits of its significand."""
+
 
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """The key of a seed: an int64 tensor of shape (2,).
@@ -143,13 +146,12 @@ def uniform(
     tensor([0.3990, 0.8805, 0.7357])
     """
     dtype = _floating(dtype, "uniform")
+    digits = DIGITS[dtype]
     if dtype is torch.float64:
-        unit = (_long(key, shape, "uniform") >> 11 & ((1 << 53) - 1)).to(dtype) * 2.0**-53
+        bits = _long(key, shape, "uniform") >> (64 - digits)
     else:
-        digits = _DIGITS[dtype]
-        unit = (_bits(key, shape, "uniform") >> (32 - digits) & ((1 << digits) - 1)).to(
-            dtype
-        ) * 2.0**-digits
+        bits = _bits(key, shape, "uniform") >> (32 - digits)
+    unit = (bits & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
     return unit if (low, high) == (0.0, 1.0) else unit * (high - low) + low
 
 
@@ -377,10 +379,6 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
     )
 
 
-# bfloat16 and float16 have as many digits as the types' significands.
-_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-
-
 def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if any(n < 0 for n in sizes):
@@ -390,7 +388,7 @@ def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
 
 def _floating(dtype: torch.dtype | None, name: str) -> torch.dtype:
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype is not torch.float64 and dtype not in _DIGITS:
+    if dtype not in DIGITS:
         raise InputError(f"{name} draws float64, float32, bfloat16 or float16, not {dtype}.")
     return dtype
 

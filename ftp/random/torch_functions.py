@@ -11,6 +11,7 @@ from torch import Tensor
 from ftp import random
 from ftp.errors import TraceError
 from ftp.random.attention_dropout import attention_with_dropout
+from ftp.random.distributions import DIGITS
 
 
 class Keys(Protocol):
@@ -117,9 +118,8 @@ def _attention(
 @_draws(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def _recurrent(draws: Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
     """One layer at a time, with dropout between them."""
-    at = (
-        3 if isinstance(args[3], list | tuple) else 2
-    )  # a packed sequence has its batch sizes after the data
+    # A packed sequence has its batch sizes after the data.
+    at = 3 if isinstance(args[3], list | tuple) else 2
     state, weights, has_biases, layers, p, train, *options = args[at - 1 :]
     if not train or p == 0 or layers == 1:
         return NotImplemented
@@ -349,19 +349,13 @@ _in_place(Tensor.bernoulli_, lambda key, shape, _, p: random.bernoulli(key, p, s
 def _random_(
     draws: Keys, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
 ) -> Tensor:
-    first, last = (
-        _numbers(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
-    )
-    if last is None:
-        last = (
-            2 ** _DIGITS[x.dtype] + 1
-            if x.dtype in _DIGITS
-            else min(torch.iinfo(x.dtype).max + 1, (1 << 63) - 1)
-        )
+    bounds = (0, *bounds) if len(bounds) == 1 else bounds
+    first, last = _numbers(bounds, kwargs, ("from", 0), ("to", None))
+    if last is None and x.dtype in DIGITS:
+        last = 2 ** DIGITS[x.dtype] + 1
+    elif last is None:
+        last = min(torch.iinfo(x.dtype).max + 1, (1 << 63) - 1)
     return x.copy_(random.randint(_key(draws, func, generator), first, last, tuple(x.shape)))
-
-
-_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 @_draws(
