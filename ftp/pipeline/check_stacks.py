@@ -151,7 +151,7 @@ class _StackNumbering:
         if len(of) != 1 or len(layers := of.pop()) != 1 or layers[0] in rule.whole:
             return None
         dims: list[int | None] = []
-        for factors in (*rule.operands, *rule.results):
+        for factors in rule.dims:
             at = [d for d, dim in enumerate(factors) if layers[0] in dim]
             if len(at) > 1 or (at and factors[at[0]] != layers):
                 return None

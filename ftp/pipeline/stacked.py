@@ -246,7 +246,7 @@ class _Expansion:
         (factor,) = dims[0]
         sizes = next(self._sizes(n) for n in operands if n in self.parts)
         at: list[int | None] = []  # per operand the dim of the layers
-        for of in (*rule.operands, *rule.results):
+        for of in rule.dims:
             found = [d for d, dim in enumerate(of) if factor in dim]
             if found and of[found[0]] != (factor,):
                 return False

@@ -180,11 +180,10 @@ class Hardware:
             gloo,
             dict(links or {}),
             {torch.float64: 5e10},
-            4e10,
-            1 << 20,
-            4e-6,
-            False,
-            "CPU core",
+            cache=4e10,
+            cache_size=1 << 20,
+            overhead=4e-6,
+            name="CPU core",
             network=Link(2e-4, 1e9, factors={"reduce_scatter": 2.0}, shared=True),
             capacity=0.0,
         )
@@ -200,8 +199,17 @@ class Hardware:
         capacity: float,
         links: Mapping[str, Link] | None,
     ) -> "Hardware":
-        link, links = Link(1e-5, bandwidth), dict(links or {})
-        return cls(flops, memory, link, links, rates, 0.0, 0, 4e-6, True, name, capacity=capacity)
+        return cls(
+            flops,
+            memory,
+            Link(1e-5, bandwidth),
+            dict(links or {}),
+            rates,
+            overhead=4e-6,
+            hides_overhead=True,
+            name=name,
+            capacity=capacity,
+        )
 
 
 DEFAULT = Hardware()
@@ -227,11 +235,9 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
         "all_to_all": share / n,
         "ring": 1.0,
     }.get(op)
-    return (
-        0.0
-        if factor is None
-        else link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
-    )
+    if factor is None:
+        return 0.0
+    return link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
 
 
 def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
@@ -275,9 +281,7 @@ def op_seconds(
     """
     if target in VIEWS or target in STACKS:
         return 0.0
-    elements = sum(
-        math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results)
-    )
+    elements = sum(math.prod(sizes[f] for dim in dims for f in dim) for dims in rule.dims)
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
     if is_matmul(target):
         operations = 2 * multiplications(target, sizes, [len(dims) > 0 for dims in rule.results])

@@ -1,6 +1,6 @@
 """Values that are exempt from the placement constraints: the planner may reshard them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.problem import Problem
@@ -26,10 +26,10 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
-    are_matmuls = {n for n in problem.graph.nodes if is_matmul(n.target)}
-    ops = [n for n in problem.graph.nodes if n.kind == "op" and n in are_matmuls]
-    matmuls = ops if problem.is_data_axis else []
-    conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
+    matmuls = dict.fromkeys(n for n in problem.graph.nodes if is_matmul(n.target))
+    conflicts: set[Node] = set()
+    if problem.is_data_axis:
+        conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
@@ -39,22 +39,18 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
         elif problem.axis in node.own_axes or node.target in BY_SLICE:
-            free.update(
-                (*node.operands, *(Value(node, index) for index in range(len(node.results))))
-            )
+            free.update((*node.operands, *node.values))
         kind = 0
-        if node.kind == "op" and node in are_matmuls:
+        if node in matmuls:
             kind = 1 if node in conflicts else 2
         else:
-            for index in range(len(node.results)):
-                kind |= feeds.get(Value(node, index), 0)
+            for value in node.values:
+                kind |= feeds.get(value, 0)
         for value in node.operands:
             feeds[value] = feeds.get(value, 0) | kind
     for node in problem.graph.nodes:
-        if node in conflicts or (
-            node not in are_matmuls and any(v in after for v in node.operands)
-        ):
-            after.update(Value(node, index) for index in range(len(node.results)))
+        if node in conflicts or (node not in matmuls and any(v in after for v in node.operands)):
+            after.update(node.values)
     return free | {value for value, kind in feeds.items() if kind == 1}, after
 
 
@@ -82,7 +78,7 @@ def _cut_keys(problem: Problem, node: Node) -> list[Value]:
     ]
 
 
-def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:
+def _of_experts(problem: Problem, matmuls: Collection[Node]) -> set[Node]:
     """The matmuls of experts: matmuls of batch data with parameters that are cut on a factor which
     both share with the result, and the matmuls that this cut reaches. On an axis that cuts the
     batch and the experts, tokens are sent to the experts and back, forward and backward; experts
@@ -116,6 +112,4 @@ def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:
 
 
 def _is_shared(node: Node, factor: str) -> bool:
-    return all(
-        any(factor in dim for dim in dims) for dims in (*node.rule.operands, *node.rule.results)
-    )
+    return all(any(factor in dim for dim in dims) for dims in node.rule.dims)

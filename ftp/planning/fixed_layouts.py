@@ -111,8 +111,8 @@ class Reaches:
             for value in (Value(node), node.operands[0])
         ]
         for node, (cut,) in self._own.items():
-            values = (*node.operands, *(Value(node, i) for i in range(len(node.results))))
-            for value, dims in zip(values, (*node.rule.operands, *node.rule.results), strict=True):
+            values = (*node.operands, *node.values)
+            for value, dims in zip(values, node.rule.dims, strict=True):
                 layout = layout_of(dims, node.sizes, cut, self.n)
                 found += [(value, layout)] if layout.kind == "S" else []
         return found

@@ -238,45 +238,56 @@ class _GraphBuilder:
         return self.rules[key]
 
     def _rule(self, call: Call, source: str) -> BoundRule:
-        target = call.target
+        line = source or "an unknown line"
         try:
             found = lookup(call)
         except RuleError as e:
-            raise RuleError(f"{e}\n  The call is at {source or 'an unknown line'}.") from None
+            raise RuleError(f"{e}\n  The call is at {line}.") from None
+        if found is None and call.target not in DECOMPOSITIONS:
+            found = _rule_by_trial(call, f"It is called at {line}.", self.strict)
         if found is not None:
             return found
-        if target not in DECOMPOSITIONS:
-            at = f"It is called at {source or 'an unknown line'}."
-            finding = discover(call)
-            if self.strict:
-                proven = f" proven on {finding.cases} generated calls" if finding.rule else ""
-                line = (
-                    finding.line(target)
-                    if finding.rule
-                    else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
-                )
-                raise PlanningError(
-                    f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}:"
-                    f" {line}{_WRAP}"
-                )
-            if finding.stated is not None:
-                warnings.warn(
-                    f"{target} has no sharding rule; one was found by trial, is proven on"
-                    f" {finding.cases} generated calls, and is used. {at}\n  State it, and no trial"
-                    f" is needed: {finding.line(target)}",
-                    DiscoveryWarning,
-                    stacklevel=2,
-                )
-                metas = [m.shape for m in call.operands], [m.shape for m in call.results]
-                return replace(bind(finding.stated, *metas, str(target)), is_found=True)
-            warnings.warn(
-                f"{target} has no sharding rule: every rank computes it whole. {at} None was found"
-                f" by trial: {finding.reason}.\n  State one, such as: ftp.rule(torch.ops.{target},"
-                f" {_candidate(call)!r}){_WRAP}",
-                ReplicationWarning,
-                stacklevel=2,
-            )
         return whole_rule([m.shape for m in call.operands], [m.shape for m in call.results])
+
+
+def _rule_by_trial(call: Call, at: str, strict: bool) -> BoundRule | None:
+    """The rule found by trial for an op without a stated one, with a warning; None, with another
+    warning, if none was found.
+
+    Args:
+        at: says where the op is called.
+
+    Raises:
+        PlanningError: if ``strict``.
+    """
+    target, finding = call.target, discover(call)
+    if strict:
+        proven, line = "", f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
+        if finding.rule:
+            proven = f" proven on {finding.cases} generated calls"
+            line = finding.line(target)
+        raise PlanningError(
+            f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}:"
+            f" {line}{_WRAP}"
+        )
+    if finding.stated is None:
+        warnings.warn(
+            f"{target} has no sharding rule: every rank computes it whole. {at} None was found"
+            f" by trial: {finding.reason}.\n  State one, such as: ftp.rule(torch.ops.{target},"
+            f" {_candidate(call)!r}){_WRAP}",
+            ReplicationWarning,
+            stacklevel=2,
+        )
+        return None
+    warnings.warn(
+        f"{target} has no sharding rule; one was found by trial, is proven on"
+        f" {finding.cases} generated calls, and is used. {at}\n  State it, and no trial"
+        f" is needed: {finding.line(target)}",
+        DiscoveryWarning,
+        stacklevel=2,
+    )
+    metas = [m.shape for m in call.operands], [m.shape for m in call.results]
+    return replace(bind(finding.stated, *metas, str(target)), is_found=True)
 
 
 def decompose(

@@ -119,10 +119,7 @@ def _key(tree: Any) -> Any:
         return tuple((k, _key(v)) for k, v in tree.items())
     if type(tree) in (int, bool, str):
         return (type(tree), tree)
-    if (
-        isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format)
-        or tree is None
-    ):
+    if isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format | None):
         return repr(tree)
     return (type(tree).__name__, repr(tree))
 
@@ -134,10 +131,8 @@ def mark_dependencies(graph: Graph) -> None:
             node.depends |= value.node.depends
 
 
-RECOMPUTED = VIEWS | {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-}  # cheap ops, repeated on a parameter that is gathered again; ops that widen it are repeated too
+# Cheap ops, repeated on a parameter that is gathered again; ops that widen it are repeated too.
+RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 
 
 def gather_again(graph: Graph) -> Rewrite:

@@ -212,6 +212,6 @@ def reshard_rule(reshard: Reshard) -> tuple[BoundRule, dict[str, Size]]:
         ({},),
         linear,
         nominal_sizes,
-        None,
-        False,
+        local=None,
+        decompose=False,
     ), sizes

@@ -68,8 +68,7 @@ def prepare(
     unmark_cut(gm.graph)
     size = None
     if sizes is not None and number is not None:
-        found = number
-        size = lambda x: moved_number(found(x), sizes)  # noqa: E731
+        size = partial(_size, sizes, number)
     graph = from_fx(gm, names, strict=strict, size=size, sizes=sizes)
     graph, _ = prune(live(graph))
     graph, _ = merge_common(graph)
@@ -78,6 +77,10 @@ def prepare(
         node.depends = PARAMETER if state else BATCH
     mark_dependencies(graph)
     return Prepared(graph, tuple(arguments), constraints(graph), sizes)
+
+
+def _size(sizes: Sizes, number: Callable[[Any], Any], x: Any) -> Any:
+    return moved_number(number(x), sizes)
 
 
 def prepared_once(

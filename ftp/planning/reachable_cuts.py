@@ -103,7 +103,8 @@ class _Closing:
         """Record that a rule keeps whole the factor that ``cut`` would cut."""
         if any(cut.factor == second for _, second in node.rule.ring):
             rings = self.found.rings.setdefault(node, [])
-            rings += [cut] if cut not in rings else []
+            if cut not in rings:
+                rings.append(cut)
         blocked = self.found.blocked.setdefault(node, [])
         if cut.factor not in blocked:
             blocked.append(cut.factor)
@@ -120,9 +121,8 @@ class _Closing:
         if cut in cuts:
             return
         cuts.append(cut)
-        values = [*node.operands, *node.values]
-        all_dims = (*node.rule.operands, *node.rule.results)
-        for value, dims in zip(values, all_dims, strict=True):
+        values = (*node.operands, *node.values)
+        for value, dims in zip(values, node.rule.dims, strict=True):
             layout = layout_of(dims, node.sizes, cut, self.n)
             if layout is R and of_result is not None:
                 layout = layout_of(dims, node.sizes, of_result, self.n)

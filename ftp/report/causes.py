@@ -67,7 +67,7 @@ def constraint_forward(value: Value, axis: str, users: Users) -> Node | None:
             is_cut = any(cut.axis == axis for cut in user.cuts)
             if is_cut and user not in seen and len(seen) < FORWARD:
                 seen.add(user)
-                queue += [Value(user, index) for index in range(len(user.results))]
+                queue += user.values
     return None
 
 

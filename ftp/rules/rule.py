@@ -70,12 +70,11 @@ class BoundRule:
     call: Call | None = field(default=None, compare=False, repr=False)
     together: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def dims(self) -> tuple[Dims, ...]:
+        """The dims of the operands, then of the results."""
+        return (*self.operands, *self.results)
+
     def __str__(self) -> str:
-        return str(
-            Notation(
-                self.operands,
-                self.results,
-                self.whole,
-                tuple(tuple(p.items()) for p in self.pending),
-            )
-        )
+        pending = tuple(tuple(p.items()) for p in self.pending)
+        return str(Notation(self.operands, self.results, self.whole, pending))

@@ -109,7 +109,7 @@ class _TrialCut:
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_TrialCut, ...]]:
     rule = case.rule
-    present = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
+    present = {f for dims in rule.dims for dim in dims for f in dim}
     free = sorted(present - rule.whole)
     for factor in free:
         for n in dict.fromkeys((*ranks, _leaves_one_empty(rule.sizes[factor]))):
