@@ -11,6 +11,7 @@ from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
 from ftp.ops.ring_pieces import RingAxis
 from ftp.rules.call import Call, Meta
+from ftp.rules.dims import factors
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
@@ -153,10 +154,10 @@ def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
         )
 
     more = own(call.operands[len(operands) :], "o"), own(call.results[len(results) :], "r")
-    whole = WHOLE | {f for dims in (*more[0], *more[1]) for dim in dims for f in dim}
+    whole = WHOLE | factors(*more[0], *more[1])
     ring = RING_FACTORS
     if call.arg("dropout_p"):  # the kernel draws for the whole tensor
-        whole, ring = whole | {f for dims in operands for dim in dims for f in dim}, ()
+        whole, ring = whole | factors(*operands), ()
     notation = Notation(
         (*operands, *more[0]),
         (*results, *more[1]),
@@ -338,11 +339,10 @@ def _by_heads(call: Call, text: str, query: int) -> Rule:
         ):
             for i in slots:
                 named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
-    factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
     notation = Notation(
         tuple(named[False]),
         tuple(named[True]),
-        frozenset(factors - free),
+        factors(*named[False], *named[True]) - free,
         ((),) * len(call.results),
     )
     return Rule(notation, ((0,),) if query else (), decompose=False)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ftp.rules.call import Call
+from ftp.rules.dims import factors
 from ftp.rules.forms import batched
 from ftp.rules.local_forms import contributed_once, unless_empty, with_shape, zeros
 from ftp.rules.local_op import LocalOp
@@ -72,7 +73,7 @@ def _conv_dims(call: Call, ndim: int) -> dict[str, Any]:
         "w": (*weight, *space["w"]),
         "y": (("n",), o, *space[made]),
         "bias": (o,),
-        "whole": frozenset(f for dims in space.values() for dim in dims for f in dim),
+        "whole": factors(*space.values()),
     }
 
 

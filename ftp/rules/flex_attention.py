@@ -19,6 +19,7 @@ from ftp.rules.attention import (
     sizes_of_heads,
 )
 from ftp.rules.call import Call, Meta
+from ftp.rules.dims import factors
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.registry import rule
@@ -52,10 +53,10 @@ def flex_attention(call: Call) -> Rule:
         wants = call.arg("wants")
         of_wanted = [of for of, is_wanted in zip(found[0], wants, strict=True) if is_wanted]
         operands, results = (out, *tensors, rows, rows, *more), (*tensors, *of_wanted)
-        own = [{f for dim in of for f in dim} for of in (q, *operands[2:4], *of_wanted)]
+        own = [factors(of) for of in (q, *operands[2:4], *of_wanted)]
         pending = tuple(tuple((f, "sum") for f in summed if f not in of) for of in own)
         pending = ((), (("s", "sum"),), (("s", "sum"),), *pending[3:])
-    named_own = {f for of in more for dim in of for f in dim} - {"b", "h", "r", "s", "t"}
+    named_own = factors(*more) - {"b", "h", "r", "s", "t"}
     whole = WHOLE | named_own | ({"r"} if "r" in heads["h"] else set())
     notation = Notation(tuple(operands), tuple(results), frozenset(whole), pending)
     linear = () if is_forward else ((0, 5),)
@@ -77,8 +78,8 @@ def _lead(x: Meta, lead: tuple[int, ...], heads: dict[str, tuple[str, ...]]) -> 
 
 def _of_captured(name: str, named: Letters, heads: dict[str, tuple[str, ...]]) -> Dims:
     """Dims of a captured tensor: a dim indexed by key is whole, even where a ring cuts the keys."""
-    factors = {"b": ("b",), "h": heads["h"], "q": ("s",)}
-    return tuple(factors.get(c, (f"{name}{d}",)) for d, c in enumerate(named))
+    known = {"b": ("b",), "h": heads["h"], "q": ("s",)}
+    return tuple(known.get(c, (f"{name}{d}",)) for d, c in enumerate(named))
 
 
 def _local(op: LocalOp) -> Any:

@@ -5,7 +5,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ftp.rules.call import Call
-from ftp.rules.dims import acting_on, all_whole, broadcast_notation, core_dims, numbered, reduced
+from ftp.rules.dims import (
+    acting_on,
+    all_whole,
+    broadcast_notation,
+    core_dims,
+    factors,
+    numbered,
+    reduced,
+)
 from ftp.rules.notation import BATCH, Dims, Notation, parse
 from ftp.rules.registry import LinearGroups, register
 from ftp.rules.rule import LocalHook, Rule
@@ -26,7 +34,7 @@ def einsum(*ops: "OpOverload | str") -> None:
     """
     *targets, text = ops
     notation = parse(text)  # type: ignore[arg-type]
-    kept = {f for dims in notation.results for dim in dims for f in dim}
+    kept = factors(*notation.results)
     summed = tuple(
         dict.fromkeys(
             (f, "sum") for dims in notation.operands for dim in dims for f in dim if f not in kept

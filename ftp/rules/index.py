@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ftp.rules.call import Call
-from ftp.rules.dims import all_whole, broadcast_notation, numbered
+from ftp.rules.dims import all_whole, broadcast_notation, factors, numbered
 from ftp.rules.forms import along_dim, whole
 from ftp.rules.local_forms import (
     contributed_once,
@@ -175,9 +175,8 @@ def index(call: Call) -> Rule:
         if any(not op.sizes[f] for f in cut):
             return zeros(op)
         indices, held = seen.local_indices(op, op.args[1])
-        return masked(
-            op, op.emit(op.target, op.args[0], indices), unsqueezed(op, held, 0, seen.after)
-        )
+        rows = op.emit(op.target, op.args[0], indices)
+        return masked(op, rows, unsqueezed(op, held, 0, seen.after))
 
     pending = tuple((f, "sum") for f in seen.indexed)
     return Rule(
@@ -204,7 +203,7 @@ def index_put(call: Call) -> Rule:
 
     def local(op: LocalOp) -> fx.Node:
         x, indices, value, *rest = op.args
-        if op.is_cut(*batch) if batch else False:
+        if batch and op.is_cut(*batch):
             x = contributed_once(op, x, *batch)
         cut = [f for f in seen.indexed if op.is_cut(f)]
         if not cut:
@@ -213,25 +212,14 @@ def index_put(call: Call) -> Rule:
             return op.emit(aten.alias.default, x)
         at, held = seen.local_indices(op, indices)
         if adds:
-            return op.emit(
-                op.target,
-                x,
-                at,
-                masked(op, value, unsqueezed(op, held, 0, seen.after)),
-                *rest,
-                **op.kwargs,
-            )
+            value = masked(op, value, unsqueezed(op, held, 0, seen.after))
+            return op.emit(op.target, x, at, value, *rest, **op.kwargs)
         dim = seen.x.index((cut[0],))
         size = op.sizes[cut[0]]
         at[dim] = op.emit(aten.where.ScalarOther, held, at[dim], size)
-        return _without_last(
-            op,
-            op.emit(
-                op.target, _with_extra(op, x, len(seen.x) - 1 - dim), at, value, *rest, **op.kwargs
-            ),
-            dim,
-            size,
-        )
+        x = _with_extra(op, x, len(seen.x) - 1 - dim)
+        made = op.emit(op.target, x, at, value, *rest, **op.kwargs)
+        return _without_last(op, made, dim, size)
 
     whole = frozenset() if adds else frozenset(batch)
     if not adds and len(seen.indexed) > 1:
@@ -269,10 +257,9 @@ class _Indexed:
         metas = [given[d] for d in at]
         broadcast = broadcast_shapes(*(m.shape for m in metas))
         notation = broadcast_notation([m.shape for m in metas], [tuple(broadcast)])
-        rename = lambda dims: tuple(tuple(f"b{f[1:]}" for f in dim) for dim in dims)  # noqa: E731
         self.x: Dims = numbered(x.ndim)
-        self.indices: tuple[Dims, ...] = tuple(map(rename, notation.operands))
-        self.batch: Dims = rename(notation.results[0])
+        self.indices: tuple[Dims, ...] = tuple(map(_of_batch, notation.operands))
+        self.batch: Dims = _of_batch(notation.results[0])
         self.indexed = [f for d in at for f in self.x[d]]
         self.sizes = {d: x.shape[d] for d in at}
         rest = [d for d in range(x.ndim) if d not in at]
@@ -309,6 +296,11 @@ class _Indexed:
         return local, all_held
 
 
+def _of_batch(dims: Dims) -> Dims:
+    """Dims of indices, whose factors are apart from those of x."""
+    return tuple(tuple(f"b{f[1:]}" for f in dim) for dim in dims)
+
+
 # Others.
 
 
@@ -336,15 +328,9 @@ def histc(call: Call) -> Rule:
     x = call.operands[0]
     given = call.arg("min") != call.arg("max")
     dims = numbered(x.ndim)
-    names = tuple(f for dim in dims for f in dim)
-    pending = tuple((f, "sum") for f in names) if given else ()
-    return Rule(
-        Notation(
-            (dims,), ((("bins",),),), frozenset({"bins", *(() if given else names)}), (pending,)
-        ),
-        (),
-        unless_empty(),
-    )
+    pending = tuple((f, "sum") for (f,) in dims) if given else ()
+    whole = frozenset({"bins"}) if given else factors(dims) | {"bins"}
+    return Rule(Notation((dims,), ((("bins",),),), whole, (pending,)), (), unless_empty())
 
 
 # The sorter is optional.

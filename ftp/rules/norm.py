@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ftp.rules.call import Call
+from ftp.rules.dims import factors
 from ftp.rules.forms import along_dim
 from ftp.rules.local_forms import contiguous, unless_empty, zeros
 from ftp.rules.local_op import LocalOp
@@ -35,7 +36,7 @@ def layer_norm(call: Call) -> Rule:
     operands = ((*batch, *norm), *(norm,) * (len(call.operands) - 1))
     results = ((*batch, *norm), *(stats[: m.ndim] for m in statistics))
     return Rule(
-        Notation(operands, results, _names(norm), ((),) * len(results)),
+        Notation(operands, results, factors(norm), ((),) * len(results)),
         (),
         unless_empty(inputs=False),
     )
@@ -61,7 +62,7 @@ def layer_norm_backward(call: Call) -> Rule:
     summed = tuple((f, "sum") for dim in batch for f in dim)
     pending = tuple(summed if want and i else () for i, want in enumerate(wanted))
     return Rule(
-        Notation(operands, results, _names(norm), pending),
+        Notation(operands, results, factors(norm), pending),
         ((0,),),
         unless_empty(contiguous(0, 1), inputs=False),
     )
@@ -114,14 +115,14 @@ def weight_norm(call: Call) -> Rule:
     """``v, g -> g * v / norm, norm``: slices along ``dim`` are independent."""
     full, kept = _along(call)
     results = (full, kept)
-    whole = _names(full) - {"o"}
+    whole = factors(full) - {"o"}
     return Rule(Notation((full, kept), results, whole, ((), ())), (), unless_empty(contiguous(0)))
 
 
 @rule(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(call: Call) -> Rule:
     full, kept = _along(call)
-    operands, whole = (full, full, kept, kept), _names(full) - {"o"}
+    operands, whole = (full, full, kept, kept), factors(full) - {"o"}
     local = unless_empty(contiguous(0, 1), inputs=False)
     return Rule(Notation(operands, (full, kept), whole, ((), ())), ((0,),), local)
 
@@ -132,14 +133,6 @@ def _along(call: Call) -> tuple[Dims, Dims]:
     dim = call.arg("dim") % ndim
     full = tuple(("o",) if i == dim else (f"d{i}",) for i in range(ndim))
     return full, tuple(d if i == dim else () for i, d in enumerate(full))
-
-
-def _space(ndim: int) -> Dims:
-    return tuple((f"y{i}",) for i in range(ndim))
-
-
-def _names(dims: Dims) -> frozenset[str]:
-    return frozenset(f for dim in dims for f in dim)
 
 
 # Whole unless the losses are not reduced. The decomposition, which sums losses and weights
@@ -177,8 +170,7 @@ def batch_norm(call: Call) -> Rule:
             for i, m in enumerate(call.results[1:])
         ),
     )
-    empty = frozenset(f for dims in results[1:] for (f,) in dims if f != "c")
-    whole = empty | (_names(full) - {"c"} if training else frozenset())
+    whole = factors(*results if training else results[1:]) - {"c"}
 
     def local(op: LocalOp) -> Any:
         made = unless_empty(contiguous(0))(op)
@@ -214,9 +206,8 @@ def batch_norm_backward(call: Call) -> Rule:
         channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:]
     )
     wanted = call.arg("output_mask")
-    shaped = [
-        want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)
-    ]  # results that are not wanted have shapes too
+    # Results that are not wanted have shapes too.
+    shaped = [want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)]
     results = tuple(
         dims if has else () for dims, has in zip((full, channel, channel), shaped, strict=True)
     )
@@ -224,9 +215,7 @@ def batch_norm_backward(call: Call) -> Rule:
     pending = tuple(
         tuple((f, "sum") for f in batch) if want and i else () for i, want in enumerate(wanted)
     )
-    whole = (frozenset(batch) if training else frozenset()) | (
-        {"e"} if (("e",),) in rest else frozenset()
-    )
+    whole = factors(*rest) - {"c"} | (set(batch) if training else set())
     return Rule(Notation((full, full, *rest), results, whole, pending), ((0,),), _by_channel)
 
 
@@ -237,4 +226,4 @@ def _by_channel(op: LocalOp) -> Any:
 
 
 def _channels(ndim: int) -> tuple[Dims, Dims]:
-    return (("n",), ("c",), *_space(ndim - 2)), (("c",),)
+    return (("n",), ("c",), *((f"y{i}",) for i in range(ndim - 2))), (("c",),)

@@ -1,7 +1,7 @@
 """Elementwise ops, grouped by what they are linear in."""
 
 from ftp.rules.call import Call
-from ftp.rules.dims import broadcast_notation
+from ftp.rules.dims import broadcast_notation, factors
 from ftp.rules.forms import along_dim, pointwise
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.notation import Notation
@@ -139,7 +139,7 @@ def isin(call: Call) -> Rule:
         tuple((f"{letter}{d}",) for d in range(m.ndim))
         for letter, m in zip("xy", call.operands, strict=True)
     )
-    return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
+    return Rule(Notation((x, among), (x,), factors(among), ((),)))
 
 
 # Casts.

@@ -72,13 +72,10 @@ def common_factors(
         while left[0] and left[1]:
             a, b = left[0][end], left[1][end]
             sized = rest[0][a], rest[1][b]
-            common = (
-                sized[0]
-                if sized[0] == sized[1]
-                else gcd(*sized)
-                if 0 not in (*rest[0], *rest[1])
-                else 1
-            )
+            if sized[0] == sized[1]:
+                common = sized[0]
+            else:
+                common = 1 if 0 in (*rest[0], *rest[1]) else gcd(*sized)
             if common == 1:
                 break
             name = named(common)

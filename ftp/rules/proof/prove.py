@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ftp.errors import RuleError
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.rules.call import replaced, tensors
+from ftp.rules.dims import factors
 from ftp.rules.local_op import LocalCut, LocalOp, localize
 from ftp.rules.notation import Dims
 from ftp.rules.proof.case import Case, as_tuple
@@ -109,8 +110,7 @@ class _TrialCut:
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_TrialCut, ...]]:
     rule = case.rule
-    present = {f for dims in rule.dims for dim in dims for f in dim}
-    free = sorted(present - rule.whole)
+    free = sorted(factors(*rule.dims) - rule.whole)
     for factor in free:
         for n in dict.fromkeys((*ranks, _leaves_one_empty(rule.sizes[factor]))):
             yield from ((cut,) for cut in _cuts(factor, rule.sizes[factor], n))
