@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
-from ftp.functional.attributes import OF_MODULES, attributes_of, join
+from ftp.functional.assigned import OWN_BY_CALL, assigned_before, assigned_since
+from ftp.functional.attributes import attributes_of, join
 from ftp.functional.closures import contents_of, own_attributes, restored
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
@@ -308,12 +309,13 @@ def _recomputed(
     ran.add(block.path)
     counts, first = dict(draws.counts), []
     live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
+    live |= assigned_before((m.path, m.module, m.attributes) for m in block.program.modules)
     part = _as_set_by_now(block.program, live)
     contents = contents_of([own_attributes(m.attributes) for m in part.modules])
 
     def forward(
         key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor]]:
+    ) -> tuple[Any, dict[str, Tensor], dict[str, dict[str, Any]]]:
         clones = {path: given[path].clone() for path in block.mutable}
         own = {**given, **clones}
         with (
@@ -322,6 +324,7 @@ def _recomputed(
             installed(part, own),
         ):
             mutable = frozenset(map(id, clones.values()))
+            before = [dict(m.module.__dict__) for m in part.modules]
             out = _call_hooked(
                 part,
                 block.module.forward,
@@ -334,14 +337,18 @@ def _recomputed(
                 kwargs,
             )
             new = {**clones, **_buffers_of(part)}
+            assigned = assigned_since(
+                (m.path, m.module, b) for m, b in zip(part.modules, before, strict=True)
+            )
         if not first:
             draws.counts.update(again.counts)
         first.append(True)
-        return out, new
+        return out, new, assigned
 
     forward.__name__ = f"module {block.path!r}"
-    out, new = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
+    out, new, assigned = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
     for m in block.program.modules:
+        m.module.__dict__.update(assigned.get(m.path, {}))
         for name, slot in m.attributes["_buffers"].items():
             if type(slot) is Slot and slot.path in new:
                 value = new[slot.path]
@@ -362,15 +369,11 @@ def _as_set_by_now(program: ModuleProgram, live: Mapping[str, Any]) -> ModulePro
     copies = _Copies(lambda v: slots.get(id(v), v))
 
     def now(m: ModuleState) -> ModuleState:
-        kept = {name: v for name, v in m.attributes.items() if name in _OWN_BY_CALL}
-        own = {name: v for name, v in m.module.__dict__.items() if name not in _OWN_BY_CALL}
+        kept = {name: v for name, v in m.attributes.items() if name in OWN_BY_CALL}
+        own = {name: v for name, v in m.module.__dict__.items() if name not in OWN_BY_CALL}
         return ModuleState(m.path, m.module, copies.of(own) | kept)
 
     return replace(program, modules=tuple(map(now, program.modules)))
-
-
-# Attributes that hold hooks and slots, and that a call of a program changes.
-_OWN_BY_CALL = OF_MODULES - {"training"} | {"forward", "flatten_parameters"}
 
 
 def _buffers_of(program: ModuleProgram) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
+from ftp.torch_internals.modes import DisableTorchFunction
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
@@ -23,8 +24,11 @@ def is_shared(storage: torch.UntypedStorage) -> bool:
 
 
 def version(x: Tensor) -> int:
-    """A number that rises with each write to the memory of a tensor."""
-    return 0 if x.is_inference() else x._version
+    """A number that rises with each write to the memory of a tensor. No mode takes this for a use
+    of the tensor.
+    """
+    with DisableTorchFunction():
+        return 0 if x.is_inference() else x._version
 
 
 def storage_of(x: Tensor) -> torch.UntypedStorage | None:

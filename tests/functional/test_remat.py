@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plan_reshards import unbucketed
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -610,3 +610,51 @@ def test_containers_of_a_block_of_many_modules_are_as_they_were():
     set_scales(1.1)
     expected = torch.autograd.grad(model(x.double()).sum(), list(model.parameters()))
     torch.testing.assert_close(list(found), list(expected))
+
+
+class _Reversible(nn.Module):
+    """RevIN: what one call takes away, another one adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        if way == "norm":
+            self.mean, self.times = x.mean(0, keepdim=True), 2
+            return (x - self.mean) * self.weight
+        return x / self.weight + self.times * self.mean
+
+
+class _Reversed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rev, self.inner = _Reversible(), nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rev((x * self.inner.bias).sin(), "norm")
+        return (self.rev(self.inner(y), "denorm") * self.rev.mean).square().mean()
+
+
+@pytest.mark.cases_by_default(4)
+@pytest.mark.filterwarnings("ignore:_Reversed changes attribute .rev.times:ftp.errors.StaleCaptureWarning")
+@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("paths", [["rev"], ["inner"], ["rev", "inner"]])
+@pytest.mark.parametrize("axis", [None, "dp", "tp"])
+def test_attributes_that_a_block_sets(has_run: bool, paths: list[str], axis: str | None):
+    """They are those of this call, for other blocks and for what is none, with gradients."""
+    model, x = _Reversed(), torch.linspace(-2, 3, 12, dtype=torch.float64).cos().view(4, 3)
+    if has_run:
+        model(x + 1)
+    fn, params = ftp.functionalize(model, remat=dict.fromkeys(paths, "nothing"))
+    loss = model(x)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    if axis is None:
+        found, value = torch.func.grad_and_value(lambda p: fn(p, x))(params)
+    else:
+        batch = P("dp") if axis == "dp" else P()
+        step = ftp.shard(fn, ftp.simulated_mesh((2,), (axis,)), P(axis), batch_specs=batch)
+        value, found = step(params, x)
+    torch.testing.assert_close(value, loss.detach(), rtol=1e-12, atol=0)
+    for (path, _), due in zip(model.named_parameters(), grads, strict=True):
+        torch.testing.assert_close(found[path], due, rtol=1e-10, atol=1e-13)
