@@ -219,8 +219,9 @@ def _parts(value: Value, dim: int, users: Users) -> int:
         parts = [result.shape for result in user.results]
         if user.kind != "op":
             continue
-        if len(parts) > 1 and value.shape[dim] % len(parts) == 0:
-            size = value.shape[dim] // len(parts)
+        size = int(value.shape[dim])
+        if len(parts) > 1 and size % len(parts) == 0:
+            size //= len(parts)
             if set(parts) == {(*value.shape[:dim], size, *value.shape[dim + 1 :])}:
                 return len(parts)
         if user.target in VIEWS:

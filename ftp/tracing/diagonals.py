@@ -12,9 +12,10 @@ def fill_diagonal_(input: Tensor, fill_value: Any, wrap: bool = False) -> Tensor
     diagonal again below an empty row.
     """
     is_cube = input.ndim > 2 and len(set(input.shape)) == 1
-    is_as_in_memory = wrap and not input.is_contiguous()
-    if isinstance(fill_value, Tensor) or is_as_in_memory or not (input.ndim == 2 or is_cube):
-        return input.fill_diagonal_(fill_value, wrap)
+    is_known = not isinstance(fill_value, Tensor) and (input.ndim == 2 or is_cube)
+    if not is_known or (wrap and not input.is_contiguous()):  # which wraps as memory does
+        value: Any = fill_value
+        return input.fill_diagonal_(value, wrap)
     first, *rest = (
         torch.arange(n, device=input.device).view(-1, *[1] * (input.ndim - 1 - d))
         for d, n in enumerate(input.shape)

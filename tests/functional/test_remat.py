@@ -637,7 +637,9 @@ class _Reversed(nn.Module):
 
 
 @pytest.mark.cases_by_default(4)
-@pytest.mark.filterwarnings("ignore:_Reversed changes attribute .rev.times:ftp.errors.StaleCaptureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:_Reversed changes attribute .rev.times:ftp.errors.StaleCaptureWarning"
+)
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("paths", [["rev"], ["inner"], ["rev", "inner"]])
 @pytest.mark.parametrize("axis", [None, "dp", "tp"])
