@@ -7,12 +7,14 @@ from torch import Tensor, nn
 
 from ftp.functional.attributes import OF_MODULES, join
 
-Modules = Iterable[tuple[str, nn.Module, Mapping[str, Any]]]  # by path, with former attributes
+FormerAttributes = Iterable[
+    tuple[str, nn.Module, Mapping[str, Any]]
+]  # by path, with former attributes
 # Attributes that hold hooks and slots, and that a call of a program changes.
 OWN_BY_CALL = OF_MODULES - {"training"} | {"forward", "flatten_parameters"}
 
 
-def assigned_before(modules: Modules) -> dict[str, Tensor]:
+def assigned_before(modules: FormerAttributes) -> dict[str, Tensor]:
     """The tensors that were assigned before a block: its arguments, as what it captures has no
     gradient.
     """
@@ -24,7 +26,7 @@ def assigned_before(modules: Modules) -> dict[str, Tensor]:
     }
 
 
-def assigned_since(modules: Modules) -> dict[str, dict[str, Any]]:
+def assigned_since(modules: FormerAttributes) -> dict[str, dict[str, Any]]:
     """The tensors and plain values that a block has assigned, by the paths of its modules. Other
     objects are left out: they may hold tensors that end with it.
     """

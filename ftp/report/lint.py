@@ -219,11 +219,13 @@ def _parts(value: Value, dim: int, users: Users) -> int:
         parts = [result.shape for result in user.results]
         if user.kind != "op":
             continue
-        size = int(value.shape[dim])
-        if len(parts) > 1 and size % len(parts) == 0:
-            size //= len(parts)
-            if set(parts) == {(*value.shape[:dim], size, *value.shape[dim + 1 :])}:
-                return len(parts)
+        if (
+            len(parts) > 1
+            and len(set(parts)) == 1
+            and len(parts[0]) == len(value.shape)
+            and parts[0][dim] * len(parts) == value.shape[dim]
+        ):
+            return len(parts)
         if user.target in VIEWS:
             factors = user.rule.operands[slot][dim]
             if factors in user.rule.results[0]:

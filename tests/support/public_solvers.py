@@ -326,7 +326,7 @@ def mean_flow() -> Program:
         r, t = torch.minimum(first, second), torch.maximum(first, second)
         z, along = (1 - t[:, None]) * x + t[:, None] * noise, noise - x
         rates = (along, torch.ones_like(t), torch.zeros_like(r))
-        found, change = jvp(velocity, (z, t, r), rates)
+        found, change, *_ = jvp(velocity, (z, t, r), rates)
         error = (found - (along - (t - r)[:, None] * change).detach()).square().sum(-1)
         return (error / (error.detach() + 1e-3).sqrt()).mean()
 
