@@ -53,7 +53,7 @@ def schedule_in(graph: fx.Graph) -> None:
     order: dict[fx.Node, None] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing = ancestors(wanted, stop=order) - order.keys()
+        missing = [node for node in ancestors(wanted, stop=order) if node not in order]
         order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
 
     emit(node for node in nodes if node.op == "placeholder")
