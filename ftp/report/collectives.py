@@ -3,7 +3,7 @@ check of a test's claims about it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
@@ -39,7 +39,18 @@ class TableRow:
     worst_nbytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+        return {
+            "op": self.op,
+            "axes": list(self.axes),
+            "shape": list(self.shape),
+            "global_shape": list(self.global_shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "nbytes": self.nbytes,
+            "wire_nbytes": self.wire_nbytes,
+            "count": self.count,
+            "why": self.why,
+            "worst_nbytes": self.worst_nbytes,
+        }
 
 
 class Collectives(tuple[Collective, ...]):

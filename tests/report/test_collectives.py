@@ -83,6 +83,7 @@ def test_the_table_shows_itself_as_text_html_rich_and_json():
     html = table._repr_html_()
     assert html.count("<tr>") == 1 + len(table.rows) and "&#x27;" in html and "params['" not in html
     facts = json.loads(json.dumps(table.to_dict()))
+    assert facts == table.to_dict()
     assert facts["count"] == len(table) and set(facts["rows"][0]) == {
         "op", "axes", "shape", "global_shape", "dtype", "nbytes", "wire_nbytes", "count", "why",
         "worst_nbytes",
