@@ -160,10 +160,9 @@ def _drawn(
                 made = initializer(draws.next_key(f"init of {path!r}"), shape, dtype)
             is_tensor = isinstance(made, Tensor)
             if not is_tensor or (made.dtype, tuple(made.shape)) != (dtype, shape):
-                given_back = f"{made.dtype} of shape {tuple(made.shape)}" if is_tensor else made
+                what = f"{made.dtype} of shape {tuple(made.shape)}" if is_tensor else repr(made)
                 raise InputError(
-                    f"init of {path!r} returns {given_back}; the parameter is {dtype} of shape"
-                    f" {shape}."
+                    f"init of {path!r} returns {what}; the parameter is {dtype} of shape {shape}."
                 )
             fresh[path] = made
     return fresh

@@ -183,6 +183,8 @@ def test_initializers_by_pattern():
         r" torch.float32 of shape \(6,\)",
     ):
         ftp.init_params(model, KEY, ONE, init={"scale": lambda key, shape, dtype: torch.ones(2)})
+    with pytest.raises(InputError, match="init of 'scale' returns 'ones'; the parameter is"):
+        ftp.init_params(model, KEY, ONE, init={"scale": lambda key, shape, dtype: "ones"})
     with pytest.raises(InputError, match="'scales' matches"):
         ftp.init_params(model, KEY, ONE, init={"scales": init["scale"]})
     with pytest.raises(
