@@ -349,7 +349,7 @@ _in_place(Tensor.bernoulli_, lambda key, shape, _, p: random.bernoulli(key, p, s
 def _random_(
     draws: Keys, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
 ) -> Tensor:
-    bounds = (0, *bounds) if len(bounds) == 1 else bounds
+    bounds = (0, *bounds) if len(bounds) == 1 and "to" not in kwargs else bounds
     first, last = _numbers(bounds, kwargs, ("from", 0), ("to", None))
     if last is None and x.dtype in DIGITS:
         last = 2 ** DIGITS[x.dtype] + 1

@@ -476,6 +476,14 @@ def test_slices_of_map_draw_their_own():
     assert len({tuple(row.tolist()) for row in found}) == 4
 
 
+def test_bounds_of_random_by_position_and_by_name():
+    x = torch.zeros(64, dtype=torch.int64)
+    with Draws(KEY, "model"):
+        assert x.random_(3, to=7).unique().tolist() == [3, 4, 5, 6]
+        assert x.random_(3, 7).unique().tolist() == [3, 4, 5, 6]
+        assert x.random_(to=2).unique().tolist() == x.random_(2).unique().tolist() == [0, 1]
+
+
 def test_normal_into_a_tensor():
     x = torch.empty(64)
     with Draws(KEY, "out"):
