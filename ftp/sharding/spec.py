@@ -205,15 +205,18 @@ class PartitionSpec:
         return tuple(cut.axis for d in range(len(self._entries)) for cut in self.cuts(d))
 
     def parts(self, dim: int) -> tuple["str | Units", ...]:
-        """The axis names and units that cut one dim, major to minor."""
-        entry = self._entries[dim] if dim < len(self._entries) else None
-        if entry is None or entry is ...:
-            return ()
-        return entry if isinstance(entry, tuple) else (entry,)
+        """The cuts of one dim, major to minor, as the simplest entries of the same meaning: an axis
+        name for a unit of one element.
+        """
+        return tuple(cut.axis if cut.is_plain else cut for cut in self.cuts(dim))
 
     def cuts(self, dim: int) -> tuple[Units, ...]:
         """The cuts of one dim, major to minor; a plain axis name is a unit of one element."""
-        return tuple(p if isinstance(p, Units) else Units(p, 1) for p in self.parts(dim))
+        entry = self._entries[dim] if dim < len(self._entries) else None
+        if entry is None or entry is ...:
+            return ()
+        parts = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(p if isinstance(p, Units) else Units(p, 1) for p in parts)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)

@@ -3,6 +3,7 @@ device does.
 """
 
 import math
+import re
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P, units
+from ftp.errors import SpecError
 from ftp.exported import simulate
 from ftp.ops.constrain import Pin, pin_from_str, pin_to_str
+from ftp.report.alternatives import neighbours
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.local_pieces import local_pieces, local_shape
 from ftp.sharding.mesh import resolve
+from ftp.sharding.spec import without_stage
 from ftp.tensors.device_put import put, take
 
 
@@ -93,6 +97,14 @@ def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     value, grads = step({"x": x}, weight)
     torch.testing.assert_close(value, (x * weight).sum())
     assert torch.equal(grads["x"], weight)
+
+
+def test_units_of_one_element_are_plain_cuts():
+    spec = P(units("a", 1), None)
+    assert without_stage(spec) == P("a")
+    assert neighbours(spec, (4, 4), {"a": 2}) == [spec, P(), P(None, "a")]
+    with pytest.raises(SpecError, match=re.escape("Try P('a', None).")):
+        P(units("a", 1), "a")
 
 
 def test_text_of_a_spec_with_packs():
