@@ -147,6 +147,7 @@ def _compiled(subgraph: Subgraph) -> Compiled:
     """Inductor's code for one subgraph."""
     inductor = deferred_templates.compiler()
     from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -180,13 +181,24 @@ def _compiled(subgraph: Subgraph) -> Compiled:
     # A step is recorded as a whole, if at all. It has checked sizes, and made inputs dense: on a
     # CPU a second check of sizes and strides takes as long as a small subgraph itself.
     changes: dict[str, Any] = {"triton.cudagraphs": False}
-    if all(x.device.type == "cpu" for x in fake if isinstance(x, torch.Tensor)):
+    devices = {x.device.type for x in fake if isinstance(x, torch.Tensor)}
+    if devices <= {"cpu"}:
         changes |= {"size_asserts": False, "alignment_asserts": False}
     if env is not None:  # a stored graph brings the guards of the sizes that it was stored with
         changes |= {"fx_graph_cache": False}
     else:
         mode.shape_env = ShapeEnv()  # without one inductor's cache keeps nothing
-    with torch.no_grad(), tracing(TracingContext(mode)), config.patch(changes):
+    tag = torch.compiler.config.cache_key_tag
+    if not devices or "cpu" in devices:
+        # Inductor's key lacks the vector extension for which a stored kernel is written.
+        isa = pick_vec_isa()
+        tag = f"{tag} {isa} {isa.bit_width()}"
+    with (
+        torch.no_grad(),
+        tracing(TracingContext(mode)),
+        config.patch(changes),
+        torch.compiler.config.patch(cache_key_tag=tag),
+    ):
         code: Any = inductor.compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable
 

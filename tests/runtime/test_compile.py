@@ -1,5 +1,6 @@
 """Compiled programs: inductor's cache keeps their code."""
 
+import pytest
 import torch
 
 import ftp
@@ -22,3 +23,16 @@ def test_inductor_finds_code_again():
         found = counters["inductor"]
         assert not found["fxgraph_cache_bypass"]
         assert found["fxgraph_cache_hit"] >= is_again
+
+
+@pytest.mark.slow
+def test_code_of_one_vector_extension_does_not_serve_another(monkeypatch):
+    x = torch.randn(7, 64)
+    for isa in ("avx512", "avx2"):  # as on two machines that share the cache
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", isa)
+        step = ftp.spmd(wide, MESH, ftp.P(), ftp.P(), compile=True)
+        torch.testing.assert_close(step(x), wide(x))
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.cos() + x * 3
