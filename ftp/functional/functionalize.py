@@ -56,8 +56,8 @@ def functionalize(
         constraints: ``{pattern: P or Constraint}`` over module paths, patterns as in ``ftp.plan``;
             "" is the model. A ``P`` constrains the output.
         remat: ``{pattern: policy}`` over module paths: recompute these modules in the backward
-            pass, as ``ftp.remat`` does. Containers and objects that such a module sets on
-            itself are lost; buffers, tensors and plain values stay.
+            pass, as ``ftp.remat`` does. Of what such a module sets on itself, buffers, tensors,
+            plain values, and tuples, lists and dicts of them stay; other objects are lost.
         taps: ``{pattern: function}`` over module paths. The function takes a module's output, or
             its path and its output, as global tensors under any sharding; its result replaces the
             output, None keeps it. To read activations, store them in a dict and return the dict

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
-from ftp.functional.assigned import OWN_BY_CALL, assigned_before, assigned_since
+from ftp.functional.assigned import (
+    CONTAINERS,
+    OWN_BY_CALL,
+    assign,
+    assigned_before,
+    assigned_since,
+    attributes_now,
+    items_of,
+)
 from ftp.functional.attributes import attributes_of, join
 from ftp.functional.closures import contents_of, own_attributes, restored
 from ftp.functional.gradient_hooks import GradientHooks
@@ -91,15 +99,12 @@ class RematModule(MatchedModule):
     instead = "the modules in it that are"
 
 
-_CONTAINERS = (dict, OrderedDict, list, tuple, set)
-
-
 def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
     """Apply ``new`` to an attribute, or to each item of a copy of a plain container."""
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return kind((key, new(item)) for key, item in value.items())
-    return kind(map(new, value)) if kind in _CONTAINERS else new(value)
+    return kind(map(new, value)) if kind in CONTAINERS else new(value)
 
 
 class _Copies:
@@ -112,19 +117,11 @@ class _Copies:
         return {name: self._copy(value) for name, value in attributes.items()}
 
     def _copy(self, value: Any) -> Any:
-        if type(value) not in _CONTAINERS:
+        if type(value) not in CONTAINERS:
             return self._new(value)
         if id(value) not in self._made:
             self._made[id(value)] = value, _replace(value, self._new)
         return self._made[id(value)][1]
-
-
-def _items(value: Any) -> Sequence[Any]:
-    """The values that ``_replace`` replaces."""
-    kind = type(value)
-    if kind is dict or kind is OrderedDict:
-        return tuple(value.values())
-    return tuple(value) if kind in _CONTAINERS else (value,)
 
 
 def snapshots(model: nn.Module, stand_ins: dict[int, Any]) -> Iterator[ModuleState]:
@@ -309,7 +306,8 @@ def _recomputed(
     ran.add(block.path)
     counts, first = dict(draws.counts), []
     live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
-    live |= assigned_before((m.path, m.module, m.attributes) for m in block.program.modules)
+    own = ((m.path, m.module, m.attributes) for m in block.program.modules)
+    live |= assigned_before(own, live.values())
     part = _as_set_by_now(block.program, live)
     contents = contents_of([own_attributes(m.attributes) for m in part.modules])
 
@@ -324,7 +322,7 @@ def _recomputed(
             installed(part, own),
         ):
             mutable = frozenset(map(id, clones.values()))
-            before = [dict(m.module.__dict__) for m in part.modules]
+            before = [attributes_now(m.module) for m in part.modules]
             out = _call_hooked(
                 part,
                 block.module.forward,
@@ -348,7 +346,7 @@ def _recomputed(
     forward.__name__ = f"module {block.path!r}"
     out, new, assigned = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
     for m in block.program.modules:
-        m.module.__dict__.update(assigned.get(m.path, {}))
+        assign(m.module, assigned.get(m.path, {}))
         for name, slot in m.attributes["_buffers"].items():
             if type(slot) is Slot and slot.path in new:
                 value = new[slot.path]
@@ -406,7 +404,7 @@ def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:
     """Put ``new`` in the place of ``old`` in all modules."""
     for m in program.modules:
         for name, value in m.module.__dict__.items():
-            if any(item is old for item in _items(value)):
+            if any(item is old for item in items_of(value)):
                 m.module.__dict__[name] = _replace(value, lambda v: new if v is old else v)
 
 
@@ -423,7 +421,7 @@ def remat_modules(
         inside = frozenset(module.modules())
         inner = inside - {module}
         modules = tuple(m for m in program.modules if m.module in inside)
-        held = (v for m in modules for value in m.attributes.values() for v in _items(value))
+        held = (v for m in modules for value in m.attributes.values() for v in items_of(value))
         slots = tuple(dict.fromkeys(v.path for v in held if type(v) is Slot))
         part = replace(
             program,

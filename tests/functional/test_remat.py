@@ -660,3 +660,72 @@ def test_attributes_that_a_block_sets(has_run: bool, paths: list[str], axis: str
     torch.testing.assert_close(value, loss.detach(), rtol=1e-12, atol=0)
     for (path, _), due in zip(model.named_parameters(), grads, strict=True):
         torch.testing.assert_close(found[path], due, rtol=1e-10, atol=1e-13)
+
+
+class _Collecting(nn.Module):
+    """Appends to a list of all layers, and assigns containers and values of other types."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 3, dtype=torch.float64))
+        self.seen, self.kept, self.shape, self.factor = seen, {}, (1,), 1j
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept["mean"], self.stats = x.mean(0) * self.weight, [x.std(0), 2]
+            self.shape, self.factor = x.shape, 2j
+        else:
+            x = x * self.kept["mean"] + self.stats[0] * self.stats[1]
+            x = (x * self.factor).imag * self.shape[0]
+        self.seen.append((x * self.weight).mean())
+        return x.sin()
+
+
+class _Collected(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.a, self.b = _Collecting(self.seen), _Collecting(self.seen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        self.a.kept, self.b.kept = {}, {}
+        for layer in (self.a, self.b, self.a):
+            x = layer(x)
+        rest = torch.stack(self.seen).sin().sum() + self.b.kept["mean"].sum()
+        return x.square().mean() + rest * self.b.shape[1]
+
+
+@pytest.mark.filterwarnings("ignore:_Collected (changes|leaves):ftp.errors.StaleCaptureWarning")
+@pytest.mark.parametrize("has_run", [False, True])
+def test_containers_that_a_block_assigns_and_writes_to(has_run: bool):
+    """They are those of this call, and one list where layers share one."""
+    model, x = _Collected(), torch.linspace(-2, 3, 12, dtype=torch.float64).cos().view(4, 3)
+    if has_run:
+        model(x + 1)
+    fn, params = ftp.functionalize(model, remat=dict.fromkeys("ab", "nothing"))
+    loss = model(x)
+    due = dict(zip(params, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    found = torch.func.grad_and_value(lambda p: fn(p, x))(params)
+    torch.testing.assert_close(found, (due, loss.detach()), rtol=1e-12, atol=1e-13)
+    step = ftp.shard(fn, ftp.simulated_mesh((3,), ("dp",)), P("dp"), batch_specs=P("dp"))
+    torch.testing.assert_close(step(params, x)[::-1], found, rtol=1e-12, atol=1e-13)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, 3, dtype=torch.float64))
+        self.register_buffer("count", torch.ones(3, dtype=torch.float64))
+        self.other_name = self.count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return (x * self.other_name * self.weight).sum()
+
+
+def test_a_buffer_of_a_block_with_another_name():
+    x = torch.ones(2, 3, dtype=torch.float64)
+    fn, params, buffers = ftp.functionalize(_Counting(), buffers=True, remat={"": "nothing"})
+    out, new = fn(params, buffers, x)
+    assert out == _Counting()(x) and torch.equal(new["count"], buffers["count"] + 1)
