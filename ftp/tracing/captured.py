@@ -34,18 +34,34 @@ class ReadTensor:
     """A captured tensor that a function read as Python numbers, and what it held then.
 
     Attributes:
-        values: None where only the version tells: on a device, of many elements, with a NaN.
+        bits: its elements, as of `_bits`; None where only the version tells: on a device, of many
+            elements.
     """
 
     tensor: Tensor
     version: int
-    values: Tensor | None
+    dtype: torch.dtype
+    bits: Tensor | None
 
     @property
     def has_changed(self) -> bool:
-        if self.values is None:
+        if self.bits is None:
             return version(self.tensor) != self.version
-        return not torch.equal(self.tensor, self.values)
+        if self.tensor.dtype is not self.dtype or self.tensor.device.type != "cpu":
+            return True
+        return not torch.equal(_bits(self.tensor), self.bits)
+
+
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The elements as integers, which tell -0.0 from 0.0, and a NaN from none."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    if not x.is_floating_point():
+        return x
+    return x.detach().resolve_neg().view(_OF_SIZE[x.element_size()])
 
 
 def have_changed(read: Iterable[ReadTensor]) -> bool:
@@ -59,11 +75,10 @@ def read_now(tensor: Tensor) -> ReadTensor:
     or by numpy.
     """
     with disable_current_modes(), temporarily_clear_interpreter_stack(), DisableTorchFunction():
-        values, storage = None, storage_of(tensor)
+        bits, storage = None, storage_of(tensor)
         if storage is not None and tensor.device.type == "cpu" and tensor.numel() <= _COPIED:
-            values = tensor.detach().clone()
-            values = None if bool((values != values).any()) else values
-        return ReadTensor(tensor, version(tensor), values)
+            bits = _bits(tensor).clone()
+        return ReadTensor(tensor, version(tensor), tensor.dtype, bits)
 
 
 @dataclass(frozen=True, eq=False)

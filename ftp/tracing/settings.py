@@ -58,14 +58,17 @@ def as_called() -> Iterator[None]:
 @contextmanager
 def casting_once(is_on: bool) -> Iterator[None]:
     """Within the block ``torch.autocast`` casts a weight once for all its uses, whose gradients are
-    summed in the dtype of the cast, as outside of a trace: make_fx turns that off.
+    summed in the dtype of the cast, as outside of a trace: make_fx turns that off. The cache is
+    cleared around it: a captured weight's cast belongs to the trace, or to code outside.
     """
     before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(is_on)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextmanager

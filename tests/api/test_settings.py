@@ -148,3 +148,24 @@ def test_a_step_has_a_program_with_and_without_the_cache_of_casts():
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=caches):
             grads.append(step(w, x.reshape(8, 16))[1])
     assert torch.equal(grads[0], grads[2]) and not torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("runs_first", [False, True])
+def test_the_cast_of_a_captured_weight_stays_in_its_trace(runs_first: bool):
+    w, x = torch.linspace(-2, 3, 16).reshape(4, 4).requires_grad_(), torch.ones(2, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    step = ftp.spmd(fn, MESH, P(), P())
+    with CASTS():
+        if runs_first:
+            fn(x)
+        found = step(x)
+        assert torch.equal(found, fn(x)) and not found.requires_grad
+        (grad,) = torch.autograd.grad(fn(x).float().sum(), w)
+        assert grad.any()
+    with torch.no_grad():
+        w.mul_(0.5)
+    with CASTS():
+        assert torch.equal(step(x), fn(x))

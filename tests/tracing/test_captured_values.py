@@ -185,6 +185,23 @@ def test_a_table_that_changes_later_is_an_error(change, reads_row):
     assert ftp.shard(loss, MESH, P("tp"))(x)[0] == loss(x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("is_beside_nan", [False, True])
+def test_the_sign_of_a_zero_and_numbers_beside_a_nan_change(dtype, is_beside_nan):
+    table = torch.tensor([0.0, math.nan if is_beside_nan else 1.0], dtype=dtype)
+
+    def loss(x):
+        return (x * math.copysign(2.0, float(table[0].real))).sum()
+
+    x = torch.ones(4, dtype=torch.float64)
+    step = ftp.shard(loss, MESH, P("tp"))
+    for _ in range(2):
+        assert step(x)[0] == loss(x) == 8
+    table.data[0] = -0.0
+    with pytest.raises(InputError, match="was read as Python numbers"):
+        step(x)
+
+
 def test_few_decisions_by_a_captured_tensor_follow_it():
     flag = torch.tensor([True, False])
 
