@@ -94,13 +94,25 @@ class unchecked(ModeOfBlocks):
             return found
         if func is Tensor.data_ptr:
             return self._addresses.of(args[0])
-        if func in _BY_MEMORY and not is_fake(unwrapped(args[0])):
-            self._note_read(args[0])
+        if func in _BY_MEMORY:
+            self._note_items(args[0])
+        elif func in _OF_ITEMS:
+            lists = (x for x in (*args, *(kwargs or {}).values()) if not isinstance(x, Tensor))
+            self._note_items(tuple(lists))
         if func in _READING and (found := self._read(func, args[0])) is not None:
             return found
         if func in _COMPARING and (found := self._compared(func, args, kwargs or {})) is not None:
             return found
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
+
+    def _note_items(self, data: Any) -> None:
+        """Note captured tensors, of which torch copies the numbers."""
+        if isinstance(data, Tensor):
+            if not is_fake(unwrapped(data)):
+                self._note_read(data)
+        elif isinstance(data, list | tuple):
+            for item in data:
+                self._note_items(item)
 
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """The result of a comparison of tensors; None where torch computes it."""
@@ -139,7 +151,8 @@ _ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
 _READING = {
     *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 }
-_BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_OF_ITEMS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),

@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,6 +184,32 @@ def test_a_table_that_changes_later_is_an_error(change, reads_row):
         with pytest.raises(InputError, match=r"'table', which loss .* was read as Python numbers"):
             step(x)
     assert ftp.shard(loss, MESH, P("tp"))(x)[0] == loss(x)
+
+
+COPIES: dict[str, Any] = {
+    "tensor": lambda x, n: torch.tensor([n, 1], dtype=x.dtype),
+    "tensor by name": lambda x, n: torch.tensor(data=[[n, 1]], dtype=x.dtype)[0],
+    "as_tensor": lambda x, n: torch.as_tensor((n, n), dtype=x.dtype),
+    "asarray": lambda x, n: torch.asarray([n, n], dtype=x.dtype),
+    "new_tensor": lambda x, n: x.new_tensor([n, 1]),
+    "from_dlpack": lambda x, n: x * float(np.from_dlpack(n)),
+}
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_numbers_of_captured_tensors_that_torch_copies(form):
+    number = torch.tensor(4.0, dtype=torch.float64)
+
+    def loss(x):
+        return (x * COPIES[form](x, number)).sum()
+
+    x = torch.ones(2, dtype=torch.float64)
+    step = ftp.shard(loss, MESH, P("tp"))
+    for _ in range(2):
+        assert step(x)[0] == loss(x)
+    number.data.fill_(5)
+    with pytest.raises(InputError, match="was read as Python numbers"):
+        step(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128])
