@@ -33,6 +33,7 @@ class KnownValues:
 
     def __init__(self) -> None:
         self._of: dict[fx.Node, Any] = {}
+        self._written: dict[fx.Graph, tuple[fx.Node | None, set[int]]] = {}
 
     def of(self, condition: Any) -> bool | None:
         """The truth of a condition of one element; None where it depends on the program's inputs
@@ -78,7 +79,18 @@ class KnownValues:
             producers[at] = None
             if at not in self._of:
                 stack += at.all_input_nodes
-        return not are_written(((n, ()) for n in producers), node.graph)
+        written = self._written_so_far(node.graph)
+        return not any(storage in written for n in producers for storage in storages(n))
+
+    def _written_so_far(self, graph: fx.Graph) -> set[int]:
+        """The storages that the ops so far write to. Each op is visited once."""
+        last, written = self._written.get(graph, (None, set[int]()))
+        newest = at = graph._root._prev
+        while at is not last and at is not graph._root:
+            written.update(storage for v in writes(at) for storage in storages(v))
+            at = at._prev
+        self._written[graph] = newest, written
+        return written
 
     def _is_given(self, node: fx.Node) -> bool:
         """Whether `_given` has the value of a node that no op computes."""
