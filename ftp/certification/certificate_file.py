@@ -56,7 +56,7 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
         document = json.loads(Path(path).read_text())
         version = document["ftp certificate"]
         body, digest = document["program"], document["sha256"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
+    except (ValueError, RecursionError, KeyError, TypeError) as e:
         raise CertificateError(
             f"{path} is no certificate: {type(e).__name__}: {e}. ftp.certify(lowered).save(path)"
             " makes one."

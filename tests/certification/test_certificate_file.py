@@ -63,7 +63,11 @@ def test_a_part_that_was_altered_is_an_error_or_counts_nowhere(
         check(load_certificate(path))
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"ftp certificate": 8, "program": {}}', "x"])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", "3", '{"ftp certificate": 8, "program": {}}', "x", "1" * 5000, "[" * 10**6],
+    ids=lambda text: text[:8],
+)
 def test_another_file(tmp_path: Path, text: str):
     path = tmp_path / "other.json"
     path.write_text(text)
