@@ -1,6 +1,5 @@
 """Definition: the function, mesh, specs and options that a step is made of, and its trace."""
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -26,13 +25,12 @@ from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.global_shapes import abstract, global_shape
 from ftp.tensors.placement import check_alive, check_placed
+from ftp.torch_internals.tracer_lock import TRACING
 from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.settings import as_called
 from ftp.tracing.trace import Traced, trace
 from ftp.tracing.values_read import ValuesRead
-
-_tracing = threading.RLock()  # torch.fx patches modules while it traces
 
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
@@ -137,7 +135,7 @@ def traced_for(
         with arguments_with(flatten(args)[0], inputs.specs):
             return definition.fn(*args)
 
-    with _tracing, use_mesh(mesh or definition.mesh), as_called():
+    with TRACING, use_mesh(mesh or definition.mesh), as_called():
         try:
             return trace(
                 fn,

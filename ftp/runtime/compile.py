@@ -26,6 +26,7 @@ from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler, deferred_templates
 from ftp.torch_internals.fake_tensors import mode_for
+from ftp.torch_internals.tracer_lock import TRACING
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat)
@@ -118,7 +119,7 @@ def compiled(
     written = _written(graph, [placeholders[i] for i in donated])
     subgraphs = split(graph, numbers, written, symbols)
     keys = [subgraph.key() for subgraph in subgraphs]
-    with compiled_together():
+    with TRACING, compiled_together():
         made = _compiled_once(dict(zip(keys, subgraphs, strict=True)))
     called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = fx.GraphModule({}, outline_branches(called) if host else called).forward

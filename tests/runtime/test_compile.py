@@ -1,5 +1,8 @@
 """Compiled programs: inductor's cache keeps their code."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -36,3 +39,21 @@ def test_code_of_one_vector_extension_does_not_serve_another(monkeypatch):
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     return x.cos() + x * 3
+
+
+@pytest.mark.slow
+def test_threads_compile_at_once():
+    from torch._inductor.async_compile import AsyncCompile
+
+    def scaled(k: int, x: torch.Tensor) -> torch.Tensor:
+        return (x * k).sin().softmax(-1)
+
+    def work(k: int) -> None:
+        fn, x = functools.partial(scaled, k), torch.randn(3 + k, 5, dtype=torch.float64)
+        step = ftp.spmd(fn, MESH, ftp.P(), ftp.P(), compile=True)
+        torch.testing.assert_close(step(x), fn(x))
+
+    before = AsyncCompile.cpp_pybinding
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(2, 6)))
+    assert AsyncCompile.cpp_pybinding is before
