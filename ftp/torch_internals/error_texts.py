@@ -49,7 +49,7 @@ _TEXTS = {
     Meaning.FORWARD_TAKES_CTX: r"must override the setup_context",
     Meaning.REENTRANT_CHECKPOINT: r"incompatible with \.grad\(\)",
     Meaning.SAVED_TENSOR_HOOKS: r"saved tensor hooks",
-    Meaning.META_IN_FORWARD_MODE: r"expected device meta but got",
+    Meaning.META_IN_FORWARD_MODE: r"expected device meta but got|has_fw_view",
     Meaning.SIZE_OF_ROWS: r"ShapeOfSelection",
     Meaning.NUMBER: r"TracedNumber",
     Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected\.Selected'>",

@@ -318,3 +318,17 @@ def test_gradients_of_forward_mode_under_two_vmaps(of: str):
         step = ftp.shard(loss, mesh, P(axis), batch_specs=spec, certify=True)
         expected = tuple(reversed(torch.func.grad_and_value(loss)(p, x)))
         torch.testing.assert_close(step(p, x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_forward_mode_in_chunks_are_traced_again():
+    """torch's second trace of them fails with another error than its first."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        of_rows = torch.vmap(torch.func.jacfwd(wave), (0, None), chunk_size=2)
+        return of_rows(x, p).square().mean()
+
+    p, x = (torch.linspace(0.3, 2, n, dtype=torch.float64).sin().view(-1, 3) for n in (9, 15))
+    expected = tuple(reversed(torch.func.grad_and_value(loss)(p, x)))
+    for ranks in (2, 3):
+        step = ftp.shard(loss, ftp.simulated_mesh((ranks,), ("dp",)), P(), batch_specs=P("dp"))
+        torch.testing.assert_close(step(p, x), expected, rtol=1e-10, atol=1e-12)
