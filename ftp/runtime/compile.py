@@ -189,7 +189,8 @@ def _compiled(subgraph: Subgraph) -> Compiled:
         changes |= {"fx_graph_cache": False}
     else:
         mode.shape_env = ShapeEnv()  # without one inductor's cache keeps nothing
-    tag = torch.compiler.config.cache_key_tag
+    keys: Any = torch.compiler.config
+    tag = keys.cache_key_tag
     if not devices or "cpu" in devices:
         # Inductor's key lacks the vector extension for which a stored kernel is written.
         isa = pick_vec_isa()
@@ -198,7 +199,7 @@ def _compiled(subgraph: Subgraph) -> Compiled:
         torch.no_grad(),
         tracing(TracingContext(mode)),
         config.patch(changes),
-        torch.compiler.config.patch(cache_key_tag=tag),
+        keys.patch(cache_key_tag=tag),
     ):
         code: Any = inductor.compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable

@@ -203,7 +203,7 @@ def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(
 
     def fails(job: Writing, *, copy: bool) -> Any:
         found = gathered(job, copy=copy)
-        monkeypatch.setattr(record, "failure", ftp.errors.CollectiveError("rank 1 is gone"))
+        monkeypatch.setattr(record._faults, "failure", ftp.errors.CollectiveError("rank 1 is gone"))
         return found
 
     monkeypatch.setattr(Writing, "gather", fails)
