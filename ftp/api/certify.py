@@ -29,7 +29,8 @@ from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.call import replaced
 from ftp.runtime.executed import in_order
-from ftp.runtime.program import Program, axes_of_groups
+from ftp.runtime.mesh_groups import axes_of_groups
+from ftp.runtime.program import Program
 from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.layout import Size
 from ftp.sharding.pytree import kind_of

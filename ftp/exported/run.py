@@ -11,7 +11,7 @@ from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
 from ftp.exported.module_calls import call_signature
 from ftp.partitioning.local_program import LocalProgram
-from ftp.runtime.program import groups_of
+from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.simulate import BY_RANK, COLLECTIVES
 from ftp.runtime.simulate import simulate as run_in_lockstep
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve

@@ -96,7 +96,8 @@ def with_numbers(graph: fx.Graph, number: Replacement) -> fx.Graph:
     """A copy of a graph with ``number(x)`` in place of each number of its calls and shapes."""
     new = copied(graph)
     for node in new.nodes:
-        node._update_args_kwargs(*map_aggregate((node.args, dict(node.kwargs)), number))  # type: ignore[misc]
+        made: Any = map_aggregate((node.args, dict(node.kwargs)), number)
+        node._update_args_kwargs(*made)
     _map_vals(new, number)
     return new
 

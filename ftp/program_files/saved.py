@@ -29,7 +29,8 @@ from ftp.program_files.graphs import (
 )
 from ftp.program_files.plain import Reader, Writer
 from ftp.program_files.trees import read_tree, write_tree
-from ftp.runtime.program import Program, axes_of_groups
+from ftp.runtime.mesh_groups import axes_of_groups
+from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.global_shapes import without_addresses

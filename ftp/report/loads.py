@@ -12,7 +12,8 @@ from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.local_op import as_module
-from ftp.runtime.program import Program, groups_of, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import Program, shard_of
 from ftp.runtime.simulate import simulate
 
 aten = torch.ops.aten

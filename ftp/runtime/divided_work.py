@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-TryLock = Callable[[str], AbstractContextManager[bool]]
+TryLock = Callable[[int], AbstractContextManager[bool]]
 
 _PATIENCE = 60.0  # seconds that a process waits for what another one is doing
 _PAUSE = 0.005  # seconds between two looks
@@ -22,13 +22,14 @@ def divided(keys: Sequence[str], folder: Path, do: Callable[[str], T]) -> dict[s
     meanwhile, unless it takes longer than ``_PATIENCE``.
     """
     made: dict[str, T] = {}
+    places = {key: int.from_bytes(hashlib.sha256(key.encode()).digest()[:7]) for key in keys}
     with _locks(folder) as lock:
         until = time.monotonic() + _PATIENCE
         while len(made) < len(keys):
             for key in keys:
                 if key in made:
                     continue
-                with lock(key) as is_free:
+                with lock(places[key]) as is_free:
                     if is_free or time.monotonic() > until:
                         made[key] = do(key)
                         until = time.monotonic() + _PATIENCE
@@ -39,18 +40,17 @@ def divided(keys: Sequence[str], folder: Path, do: Callable[[str], T]) -> dict[s
 
 @contextmanager
 def _locks(folder: Path) -> Iterator[TryLock]:
-    """A lock for each key: a byte of one file, which the kernel frees when a process ends."""
+    """A lock for each place: a byte of one file, which the kernel frees when a process ends."""
     try:
         import fcntl
 
         handle = os.open(folder / "ftp.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except (ImportError, OSError):
-        yield lambda key: nullcontext(True)
+        yield lambda at: nullcontext(True)
         return
 
     @contextmanager
-    def lock(key: str) -> Iterator[bool]:
-        at = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
+    def lock(at: int) -> Iterator[bool]:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, at)
         except (BlockingIOError, PermissionError):

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing
 from ftp.runtime.lowering import Decided, decide, rank_graph
+from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.options import DEFAULT, Options
 from ftp.runtime.process_groups import (
     check_recordable,
@@ -406,33 +406,6 @@ def join_parts(
             terms[at] = part.new_empty(shape)
         put(terms[at], part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
     return functools.reduce(operator.add, terms.values())
-
-
-def axes_of_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """The axes of each process group, by its name: one axis or a product of axes."""
-    return {mesh.group_name(*axes): axes for axes in _products(mesh)}
-
-
-def _products(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Each axis, then each product of axes."""
-    names = mesh.axis_names
-    return [
-        axes for count in range(1, len(names) + 1) for axes in itertools.combinations(names, count)
-    ]
-
-
-def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Per axis and per product of axes, the groups of ranks (positions on the mesh) that differ in
-    those axes only.
-    """
-    found: dict[str, list[list[int]]] = {}
-    for axes in _products(mesh):
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinate in enumerate(mesh.coordinates()):
-            elsewhere = tuple(c for a, c in coordinate.items() if a not in axes)
-            groups.setdefault(elsewhere, []).append(rank)
-        found[" × ".join(axes)] = list(groups.values())
-    return found
 
 
 def describe_plan(plan: Plan) -> str:

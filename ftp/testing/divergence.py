@@ -23,7 +23,8 @@ from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.decompositions.registry import HALF
-from ftp.runtime.program import groups_of, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
 from ftp.testing.evaluate import doubled, eps, evaluate, evaluate_in_double

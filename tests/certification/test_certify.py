@@ -50,7 +50,8 @@ from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.report.lowered import Lowered
-from ftp.runtime.program import Program, groups_of, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import Program, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
 from ftp.testing.divergence import compare

@@ -15,7 +15,8 @@ from ftp.passes.arrived_rows import only_arrived
 from ftp.per_rank.dispatch import dispatch
 from ftp.rules.local_op import as_module
 from ftp.runtime.executed import in_order
-from ftp.runtime.program import groups_of, join_parts, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import resolve
 from tests.plans.test_expert_axis import own_experts, routed

@@ -31,7 +31,8 @@ from ftp.passes.buffer_reuse import reuse_memory_in, with_values
 from ftp.passes.copy_elimination import copied, drop_copies
 from ftp.passes.fuse_optimizer_updates import merge_updates
 from ftp.passes.schedule import schedule_in
-from ftp.runtime.program import Program, groups_of, join_parts, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import Program, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
 from tests.api.test_programs import compare

@@ -20,7 +20,8 @@ from ftp.passes.inline_small_ops import MATMUL, UPDATE, small_matmuls, small_upd
 from ftp.runtime.compile import _written, compiled
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered
-from ftp.runtime.program import groups_of, join_parts, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.sharding.pytree import flatten

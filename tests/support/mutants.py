@@ -24,7 +24,8 @@ from ftp.partitioning.local_program import LocalProgram
 from ftp.passes.buffer_reuse import in_place
 from ftp.report.lowered import Lowered
 from ftp.rules.local_op import RankGraph
-from ftp.runtime.program import Program, groups_of, join_parts, shard_of
+from ftp.runtime.mesh_groups import groups_of
+from ftp.runtime.program import Program, join_parts, shard_of
 from ftp.runtime.simulate import COLLECTIVES, simulate
 
 c10d = torch.ops._c10d_functional
