@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ftp.distributed.agreement import Agreements
 from ftp.distributed.channel import Channel
+from ftp.distributed.endings import Endings
 from ftp.distributed.exchanges import Exchanges
 from ftp.distributed.faults import Faults
 from ftp.distributed.handed_out import HandedOut
@@ -57,7 +58,7 @@ class Calls:
         self._is_overlapped = False
         self._skipped = ""  # how this rank failed in the call after `call`, before it sent anything
         self._finished: set[str] = set()  # programs that have run once
-        self._agreed_call = 0
+        self._agreed_call = self._agrees_on = 0
         require_alive(mesh)
         if mesh.kind == "process":
             require_coordinate(mesh)
@@ -68,6 +69,7 @@ class Calls:
         self._faults = Faults(self._channel, self._where)
         self._agreements = Agreements(self._channel, self._faults, self._begun)
         self._exchanges = Exchanges(self._channel, self._faults)
+        self._endings = Endings(self._channel, self._faults)
         self._handed_out = 0
         self._watcher: Watcher | None = None
         by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
@@ -200,12 +202,13 @@ class Calls:
             if not self._in_call.acquire(False):
                 self._refuse_overlap(threading.get_ident())
             try:
-                self._holder = threading.get_ident()
+                self._holder, self._agrees_on = threading.get_ident(), call
                 with self._channel.asking(timeout) as store:
                     self._agreements.join(store, call, payload, timeout, self._skipped)
                     self._agreed_call, self._skipped = call, ""
                     self._watch_host(store)
             finally:
+                self._agrees_on = 0
                 self._in_call.release()
         finally:
             if isinstance(payload, Exception):
@@ -302,7 +305,11 @@ class Calls:
             self.check()
 
     def end(self) -> tuple[bool, FtpError | None]:
-        """Whether ranks can no longer wait for each other, and the reason if no call raised it."""
+        """Whether ranks can no longer wait for each other, and the reason if no call raised it.
+        Others that wait for this rank in a call are told that it makes none.
+        """
+        if self._watcher is not None and self.failure is None:
+            self._endings.announce(self.call, self._exchanges.turns)
         return self.failure is not None, None if self._faults.is_told else self.failure
 
     def check(self) -> None:
@@ -331,7 +338,8 @@ class Calls:
         """Handle a peer's notification, in the watcher; returns whether to look again soon."""
         looks_again = self._agreements.look(store)
         self._faults.answer(store, self.program)
-        return looks_again
+        at = self._agrees_on or (self.next() if self._thread is not None else 0)
+        return self._endings.look(store, at, self._exchanges.waits.copy()) or looks_again
 
 
 _calls: dict[Mesh, Calls] = {}

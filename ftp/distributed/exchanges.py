@@ -11,11 +11,17 @@ from ftp.errors import CollectiveError, MismatchError
 
 
 class Exchanges:
-    """The exchanges of one rank; those under one key have the same numbers on all ranks."""
+    """The exchanges of one rank; those under one key have the same numbers on all ranks.
+
+    Attributes:
+        turns: the number of exchanges that have begun, by key.
+        waits: those that this rank waits in.
+    """
 
     def __init__(self, channel: Channel, faults: Faults):
         self._channel, self._faults = channel, faults
-        self._turns: dict[str, int] = {}
+        self.turns: dict[str, int] = {}
+        self.waits: dict[str, int] = {}
 
     def run(self, key: str, value: str, timeout: float, met: Callable[[Store], None]) -> list[str]:
         """Every rank's ``value``; ``met`` is called when all have arrived.
@@ -28,7 +34,7 @@ class Exchanges:
         if faults.missing:
             raise CollectiveError(faults.missing)
         with self._channel.asking(timeout) as store:
-            turn = self._turns[key] = self._turns.get(key, 0) + 1
+            turn = self.turns[key] = self.turns.get(key, 0) + 1
             name = self._channel.key(f"exchange/{key}/{turn}")
             keys = {rank: f"{name}/{rank}" for rank in mesh.ranks}
             store.set(keys[mesh.rank], value)
@@ -40,7 +46,12 @@ class Exchanges:
             def is_over() -> bool:
                 return store.check(f"{name}/all") or bool(faults.missing)
 
-            if not wait_until(timeout, is_over, mesh.size()):
+            self.waits[key] = turn
+            try:
+                has_come = wait_until(timeout, is_over, mesh.size())
+            finally:
+                del self.waits[key]
+            if not has_come:
                 absent = [rank for rank, k in keys.items() if not store.check(k)]
                 raise MismatchError(
                     f"{named_ranks(absent)} never came to exchange {key!r}, in {timeout:g}"

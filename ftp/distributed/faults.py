@@ -145,6 +145,16 @@ class Faults:
             self._learn(None, (why, True))
         interrupt(self._channel.mesh)
 
+    def give_up_on(self, store: Store, why: str) -> None:
+        """Take no more calls, as a rank comes to none; tell all ranks, and end what this one waits
+        in.
+        """
+        roll = self._roll(store)
+        self._learn(roll, roll.settle(why, is_missing=True))
+        self._channel.notify(store)
+        roll.linger(self._channel.mesh.size())
+        interrupt(self._channel.mesh)
+
     def leave(self, call: int) -> None:
         """Tell the others that this process ends after call number ``call``, and why, if known."""
         error = getattr(sys, "last_value", None)

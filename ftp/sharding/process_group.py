@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ DEVICE_TYPES = ("cpu", "cuda")
 START_TIMEOUT = 300.0
 STEP_TIMEOUT = 100.0
 NCCL_LONGER = 30.0  # seconds
+_TOLD = 1.0  # seconds after a failed barrier, in which another rank may say why
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,10 @@ def _wait_for_all() -> list[Exception]:
         try:
             dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
         except RuntimeError as e:
-            found = [end() for end in failed]
+            until = time.monotonic() + _TOLD
+            while not any(has_failed for has_failed, _ in found) and time.monotonic() < until:
+                time.sleep(0.05)
+                found = [end() for end in failed]
             if not any(has_failed for has_failed, _ in found):
                 why = CollectiveError(
                     "A rank has ended, or has destroyed its process group, before it came to"
