@@ -3,7 +3,7 @@ as torch.export takes them, or they have changed in earlier calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -16,8 +16,37 @@ from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
 if TYPE_CHECKING:
     from ftp.api.arguments import Arguments
 
-DynamicDims = Mapping[int, Mapping[int, str]]
-"""Per leaf of the arguments its dynamic dims, and the name of the size of each."""
+
+@dataclass(frozen=True)
+class DimSize:
+    """The size of a dynamic dim: ``times`` a named size, plus ``plus``. So a mask of ``S - 1``
+    tokens beside ``S`` tokens has no size of its own, of which a trace would have to ask that it
+    fits the other.
+
+    >>> DimSize("S", 2, -1).at(5), DimSize("S", 2, -1).named(9), DimSize("S", 2, -1).named(8)
+    (9, 5, None)
+    """
+
+    name: str
+    times: int = 1
+    plus: int = 0
+
+    def at(self, named: Any) -> Any:
+        """The size, an int or a formula as the named one is."""
+        return self.times * named + self.plus
+
+    def named(self, size: int) -> int | None:
+        """The named size; None where it is no int."""
+        named, rest = divmod(size - self.plus, self.times)
+        return None if rest else named
+
+    def __str__(self) -> str:
+        times = "" if self.times == 1 else f"{self.times}*"
+        return f"{times}{self.name}{f'{self.plus:+d}' if self.plus else ''}"
+
+
+DynamicDims = Mapping[int, Mapping[int, DimSize]]
+"""Per leaf of the arguments its dynamic dims."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +82,45 @@ class Dynamic:
         Raises:
             InputError: a size out of its range, or dims of one name and several sizes.
         """
-        found: dict[str, tuple[int, str]] = {}
+        found: dict[str, tuple[int, str, DimSize]] = {}
         failures = []
         limits = {r.name: r for r in self.ranges}
         for leaf, dims in self.dims.items():
             shape = shapes[leaf]
             assert shape is not None
-            for dim, name in dims.items():
-                size, limit = shape[dim], limits[name]
-                first, where = found.setdefault(name, (size, f"dim {dim} of {names[leaf]}"))
+            for dim, of in dims.items():
+                size, limit = of.named(shape[dim]), limits[of.name]
+                here = f"dim {dim} of {names[leaf]} has size {shape[dim]}"
+                if size is None:
+                    failures.append(f"{here}, which is no {of}, as dynamic_shapes has it.")
+                    continue
+                first, where, other = found.setdefault(
+                    of.name, (size, f"dim {dim} of {names[leaf]} has {shape[dim]}", of)
+                )
                 if not limit.low <= size <= limit.high:
+                    alias = "" if of == DimSize(of.name) else f" for {of}"
                     failures.append(
-                        f"dim {dim} of {names[leaf]} has size {size}, outside {limit} of"
-                        " dynamic_shapes. Pad or cut it, or widen the range."
+                        f"{here}, outside {limit} of dynamic_shapes{alias}. Pad or cut it, or"
+                        " widen the range."
                     )
                 elif size != first:
+                    both = f"both {of.name!r}" if of == other else f"them {of} and {other}"
                     failures.append(
-                        f"dim {dim} of {names[leaf]} has size {size}, but {where} has {first}:"
-                        f" dynamic_shapes calls both {name!r}. Give dims of different sizes"
-                        " different Dims."
+                        f"{here}, but {where}: dynamic_shapes calls {both}. Give dims of different"
+                        " sizes different Dims."
                     )
         raise_all(InputError, failures)
         return tuple(found[r.name][0] for r in self.ranges)
 
     def fits(self, shapes: Sequence[Shape | None]) -> bool:
         """Whether dims of one name have one size."""
-        sizes: dict[str, int] = {}
-        return all(
-            sizes.setdefault(name, (shapes[leaf] or ())[dim]) == (shapes[leaf] or ())[dim]
+        sizes: dict[str, int | None] = {}
+        found = (
+            (of.name, of.named((shapes[leaf] or ())[dim]))
             for leaf, dims in self.dims.items()
-            for dim, name in dims.items()
+            for dim, of in dims.items()
         )
+        return all(sizes.setdefault(name, size) == size for name, size in found)
 
 
 class SeenShapes:
@@ -122,16 +159,30 @@ _THIRD, _SEEN = 3, 8  # the number of shapes that show what changes, and of thos
 
 
 def _changing(seen: Sequence[tuple[Shape | None, ...]], names: Sequence[str]) -> Dynamic:
-    """The dims whose size changes. Dims that always had one size share a name."""
-    named: dict[tuple[int, ...], Range] = {}
-    dims: dict[int, dict[int, str]] = {}
-    for leaf, of_calls in enumerate(zip(*seen, strict=True)):
-        for dim, sizes in enumerate(zip(*(shape or () for shape in of_calls), strict=True)):
-            if len(set(sizes)) > 1:
-                where = f"dim {dim} of {names[leaf]}"
-                found = named.setdefault(sizes, Range(where, 0, float("inf")))
-                dims.setdefault(leaf, {})[dim] = found.name
-    return Dynamic(dims, tuple(named.values()), is_seen=True)
+    """The dims whose size changes. Dims whose sizes always had one difference share a name, that of
+    the smallest.
+    """
+    changing = [
+        (leaf, dim, sizes)
+        for leaf, of_calls in enumerate(zip(*seen, strict=True))
+        for dim, sizes in enumerate(zip(*(shape or () for shape in of_calls), strict=True))
+        if len(set(sizes)) > 1
+    ]
+    named: dict[tuple[int, ...], tuple[Range, int]] = {}
+    for leaf, dim, sizes in sorted(changing, key=lambda found: found[2][0]):
+        smallest = Range(f"dim {dim} of {names[leaf]}", 0, float("inf")), sizes[0]
+        named.setdefault(_differences(sizes), smallest)
+    dims: dict[int, dict[int, DimSize]] = {}
+    ranges: dict[Range, None] = {}
+    for leaf, dim, sizes in changing:
+        found, least = named[_differences(sizes)]
+        ranges[found] = None
+        dims.setdefault(leaf, {})[dim] = DimSize(found.name, plus=sizes[0] - least)
+    return Dynamic(dims, tuple(ranges), is_seen=True)
+
+
+def _differences(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size - sizes[0] for size in sizes)
 
 
 def dynamic_dims(given: Any, args: tuple[Any, ...], roots: Sequence[str], first: int) -> Dynamic:
@@ -169,7 +220,11 @@ def dynamic_dims(given: Any, args: tuple[Any, ...], roots: Sequence[str], first:
     leaf = len(flatten(args[:first])[0])
     for entry, arg, name in zip(entries, mine, called, strict=True):
         leaf = reader.read(entry, arg, name, leaf)
-    return Dynamic(reader.dims, tuple(reader.ranges.values()))
+    least = dict.fromkeys(reader.ranges, 0)  # so that no dim is smaller than zero
+    for size in (size for dims in reader.dims.values() for size in dims.values()):
+        least[size.name] = max(least[size.name], -(size.plus // size.times))
+    ranges = (replace(r, low=max(r.low, least[r.name])) for r in reader.ranges.values())
+    return Dynamic(reader.dims, tuple(ranges))
 
 
 def dynamic_arguments(
@@ -207,7 +262,7 @@ def check_dims(given: Any) -> None:
 
 class _RangeReader:
     def __init__(self) -> None:
-        self.dims: dict[int, dict[int, str]] = {}
+        self.dims: dict[int, dict[int, DimSize]] = {}
         self.ranges: dict[str, Range] = {}
 
     def read(self, given: Any, tree: Any, name: str, leaf: int) -> int:
@@ -260,27 +315,41 @@ class _RangeReader:
             dim %= tensor.ndim
             found = self.range(size, f"dim {dim} of {name}")
             if found is not None:
-                self.dims.setdefault(leaf, {})[dim] = found.name
+                self.dims.setdefault(leaf, {})[dim] = found
 
-    def range(self, size: Any, where: str) -> Range | None:
+    def range(self, size: Any, where: str) -> DimSize | None:
+        """The size that a Dim names, whose range is recorded; None for one that does not change."""
         if size is None or isinstance(size, int) or size is torch.export.Dim.STATIC:
             return None
         if size in (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC):
-            found = Range(where, 0, float("inf"))
+            found, of = Range(where, 0, float("inf")), DimSize(where)
+        elif (root := getattr(size, "root", None)) is not None:  # as 2 * Dim("seq") - 1
+            found, of = _range_of(root), _derived(size, root)
         elif type(size).__name__ != "Dim" or not hasattr(size, "min"):
             raise InputError(
                 f"dynamic_shapes gives {size!r} for {where}. Give a"
-                " torch.export.Dim(name, min=..., max=...); dims that are computed from another"
-                " are not supported: give each its own."
+                " torch.export.Dim(name, min=..., max=...)."
             )
         else:
-            found = Range(size.__name__, _limit(size.min), _limit(size.max))
+            found, of = _range_of(size), DimSize(size.__name__)
         known = self.ranges.setdefault(found.name, found)
         if known != found:
             raise InputError(
                 f"dynamic_shapes has {known} and {found}: one name with two different limits."
             )
-        return found
+        return of
+
+
+def _range_of(dim: Any) -> Range:
+    return Range(dim.__name__, _limit(dim.min), _limit(dim.max))
+
+
+def _derived(dim: Any, root: Any) -> DimSize:
+    """The size of a Dim that is computed from another, ``root``: torch allows products with
+    positive ints, and sums with ints.
+    """
+    plus = dim.fn(0)
+    return DimSize(root.__name__, dim.fn(1) - plus, plus)
 
 
 def _limit(x: Any) -> Any:

@@ -251,8 +251,8 @@ def shapes_at(
     found = list(shapes)
     for leaf, dims in dynamic.dims.items():
         shape = list(shapes[leaf] or ())
-        for dim, name in dims.items():
-            shape[dim] = of[name]
+        for dim, size in dims.items():
+            shape[dim] = size.at(of[size.name])
         found[leaf] = tuple(shape)
     return found
 

@@ -3,6 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -156,7 +157,9 @@ class TorchClass:
         if first:
             dict.update(opt.state[mine], _cloned(first))
         mine.grad = torch.zeros_like(mine)
-        traceable_step(opt)
+        # A class of the user's may make state on the default device.
+        with mine.device if mine.is_meta else nullcontext():
+            traceable_step(opt)
         return first
 
     def _slot_dtype(self, value: Tensor, device: torch.device) -> torch.dtype:

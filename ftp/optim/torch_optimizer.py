@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.errors import InputError
+from ftp.errors import InputError, raise_all
 from ftp.optim.base import (
     Optimizer,
     aligned,
@@ -152,8 +152,9 @@ class _TorchOptimizer:
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(params)
-        grad_leaves, slots = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
+        grad_leaves, given = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
         groups = self._groups(params)
+        slots = self._slots(given, params, groups)
         check_gradients(grad_leaves, leaves, leaf_names(params, "grads"))
         if self.owned and leaves:
             check_matrices(leaves, leaf_names(params, "params"))
@@ -165,7 +166,8 @@ class _TorchOptimizer:
                 distinct_paths(params),
                 None if self.owned is True else self.owned,
             )
-            return treedef.unflatten([x for x, _ in new]), treedef.unflatten([s for _, s in new])
+            new_leaves, new_slots = map(list, zip(*new, strict=True))
+            return treedef.unflatten(new_leaves), treedef.unflatten(_as(given, new_slots))
         new_leaves, new_slots = list(leaves), list(slots)
         for group, of_group in enumerate(self.groups):
             mine = [i for i, g in enumerate(groups) if g == group]
@@ -177,12 +179,40 @@ class _TorchOptimizer:
             new = of_group.updated(own_grads, own_slots, own_leaves)
             for i, (leaf, kept) in zip(mine, new, strict=True):
                 new_leaves[i], new_slots[i] = leaf, kept
-        return treedef.unflatten(new_leaves), treedef.unflatten(new_slots)
+        return treedef.unflatten(new_leaves), treedef.unflatten(_as(given, new_slots))
+
+    def _slots(self, given: Sequence[Any], params: Any, groups: Sequence[int]) -> list[Slots]:
+        """The state of each parameter; a dict of tensors, as torch's optimizers hold it, is one.
+
+        Raises:
+            InputError: a state of other names than the optimizer's.
+        """
+        found, failures = [], []
+        leaves, paths = flatten(params)[0], leaf_names(params, "state")
+        for slots, leaf, group, path in zip(given, leaves, groups, paths, strict=True):
+            if not isinstance(slots, Slots):
+                first = self.groups[group].first_slots(leaf.detach())
+                has = sorted(slots) if isinstance(slots, Mapping) else type(slots).__name__
+                if has != sorted(first):
+                    failures.append(f"{path} is {has}; {self.name} keeps {sorted(first)}.")
+                    continue
+                slots = Slots(slots, first.like)
+            found.append(slots)
+        raise_all(InputError, failures)
+        return found
 
     def _groups(self, params: Any) -> list[int]:
         """Per parameter the index of its group; group 0 is for parameters without a pattern."""
         own = matched_patterns({p: i for i, p in enumerate(self.patterns, 1)}, params)
         return [match[1] if match else 0 for match in own]
+
+
+def _as(given: Sequence[Any], new: Sequence[Slots]) -> list[Any]:
+    """New states in the containers of the given ones, which a step takes again."""
+    return [
+        slots if isinstance(was, Slots) else dict(slots)
+        for was, slots in zip(given, new, strict=True)
+    ]
 
 
 def _of_shard(shard: Tensor, known: Placement, of_group: TorchClass) -> Slots | None:

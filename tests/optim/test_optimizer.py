@@ -201,6 +201,59 @@ def test_a_class_of_ones_own():
     same(params, expected)
 
 
+class OwnRows(torch.optim.Optimizer):
+    """One second moment a row, made on the default device."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, of_rows = self.state[p], p.grad.flatten(1).square().mean(1)
+                if not state:
+                    state["rows"] = torch.zeros(p.shape[0])
+                state["rows"].lerp_(of_rows, 0.1)
+                p.sub_(group["lr"] * p.grad / (state["rows"].sqrt()[:, None] + 1e-3))
+
+
+def test_a_class_whose_state_is_on_the_default_device():
+    """Specs of the state are those of one on meta."""
+    mesh, params = ftp.simulated_mesh((2,), ("tp",)), parameters(torch.optim.Muon)
+    expected = of_torch(OwnRows(list((leaves := leaves_of(params)).values())), leaves)
+    opt, specs = ftp.optim.from_torch(OwnRows), {"up": P("tp"), "down": P(None, "tp")}
+    state, state_specs = opt.init(params), opt.specs(params, specs)
+    assert state_specs["up"] == {"rows": P()}
+    step = ftp.spmd(opt.update, mesh, (specs, state_specs, specs), (specs, state_specs))
+    for grads in gradients(params):
+        params, state = step(grads, state, params)
+    same(params, expected)
+
+
+def test_state_that_torchs_optimizer_holds():
+    """A run goes on from the state of torch.optim, in dicts as they are."""
+    params, leaves = parameters(), leaves_of(parameters())
+    theirs = torch.optim.AdamW(leaves.values(), lr=1e-2)
+    of_torch(theirs, leaves)
+    now = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    state = {
+        name: {slot: x.clone() for slot, x in theirs.state[leaf].items()}
+        for name, leaf in leaves.items()
+    }
+    expected = of_torch(theirs, leaves)
+    mesh, opt = ftp.simulated_mesh((2,), ("tp",)), ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+    state_specs = opt.specs(params, SPECS)
+    step = ftp.spmd(opt.update, mesh, (SPECS, state_specs, SPECS), (SPECS, state_specs))
+    for grads in gradients(params):
+        now, state = step(grads, state, now)
+    same(now, expected)
+    assert type(state["up"]) is dict
+    del state["up"]["step"]
+    with pytest.raises(ftp.FtpError, match=r"state\['up'\] is \['exp_avg', 'exp_avg_sq'\]; AdamW"):
+        opt.update(gradients(params)[0], state, now)
+
+
 class OwnMomentum(torch.optim.Optimizer):
     """No counter; ``how`` its momentum comes to be, or what beside it changes."""
 
