@@ -1,5 +1,6 @@
 """Definition: the function, mesh, specs and options that a step is made of, and its trace."""
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -24,7 +25,7 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.global_shapes import abstract, global_shape
-from ftp.tensors.placement import check_alive, check_placed
+from ftp.tensors.placement import check_alive, check_placed, placement_of
 from ftp.torch_internals.tracer_lock import TRACING
 from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
@@ -91,6 +92,26 @@ def estimated_shapes(
 ) -> list[Shape | None]:
     """Global shapes, as far as this rank can tell."""
     return [global_shape(leaf, spec, mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
+
+
+def warn_of_taken_for_shards(
+    definition: Definition, call: Arguments, shapes: Sequence[Shape | None]
+) -> None:
+    """Warn of parameters that are taken for shards, as each unplaced tensor of a rank is. A call
+    compares what the ranks hold; ``lower`` asks nobody.
+    """
+    leaves = zip(call.leaves, shapes, call.names, call.positions, strict=True)
+    for leaf, shape, name, position in leaves:
+        is_cut = shape is not None and tuple(leaf.shape) != shape and placement_of(leaf) is None
+        if is_cut and position in definition.state:
+            warnings.warn(
+                f"lower takes {name}, of shape {tuple(leaf.shape)}, for this rank's shard of a"
+                f" tensor of shape {shape}: ftp.device_put has not placed it. If it is whole, call"
+                " ftp.device_put(tree, mesh, specs) before, or lower with tensors on meta, which"
+                " are whole.",
+                stacklevel=5,
+            )
+            return
 
 
 def checked_specs(definition: Definition, call: Arguments) -> list[PartitionSpec]:

@@ -17,7 +17,13 @@ from ftp.api.arguments import (
     describe_keywords,
 )
 from ftp.api.build import build
-from ftp.api.definition import Definition, checked_specs, estimated_shapes, traced_for
+from ftp.api.definition import (
+    Definition,
+    checked_specs,
+    estimated_shapes,
+    traced_for,
+    warn_of_taken_for_shards,
+)
 from ftp.api.dynamic_programs import DynamicPrograms
 from ftp.api.families import ShapeCounts
 from ftp.api.fast_path import Expected
@@ -210,6 +216,7 @@ class Step:
                 return self.lower_traced(traced, *args, known=known)
         inputs = self._abstract(args)
         call, definition = inputs.call, self._definition
+        warn_of_taken_for_shards(definition, call, inputs.shapes)
         if definition.dynamic is not None:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
         trace = traced or traced_for(definition, inputs)

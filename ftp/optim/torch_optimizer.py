@@ -166,17 +166,15 @@ class _TorchOptimizer:
                 distinct_paths(params),
                 None if self.owned is True else self.owned,
             )
-            new_leaves, new_slots = map(list, zip(*new, strict=True))
-            return treedef.unflatten(new_leaves), treedef.unflatten(_as(given, new_slots))
+            state = _as(given, [s for _, s in new])
+            return treedef.unflatten([x for x, _ in new]), treedef.unflatten(state)
         new_leaves, new_slots = list(leaves), list(slots)
         for group, of_group in enumerate(self.groups):
             mine = [i for i, g in enumerate(groups) if g == group]
             if not mine:
                 continue
-            own_grads, own_slots, own_leaves = (
-                [of[i] for i in mine] for of in (grad_leaves, slots, leaves)
-            )
-            new = of_group.updated(own_grads, own_slots, own_leaves)
+            own_grads, own_leaves = ([of[i] for i in mine] for of in (grad_leaves, leaves))
+            new = of_group.updated(own_grads, [slots[i] for i in mine], own_leaves)
             for i, (leaf, kept) in zip(mine, new, strict=True):
                 new_leaves[i], new_slots[i] = leaf, kept
         return treedef.unflatten(new_leaves), treedef.unflatten(_as(given, new_slots))

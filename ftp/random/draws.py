@@ -173,9 +173,13 @@ def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
     with contextlib.suppress(TypeError, ValueError):
         own = inspect.signature(fn)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        before = [p.replace(default=p.empty) for p in own.parameters.values() if p.kind in kinds]
+        before = [p for p in own.parameters.values() if p.kind in kinds]
         is_open = any(p.kind is p.VAR_POSITIONAL for p in own.parameters.values())
-        last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY)
+        # Python has no signature in which arguments before the last may be left out.
+        left_out = (
+            None if any(p.default is not p.empty for p in before) else inspect.Parameter.empty
+        )
+        last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY, default=left_out)
         whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
         if not is_open:
             signature = own.replace(parameters=[*whole, last])

@@ -70,3 +70,16 @@ def test_errors_of_keys():
         step(params, x, y)
     with pytest.raises(InputError, match="last argument, as rng=True, takes a key"):
         step(params, x, y, torch.ones(2))
+
+
+def test_arguments_that_may_be_left_out():
+    def noise(x, scale=2.0):
+        return (x + torch.rand_like(x)) * scale
+
+    mesh, key = ftp.simulated_mesh((2,), ("dp",)), ftp.random.key(1)
+    step = ftp.spmd(noise, mesh, P("dp"), P("dp"), rng=True)
+    with_scale = ftp.spmd(noise, mesh, (P("dp"), P()), P("dp"), rng=True)
+    x = torch.zeros(5)
+    assert torch.equal(step(x, key), with_scale(x, torch.tensor(2.0), key))
+    with pytest.raises(ftp.FtpError, match="rng"):
+        with_scale(x, torch.tensor(2.0))
