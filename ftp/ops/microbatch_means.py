@@ -94,6 +94,11 @@ def noting_means(microbatches: int) -> AbstractContextManager[Means]:
     return set_within(_means, Means(microbatches))
 
 
+def noting_none() -> AbstractContextManager[None]:
+    """Within the block a trace is made apart from the surrounding one, whose means stay."""
+    return set_within(_means, None)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is not wrapped by an active torch.func transform."""
     return not is_functorch_wrapped_tensor(tensor)

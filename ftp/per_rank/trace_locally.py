@@ -14,6 +14,7 @@ from torch import Tensor
 from ftp.axis import Inside, entered
 from ftp.dynamic_int import Sizes
 from ftp.errors import TraceError
+from ftp.ops.microbatch_means import noting_none
 from ftp.per_rank.sizes import (
     as_symbolic,
     at_hand,
@@ -121,7 +122,12 @@ def _with_sizes(
 @contextmanager
 def _hidden() -> Iterator[None]:
     """Hide the surrounding trace and transforms, which have global tensors; this has local ones."""
-    with disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
+    with (
+        disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        _without_saved_hooks(),
+        noting_none(),
+    ):
         yield
 
 

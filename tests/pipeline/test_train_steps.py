@@ -166,6 +166,41 @@ def test_each_microbatch_draws_from_its_part_of_the_key(schedule):
     assert whole.lower(params, tokens, key).bubble > 0
 
 
+def moe(layer, x):
+    weight, expert = (x @ layer["router"]).softmax(-1).max(-1)
+    order = expert.argsort(stable=True)
+    ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+    y = F.grouped_mm(
+        F.grouped_mm(x[order], layer["up"], offs=ends).relu(), layer["down"], offs=ends
+    )
+    return x + torch.zeros_like(x).index_add(0, order, y * weight[order][:, None])
+
+
+def test_tokens_that_travel_to_experts_in_stages():
+    """The layers are traced apart too, to find their experts."""
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
+    shapes = {"router": (8, 4), "up": (4, 8, 16), "down": (4, 16, 8)}
+    params = {
+        f"layers.{i}.{name}": torch.randn(shape) / 3
+        for i in range(2)
+        for name, shape in shapes.items()
+    }
+
+    def loss(layer, params, x):
+        for i in range(2):
+            x = layer({name: params[f"layers.{i}.{name}"] for name in shapes}, x)
+        return x.square().mean()
+
+    travels = ftp.plans.send_tokens(moe, "dp", token_axes=("dp",))
+    specs = ftp.plan(params, {"**.router": P(), "**.up": P("dp"), "**.down": P("dp")})
+    specs, opt = PIPE.place(params, specs, mesh), adamw()
+    state, cut = opt.init(params), opt.specs(params, specs)
+    one = train_step(lambda *args: loss(moe, *args), opt, 2)
+    whole = train_step(lambda *args: loss(travels, *args), opt, 2)
+    step = ftp.spmd(whole, mesh, (specs, cut, P("dp")), pipeline=PIPE)
+    check_steps(one, step, (params, state), [(torch.randn(8, 8),)] * 2, rtol=1e-3)
+
+
 def test_arguments_that_are_no_batch():
     """A frozen table of a stage, a number and a vector for the update are no microbatches; a
     gradient may be written to.
