@@ -140,7 +140,9 @@ class Node:
 
     @property
     def values(self) -> tuple["Value", ...]:
-        return tuple(Value(self, i) for i in range(len(self.results)))
+        if len(self.results) == 1:
+            return (Value(self),)
+        return tuple([Value(self, i) for i in range(len(self.results))])
 
     def copy(self) -> "Node":
         """A copy; changes to it leave this node as it is."""

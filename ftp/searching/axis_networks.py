@@ -10,8 +10,8 @@ from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import PricedNetwork
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.insert_reshards import insert_reshards
-from ftp.planning.layers.repeats import Ties
-from ftp.planning.problem import AxisPlan, BytePrices, NotAlike, Open, Problem
+from ftp.planning.layers.labels import label
+from ftp.planning.problem import AxisPlan, BytePrices, Open, Problem
 from ftp.rules.op_kinds import VIEWS
 from ftp.searching.open_axis import open_axis
 from ftp.searching.opened import Opened, nbytes_of
@@ -164,8 +164,7 @@ def _problem_of(
     outputs: list[Layout | None] = [R] * len(net.graph.outputs)
     for i, node in net.mirrors.items():
         outputs[i] = pinned.get(node)
-    ties = ties_of(net)
-    priced = hardware_of(net.graph, hardware, axis, folded, axes, ties)
+    priced = hardware_of(net.graph, hardware, axis, folded, axes, net.ties)
     held = {node: nbytes_of(Value(node)) for node in net.params}
     mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
     return Problem(
@@ -178,7 +177,7 @@ def _problem_of(
         outputs,
         is_data,
         opened.from_batch,
-        ties,
+        net.ties,
         Open(groups, mirrors, held, kept_bytes(net.graph), opened.cuts, is_bare),
         axes,
     )
@@ -192,13 +191,6 @@ def entry_of(axis: str, layout: Layout) -> str | Units:
         if layout.outer == layout.inner == 1
         else Units(axis, nominal(layout.inner), nominal(layout.outer))
     )
-
-
-def ties_of(net: Opened) -> Ties | None:
-    ties = net.folded.ties(net.graph) if net.folded else None
-    if net.folded and ties is None:
-        raise NotAlike
-    return ties
 
 
 def kept_bytes(graph: Graph) -> dict[Value, int]:
@@ -228,9 +220,9 @@ def planned_seconds(solved: Solved, hardware: Hardware) -> float:
     """Seconds of all ops and reshards of a program, one after the other; a layer that stands for
     several counts that often.
     """
-    ties = ties_of(solved.net)
-    total = 0.0
-    for node in solved.net.graph.nodes:
+    graph, folded, total = solved.net.graph, solved.net.folded, 0.0
+    layer_of = label(graph, folded.labels, folded.slices).of if folded else {}
+    for node in graph.nodes:
         if node.kind == "op":
             sizes = {f: nominal(s) for f, s in node.sizes.items()}
             seconds = op_seconds(node.target, node.rule, sizes, node.results, hardware)
@@ -242,5 +234,6 @@ def planned_seconds(solved: Solved, hardware: Hardware) -> float:
             seconds = collective_seconds(node.target.op, nbytes, node.target.n, link)
         else:
             continue
-        total += seconds * (ties.weight(node) if ties else 1)
+        stands_for = folded.left_out if folded and layer_of.get(node) == folded.stands_for else 0
+        total += seconds * (1 + stands_for)
     return total

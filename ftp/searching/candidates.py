@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from ftp.planning.cost import Hardware
-from ftp.planning.layers.repeats import Folded
+from ftp.planning.layers.repeats import KEPT, Folded
 from ftp.planning.problem import NotAlike
 from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
@@ -58,19 +58,19 @@ class Searching(LossPrograms):
     tried: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
     refused: set[tuple[Any, ...]] = field(default_factory=set)
     excess: int = 0  # bytes by which a program exceeded its estimate, by buckets of all layers
-    is_folded: bool = True
+    kept: int = 1  # layers at each end of a run of equal ones; 0: all
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
     spare: Spare | None = None
 
     @property
     def net(self) -> Opened:
-        if (known := self._nets.get(self.is_folded)) is None:
-            known = self._nets[self.is_folded] = opened(self.prepared({}), self.is_folded)
+        if (known := self._nets.get(self.kept)) is None:
+            known = self._nets[self.kept] = opened(self.prepared({}), self.kept)
         return known
 
     @cached_property
-    def _nets(self) -> dict[bool, Opened]:
+    def _nets(self) -> dict[int, Opened]:
         return {}
 
     @cached_property
@@ -100,18 +100,21 @@ class Searching(LossPrograms):
         is_bare: bool = False,
     ) -> Solved:
         args = self.axes, order, self.data_axes, hardware or self.hardware, price, forced, is_bare
-        try:
-            return solve_axes(self.primitives(along), *args)
-        except NotAlike:  # an axis gave layers different layouts: search without folding
-            if not self.is_folded:
-                raise
-            self.is_folded = False
-            return solve_axes(self.primitives(along), *args)
+        while True:
+            try:
+                return solve_axes(self.primitives(along), *args)
+            except NotAlike:
+                self.keep_more()
+
+    def keep_more(self) -> None:
+        """Keep more layers, after equal ones got different layouts."""
+        assert self.kept
+        self.kept = KEPT if self.kept < KEPT else 0
 
     def primitives(self, along: Along) -> Opened:
-        key = (self.is_folded, *along.items())
+        key = (self.kept, *along.items())
         if key not in self._primitives:
-            net = opened(self.prepared(along), self.is_folded) if along else self.net
+            net = opened(self.prepared(along), self.kept) if along else self.net
             self._primitives[key] = on_primitives(net, self.axes, self.data_axes)
         return self._primitives[key]
 
@@ -186,13 +189,12 @@ class Searching(LossPrograms):
 
     def _measured(self, patterns: Patterns, along: Along) -> Estimate:
         key = (tuple(patterns.items()), tuple(along.items()))
-        while (known := self._programs.get((self.is_folded, *key))) is None:
-            made = self.few(patterns, along, self.is_folded)
+        while (known := self._programs.get((self.kept, *key))) is None:
+            made = self.few(patterns, along, self.kept)
             if made is None:
-                assert self.is_folded
-                self.is_folded = False
+                self.keep_more()
             else:
-                self._programs[self.is_folded, *key] = made
+                self._programs[self.kept, *key] = made
         program, folded = known
         # A bucket over several layers does not add the same number of bytes per layer.
         program = program.with_options(bucket=self.bucket and folded is None)

@@ -48,14 +48,14 @@ class LossPrograms:
         return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
 
     def few(
-        self, patterns: Patterns, along: Along, is_folded: bool
+        self, patterns: Patterns, along: Along, kept: int
     ) -> tuple[Program, Folded | None] | None:
-        """The program without its repeated layers, unless they are not to be folded, and the fold;
-        None if the layers get different plans.
+        """The program with ``kept`` layers at each end of a run of equal ones (0: all), and the
+        fold; None if the layers get different plans.
         """
         loss = self.prepared(along)
         specs = loss.specs(patterns)
-        folded = loss.folded if is_folded else None
+        folded = loss.folded(kept)
         found = plan_few(
             loss.prepared.graph,
             self.mesh.axes,

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from ftp.planning.graph import Graph, Node, Rewrite, Value
-from ftp.planning.layers.repeats import Folded
+from ftp.planning.layers.repeats import Folded, Ties
+from ftp.planning.problem import NotAlike
 from ftp.searching.prepared_loss import PreparedLoss
 from ftp.sharding.layout import Layout, nominal
 from ftp.sharding.spec import PartitionSpec
@@ -30,6 +31,18 @@ class Opened:
     @cached_property
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
         return self.graph.users()
+
+    @cached_property
+    def ties(self) -> Ties | None:
+        """The tied layers; None if no layers are left out.
+
+        Raises:
+            NotAlike: an axis gave the two layers different layouts.
+        """
+        ties = self.folded and self.folded.ties(self.graph)
+        if self.folded and ties is None:
+            raise NotAlike
+        return ties
 
     @cached_property
     def steps(self) -> dict[tuple[Any, ...], Any]:
@@ -66,9 +79,9 @@ def nbytes_of(value: Value) -> int:
     return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
-def opened(loss: PreparedLoss, is_folded: bool = True) -> Opened:
-    """The program of a loss, without most of its repeated layers unless they are not folded."""
-    folded, patterns = loss.folded if is_folded else None, loss.patterns
+def opened(loss: PreparedLoss, kept: int) -> Opened:
+    """The program of a loss, with ``kept`` layers at each end of a run of equal ones; 0: all."""
+    folded, patterns = loss.folded(kept), loss.patterns
     if folded is None:
         graph = loss.prepared.graph
         return Opened(graph, [*patterns], patterns, loss.batch, loss.mirrors, None)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -51,19 +50,27 @@ class PreparedLoss:
         ]
         return FixedLayouts(inputs, self.prepared.constraints, outputs)
 
-    @cached_property
-    def folded(self) -> Folded | None:
+    def folded(self, kept: int) -> Folded | None:
         """The program without most of its layers of equal patterns, which have equal specs; None if
         no layers repeat.
+
+        Args:
+            kept: layers kept at each end of a run of equal ones; 0: all.
         """
-        batch, patterns, pins = self.batch, self.patterns, self.prepared.constraints
+        graph, batch, patterns = self.prepared.graph, self.batch, self.patterns
+        pins = self.prepared.constraints
         returned = {i: patterns[node] for i, node in self.mirrors.items()}
-        return fold(
-            self.prepared.graph,
-            lambda node: (batch.get(node), patterns.get(node), pins.get(node)),
-            [returned.get(i) for i in range(len(self.prepared.graph.outputs))],
-            self.known,
-        )
+
+        def made() -> Folded | None:
+            return fold(
+                graph,
+                lambda node: (batch.get(node), patterns.get(node), pins.get(node)),
+                [returned.get(i) for i in range(len(graph.outputs))],
+                self.known,
+                kept,
+            )
+
+        return self.known.once(graph, "folded", kept, make=made) if kept else None
 
     def role(self, node: Node) -> str:
         """The role of an input, for reports."""

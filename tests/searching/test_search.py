@@ -311,6 +311,30 @@ def test_estimates_count_the_checks_of_the_arguments_of_layers_left_out():
     assert found.seconds == pytest.approx(float(lowered.cost(cpu)), rel=1e-6)
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+def test_few_layers_count_as_all_layers_do(kept: int):
+    """One or two layers are kept at each end of a run of equal ones."""
+    loss_fn, params, x = deep()
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    cpu = ftp.Hardware.cpu()
+    few, all_layers = (
+        candidates.Searching(
+            *(loss_fn, params, (x,), P("dp"), [P("dp")], resolve(mesh), ("dp",), cpu, None),
+            kept=n,
+            bucket=False,
+        )
+        for n in (kept, 0)
+    )
+    names = dict.fromkeys(few.net.patterns.values())
+    for up, down in ((P(), P()), (P(None, "tp"), P("tp")), (P("dp"), P("dp", "tp"))):
+        patterns = {name: up if "up" in name else down for name in names}
+        found, expected = few.estimate_of(patterns, {}), all_layers.estimate_of(patterns, {})
+        assert few.kept == kept and few.net.folded is not None
+        assert few.net.folded.left_out == 7 - 2 * kept
+        assert found.nbytes == expected.nbytes
+        assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
+
+
 def test_ops_that_leave_their_layer_do_not_change_what_a_layer_adds():
     """The gather of the later layer runs in the earlier one: before its start, as it is not before
     the start of the earlier layer.

@@ -25,8 +25,8 @@ from ftp.planning.layers.labels import (
 )
 from ftp.rules.rule import BoundRule
 
-# Layers kept at each end of a run: one next to the layers that differ, and one that is planned like
-# those left out.
+# Layers kept at each end of a run: one next to the layers that differ, which may be planned
+# otherwise, and one that is planned like those left out.
 KEPT = 2
 
 
@@ -149,6 +149,7 @@ def fold(
     facts: Callable[[Node], Any],
     out_facts: Sequence[Any],
     known: KnownPasses | None = None,
+    kept: int = KEPT,
 ) -> Folded | None:
     """The graph with most of a run of equal layers left out; None where there is no such run.
 
@@ -157,6 +158,7 @@ def fold(
             as an input's spec.
         out_facts: the same, per output.
         known: gives the fold that leaves out the same layers, if there is one.
+        kept: layers kept at each end of the run.
     """
     labels = numbered({node: node.name for node in graph.inputs})
     slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
@@ -164,9 +166,10 @@ def fold(
     if labels and (named := max(labels.values()) + 1) >= FEWEST:
         # A stack of one tensor of each layer, as of gradients that an optimizer sends to owners, is
         # split into layers too.
-        found = _fold(graph, labels, named if named in slices else 0, facts, out_facts)
+        cut = named if named in slices else 0
+        found = _fold(graph, labels, cut, facts, out_facts, kept)
     if found is None and slices and max(slices) >= FEWEST:
-        found = _fold(graph, {}, max(slices), facts, out_facts)
+        found = _fold(graph, {}, max(slices), facts, out_facts, kept)
     if found is None or known is None:
         return found
     of = found
@@ -179,6 +182,7 @@ def _fold(
     slices: int,
     facts: Callable[[Node], Any],
     out_facts: Sequence[Any],
+    kept_layers: int,
 ) -> Folded | None:
     layers = label(graph, labels, slices)
     returned: dict[Node, list[Any]] = {}
@@ -191,8 +195,8 @@ def _fold(
     if run is None:
         return None
     first, last = run
-    gap = Gap(first + KEPT, last + 1 - first - 2 * KEPT)
-    if not _reads_neighbours_only(graph, layers, gap):
+    gap = Gap(first + kept_layers, last + 1 - first - 2 * kept_layers)
+    if not _reads_neighbours_only(graph, layers, gap, (first, last)):
         return None
     copies = _copies_outside(gap, graph, layers, slices)
     kept = [i for i, v in enumerate(graph.outputs) if layers.of.get(v.node, -1) not in gap]
@@ -271,11 +275,9 @@ def _longest_run(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None
     return best
 
 
-def _reads_neighbours_only(graph: Graph, layers: Layers, gap: Gap) -> bool:
-    """Whether the layers in the gap, and those next to it, read and are read by adjacent layers and
-    shared nodes only.
-    """
-    start, end = gap.start, gap.end
+def _reads_neighbours_only(graph: Graph, layers: Layers, gap: Gap, run: tuple[int, int]) -> bool:
+    """Whether the layers of a run read and are read by adjacent layers and shared nodes only."""
+    first, last = run
     slices = len(layers.nodes) if layers.stacks else 0
     for node in graph.nodes:
         here = layers.of.get(node)
@@ -288,13 +290,9 @@ def _reads_neighbours_only(graph: Graph, layers: Layers, gap: Gap) -> bool:
             if there is None or here == there:
                 continue
             if here is None:
-                if start - KEPT <= there < end + KEPT:
+                if first <= there <= last:
                     return False
-            elif (
-                abs(there - here) > 1
-                and max(here, there) >= start - KEPT
-                and min(here, there) < end + KEPT
-            ):
+            elif abs(there - here) > 1 and max(here, there) >= first and min(here, there) <= last:
                 return False
     return True
 
