@@ -1,5 +1,5 @@
-"""Gradients in a traced function: ``grad_and_value`` over pytrees, the ways to take one, and
-torch.func's, which a trace for a pipeline notes as means over microbatches.
+"""Gradients in a traced function: ``grad_and_value`` over pytrees, the ways to take one, also those
+that the function takes by torch.func; a trace for a pipeline notes them as means over microbatches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +18,52 @@ from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals import pytree
+from ftp.torch_internals.functorch import peek_interpreter_stack
 from ftp.tracing.explain_errors import defined_at
 from ftp.tracing.replaced import replaced
 from ftp.tracing.selected_results import counted
 
 aten = torch.ops.aten
+T = TypeVar("T")
 WAYS = ("func", "grad", "backward")  # each differentiates functions that those before it refuse
 
 
 @dataclass
 class GradientWay:
-    """How ``grad_and_value`` takes gradients in a trace: by torch.func, by torch.autograd.grad, or
-    by backward().
+    """How gradients are taken in a trace: by torch.func, by torch.autograd.grad, or by backward().
 
     Attributes:
         is_taken: whether the traced function has asked for a gradient.
+        is_within: whether one is being taken. Those inside of it are torch.func's.
     """
 
     by: str = "func"
     is_taken: bool = False
+    is_within: bool = False
+
+    def of(
+        self, scalar: Callable[[list[Tensor]], tuple[Tensor, T]], leaves: Sequence[Tensor]
+    ) -> tuple[list[Tensor], tuple[Tensor, T]]:
+        """The gradients of a scalar by torch.autograd, and what ``scalar`` returns."""
+        self.is_within = True
+        try:
+            with torch.enable_grad():
+                given = [leaf.detach().requires_grad_() for leaf in leaves]
+                loss, extras = scalar(given)
+                if not loss.requires_grad:
+                    grads: list[Tensor | None] = [None] * len(given)
+                elif self.by == "grad":
+                    grads = list(torch.autograd.grad(loss, given, allow_unused=True))
+                else:
+                    loss.backward()
+                    grads = [leaf.grad for leaf in given]
+        finally:
+            self.is_within = False
+        found = [
+            torch.zeros_like(leaf) if grad is None else grad.detach()
+            for leaf, grad in zip(leaves, grads, strict=True)
+        ]
+        return found, (loss.detach(), extras)
 
 
 _gradient: ContextVar[GradientWay | None] = ContextVar("ftp.tracing.gradient", default=None)
@@ -100,21 +127,8 @@ def _differentiated(
         gradient.is_taken = True
     if gradient is None or gradient.by == "func":
         return torch.func.grad_and_value(scalar, has_aux=True)(leaves)
-    with torch.enable_grad():
-        given = [leaf.detach().requires_grad_() for leaf in leaves]
-        loss, extras = scalar(given)
-        if not loss.requires_grad:
-            grads: list[Tensor | None] = [None] * len(given)
-        elif gradient.by == "grad":
-            grads = list(torch.autograd.grad(loss, given, allow_unused=True))
-        else:
-            loss.backward()
-            grads = [leaf.grad for leaf in given]
-    found = [
-        torch.zeros_like(leaf) if grad is None else grad.detach()
-        for leaf, grad in zip(leaves, grads, strict=True)
-    ]
-    return found, (loss.detach(), [x.detach() for x in extras])
+    found, (loss, extras) = gradient.of(scalar, leaves)
+    return found, (loss, [x.detach() for x in extras])
 
 
 def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor, Any]:
@@ -173,14 +187,43 @@ def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 
 @contextmanager
-def noted_gradients() -> Iterator[None]:
-    """In a trace for a pipeline, note gradients by ``torch.func.grad`` and ``grad_and_value``
-    within the block.
+def gradients_by_torch() -> Iterator[None]:
+    """Within the block ``torch.func.grad`` and ``grad_and_value`` take gradients in the trace's
+    way, and a trace for a pipeline notes them.
     """
-    noting = _noting(eager_transforms.grad_and_value_impl)
-    owner = None if means_of_trace() is None else eager_transforms
-    with replaced(owner, {"grad_and_value_impl": noting}):
+    taken = _in_the_traces_way(eager_transforms.grad_and_value_impl)
+    taken = taken if means_of_trace() is None else _noting(taken)
+    with replaced(eager_transforms, {"grad_and_value_impl": taken}):
         yield
+
+
+def _in_the_traces_way(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``grad_and_value`` of torch.func by torch.autograd, where a trace takes gradients so, and the
+    call is in no other transform.
+    """
+
+    def grad_and_value(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+        gradient = _gradient.get()
+        if gradient is None or gradient.is_within or peek_interpreter_stack() is not None:
+            return original(func, argnums, has_aux, args, kwargs)
+        gradient.is_taken = True
+        if gradient.by == "func":
+            return original(func, argnums, has_aux, args, kwargs)
+        at = argnums if isinstance(argnums, tuple) else (argnums,)
+        leaves, tree = pytree.tree_flatten([args[i] for i in at])
+
+        def scalar(leaves: list[Tensor]) -> tuple[Tensor, Any]:
+            given = dict(zip((i % len(args) for i in at), tree.unflatten(leaves), strict=True))
+            out = func(*(given.get(i, x) for i, x in enumerate(args)), **kwargs)
+            return out if has_aux else (out, None)
+
+        found, (loss, aux) = gradient.of(scalar, leaves)
+        grads = tuple(tree.unflatten(found))
+        aux = pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)
+        value = (loss, aux) if has_aux else loss
+        return grads if isinstance(argnums, tuple) else grads[0], value
+
+    return grad_and_value
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:

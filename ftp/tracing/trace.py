@@ -41,7 +41,7 @@ from ftp.tracing.functionalize_graph import (
     lift_attributes,
 )
 from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
-from ftp.tracing.gradient import WAYS, noted_gradients, taking
+from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
 from ftp.tracing.joins import Joins
 from ftp.tracing.left_behind import LeftBehind, check_unread, left_behind
 from ftp.tracing.libraries import patched_libraries
@@ -393,7 +393,7 @@ def _recorded(
     with (
         nested_traces(),
         patched_libraries(),
-        noted_gradients(),
+        gradients_by_torch(),
         _sizes_asked(recorder),
         recorder.mode,
         _force_original_view_tracking(True),

@@ -110,18 +110,25 @@ def drawn(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.cases_by_default(8)
+@pytest.mark.cases_by_default(16)
+@pytest.mark.parametrize("own", [False, True], ids=["shard", "spmd"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
-def test_gradients_are_torch_autograds(loss, placement):
+def test_gradients_are_torch_autograds(loss, placement, own):
+    """Of the step's loss, or taken by torch.func in a function."""
     shape, names, specs, batch_specs = PLACEMENTS[placement]
     params, x = {"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4)
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     expected = loss(leaves, x)
     expected.backward()
     mesh = ftp.simulated_mesh(shape, names)
-    step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, certify=True)
-    found, grads = step(params, x)
+    if own:
+        of_function = torch.func.grad_and_value(loss)
+        step = ftp.spmd(of_function, mesh, (specs, batch_specs), (specs, P()), certify=True)
+        grads, found = step(params, x)
+    else:
+        step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, certify=True)
+        found, grads = step(params, x)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
     for name, leaf in leaves.items():
         right = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -191,6 +198,33 @@ def test_backward_hooks_of_modules_run():
     _, grads = step(params)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_whole_step_accumulates_and_returns_aux():
+    def loss(params, x):
+        return checkpointed(params, gelu_of_user(x)), {"size": params["up"].square().sum()}
+
+    def step(params, x):
+        grads, (value, aux) = ftp.optim.accumulate(
+            torch.func.grad_and_value(loss, has_aux=True), 2
+        )(params, x)
+        grads, norm = ftp.optim.clip_by_global_norm(grads, 0.1)
+        only = torch.func.grad(lambda x, scale: loss(params, x)[0] * scale, argnums=(1, 0))
+        return grads, value, aux["size"], norm, only(x, x.new_tensor(2.0))
+
+    shape, names, specs, batch_specs = PLACEMENTS["dp2×tp2"]
+    params, x = {"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4)
+    out = specs, P(), P(), P(), (P(), batch_specs)
+    mesh = ftp.simulated_mesh(shape, names)
+    found = ftp.spmd(step, mesh, (specs, batch_specs), out)(params, x)
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    inputs, scale = x.clone().requires_grad_(), x.new_tensor(2.0).requires_grad_()
+    value, aux = loss(leaves, inputs)
+    by_x, by_scale = torch.autograd.grad(value * scale, (inputs, scale), retain_graph=True)
+    value.backward()
+    norm = torch.nn.utils.clip_grad_norm_(leaves.values(), 0.1)
+    due = {name: leaf.grad for name, leaf in leaves.items()}, value, aux["size"], norm
+    torch.testing.assert_close(found, (*due, (by_scale, by_x)), rtol=1e-11, atol=1e-12)
 
 
 def test_torch_func_is_kept_where_it_works():
