@@ -116,10 +116,16 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
         return [(f".{name}", item) for name, item in held.items() if name not in OF_MODULES]
     if not is_plain_object(value):
         return None
+    own = {**getattr(value, "__dict__", {}), **slots_of(value)}
+    return [(f".{name}", item) for name, item in own.items()]
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object holds in slots."""
     slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
     names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
-    own = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return [(f".{name}", item) for name, item in {**getattr(value, "__dict__", {}), **own}.items()]
+    own = (name for name in names if not name.startswith("__") and hasattr(value, name))
+    return {name: getattr(value, name) for name in own}
 
 
 def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> Iterable[_T]:

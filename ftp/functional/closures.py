@@ -2,7 +2,7 @@
 
 import dis
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache, partial
@@ -12,11 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftp.functional.attributes import CONSTANTS, OF_MODULES, REGISTERED, is_plain_object
-from ftp.source import is_users
+from ftp.functional.attributes import (
+    CONSTANTS,
+    OF_MODULES,
+    REGISTERED,
+    is_of_library,
+    is_plain_object,
+    of_class,
+    slots_of,
+)
+from ftp.source import is_editable, is_users
 
 _RESTORED = (dict, OrderedDict, defaultdict, list, set, deque)
-_VISITED = 10_000  # most objects to look for containers in, the nearest first
+_VISITED = 10_000  # most objects to look for containers in, the nearest first,
+_OF_MODULE = 100  # and as many more for each module
 _LEAVES = (*CONSTANTS, Tensor)
 
 
@@ -43,54 +52,89 @@ def bound_now(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Content:
-    """The present content of a captured variable (a cell) or a container, to be restored later."""
+    """The present content of a captured variable (a cell), a container, an object or a module, to
+    be restored later.
+    """
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        self._held = [of.cell_contents] if isinstance(of, CellType) else copy(of)
+        self.held = now_in(of)
 
     @property
-    def is_current(self) -> bool:
-        of, held = self.of, self._held
-        if isinstance(held, set):
-            return of == held
-        if isinstance(of, CellType):
-            return of.cell_contents is held[0]
-        if isinstance(held, dict):
-            return len(of) == len(held) and all(of.get(k, held) is v for k, v in held.items())
-        return len(of) == len(held) and all(map(is_, of, held))
+    def values(self) -> Iterable[Any]:
+        """What may hold tensors: of a module, not its hooks."""
+        held = own_attributes(self.held) if isinstance(self.of, nn.Module) else self.held
+        return held.values() if isinstance(held, dict) else held
 
     def give_back(self) -> None:
-        if isinstance(self.of, CellType):
-            (self.of.cell_contents,) = self._held
-            return
-        self.of.clear()
-        (self.of.update if isinstance(self.of, dict | set) else self.of.extend)(self._held)
+        put_in(self.of, self.held)
+
+
+def now_in(of: Any) -> Any:
+    """A copy of the content: a dict of the attributes, or a container of the values."""
+    if isinstance(of, CellType):
+        return [] if _is_empty(of) else [of.cell_contents]
+    if isinstance(of, nn.Module):
+        return dict(of.__dict__)
+    return copy(of) if type(of) in _RESTORED else slots_of(of)
+
+
+def put_in(of: Any, held: Any) -> None:
+    """Make ``held`` the content of ``of``."""
+    if isinstance(of, CellType):
+        if held:
+            (of.cell_contents,) = held
+        elif not _is_empty(of):
+            del of.cell_contents
+        return
+    if not isinstance(of, nn.Module) and type(of) not in _RESTORED:
+        for name in slots_of(of).keys() - held.keys():
+            object.__delattr__(of, name)
+        for name, value in held.items():
+            object.__setattr__(of, name, value)
+        return
+    of = of.__dict__ if isinstance(of, nn.Module) else of
+    of.clear()
+    (of.update if isinstance(of, dict | set) else of.extend)(held)
+
+
+def is_same(held: Any, now: Any) -> bool:
+    """Whether two contents have the same values under the same names."""
+    if isinstance(held, set):
+        return held == now
+    if len(held) != len(now) or not all(map(is_, held, now)):
+        return False  # of dicts, the keys
+    return not isinstance(held, dict) or all(map(is_, held.values(), now.values()))
 
 
 @contextmanager
 def restored(contents: Sequence[Content]) -> Iterator[None]:
     """Within the block, variables and containers hold ``contents``."""
-    changed = [content for content in contents if not content.is_current]
-    later = [Content(content.of) for content in changed]
+    later = [now for c in contents if not is_same(c.held, (now := Content(c.of)).held)]
+    changed = set(map(id, (now.of for now in later)))
     try:
-        for content in changed:
-            content.give_back()
+        for content in contents:
+            if id(content.of) in changed:
+                content.give_back()
         yield
     finally:
         for content in later:
             content.give_back()
 
 
-def contents_of(root: Any) -> list[Content]:
+def contents_of(root: Any, seen: set[int] | None = None) -> list[Content]:
     """The contents of the variables, containers and objects that ``root`` refers to, directly or
     through others.
+
+    Args:
+        seen: the ids of what has been visited, which is left out; it gets those of ``found``.
     """
     found: list[Content] = []
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
     queue: list[Any] = [root]
+    most = len(seen) + _VISITED
     for visited in queue:  # the loop appends to it
-        if isinstance(visited, _LEAVES) or id(visited) in seen or len(seen) == _VISITED:
+        if isinstance(visited, _LEAVES) or id(visited) in seen or len(seen) >= most:
             continue
         seen.add(id(visited))
         if isinstance(visited, FunctionType):
@@ -108,16 +152,32 @@ def contents_of(root: Any) -> list[Content]:
                 found.append(Content(visited))
             queue += visited.values() if isinstance(visited, dict) else visited
         elif isinstance(visited, nn.Module):
-            found.append(Content(visited.__dict__))
+            found.append(Content(visited))
             queue += own_attributes(visited.__dict__).values()
+            most += _OF_MODULE
+            if id(type(visited)) not in seen:
+                seen.add(id(type(visited)))
+                queue += _of_class(type(visited))
         elif is_plain_object(visited):
             queue.append(getattr(visited, "__dict__", ()))
+            if slots := slots_of(visited):
+                found.append(Content(visited))
+                queue += slots.values()
     return found
 
 
 def own_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes of a module without those that every module has, such as its hooks."""
     return {k: v for k, v in attributes.items() if k not in OF_MODULES or k in REGISTERED}
+
+
+def _of_class(kind: type[nn.Module]) -> Iterator[Any]:
+    """The containers of a user's module class, and its functions."""
+    yield from (value for _, value in of_class(kind))
+    for owner in kind.__mro__:
+        for value in () if is_of_library(owner) else vars(owner).values():
+            if isinstance(value, FunctionType) and is_editable(value.__code__.co_filename):
+                yield value
 
 
 def _is_empty(cell: CellType) -> bool:

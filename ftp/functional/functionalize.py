@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.attributes import join
+from ftp.functional.closures import contents_of, restored
 from ftp.functional.gradient_hooks import gradient_hooks
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
@@ -22,7 +23,6 @@ from ftp.functional.module_program import (
     remat_modules,
     run,
     snapshots,
-    with_attributes,
 )
 from ftp.functional.purity import ChangesFrozen, impure
 from ftp.functional.remat import Again, Policy, surrounded
@@ -56,12 +56,12 @@ def functionalize(
         constraints: ``{pattern: P or Constraint}`` over module paths, patterns as in ``ftp.plan``;
             "" is the model. A ``P`` constrains the output.
         remat: ``{pattern: policy}`` over module paths: recompute these modules in the backward
-            pass, as ``ftp.remat`` does. Of what such a module sets on itself, buffers, tensors,
-            plain values, and tuples, lists and dicts of them stay; other objects are lost.
+            pass, as ``ftp.remat`` does. What such a module sets, on itself and elsewhere in the
+            model, stays for the rest of the call.
         taps: ``{pattern: function}`` over module paths. The function takes a module's output, or
             its path and its output, as global tensors under any sharding; its result replaces the
             output, None keeps it. To read activations, store them in a dict and return the dict
-            from the same call (``has_aux=True``); in a module of ``remat`` a tap can only replace.
+            from the same call (``has_aux=True``).
         buffers: make buffers and frozen parameters an argument and a result, not constants.
 
     Returns:
@@ -152,7 +152,7 @@ def functionalize(
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:
     """A context that gives modules the values that they hold now, and the draws that are next."""
-    held = [(m.module, m.module.__dict__) for m in program.modules]
+    contents = contents_of(tuple(m.module for m in program.modules))
     counts, path = dict(draws.counts), list(draws.path)
 
     @contextmanager
@@ -160,7 +160,7 @@ def _as_now(program: ModuleProgram, draws: Draws) -> Again:
         drawn = draws.counts, draws.path
         draws.counts, draws.path = dict(counts), list(path)
         try:
-            with with_attributes(held), draws:
+            with restored(contents), draws:
                 yield
         finally:
             draws.counts, draws.path = drawn

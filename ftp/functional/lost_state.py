@@ -11,7 +11,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.errors import StaleCaptureWarning, TraceError
@@ -25,7 +24,9 @@ from ftp.functional.attributes import (
     has_parts,
     of_class,
 )
-from ftp.functional.purity import COPIES, impure, tensors_of, written_by
+from ftp.functional.purity import COPIES, impure
+from ftp.functional.remat import ModeOfBlocks
+from ftp.functional.writes import tensors_of, written_by
 
 
 def check_state(
@@ -173,12 +174,16 @@ class _NotedAttribute:
         del module.__dict__[self._name]
 
 
-class _OfConstants(TorchFunctionMode):
+class _OfConstants(ModeOfBlocks):
     """Note which tensors are computed from constants alone: a mask, a table of angles."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.known = WeakIdKeyDictionary(dict.fromkeys(known))
+
+    def stands_for(self, new: Tensor, old: Tensor) -> None:
+        if old in self.known:
+            self.known[new] = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -2,9 +2,9 @@
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,17 +12,8 @@ from torch import Tensor, nn
 
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
-from ftp.functional.assigned import (
-    CONTAINERS,
-    OWN_BY_CALL,
-    assign,
-    assigned_before,
-    assigned_since,
-    attributes_now,
-    items_of,
-)
 from ftp.functional.attributes import attributes_of, join
-from ftp.functional.closures import contents_of, own_attributes, restored
+from ftp.functional.closures import own_attributes
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
 from ftp.functional.matched_modules import MatchedModule, matched_modules
@@ -84,19 +75,28 @@ class RematModule(MatchedModule):
     """A module that is recomputed in the backward pass.
 
     Attributes:
-        program: the module's own program.
-        slots: paths of the argument tensors that the module holds.
-        mutable: the slots that it may write to.
+        modules: itself and those in it.
+        mutable: paths of the buffers that the model may write to.
     """
 
     policy: Policy
-    program: ModuleProgram
-    slots: tuple[str, ...]
+    modules: tuple[ModuleState, ...]
     mutable: frozenset[str]
 
     done = "recomputed"
     does = "recomputes"
     instead = "the modules in it that are"
+
+
+CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+def items_of(value: Any) -> Collection[Any]:
+    """The items of a plain container; of another attribute, itself."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        return value.values()
+    return value if kind in CONTAINERS else (value,)
 
 
 def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
@@ -157,6 +157,20 @@ def with_attributes(new: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator
             object.__setattr__(module, "__dict__", attributes)
 
 
+@dataclass
+class ModelCall:
+    """A call of a model.
+
+    Attributes:
+        draws: those of the code that runs now; blocks of remat have their own.
+        ran: the paths of the modules with a tap, a constraint or remat that were called.
+    """
+
+    program: ModuleProgram
+    draws: Draws
+    ran: set[str]
+
+
 def run(
     program: ModuleProgram,
     draws: Draws,
@@ -166,11 +180,11 @@ def run(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    ran: set[str] = set()
+    call = ModelCall(program, draws, set())
     change_outputs((m.path, m.module) for m in program.modules)
-    out = _call_hooked(program, program.model, draws, values, names, mutable, ran, args, kwargs)
+    out = _call_hooked(call, values, names, mutable, args, kwargs)
     placed: tuple[MatchedModule, ...] = (*program.pins, *program.taps, *program.blocks)
-    reached = {(type(given), given.pattern) for given in placed if given.path in ran}
+    reached = {(type(given), given.pattern) for given in placed if given.path in call.ran}
     idle = [
         f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
         for given in placed
@@ -181,20 +195,18 @@ def run(
 
 
 def _call_hooked(
-    program: ModuleProgram,
-    call: Callable[..., Any],
-    draws: Draws,
+    call: ModelCall,
     values: Mapping[str, Tensor],
     names: dict[int, str],
     mutable: frozenset[int],
-    ran: set[str],
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module, or its forward, with the program's hooks for random draws, taps, constraints
-    and remat registered.
+    """Call the model with the program's hooks for random draws, taps, constraints and remat
+    registered.
     """
-    _register_hooks(program, draws, values, ran)
+    program = call.program
+    _register_hooks(call)
     modules = [(m.path, m.module) for m in program.modules]
     attributes = {held.path: held for held in attributes_of(modules)}
     held = {
@@ -204,7 +216,7 @@ def _call_hooked(
     }
     versions = {key: version(tensor) for key, (tensor, _) in held.items()}
     names = {key: name for key, (_, name) in held.items()}
-    # A block of remat takes parameters from ``values``, which no swap reaches.
+    # In a block of remat other tensors stand for the parameters.
     swap = None if program.blocks else partial(_swap, program)
     guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
     trained = {key for key, name in names.items() if name.startswith("parameter")}
@@ -214,9 +226,9 @@ def _call_hooked(
     )
     try:
         with guard, kept:
-            out = call(*args, **kwargs)
+            out = program.model(*args, **kwargs)
     except (TypeError, RuntimeError) as error:
-        if (explained := _explained(program.name, call, kwargs, error)) is None:
+        if (explained := _explained(program.name, program.model, kwargs, error)) is None:
             raise
         raise explained from error
     for key, (tensor, name) in held.items():
@@ -226,24 +238,22 @@ def _call_hooked(
     return out
 
 
-def _register_hooks(
-    program: ModuleProgram, draws: Draws, values: Mapping[str, Tensor], ran: set[str]
-) -> None:
+def _register_hooks(call: ModelCall) -> None:
+    program = call.program
     # In eval mode without a key register no hooks: they would turn fused kernels off.
-    if draws.key is not None or any(m.module.training for m in program.modules):
+    if call.draws.key is not None or any(m.module.training for m in program.modules):
         for m in program.modules:
-            m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
-            m.module.register_forward_hook(partial(_leave, draws), always_call=True)
+            m.module.register_forward_pre_hook(partial(_enter, call, m.path), prepend=True)
+            m.module.register_forward_hook(partial(_leave, call), always_call=True)
     for tap in program.taps:
-        tap.module.register_forward_hook(partial(tapped, tap, ran))
+        tap.module.register_forward_hook(partial(tapped, tap, call.ran))
     for pin in program.pins:
         if pin.constraint.forward is not None:
             pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
-        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
+        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, call.ran), with_kwargs=True)
         pin.module.register_forward_hook(partial(pin_outputs, pin))
     for block in program.blocks:
-        if not any(block in outer.program.blocks for outer in program.blocks):
-            block.module.forward = partial(_recomputed, block, draws, values, ran)
+        block.module.forward = partial(_recomputed, call, block, block.module.forward)
 
 
 def _explained(
@@ -293,103 +303,70 @@ def _unknown_keywords(call: Callable[..., Any], kwargs: Mapping[str, Any]) -> li
 
 
 def _recomputed(
+    call: ModelCall,
     block: "RematModule",
-    draws: Draws,
-    values: Mapping[str, Tensor],
-    ran: set[str],
+    module_forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the module's forward as a pure function under ``remat``: the backward pass runs it again
-    after this call has ended.
+    """Run the module's forward under ``remat``: the backward pass runs it again after this call has
+    ended. Its state is that of the whole model.
     """
-    ran.add(block.path)
-    counts, first = dict(draws.counts), []
-    live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
-    own = ((m.path, m.module, m.attributes) for m in block.program.modules)
-    live |= assigned_before(own, live.values())
-    part = _as_set_by_now(block.program, live)
-    contents = contents_of([own_attributes(m.attributes) for m in part.modules])
+    call.ran.add(block.path)
+    program, around = call.program, call.draws
+    counts, drawn = dict(around.counts), dict[str, int]()
 
-    def forward(
-        key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Tensor], dict[str, dict[str, Any]]]:
-        clones = {path: given[path].clone() for path in block.mutable}
-        own = {**given, **clones}
-        with (
-            restored(contents),
-            Draws(key, part.name, path=block.path, counts=dict(counts)) as again,
-            installed(part, own),
-        ):
-            mutable = frozenset(map(id, clones.values()))
-            before = [attributes_now(m.module) for m in part.modules]
-            out = _call_hooked(
-                part,
-                block.module.forward,
-                again,
-                own,
-                parameter_names(given) | part.constants,
-                mutable,
-                ran,
-                args,
-                kwargs,
-            )
-            new = {**clones, **_buffers_of(part)}
-            assigned = assigned_since(
-                (m.path, m.module, b) for m, b in zip(part.modules, before, strict=True)
-            )
-        if not first:
-            draws.counts.update(again.counts)
-        first.append(True)
-        return out, new, assigned
+    def forward(key: Tensor | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+        before = call.draws
+        call.draws = again = Draws(key, around.name, path=block.path, counts=dict(counts))
+        try:
+            with again:
+                return module_forward(*args, **kwargs)
+        finally:
+            call.draws = before
+            drawn.update(again.counts)
 
     forward.__name__ = f"module {block.path!r}"
-    out, new, assigned = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
-    for m in block.program.modules:
-        assign(m.module, assigned.get(m.path, {}))
+    former = {id(x) for m in block.modules for x in _items(m.attributes)}
+    own = [x for m in block.modules for x in _items(m.module.__dict__)]
+    try:
+        return recompute.recomputed(
+            forward,
+            block.policy,
+            (around.key, args, kwargs),
+            {},
+            (*(m.module for m in program.modules), *(tap.fn for tap in program.taps)),
+            reads=[x for x in own if isinstance(x, Tensor) and id(x) not in former],
+            replaces=[x for *_, x in _buffers_written_by(block)],
+        )
+    finally:
+        around.counts.update(drawn)
+        for m, name, value in _buffers_written_by(block):
+            # torch refuses running statistics that may have a gradient; remat's results may.
+            if isinstance(m.module, nn.modules.batchnorm._NormBase):
+                m.module._buffers[name] = value.detach()
+
+
+def _items(attributes: dict[str, Any]) -> Iterator[Any]:
+    """The attributes of a module, and the items of those that are containers."""
+    for value in own_attributes(attributes).values():
+        yield from items_of(value)
+
+
+def _buffers_written_by(block: "RematModule") -> Iterator[tuple[ModuleState, str, Tensor]]:
+    for m in block.modules:
         for name, slot in m.attributes["_buffers"].items():
-            if type(slot) is Slot and slot.path in new:
-                value = new[slot.path]
-                # torch refuses running statistics that may have a gradient; remat's results may.
-                m.module._buffers[name] = (
-                    value.detach()
-                    if isinstance(m.module, nn.modules.batchnorm._NormBase)
-                    else value
-                )
-    return out
+            value = m.module._buffers.get(name)
+            if type(slot) is Slot and slot.path in block.mutable and value is not None:
+                yield m, name, value
 
 
-def _as_set_by_now(program: ModuleProgram, live: Mapping[str, Any]) -> ModuleProgram:
-    """A block's program with the attributes that the model has set by now, tensors of ``live`` by
-    their slots.
-    """
-    slots = {id(x): Slot(path) for path, x in live.items() if x is not None}
-    copies = _Copies(lambda v: slots.get(id(v), v))
-
-    def now(m: ModuleState) -> ModuleState:
-        kept = {name: v for name, v in m.attributes.items() if name in OWN_BY_CALL}
-        own = {name: v for name, v in m.module.__dict__.items() if name not in OWN_BY_CALL}
-        return ModuleState(m.path, m.module, copies.of(own) | kept)
-
-    return replace(program, modules=tuple(map(now, program.modules)))
+def _enter(call: ModelCall, path: str, module: nn.Module, args: tuple) -> None:
+    call.draws.path.append(path)
 
 
-def _buffers_of(program: ModuleProgram) -> dict[str, Any]:
-    """The buffers in the slots, as the modules hold them now."""
-    return {
-        slot.path: m.module._buffers[name]
-        for m in program.modules
-        for name, slot in m.attributes["_buffers"].items()
-        if type(slot) is Slot
-    }
-
-
-def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
-    draws.path.append(path)
-
-
-def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
-    draws.path.pop()
+def _leave(call: ModelCall, module: nn.Module, args: tuple, out: Any) -> None:
+    call.draws.path.pop()
 
 
 def _registered(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
@@ -417,21 +394,10 @@ def remat_modules(
         lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"),
     )
     blocks: list[RematModule] = []
-    for pattern, path, module, policy in reversed(found):  # inner modules first
+    for pattern, path, module, policy in found:
         inside = frozenset(module.modules())
-        inner = inside - {module}
         modules = tuple(m for m in program.modules if m.module in inside)
-        held = (v for m in modules for value in m.attributes.values() for v in items_of(value))
-        slots = tuple(dict.fromkeys(v.path for v in held if type(v) is Slot))
-        part = replace(
-            program,
-            model=module,
-            modules=modules,
-            pins=tuple(pin for pin in program.pins if pin.module in inner),
-            taps=tuple(tap for tap in program.taps if tap.module in inner),
-            blocks=tuple(b for b in blocks if b.module in inside),
-        )
-        blocks.append(RematModule(pattern, path, module, policy, part, slots, mutable & set(slots)))
+        blocks.append(RematModule(pattern, path, module, policy, modules, mutable))
     return tuple(blocks)
 
 

@@ -1,16 +1,15 @@
 """Refuse in-place changes of a model's parameters, constants and attributes while it runs."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ftp.errors import TraceError
+from ftp.functional.remat import ModeOfBlocks
+from ftp.functional.writes import tensors_of, written_by
 from ftp.source import at_line
 
 
@@ -53,7 +52,7 @@ class ChangesFrozen(TraceError):
     """A model writes to a frozen parameter."""
 
 
-class WriteGuard(TorchFunctionMode):
+class WriteGuard(ModeOfBlocks):
     """Refuse, before it runs, an op that writes to a tensor in ``names`` {id: its name}, or that
     reads the memory that an argument of the call has in the model.
 
@@ -81,18 +80,25 @@ class WriteGuard(TorchFunctionMode):
         self.swap = swap
         self.in_model = in_model
         self.read: set[int] = set()
+        self._tokens: list[Token] = []
         self.copies: dict[int, tuple[int, Tensor]] = {}  # copy's id: original's id, the copy
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
         self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # parameter's id: it, its detached one
         self.own: dict[int, Tensor] = {}  # detached one's id: the parameter
 
     def __enter__(self):
-        self._token = _innermost.set(self)
+        self._tokens.append(_innermost.set(self))
         return super().__enter__()
 
     def __exit__(self, *error):
-        _innermost.reset(self._token)
+        _innermost.reset(self._tokens.pop())
         return super().__exit__(*error)
+
+    def stands_for(self, new: Tensor, old: Tensor) -> None:
+        if new is not old and (name := self.names.get(id(old))) is not None:
+            self.names[id(new)] = name
+            original = self.copies[id(old)][0] if id(old) in self.copies else id(old)
+            self.copies[id(new)] = original, new
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -186,36 +192,3 @@ def _reads_shape(func: Callable) -> bool:
     """Whether a torch function reads no values: an attribute, or a factory like a tensor."""
     name = getattr(func, "__name__", "")
     return name == "__get__" or name.startswith("new_") or name.endswith("_like")
-
-
-def tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
-    for x in args:
-        if isinstance(x, Tensor):
-            yield x
-        elif type(x) in (list, tuple):
-            yield from (item for item in x if isinstance(item, Tensor))
-
-
-_INPLACE_DUNDERS = re.compile(
-    r"__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)|setitem|set)__"
-)
-
-
-def written_by(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a torch function writes to, by its name and arguments."""
-    name = getattr(func, "__name__", "")
-    out = kwargs.get("out")
-    targets = list(out) if isinstance(out, tuple | list) else [out]
-    if (
-        (name.endswith("_") and not name.endswith("__"))
-        or _INPLACE_DUNDERS.fullmatch(name)
-        or kwargs.get("inplace") is True
-    ):
-        first = args[0] if args else kwargs.get("input")
-        targets += first if isinstance(first, tuple | list) else [first]
-    elif name in ("batch_norm", "instance_norm") and (
-        args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
-    ):
-        at = 1 if func in (F.batch_norm, F.instance_norm) else 3
-        targets += [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [t for t in targets if isinstance(t, Tensor)]

@@ -22,13 +22,16 @@ from ftp.sharding.spec import P
 NAMESPACE = "ftp"
 
 
-def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves of ``tree`` in optree's order, and its structure. ``None`` is not a leaf.
+def flatten(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of ``tree`` in optree's order, and its structure. ``None`` is not a leaf; what
+    ``is_leaf`` says is one is not entered.
 
     >>> flatten({"b": [1, None], "a": 2})[0]
     [2, 1]
     """
-    return optree.tree_flatten(tree, none_is_leaf=False, namespace=NAMESPACE)
+    return optree.tree_flatten(tree, is_leaf, none_is_leaf=False, namespace=NAMESPACE)
 
 
 class KeyOrders:

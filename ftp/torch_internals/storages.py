@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor, unwrapped
 from ftp.torch_internals.modes import DisableTorchFunction
 
 
@@ -35,6 +35,16 @@ def storage_of(x: Tensor) -> torch.UntypedStorage | None:
     """The storage of a plain strided tensor; None of others."""
     is_plain = x.layout is torch.strided and not is_functorch_wrapped_tensor(x)
     return x.untyped_storage() if is_plain else None
+
+
+def storage_number(x: Tensor) -> int:
+    """A number of the memory that a tensor, or the one inside its wrappers, lies in; of tensors
+    that are not plain and strided, of itself.
+    """
+    with DisableTorchFunction():
+        x = unwrapped(x)
+        storage = storage_of(x)
+    return id(x) if storage is None else storage._cdata
 
 
 class Storages:

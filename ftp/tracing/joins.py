@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ftp.functional.purity import written_by
+from ftp.functional.writes import written_by
 from ftp.ops.assume import Condition
 from ftp.source import is_users, user_line
 from ftp.torch_internals.autograd_state import current_graph_task_id

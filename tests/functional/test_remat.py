@@ -194,29 +194,32 @@ def test_plain_autograd_keeps_the_arguments_alone():
     )
 
 
-def test_captured_tensors_are_refused():
-    w, x = torch.ones(2, 2), torch.ones(1, 2)
+def test_captured_tensors_have_gradients():
+    """Of variables, lists, dicts and attributes, in a view too; others are refused."""
+    w, x = torch.randn(2, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
 
-    def project(x):
-        return x @ captured
+    def loss(again: Any, w: torch.Tensor) -> torch.Tensor:
+        captured, held, factors = w * 2, {"w": [w.sin()]}, Factors()
+        factors.factor = w.sum()
+        block = again(lambda x: (x @ captured).sin() @ held["w"][0].T * factors.factor)
+        return (block(block(x)) * held["w"][0]).sum()
 
-    message = (
-        r"remat\(project\) uses a tensor of shape \(2, 2\) at \S*test_remat.py:\d+ .*Pass it as an"
-        r" argument"
-    )
+    plain, rematted = partial(loss, lambda f: f), partial(loss, ftp.remat)
+    for transform in TRANSFORMS.values():
+        found = transform(rematted, w)
+        torch.testing.assert_close(found, transform(plain, w), rtol=1e-12, atol=1e-12)
+    leaf = w.clone().requires_grad_()
+    (found,) = torch.autograd.grad(rematted(leaf), leaf)
+    torch.testing.assert_close(found, torch.func.grad(plain)(w), rtol=1e-12, atol=1e-12)
 
-    def loss(w):
-        nonlocal captured
-        captured = w * 2
-        return ftp.remat(project)(x).sum()
+    def hidden(w: torch.Tensor) -> torch.Tensor:
+        values = iter([w * 2] * 2)
+        return ftp.remat(lambda x: x @ next(values))(x).sum()
 
-    captured = w.clone().requires_grad_()
-    with pytest.raises(ftp.FtpError, match=message):
-        ftp.remat(project)(x)
-    with pytest.raises(ftp.FtpError, match=message):
-        torch.func.grad(loss)(w)
-    captured = w
-    torch.testing.assert_close(ftp.remat(project)(x), x @ w)
+    with pytest.raises(
+        ftp.FtpError, match=r"uses a tensor of shape \(2, 2\) at .*Pass it as an arg"
+    ):
+        torch.func.grad(hidden)(w)
 
 
 def with_captures(remats, w, x, keys):
@@ -311,17 +314,18 @@ def test_a_block_is_traced_as_it_is_outside_of_one(recomputed):
         torch.testing.assert_close(step(params, x), expected[::-1], rtol=1e-12, atol=1e-12)
 
 
-def test_a_captured_tensor_with_a_tangent_is_refused():
-    x = torch.ones(3)
+def test_captured_tensors_with_a_tangent():
+    x = torch.linspace(0.5, 2, 3, dtype=torch.float64)
 
-    def loss(w):
+    def loss(again, w):
         scale = w.sum()
-        return ftp.remat(lambda x: x * scale)(x).sum()
+        return again(lambda x: (x * scale).sin())(x).sum()
 
-    with pytest.raises(ftp.FtpError, match="Pass it as an argument"):
-        torch.func.jvp(loss, (x,), (x,))
-    with pytest.raises(ftp.FtpError, match="Pass it as an argument"):
-        torch.func.hessian(loss)(x)
+    plain, rematted = partial(loss, lambda f: f), partial(loss, ftp.remat)
+    torch.testing.assert_close(
+        torch.func.jvp(rematted, (x,), (x,)), torch.func.jvp(plain, (x,), (x,))
+    )
+    torch.testing.assert_close(torch.func.hessian(rematted)(x), torch.func.hessian(plain)(x))
 
     def shifts(w, n):  # numbers have no tangents
         steps = n + 1
