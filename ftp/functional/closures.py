@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache, partial
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +143,8 @@ def contents_of(root: Any, seen: set[int] | None = None) -> list[Content]:
             queue += _around(visited, [cell.cell_contents for cell in cells])
         elif isinstance(visited, MethodType):
             queue += [visited.__self__, visited.__func__]
+        elif isinstance(visited, BuiltinMethodType):  # of a container
+            queue.append(visited.__self__)
         elif isinstance(visited, partial):
             queue += [visited.func, *visited.args, *visited.keywords.values()]
         elif isinstance(visited, tuple):
