@@ -70,11 +70,13 @@ class FakeOf:
         made.__dict__.update(self._fresh[device])  # type: ignore[attr-defined]
         return made
 
-    def like(self, x: Tensor) -> FakeTensor:
-        """A fake tensor of another tensor's shape, strides, dtype and device."""
+    def like(self, x: Tensor, device: torch.device | None = None) -> FakeTensor:
+        """A fake tensor of another tensor's shape, strides and dtype, on a device, by default the
+        tensor's.
+        """
         with DisableTorchDispatch(), DisableTorchFunction():
             meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            return self(meta, x.device)
+            return self(meta, device or x.device)
 
     def contiguous(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

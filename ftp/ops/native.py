@@ -52,6 +52,56 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
+def open_whole(path: Path) -> tuple[int, bytes] | None:
+    """A descriptor of a file of the cache whose name ends in the hash of its content, and the
+    content; None if there is no such file of this user's own.
+    """
+    try:
+        handle = open_own(path)
+    except OSError:
+        return None
+    with open(handle, "rb", closefd=False) as file:
+        content = file.read()
+    if path.stem.rpartition("-")[2] == digest(content):
+        return handle, content
+    os.close(handle)
+    return None
+
+
+def write_whole(folder: Path, stem: str, content: bytes) -> Path:
+    """Write a file for `open_whole`, named ``stem``, hash, ``.so``; whole or not at all."""
+    handle, draft = tempfile.mkstemp(dir=folder, prefix=".")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        path = folder / f"{stem}-{digest(content)}.so"
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+    return path
+
+
+def trim(folder: Path, limit: int) -> None:
+    """Delete the least recently used files of a folder until the rest fits ``limit`` bytes."""
+    with suppress(OSError):
+        found = [(e.stat().st_mtime, e.stat().st_size, e.path) for e in os.scandir(folder)]
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= limit:
+                break
+            os.unlink(path)
+            total -= size
+
+
+def path_of(handle: int, path: Path) -> str:
+    """A path for the loader of libraries to an open file. The descriptor stays open, as the loader
+    identifies libraries by name.
+    """
+    own = f"/proc/self/fd/{handle}"
+    return own if os.path.exists(own) else str(path)
+
+
 @cache
 def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     """The library of a C source with these functions; None if it cannot be built or loaded.
@@ -59,7 +109,7 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     Its file name has the hashes of its source and of its content: a damaged file is built
     again.
     """
-    stem = f"{source.stem}-{_digest(source.read_bytes() + ' '.join(_FLAGS).encode())}"
+    stem = f"{source.stem}-{digest(source.read_bytes() + ' '.join(_FLAGS).encode())}"
     folder = cache_folder("compiled")
     for path in sorted(folder.glob(f"{stem}-*.so")):
         if (library := _load(path, symbols)) is not None:
@@ -73,10 +123,7 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
                 draft = Path(scratch) / "draft.so"
                 command = [compiler, *_FLAGS, "-o", str(draft), str(source)]
                 subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
-                draft.chmod(0o600)
-                name = f"{stem}-{_digest(draft.read_bytes())}.so"
-                built = (folder if place else Path(scratch)) / name
-                os.replace(draft, built)
+                built = write_whole(place or Path(scratch), stem, draft.read_bytes())
                 if (library := _load(built, symbols)) is not None:
                     return library
         except subprocess.SubprocessError:
@@ -90,24 +137,19 @@ def _load(path: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
     """The library at a path that ends in the hash of its content; None if the hash differs or a
     function is missing.
     """
-    try:
-        handle = open_own(path)
-    except OSError:
+    found = open_whole(path)
+    if found is None:
         return None
-    with open(handle, "rb", closefd=False) as file:
-        is_whole = path.stem.rpartition("-")[2] == _digest(file.read())
-    # Load through the checked descriptor. It stays open, as the loader identifies libraries by
-    # name.
-    own = f"/proc/self/fd/{handle}"
+    # Load through the checked descriptor.
     with suppress(OSError):
-        if is_whole:
-            library = ctypes.CDLL(own if os.path.exists(own) else str(path))
-            return library if all(hasattr(library, symbol) for symbol in symbols) else None
-    os.close(handle)
+        library = ctypes.CDLL(path_of(found[0], path))
+        return library if all(hasattr(library, symbol) for symbol in symbols) else None
+    os.close(found[0])
     return None
 
 
-def _digest(content: bytes) -> str:
+def digest(content: bytes) -> str:
+    """A hash for file names."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 

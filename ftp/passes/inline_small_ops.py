@@ -13,7 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftp.ops.fused_optimizer import ADAM, ADAMW
 from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.meta_results import FakeOf
 from ftp.passes.copy_elimination import copied
+from ftp.torch_internals.deferred_symbols import keep_unused_numbers
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
@@ -66,9 +68,22 @@ def _is_small(node: fx.Node) -> bool:
 def _traced(
     formula: Callable[..., Any], layout: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
 ) -> fx.Graph:
-    with FakeTensorMode():
-        given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layout]
-    return make_fx(lambda *xs: formula(*xs, **dict(options)), tracing_mode="real")(*given).graph
+    # Ops on fake tensors would load DTensor.
+    given = [
+        torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for shape, stride, dtype in layout
+    ]
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        keep_unused_numbers()
+        return formula(*tensors, **dict(options))
+
+    graph = make_fx(run, tracing_mode="real")(*given).graph
+    fake, cpu = FakeOf(FakeTensorMode()), torch.device("cpu")
+    for node in graph.nodes:
+        if isinstance(meta := node.meta.get("val"), Tensor):
+            node.meta["val"] = fake.like(meta, cpu)
+    return graph
 
 
 def _adam(

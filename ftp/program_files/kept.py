@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import fx
 from ftp.distributed.handed_out import HandedOut
 from ftp.errors import FtpError
 from ftp.ops.constrain import CONSTRAIN
-from ftp.ops.native import cache_folder, read_own
+from ftp.ops.native import cache_folder, read_own, trim
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import describe_hardware
@@ -46,6 +45,7 @@ from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.trace import Traced
+from ftp.version import own_code
 
 KEEP = "FTP_PLANS"  # "0": never; "1": for simulated meshes too
 LIMIT = 128 * 2**20  # bytes of all plans
@@ -85,7 +85,7 @@ def key_of(
     except FtpError:
         return ""
     content = [
-        versions(), _sources(), mesh.shape, mesh.axis_names, mesh.device_type, is_ascending(mesh),
+        versions(), own_code(), mesh.shape, mesh.axis_names, mesh.device_type, is_ascending(mesh),
         mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, writer.pool, places, list(names),
         list(is_state), repr(list(in_specs)), repr(list(out_specs)),
         repr(_without_hardware(options)), describe_hardware(hardware),
@@ -114,15 +114,6 @@ def _is_of_own_rules(graph: fx.Graph) -> bool:
     return all(n.target in known or n.target is LOCAL for n in called) and all(
         _is_of_own_rules(code.gm.graph) for code in codes if code.is_planned
     )
-
-
-@cache
-def _sources() -> str:
-    """A digest of ftp's own code."""
-    found, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def kept_or_planned(
@@ -160,7 +151,7 @@ def kept_or_planned(
             if content.startswith(key.encode()):
                 with contextlib.suppress(FtpError, OSError):
                     write_file(for_all, content[len(key) :])
-                    _tidy(folder)
+                    trim(folder, LIMIT)
                 program = kept()
         if program is None:
             program = make()
@@ -169,7 +160,7 @@ def kept_or_planned(
                 if not program.trial_rules:
                     content, is_for_all = _content(program)
                     write_file(for_all if is_for_all else own, content)
-                    _tidy(folder)
+                    trim(folder, LIMIT)
     if handed_out is not None and handed_out.gives:
         with contextlib.suppress(OSError):
             handed_out.give(key.encode() + read_own(for_all))
@@ -246,15 +237,3 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _tidy(folder: Path) -> None:
-    """Delete the least recently used plans until the rest fits ``LIMIT``."""
-    with contextlib.suppress(OSError):
-        found = [(e.stat().st_mtime, e.stat().st_size, e.path) for e in os.scandir(folder)]
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= LIMIT:
-                break
-            os.unlink(path)
-            total -= size

@@ -18,6 +18,7 @@ from ftp.passes.onednn_matmuls import Choose
 from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
+from ftp.runtime import kept_code
 from ftp.runtime.divided_work import divided
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.local_shapes import known_numbers
@@ -26,12 +27,12 @@ from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.torch_internals import deferred_compiler, deferred_templates
 from ftp.torch_internals.fake_tensors import mode_for
+from ftp.torch_internals.inductor_wrappers import Compiled
 from ftp.torch_internals.tracer_lock import TRACING
 
 aten = torch.ops.aten
 SYMBOLIC = (torch.SymInt, torch.SymFloat)
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
-Compiled = Callable[[list[Any]], Sequence[Any]]  # takes a list and empties it
 
 
 @collection_paused()
@@ -119,8 +120,7 @@ def compiled(
     written = _written(graph, [placeholders[i] for i in donated])
     subgraphs = split(graph, numbers, written, symbols)
     keys = [subgraph.key() for subgraph in subgraphs]
-    with TRACING, compiled_together():
-        made = _compiled_once(dict(zip(keys, subgraphs, strict=True)))
+    made = _compiled_once(dict(zip(keys, subgraphs, strict=True)))
     called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
     # The code is compiled for dense inputs.
@@ -133,8 +133,23 @@ def is_symbol(x: torch.SymInt) -> bool:
 
 
 def _compiled_once(subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled]:
-    """Inductor's code for each subgraph; ranks of a host divide those that its cache keeps."""
-    deferred_compiler.load()
+    """Inductor's code for each subgraph: that of an earlier start, if it is kept."""
+    if not subgraphs:
+        return {}
+    name = kept_code.key_of(subgraphs)
+    if name and (kept := kept_code.find(name, subgraphs)) is not None:
+        return kept
+    with TRACING:
+        deferred_compiler.load()
+        with compiled_together():
+            made = _divided(subgraphs)
+    if name:
+        kept_code.keep(name, made)
+    return {key: _called(graph) for key, graph in made.items()}
+
+
+def _divided(subgraphs: Mapping[str, Subgraph]) -> dict[str, Any]:
+    """Each subgraph compiled by inductor; ranks of a host divide those that its cache keeps."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -144,8 +159,18 @@ def _compiled_once(subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled]:
     return {key: made.get(key) or _compiled(subgraphs[key]) for key in subgraphs}
 
 
-def _compiled(subgraph: Subgraph) -> Compiled:
-    """Inductor's code for one subgraph."""
+def _called(graph: Any) -> Compiled:
+    """The function of a compiled graph, without the graph's own checks."""
+    call = graph.current_callable
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        return call(inputs)
+
+    return run
+
+
+def _compiled(subgraph: Subgraph) -> Any:
+    """Inductor's ``CompiledFxGraph`` of one subgraph."""
     inductor = deferred_templates.compiler()
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -201,13 +226,7 @@ def _compiled(subgraph: Subgraph) -> Compiled:
         config.patch(changes),
         keys.patch(cache_key_tag=tag),
     ):
-        code: Any = inductor.compile_fx_inner(gm, fake, is_inference=True)
-    call = code.current_callable
-
-    def run(inputs: list[Any]) -> Sequence[Any]:
-        return call(inputs)
-
-    return run
+        return inductor.compile_fx_inner(gm, fake, is_inference=True)
 
 
 def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:

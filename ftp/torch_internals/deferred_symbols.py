@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._ordered_set import OrderedSet
 
 SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -88,6 +89,15 @@ def defer() -> None:
     vars(sys.modules[SHAPES]).update(_OF_NUMBERS)
     parent: Any = importlib.import_module("torch.fx.experimental")
     parent.symbolic_shapes = sys.modules[SHAPES]
+
+
+def keep_unused_numbers() -> Any:
+    """Within a function that make_fx traces: the tracer, which will not look for unused symbolic
+    numbers. To look for them loads sympy, and visits each node twice.
+    """
+    mode: Any = get_proxy_mode()
+    mode.tracer.graph.eliminate_dead_code = lambda *_: False
+    return mode.tracer
 
 
 class _NoExpression:

@@ -23,7 +23,9 @@ NEEDED = {
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id"
     " _dispatch_has_kernel_for_dispatch_key _dispatch_keys"
-    " _distributed.Placement _dynamo.guards.TensorGuards _is_any_autocast_enabled"
+    " _distributed.Placement _dynamo.guards.TensorGuards _dynamo.guards._empty_strided_cpu"
+    " _dynamo.guards._reinterpret_tensor _dynamo.guards._torchinductor_pyobject_tensor_data_ptr"
+    " _dynamo.guards.assert_alignment _dynamo.guards.assert_size_stride _is_any_autocast_enabled"
     " _len_torch_function_stack"
     " _set_grad_enabled _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr"
     " _storage_Use_Count",
@@ -56,7 +58,7 @@ NEEDED = {
     "torch._inductor.codecache": "CppPythonBindingsCodeCache",
     "torch._inductor.codegen.common": "KernelTemplate._template_from_string",
     "torch._inductor.compile_fx": "compile_fx_inner",
-    "torch._inductor.config": "patch fx_graph_cache force_disable_caches",
+    "torch._inductor.config": "_config _is_default patch fx_graph_cache force_disable_caches",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.cpu_vec_isa": "VecISA pick_vec_isa",
     "torch._inductor.decomposition": "select_decomp_table",
@@ -69,6 +71,7 @@ NEEDED = {
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
+    "torch.cpu": "_init_amx _is_amx_tile_supported",
     "torch.distributed.distributed_c10d": "ProcessGroup._device_types ProcessGroup._get_backend"
     " _get_default_group _get_default_store _resolve_process_group _set_pg_timeout",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",

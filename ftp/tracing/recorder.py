@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import make_fx, track_tensor_tree
 
 from ftp.axis import is_inside
 from ftp.context import set_within
@@ -28,6 +28,7 @@ from ftp.torch_internals.autograd_state import (
     current_graph_task_id,
     get_sequence_nr,
 )
+from ftp.torch_internals.deferred_symbols import keep_unused_numbers
 from ftp.torch_internals.fake_tensors import FakeTensor, mode_for
 from ftp.torch_internals.functorch import unwrap_if_dead
 from ftp.torch_internals.modes import (
@@ -129,12 +130,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        proxy_mode = get_proxy_mode()
-        assert proxy_mode is not None
-        self._tracer = proxy_mode.tracer
-        # make_fx's own dead code elimination removes symbolic numbers only, of which there are
-        # none, and visits each node twice.
-        self._tracer.graph.eliminate_dead_code = lambda *_: False
+        self._tracer = keep_unused_numbers()  # there are none
         self._graph = self._tracer.graph
         self._last = None
         self._numbered = get_sequence_nr()

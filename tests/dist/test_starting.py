@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -148,6 +149,28 @@ def test_every_rank_compiles_the_saved_program(tmp_path: Path):
     ranks = launch(_compile, 2, str(tmp_path / "program"), timeout=300)
     assert [rank.exit for rank in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
     assert [rank.value for rank in ranks] == [[True, True]] * 2
+
+
+def _compile_once():
+    """The bits of a compiled step, and whether it took inductor."""
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    params, x = _arguments()
+    loss, grads = _step(mesh, compile=True)(ftp.device_put(params, mesh, SPECS), x)
+    dist.barrier()
+    ftp.destroy_process_group()
+    bits = [value.numpy().tobytes() for value in (loss, grads["up"], grads["down"])]
+    return bits, "torch._inductor.graph" in sys.modules
+
+
+@pytest.mark.slow
+def test_a_second_start_takes_the_code_that_the_first_has_compiled(tmp_path: Path):
+    env = {"FTP_CACHE": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    starts = [launch(_compile_once, 2, timeout=300, env=env) for _ in range(2)]
+    for rank in (rank for start in starts for rank in start):
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+    first, second = ([rank.value for rank in start] for start in starts)
+    assert [bits for bits, _ in first] == [bits for bits, _ in second]
+    assert [took for _, took in first + second] == [True, True, False, False]
 
 
 def _disagree(first: str, second: str):

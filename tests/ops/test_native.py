@@ -65,7 +65,7 @@ def of_another_program(kept: Path, whole: bytes) -> None:
     source.write_text("int other(void) { return 1; }")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(kept), str(source)], check=True)
     source.unlink()
-    digest = native._digest(kept.read_bytes())
+    digest = native.digest(kept.read_bytes())
     kept.rename(kept.with_name(f"{kept.stem.rpartition('-')[0]}-{digest}.so")).chmod(0o600)
 
 
