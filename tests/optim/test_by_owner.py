@@ -18,6 +18,7 @@ from ftp import P
 from ftp.errors import InputError
 from ftp.ops import map_slices
 from ftp.planning.layers import repeats
+from ftp.report.timing import Cost
 
 DP, BOTH, EP = (("dp",), (4,)), (("dp", "tp"), (2, 2)), (("dp", "ep"), (2, 2))
 UP, DOWN = (12, 8), (8, 12)
@@ -154,7 +155,23 @@ def test_two_collectives_in_place_of_sixteen():
     assert after.work == 1.0 and before.work == 3.6
     assert after.cost().flops == after.work.one_device / 4
     assert after.cost().communicating < before.cost().communicating / 5
-    assert after.cost() < before.cost() / 4
+    assert after.cost() < before.cost() / 5
+    _is_what_code_by_hand_takes(after.cost(), ftp.Hardware.h100(), sent[1])
+
+
+def _is_what_code_by_hand_takes(cost: Cost, h100: ftp.Hardware, sent: int) -> None:
+    """The two collectives take their latencies and bytes. Every op takes as long as its issue, and
+    there are as many as the 8 shards and the rank's 2 matrices need, and 4 for stacks.
+    """
+    assert cost.communicating == pytest.approx(2 * h100.link.latency + sent / h100.link.bandwidth)
+    issued = [op for op in cost.ops if op.seconds]
+    assert all(op.seconds == h100.overhead for op in issued)
+    of_shards = {"lerp": 2, "_to_copy": 1, "mul": 1, "add_": 1}
+    of_matrices = {"linalg_vector_norm": 1, "clamp_": 1, "div": 1, "mm": 5, "addmm": 10}
+    expected = Counter({op: 8 * n for op, n in of_shards.items()})
+    expected += Counter({op: 2 * n for op, n in of_matrices.items()})
+    expected += Counter({"stack": 2, "reshape": 2})
+    assert Counter(op.op.removeprefix("aten.").partition(".")[0] for op in issued) == expected
 
 
 def test_a_half_precision_momentum_that_torch_scales_in_place():
