@@ -109,6 +109,7 @@ class Node:
             nodes that enter or leave it.
         rank_axes: axes along which its results belong to one rank, inside per-rank code. On them
             nothing is cut or resharded.
+        followed: what cuts lead to here, as `reach` found out.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Node:
     own_axes: frozenset[str] = frozenset()
     rank_axes: frozenset[str] = frozenset()
     branch: BranchPath = ()
+    followed: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)
@@ -150,6 +152,7 @@ class Node:
         made.__dict__.update(self.__dict__)
         made.sizes, made.cuts = dict(self.sizes), list(self.cuts)
         made.pending = {i: list(pending) for i, pending in self.pending.items()}
+        made.followed = {}
         return made
 
     def shape(self, index: int = 0) -> tuple[Size, ...]:
@@ -172,7 +175,7 @@ class Node:
         self.args = replaced(self.args, Value, lambda _: next(fresh))
         if self.kwargs:
             self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
-        self.operands = tuple(new)
+        self.operands, self.followed = tuple(new), {}
 
 
 class Value(NamedTuple):

@@ -42,14 +42,15 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that it is computed from
     found: set[Node] = set()
     size = functools.cache(nbytes)
+    none = frozenset[Value]()
     for node in graph.nodes:
         results = node.values
         for value in results:
-            sources[value] = frozenset((value,)) if value in can_be_cut else frozenset()
+            sources[value] = frozenset((value,)) if value in can_be_cut else none
         # An op whose rule was found by trial may be a matmul too.
         if node.kind != "op" or is_matmul(node.target) or node.target not in RULES:
             continue
-        before = frozenset[Value]().union(*(sources[value] for value in node.operands))
+        before = none.union(*[sources[value] for value in node.operands])
         if not before:
             continue
         width = sum(map(size, before))

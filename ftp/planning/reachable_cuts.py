@@ -80,24 +80,29 @@ class _Closing:
     def run(self) -> Reach:
         while self.work:
             value, layout = self.work.pop()
-            self._visit(value.node, value.dims, layout)
+            self._visit(value.node, len(value.node.operands) + value.index, layout)
             for user, slot in self.users.get(value, ()):
-                self._visit(user, user.rule.operands[slot], layout)
+                self._visit(user, slot, layout)
         return self.found
 
-    def _visit(self, node: Node, dims: Dims, layout: Layout) -> None:
-        """Cut a node as ``layout`` cuts its operand or result of ``dims``, if its rule may."""
+    def _visit(self, node: Node, place: int, layout: Layout) -> None:
+        """Cut a node as ``layout`` cuts the tensor at ``place`` among its operands and results, if
+        its rule may.
+        """
         if node in self.pinned or self.axis in node.own_axes or self.axis in node.rank_axes:
             return
-        cut = factor_of(dims, node.sizes, layout, self.n)
+        key = place, layout, self.n
+        if (cuts := node.followed.get(key)) is None:
+            cut = factor_of(node.rule.dims[place], node.sizes, layout, self.n)
+            both = cut and cut_together(node, cut, self.n)
+            cuts = node.followed[key] = both or (cut, None)
+        cut, of_result = cuts
         if cut is None:
             self.found.across[node] = None
-        elif (both := cut_together(node, cut, self.n)) is not None:
-            self._cut(node, *both)
-        elif cut.factor in node.rule.whole:
+        elif of_result is None and cut.factor in node.rule.whole:
             self._block(node, cut, layout)
         else:
-            self._cut(node, cut)
+            self._cut(node, cut, of_result)
 
     def _block(self, node: Node, cut: Cut, layout: Layout) -> None:
         """Record that a rule keeps whole the factor that ``cut`` would cut."""
@@ -121,13 +126,17 @@ class _Closing:
         if cut in cuts:
             return
         cuts.append(cut)
-        values = (*node.operands, *node.values)
-        for value, dims in zip(values, node.rule.dims, strict=True):
-            layout = layout_of(dims, node.sizes, cut, self.n)
-            if layout is R and of_result is not None:
-                layout = layout_of(dims, node.sizes, of_result, self.n)
-            if layout is not R:
-                self.add(value, layout)
+        key = cut, of_result, self.n
+        if (found := node.followed.get(key)) is None:
+            found = node.followed[key] = []
+            for value, dims in zip((*node.operands, *node.values), node.rule.dims, strict=True):
+                layout = layout_of(dims, node.sizes, cut, self.n)
+                if layout is R and of_result is not None:
+                    layout = layout_of(dims, node.sizes, of_result, self.n)
+                if layout is not R:
+                    found.append((value, layout))
+        for value, layout in found:
+            self.add(value, layout)
 
 
 def cut_together(node: Node, cut: Cut, n: int) -> tuple[Cut, Cut] | None:

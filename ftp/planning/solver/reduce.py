@@ -76,7 +76,7 @@ class Network:
         self.replaced: list[
             tuple[int, int, int]
         ] = []  # (variable, value, the value that is never worse)
-        self._queue: list[tuple[int, int]] = []
+        self._queue: list[int] = []  # degree * variables + variable
         self._queued = [False] * len(domains)
         for v in self.tables:
             self._touch(v)
@@ -86,7 +86,7 @@ class Network:
         so that a hub waits for its spokes.
         """
         while self._queue:
-            _, v = heapq.heappop(self._queue)
+            v = heapq.heappop(self._queue) % len(self._queued)
             self._queued[v] = False
             if v in self.tables:
                 self._prune(v)
@@ -134,7 +134,7 @@ class Network:
     def _touch(self, v: int) -> None:
         if not self._queued[v]:
             self._queued[v] = True
-            heapq.heappush(self._queue, (len(self.tables[v]), v))
+            heapq.heappush(self._queue, len(self.tables[v]) * len(self._queued) + v)
 
     def _join(self, v: int, u: int, table: np.ndarray | None) -> None:
         if table is None:
