@@ -30,14 +30,14 @@ VIOLATION = 1e3  # seconds for each violation, if no plan keeps all placement co
 
 
 def solve(problem: Problem) -> AxisPlan:
-    """The cheapest plan. It breaks placement constraints only if no plan keeps them all."""
+    """The cheapest plan; it breaks placement constraints only if no plan keeps them all."""
     return PricedNetwork(problem).solve(BytePrices())
 
 
 class PricedNetwork:
-    """The cost network of a problem, built once and solved at any prices of bytes.
+    """The cost network of a problem: built once, solved at any prices of bytes.
 
-    If no plan keeps all placement constraints, costs include a price on each violation.
+    If no plan keeps all placement constraints, each violation has a price.
     """
 
     def __init__(self, problem: Problem):
@@ -132,8 +132,8 @@ class _CostNetwork:
         self.prices = Prices(problem, violation, self.options, self.users, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
-        """Each node's strategies. Nodes of repeated layers share one list, and so the tables that
-        ``once`` caches for it.
+        """Each node's strategies. Equal nodes of repeated layers share one list, and the tables
+        that ``once`` caches for it.
         """
         options: dict[Node, list[Strategy]] = {}
         may_pend: set[Value] = set()
@@ -367,7 +367,7 @@ class _TableBuilder:
             slot,
             node.kind,
             self.prices.nbytes(value),
-            self.prices.movable(value),
+            self.prices.reshard_facts(value),
             self.prices.is_of_statistics(node),
         )
         table = self.net.once(
@@ -399,12 +399,12 @@ class _TableBuilder:
             lambda: np.array([prices.of_output(value, entry) for entry in found]),
         )
         weight = self.ties.weight_of(value) if self.ties else 1
-        mover = self._variable(self.of_value, self._owner_of(value), costs, weight)
-        if self.domains[mover] != len(found):
+        copies = self._variable(self.of_value, self._owner_of(value), costs, weight)
+        if self.domains[copies] != len(found):
             raise NotAlike
         if net.problem.open and value in net.problem.open.kept:
             shares = np.array([prices.share_kept(entry) for entry in found])
-            _add_to(self.kept, mover, net.problem.open.kept[value] * weight * shares)
+            _add_to(self.kept, copies, net.problem.open.kept[value] * weight * shares)
         reshards = (
             "reshards",
             id(mine),
@@ -413,10 +413,10 @@ class _TableBuilder:
             prices.nbytes(value),
             self._may_pend(value) and prices.reduced_nbytes(value),
             value.node.target in VIEWS,
-            prices.movable(value),
+            prices.reshard_facts(value),
         )
         table = net.once(reshards, lambda: prices.of_reshards(value, found))
-        self._pair(at, mover, table, weight)
+        self._pair(at, copies, table, weight)
 
     def _may_pend(self, value: Value) -> bool:
         """Whether a value may be a pending sum."""

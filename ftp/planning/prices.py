@@ -84,8 +84,8 @@ class Prices:
             )
         return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
 
-    def movable(self, value: Value) -> Any:
-        """The facts that ``may_reshard`` depends on, for a cache key."""
+    def reshard_facts(self, value: Value) -> Any:
+        """What ``may_reshard`` of a value depends on, for a cache key."""
         if value in self.free_to_reshard:
             return True
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
@@ -117,10 +117,9 @@ class Prices:
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
         for s in self.options[node]:
-            # An op that widens the gathered copy of a parameter is priced as if it were cut:
-            # training waits for links, so bytes alone decide where in a chain a weight is
-            # resharded. The same holds for an op on batch data whose results are all gathered for
-            # matmuls, as for weights that are passed with the batch.
+            # An op that widens the gathered copy of a parameter is priced as if it were cut: bytes
+            # alone decide where in a chain a weight is resharded. So is an op on batch data whose
+            # results are all gathered for matmuls, as of weights that are passed with the batch.
             is_resharded = Value(node) in self.free_to_reshard and not is_cut_again(node)
             widens = WHOLE in s.operands and (not node.depends & BATCH or is_resharded)
             is_shared = s.cut or widens
@@ -130,8 +129,8 @@ class Prices:
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
-                # PASS_ON may exceed a toy model's latency. Sums of single numbers, as in a norm,
-                # would then be reduced one by one, and outputs that are to stay pending too.
+                # PASS_ON may exceed a toy model's latency: then pending sums of single numbers, as
+                # in a norm, and outputs that are to stay pending would be reduced one by one.
                 is_number = all(math.prod(map(estimated, r.shape)) == 1 for r in node.results)
                 price += (
                     min(PASS_ON, self.problem.hardware.link.latency / 100)
@@ -227,9 +226,8 @@ class Prices:
         if first is PARTIAL:
             return 0.0 if home == PARTIAL else math.inf
         if home.kind == "R":
-            return (
-                0.0 if len(entry) == 1 else math.inf
-            )  # a single cut costs nothing either, and users get the other through R
+            # A slice costs nothing. Two cuts need no copies: users slice R.
+            return 0.0 if len(entry) == 1 else math.inf
         return sum(self.of_reshard(value, home, cut, nbytes) for cut in entry if cut != home)
 
     def of_reshard(self, value: Value, src: Layout, dst: Layout, nbytes: int) -> float:
@@ -245,8 +243,8 @@ class Prices:
                 self.violation if src.kind == "S" and not self.may_reshard(value, src, dst) else 0.0
             )
         if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
-            # A sum that a user widens should be added in the wider dtype. So reducing in the narrow
-            # dtype is priced above reducing in the wider one, including the cost to widen terms.
+            # Add a sum that a user widens in the wider dtype: reducing it in the narrow one costs
+            # more than widening its terms and reducing those.
             wide = collective_seconds(
                 reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
@@ -316,8 +314,8 @@ class Prices:
         return found
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
-        """The price, in seconds, of turning a value into an operand of a pending sum. A single
-        operand is never padded to a pending sum: reducing it would just be a gather.
+        """Seconds to turn a value into an operand of a pending sum. A single operand is never
+        padded to a pending sum: reducing it would just be a gather.
         """
         if have == PARTIAL:
             return 0.0

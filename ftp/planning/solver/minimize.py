@@ -140,9 +140,8 @@ def min_marginals(
     return found
 
 
-_Factor = tuple[
-    tuple[int, ...], np.ndarray
-]  # variables by their place in the order, and a table over them
+# Variables, in the order of elimination, and a table over them.
+_Factor = tuple[tuple[int, ...], np.ndarray]
 
 
 def _eliminate(

@@ -31,8 +31,8 @@ class _Fold:
     best: np.ndarray
 
 
-# Repeated layers, and the networks of a search, repeat variables with their tables: what is found
-# out about one is cached by content, if it has at most ``SMALL`` costs.
+# Networks of repeated layers, and of a search, repeat variables with their tables: a variable's
+# reductions are cached by the content of its tables, if these have at most ``SMALL`` costs.
 KNOWN = 8192
 SMALL = 512
 
@@ -73,9 +73,8 @@ class Network:
                 )
             self.tables[i][j], self.tables[j][i] = table, table.T
         self.folds: list[_Fold] = []
-        self.replaced: list[
-            tuple[int, int, int]
-        ] = []  # (variable, value, the value that is never worse)
+        # (variable, value, the value that is never worse)
+        self.replaced: list[tuple[int, int, int]] = []
         self._queue: list[int] = []  # degree * variables + variable
         self._queued = [False] * len(domains)
         for v in self.tables:
