@@ -30,6 +30,7 @@ from ftp.api.fast_path import Expected
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
 from ftp.api.program_cache import ProgramCache, next_source
+from ftp.api.replica_checks import check_captured, check_inputs
 from ftp.api.steps_by_values import StepsByValues
 from ftp.distributed.calls import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError
@@ -42,10 +43,9 @@ from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
-from ftp.tensors.check_indices import check_indices
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addresses
 from ftp.tensors.placement import Returned, known_of, remember, returned
-from ftp.tensors.replicas import compare_copies
+from ftp.tensors.replicas import check_samples
 from ftp.torch_internals.autograd_state import set_grad_enabled
 from ftp.tracing.captured import check_unchanged
 from ftp.tracing.settings import is_cast, uncast
@@ -156,7 +156,7 @@ class Step:
         try:
             with record.running(program.fingerprint, program.describe_failure, program.has_issued):
                 if unchecked is not None:
-                    _check_inputs(unchecked, program, self.mesh, record)
+                    check_inputs(unchecked, planned, self.mesh, record)
                 has_begun = True
                 outputs = list(program.run(inputs))
                 if unchecked is not None:
@@ -297,7 +297,12 @@ class Step:
             check_values(call, self.mesh)
             specs = self._checked_specs(call)
             shapes = estimated_shapes(call, specs, self.mesh)
-            held = json.dumps([*map(describe_held, call.leaves, specs), host_name()])
+            is_shared = self.mesh.kind == "process" and self.mesh.size() > 1
+            leaves = [
+                describe_held(leaf, spec, self.mesh if is_shared else None)
+                for leaf, spec in zip(call.leaves, specs, strict=True)
+            ]
+            held = json.dumps([*leaves, host_name()])
         except Exception as e:
             record.agree(number, e)
             raise
@@ -318,6 +323,7 @@ class Step:
             state = self._definition.state
             loaded = {i for i, position in enumerate(call.positions) if position not in state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
+            check_samples(everyone, specs, call.names, self.mesh, f" at call {number}")
         # On one host the plan goes through a file.
         handed_out = record.hand_out() if self.mesh.hosts else None
         try:
@@ -336,6 +342,8 @@ class Step:
             raise
         try:
             record.agree(number, agreed)
+            if is_shared:
+                check_captured(planned, self.mesh, record, f" at call {number}")
             if handed_out is not None:
                 handed_out.forget()
         except MismatchError as e:
@@ -368,21 +376,6 @@ def _check_captured_kept(call: Arguments, planned: Planned) -> None:
     if planned.donated and isinstance(planned.program, Program):
         donated = [i for i, _ in planned.donated]
         check_captured_kept(call, donated, planned.program.constants)
-
-
-def _check_inputs(call: Arguments, program: Program, mesh: Mesh, record: Calls) -> None:
-    """Raises if replicas differ between ranks, or if an index is out of range."""
-    when = f" at call {record.next()}"
-    given = [*(call.leaves[i] for i in program.tensor_leaves), *program.constants]
-    names = [call.names[i] for i in program.tensor_leaves]
-    named = [*names, *(f"closure constant {i}" for i in range(len(program.constants)))]
-    specs = [*program.in_specs, *([PartitionSpec()] * len(program.constants))]
-    check_indices(given, specs, named, program.index_bounds, mesh, record, when)
-    constants = [
-        f"closure constant {i}, a tensor of shape {tuple(c.shape)},"
-        for i, c in enumerate(program.constants)
-    ]
-    compare_copies(given, specs, [*names, *constants], mesh, record, when)
 
 
 def _several(hosts: Iterable[str]) -> tuple[str, ...]:

@@ -42,22 +42,47 @@ def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] 
     return tuple(shape)
 
 
-def describe_held(leaf: Any, spec: PartitionSpec, *, hashed: bool = True) -> Any:
+def describe_held(
+    leaf: Any, spec: PartitionSpec, mesh: Mesh | None = None, *, hashed: bool = True
+) -> Any:
     """A description of this rank's part of a leaf, as JSON for the other ranks.
 
     Args:
+        mesh: add a sample of a leaf that several of its ranks hold copies of.
         hashed: add a digest of an unplaced tensor that ``spec`` cuts, by which ranks that pass the
             full tensor are found.
     """
     if not isinstance(leaf, torch.Tensor):
         return f"{without_addresses(repr(leaf))}, {kind_of(leaf)}"
     known = placement_of(leaf)
-    return {
+    held = {
         "local": list(leaf.shape),
         "dtype": str(leaf.dtype).removeprefix("torch."),
         "global": None if known is None else list(known.shape),
         "hash": content_hash(leaf) if hashed and known is None and spec else None,
     }
+    if mesh is not None and any(n > 1 for axis, n in mesh.axes.items() if axis not in own(spec)):
+        held["sample"] = sample(leaf)
+    return held
+
+
+def own(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes along which ranks hold other shards, or other terms of a pending sum."""
+    return (*spec.axes, *spec.unreduced)
+
+
+def sample(tensor: torch.Tensor) -> list[float] | None:
+    """Sixteen evenly spaced elements of a floating-point tensor, to three digits; all of a smaller
+    one. None of other tensors, and on meta.
+
+    >>> sample(torch.arange(40.0))
+    [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0, 27.0, 30.0, 33.0, 36.0, 39.0]
+    """
+    if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    flat = tensor.detach().resolve_neg().reshape(-1)
+    step = -(-flat.numel() // 16) | 1  # odd: not one column of a matrix alone
+    return [float(f"{x:.3g}") for x in flat[::step].double().tolist()]
 
 
 def without_addresses(text: str) -> str:

@@ -4,9 +4,10 @@ differ, ranks exchange more to find which.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,11 @@ from ftp.distributed.calls import Calls, calls
 from ftp.errors import ReplicaError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh, mesh_device, resolve
 from ftp.sharding.spec import PartitionSpec
+from ftp.tensors.global_shapes import own
 from ftp.tensors.sharded_tree import flatten_with_specs
 
 _CHUNK = 1 << 16  # elements, so that a chunk's integers stay in a core's cache
+_ONE_COPY = "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, specs, src=0)."
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +79,7 @@ def compare_copies(
     mine = torch.stack([digest(leaves[i]).to(mesh_device(mesh)) for i in chosen])
     differs = torch.zeros(1, dtype=torch.int64, device=mine.device)
     for axis in mesh.axis_names:
-        shared = [k for k, i in enumerate(chosen) if axis not in specs[i].axes]
+        shared = [k for k, i in enumerate(chosen) if axis not in own(specs[i])]
         if shared and mesh.axes[axis] > 1:
             # If all ranks agree, the maxima of a number and of its complement are complements.
             both = torch.stack([mine[shared], ~mine[shared]])
@@ -93,15 +96,53 @@ def compare_copies(
         failures += _odd_ranks(
             {rank: d[k] for rank, d in found.items()}, specs[i], names[i], mesh, when
         )
-    raise ReplicaError(
-        join_failures(
-            [
-                *failures,
-                "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, specs,"
-                " src=0).",
-            ]
-        )
+    _raise(failures, _ONE_COPY)
+
+
+def check_samples(
+    everyone: Sequence[Sequence[Any]],
+    specs: Sequence[PartitionSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    when: str,
+) -> None:
+    """Raise on every rank if samples of replicas are far apart, as those of weights that each rank
+    drew from its own seed. Copies that differ by rounding pass.
+
+    Args:
+        everyone: `describe_held` of each leaf, for each rank.
+    """
+    failures = []
+    for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
+        samples = [leaves[i].get("sample") for leaves in everyone if isinstance(leaves[i], dict)]
+        if len(samples) == mesh.size() and None not in samples:
+            found = dict(zip(mesh.ranks, _kinds(samples), strict=True))
+            failures += _odd_ranks(found, spec, name, mesh, when)
+    if failures:
+        seed = "Where ranks draw a value, seed them alike: torch.manual_seed."
+        _raise(failures, _ONE_COPY, seed)
+
+
+def _kinds(samples: Sequence[Sequence[float]]) -> list[int]:
+    """A number for each sample: the first one that is alike."""
+    firsts: list[Sequence[float]] = []
+    kinds = []
+    for x in samples:
+        at = next((k for k, first in enumerate(firsts) if _are_alike(first, x)), len(firsts))
+        firsts += [x] * (at == len(firsts))
+        kinds.append(at)
+    return kinds
+
+
+def _are_alike(x: Sequence[float], y: Sequence[float]) -> bool:
+    scale = max((abs(v) for v in (*x, *y) if math.isfinite(v)), default=0.0)
+    return len(x) == len(y) and all(
+        a == b or a != a or b != b or abs(a - b) <= scale / 20 for a, b in zip(x, y, strict=True)
     )
+
+
+def _raise(failures: Sequence[str], *mends: str) -> NoReturn:
+    raise ReplicaError(join_failures([*failures, *mends]))
 
 
 def digest(x: Tensor) -> Tensor:
@@ -146,7 +187,7 @@ def _odd_ranks(
     """A message for each group of ranks that should hold equal copies of a tensor and do not."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
-        groups.setdefault(tuple(i for axis, i in at.items() if axis in spec.axes), []).append(rank)
+        groups.setdefault(tuple(at[axis] for axis in own(spec)), []).append(rank)
     failures = []
     for ranks in groups.values():
         held = [digests[rank] for rank in ranks]

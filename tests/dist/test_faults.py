@@ -251,8 +251,10 @@ def _drifting():
     found["source"] = _caught(lambda: ftp.device_put(source, mesh, P("tp"), check_inputs=True))
     counted = []
     plain = dist.all_reduce
+    unchecked = _step(mesh)[0]
+    unchecked(params, batch)
     dist.all_reduce = lambda *args, **kwargs: counted.append(1) or plain(*args, **kwargs)
-    _step(mesh)[0](params, other)
+    unchecked(params, other)
     dist.all_reduce = plain
     found["off"] = (len(counted), 0.0)
     ftp.destroy_process_group()
@@ -281,14 +283,67 @@ def test_copies_that_differ_are_named():
         "ReplicaError: x, of spec P('dp'), is not the same at call 4 on ranks that share it: rank"
         f" 1 differs from rank 0.\n{SAME}"
     )
-    assert found["constant"].startswith(
-        "ReplicaError: closure constant 0, a tensor of shape (2,), is not the same"
-    ), found
+    assert found["constant"].startswith("ReplicaError: 'scale', which <lambda> (tests/dist/")
+    assert "reads, a tensor of shape (2,), is not the same" in found["constant"]
     assert "ranks 2, 3 differ from ranks 0, 1" in found["constant"]
     assert found["source"] == (
         "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it:"
         " rank 0 differs from ranks 1, 2, 3.\n" + SAME
     )
+
+
+def _unseeded():
+    """What a first call says where each rank has drawn from a seed of its own."""
+    mesh = _mesh((2, 2), ("dp", "tp"), timeout=20.0)
+    torch.manual_seed(dist.get_rank())
+    drawn = {"w": torch.randn(4, 6), "norm": torch.randn(6)}
+    specs = {"w": P("tp"), "norm": P()}
+    batch = torch.randn(8, 4)
+
+    def loss(params, x):
+        return (x @ params["w"] * params["norm"]).square().mean()
+
+    step = ftp.shard(loss, mesh, specs, batch_specs=P("dp"))
+    mine, alike = ftp.device_put(drawn, mesh, specs), ftp.device_put(drawn, mesh, specs, src=0)
+    found = [
+        _caught(step, mine, ftp.device_put(batch, mesh, P("dp"), src=0))[0],
+        _caught(step, alike, batch[:4])[0],
+    ]
+    scale = torch.randn(5000)
+    scaled = ftp.shard(lambda params, x: loss(params, x) * scale.sum(), mesh, specs)
+    found.append(_caught(scaled, alike, torch.ones(8, 4))[0])
+    scale.fill_(2.0 + dist.get_rank() / 1000)  # a difference that rounding may make
+    found.append(_caught(scaled, alike, torch.ones(8, 4))[0])
+    # Terms of a pending sum are no copies.
+    terms = ftp.device_put(torch.ones(4, 4), mesh, P(unreduced="dp"))
+    found.append(_caught(lambda: ftp.check_replicas(terms, mesh, P(unreduced="dp")))[0])
+    ftp.destroy_process_group()
+    return found
+
+
+def test_ranks_that_draw_from_seeds_of_their_own_are_named_at_the_first_call():
+    ranks = launch(_unseeded, 4)
+    assert [r.exit for r in ranks] == [0] * 4, ranks
+    assert all(r.value == ranks[0].value for r in ranks)
+    found = [v and re.sub(r"at call \d+", "at call n", v) for v in ranks[0].value]
+    params, batch, scale, filled, terms = found
+    seeds = f"{SAME}\nWhere ranks draw a value, seed them alike: torch.manual_seed."
+    assert params == (
+        "ReplicaError: params['norm'] is not the same at call n on ranks that share it: ranks 1, 2,"
+        " 3 differ from rank 0.\n"
+        "params['w'], of spec P('tp'), is not the same at call n on ranks that share it: rank 2"
+        " differs from rank 0.\n"
+        "params['w'], of spec P('tp'), is not the same at call n on ranks that share it: rank 3"
+        f" differs from rank 1.\n{seeds}"
+    )
+    assert batch == (
+        "ReplicaError: x, of spec P('dp'), is not the same at call n on ranks that share it: rank 1"
+        " differs from rank 0.\n"
+        "x, of spec P('dp'), is not the same at call n on ranks that share it: rank 3 differs from"
+        f" rank 2.\n{seeds}"
+    )
+    assert scale.startswith("ReplicaError: 'scale', which") and scale.endswith(seeds)
+    assert filled is None and terms is None
 
 
 def _tokens(turn):
