@@ -25,13 +25,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from ftp.dynamic_float import (
-    FUNCTIONS,
-    OPERATORS,
-    DynamicFloat,
-    evaluated,
-    is_formula,
-)
+from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
 from ftp.dynamic_int import INT_FUNCTIONS, DynamicInt, IsOne, Sizes, is_dynamic, value_of
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
@@ -43,6 +37,7 @@ from ftp.tracing.replaced import replaced
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
+_SHOWN = 4  # conditions in a message
 _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
 
 
@@ -196,12 +191,12 @@ class Symbolic:
         return new
 
     def described(self) -> str:
-        """The conditions on sizes that the function's code tests, with their lines."""
-        found = dict.fromkeys(
-            f"{guard.expr} at {line}" if line else str(guard.expr)
-            for guard, line in zip(self.env.guards, self.env.lines, strict=True)
-        )
-        return "; ".join(found)
+        """Conditions on sizes that the function's code tests, with their lines; equations first."""
+        given = zip(self.env.guards, self.env.lines, strict=True)
+        guards = sorted(given, key=lambda each: type(each[0].expr).__name__ != "Equality")
+        found = [f"{g.expr} at {line}" if line else str(g.expr) for g, line in guards]
+        first = list(dict.fromkeys(found))[:_SHOWN]
+        return "; ".join(first) + ("; and others" if set(found) - set(first) else "")
 
     def inline(self, graph: fx.Graph) -> None:
         """Write the graph's symbolic numbers as formulas in the arguments of the nodes."""

@@ -93,3 +93,17 @@ def test_a_size_that_is_no_multiple():
     step = ftp.shard(preference, mesh, P(), dynamic_shapes=({0: 2 * ROWS}, {0: ROWS}))
     with pytest.raises(InputError, match=r"has size 5, which is no 2\*rows"):
         step({"table": torch.ones(3, 4)}, torch.ones(5, 3), torch.ones(2))
+
+
+def test_few_conditions_are_shown_the_equation_first():
+    def loss(params, x):
+        total = x.new_zeros(())
+        for t in range(x.shape[1]):
+            total = total + (x[:, t : t + 2] @ params[: x[:, t : t + 2].shape[1]]).square().sum()
+        return total
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), batch_specs=P("dp"))
+    for size in (4, 5, 6):
+        step(torch.ones(2), torch.ones(4, size))
+    (said,) = step.shapes.one_by_one
+    assert said.startswith("the function asks for sizes: Eq(") and said.count(" at ") <= 4, said
