@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +17,7 @@ from ftp.functional.differentiable import is_differentiable
 from ftp.functional.writes import written_by
 from ftp.sharding.pytree import flatten
 from ftp.source import user_line
+from ftp.torch_internals.autograd_state import get_sequence_nr
 from ftp.torch_internals.functorch import (
     TransformType,
     get_interpreter_stack,
@@ -26,6 +26,7 @@ from ftp.torch_internals.functorch import (
     is_functorch_wrapped_tensor,
     maybe_get_level,
 )
+from ftp.torch_internals.modes import DisableTorchFunction
 from ftp.torch_internals.pytree import tree_leaves, tree_map_only
 from ftp.torch_internals.storages import storage_number
 
@@ -42,6 +43,11 @@ def _transforms() -> Transforms:
     for level, key in _running().items():
         found[level] = key if found.get(level, key) == key else None
     return found
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func is running."""
+    return bool(get_interpreter_stack())
 
 
 def _running() -> dict[int, TransformType]:
@@ -247,20 +253,20 @@ class CapturesCheck(TorchFunctionMode):
         super().__init__()
         self.call, self.own = call, {id(x): x for x in own}
         self.running = _running()
+        self._start = get_sequence_nr()
         self._inner_inputs = own
         self._untouched: dict[int, Tensor] | None = None  # by the numbers of storages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _running() == self.running:
-            for x in written_by(func, args, kwargs):
+            for x in () if func is Tensor.requires_grad_ else written_by(func, args, kwargs):
                 self._check_written(x)
             args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
         made = func(*args, **kwargs)
-        if not self.running and not torch.is_grad_enabled():
-            # A view requires a gradient where what it views does.
-            views = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
-            self.own.update((id(x), x) for x in views)
+        if not self.running:  # what the block asks autograd for
+            leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
+            self.own.update((id(x), x) for x in leaves)
         return made
 
     def _check_written(self, x: Tensor) -> None:
@@ -279,14 +285,14 @@ class CapturesCheck(TorchFunctionMode):
             if is_batchedtensor(x) or (is_differentiable(x) and (x.requires_grad or not is_grad)):
                 self._take(given)
             x = get_unwrapped(x)
-        if (
-            not self.running
-            and x.requires_grad
-            and id(x) not in self.own
-            and not torch.is_grad_enabled()
-        ):
+        if not self.running and x.requires_grad and id(x) not in self.own and self._is_older(x):
             self._take(given)
         return x
+
+    def _is_older(self, x: Tensor) -> bool:
+        """Whether a tensor was made before the block was called."""
+        with DisableTorchFunction():
+            return x.grad_fn is None or x.grad_fn._sequence_nr() < self._start
 
     def _is_at_hand(self, x: Tensor) -> bool:
         """Whether the transform that wrapped a tensor is running."""

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
-from ftp.functional.block_call import BlockCall, CapturesCheck, ReadsState, on_top
+from ftp.functional.block_call import (
+    BlockCall,
+    CapturesCheck,
+    ReadsState,
+    is_transforming,
+    on_top,
+)
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.sharding.pytree import kind_of
 from ftp.torch_internals.functorch import unwrap_if_dead
@@ -225,8 +231,11 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def forward(block: _RematBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with block.modes(), CapturesCheck(block.call, tensors):
-            return block.call.run(*tensors)
+        if not is_transforming():  # the block may ask autograd for gradients of its own
+            tensors = tuple(x.detach() for x in tensors)
+        with block.modes(), torch.enable_grad(), CapturesCheck(block.call, tensors):
+            results = block.call.run(*tensors)
+        return results if is_transforming() else tuple(x.detach() for x in results)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -239,12 +248,11 @@ class _Remat(torch.autograd.Function):
         at = [
             i for i, x in enumerate(tensors) if is_differentiable(x) and ctx.needs_input_grad[i + 1]
         ]
-        with recomputing(block.policy), block.modes():
-            of_at = of_some(block.call.run_again, tensors, at)
-            pull: Any = torch.func.vjp(of_at, *(tensors[i] for i in at))[1]
-        found = pull(
-            tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has)
-        )
+        given = [tensors[i] for i in at]
+        pairs = zip(_alive(grads), ctx.has_gradient, strict=True)
+        of_results = tuple(grad for grad, has in pairs if has)
+        pulled = _pulled if is_transforming() else _pulled_by_autograd
+        found = pulled(block, of_some(block.call.run_again, tensors, at), given, of_results)
         result: list[Any] = [None] * (1 + len(tensors))
         for i, grad in zip(at, found, strict=True):
             result[i + 1] = grad
@@ -263,6 +271,35 @@ class _Remat(torch.autograd.Function):
             pushed: Any = torch.func.jvp(of_some(block.call.run_again, tensors, at), *given)[1]
         found = iter(pushed)
         return tuple(next(found) if has else None for has in ctx.has_gradient)
+
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+def _pulled(
+    block: _RematBlock, fn: Function, given: Sequence[Tensor], grads: tuple[Tensor, ...]
+) -> Sequence[Tensor | None]:
+    """The gradients of ``given``, from those of the results of ``fn``."""
+    with recomputing(block.policy), block.modes():
+        pull: Any = torch.func.vjp(fn, *given)[1]
+    return pull(grads)
+
+
+def _pulled_by_autograd(
+    block: _RematBlock, fn: Function, given: Sequence[Tensor], grads: tuple[Tensor, ...]
+) -> Sequence[Tensor | None]:
+    """The same outside of torch.func, which does not take all that torch.autograd takes."""
+    again = torch.is_grad_enabled()  # for a second derivative
+    with torch.enable_grad():
+        own = [x.view_as(x) if again and x.requires_grad else x.detach() for x in given]
+        own = [x if x.requires_grad else x.requires_grad_() for x in own]
+        with recomputing(block.policy), block.modes():
+            results = fn(*own)
+        pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
+        if not pairs:
+            return [None] * len(given)
+        of, pulled = zip(*pairs, strict=True)
+        return torch.autograd.grad(of, own, pulled, allow_unused=True, create_graph=again)
 
 
 def _alive(tensors: Sequence[Any]) -> list[Any]:

@@ -111,23 +111,24 @@ def drawn(*shape):
 
 
 @pytest.mark.cases_by_default(16)
-@pytest.mark.parametrize("own", [False, True], ids=["shard", "spmd"])
+@pytest.mark.parametrize("way", ["shard", "spmd", "remat"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
-def test_gradients_are_torch_autograds(loss, placement, own):
-    """Of the step's loss, or taken by torch.func in a function."""
+def test_gradients_are_torch_autograds(loss, placement, way):
+    """Of the step's loss, taken by torch.func in a function, or of a block that is recomputed."""
     shape, names, specs, batch_specs = PLACEMENTS[placement]
     params, x = {"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4)
     leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
     expected = loss(leaves, x)
     expected.backward()
     mesh = ftp.simulated_mesh(shape, names)
-    if own:
+    if way == "spmd":
         of_function = torch.func.grad_and_value(loss)
         step = ftp.spmd(of_function, mesh, (specs, batch_specs), (specs, P()), certify=True)
         grads, found = step(params, x)
     else:
-        step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, certify=True)
+        fn = ftp.remat(loss) if way == "remat" else loss
+        step = ftp.shard(fn, mesh, specs, batch_specs=batch_specs, certify=True)
         found, grads = step(params, x)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
     for name, leaf in leaves.items():
@@ -181,7 +182,21 @@ def test_a_checkpointed_module_recomputes_with_its_own_parameters_and_draws(use_
     assert sum(n.target is aten.tanh.default for n in graph.nodes) == 3 + 2
 
 
-def test_backward_hooks_of_modules_run():
+@pytest.mark.parametrize("loss", [custom_op, function_with_ctx, checkpointed, gradient_penalty])
+def test_second_derivatives_of_a_recomputed_block(loss):
+    def derivatives(fn):
+        x = drawn(6, 4).requires_grad_()
+        params = {"up": drawn(4, 8).requires_grad_(), "down": drawn(8, 4).requires_grad_()}
+        of, zeros = [x, *params.values()], {"allow_unused": True, "materialize_grads": True}
+        first = torch.autograd.grad(fn(params, x).sin(), of, create_graph=True, **zeros)
+        again = torch.autograd.grad(sum(g.square().sum() for g in first), of, **zeros)
+        return [*first, *again]
+
+    torch.testing.assert_close(derivatives(ftp.remat(loss)), derivatives(loss))
+
+
+@pytest.mark.parametrize("paths", [(), ("0", "2")])
+def test_backward_hooks_of_modules_run(paths):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     x = drawn(5, 3)
     model[0].weight.register_hook(lambda grad: grad.tanh())
@@ -191,7 +206,7 @@ def test_backward_hooks_of_modules_run():
         return (run(x).square() + run(x * 2)).mean()
 
     run_twice(model).backward()
-    fn, params = ftp.functionalize(model)
+    fn, params = ftp.functionalize(model, remat=dict.fromkeys(paths, "nothing"))
     step = ftp.shard(
         lambda p: run_twice(lambda x: fn(p, x)), ftp.simulated_mesh(2, "tp"), ftp.plan(params, {})
     )
