@@ -154,10 +154,11 @@ class _TorchOptimizer:
         leaves, treedef = flatten(params)
         grad_leaves, given = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
         groups = self._groups(params)
-        slots = self._slots(given, params, groups)
         check_gradients(grad_leaves, leaves, leaf_names(params, "grads"))
         if self.owned and leaves:
             check_matrices(leaves, leaf_names(params, "params"))
+        slots = self._slots(given, params, groups)
+        if self.owned and leaves:
             new = owned_step(
                 [self.groups[group].run for group in groups],
                 grad_leaves,

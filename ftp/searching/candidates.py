@@ -36,6 +36,9 @@ class Candidate:
         return tuple(self.patterns.items()), tuple(self.along.items())
 
 
+NODES = 3000  # most nodes, over all programs, to plan when refining a plan
+
+
 @dataclass(frozen=True)
 class Spare:
     """A candidate that was refused for its buckets and fits without them.
@@ -62,6 +65,15 @@ class Searching(LossPrograms):
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
     spare: Spare | None = None
+
+    @property
+    def tries(self) -> int:
+        """The number of plans to try when refining one."""
+        return NODES // len(self.net.graph.nodes)
+
+    @property
+    def is_small(self) -> bool:
+        return self.tries >= 20
 
     @property
     def net(self) -> Opened:

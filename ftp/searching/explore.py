@@ -7,16 +7,16 @@ from functools import partial
 from typing import Any
 
 from ftp.paused_gc import collection_paused
+from ftp.planning.graph import Value
 from ftp.planning.solver.reduce import Infeasible
 from ftp.searching.axis_networks import Price, entry_of
 from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.marks import marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
-from ftp.searching.opened import Opened
+from ftp.searching.opened import Opened, nbytes_of
 from ftp.sharding.layout import Layout
 from ftp.sharding.spec import PartitionSpec, Units
 
-TRIES = 3000  # most nodes, over all programs, to plan when refining a plan
 STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
 DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
@@ -44,11 +44,19 @@ def fit(task: Searching) -> None:
         if not task.fits(low) and not _is_outdone(low, task.free):
             _raise_price(task, low)
     best = min(task.tried.values(), key=partial(_rank, task))
+    if not task.fits(best) and task.bucket and not task.is_small:
+        task.leave_buckets()
+        fit(task)
+        return
+    is_least = task.fits(best) and best.estimate.seconds <= min(
+        c.estimate.seconds for c in task.free
+    )
+    # Networks know no buckets: a small program may fit by a change of one spec.
+    if not is_least:
+        best = refined(task, improved(task, best))
     if not task.fits(best) and task.bucket:
         task.leave_buckets()
         fit(task)
-    elif not task.fits(best) or best.estimate.seconds > min(c.estimate.seconds for c in task.free):
-        refined(task, improved(task, best))
 
 
 def _is_outdone(one: Candidate, others: Sequence[Candidate]) -> bool:
@@ -163,7 +171,7 @@ def refined(task: Searching, best: Candidate) -> Candidate:
     Prices may leave memory below a limit unused. The largest parameters come first; the number of
     plans tried depends on the size of the program.
     """
-    budget = TRIES // len(task.net.graph.nodes)
+    budget = task.tries
     is_better = budget > 0
     while is_better:
         is_better = False
@@ -188,8 +196,9 @@ def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
-    """For a plan that fits, the specs with as many bytes or more, and no more than are free; for
-    one that does not fit, those with as many or fewer.
+    """For a plan that fits, the specs with as many bytes or more, and no more than are free or than
+    copies that are gathered for their use may hold; for one that does not fit, those with as many
+    or fewer.
     """
     whole = task.net.nbytes(pattern)
 
@@ -200,7 +209,8 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
     specs = _other_specs(task, pattern, own)
     if not fits:
         return [spec for spec in specs if held(spec) <= held(own)]
-    free = (task.memory or math.inf) - best.estimate.nbytes - task.excess
+    gathered = max(nbytes_of(Value(node)) for node in task.net.members(pattern))
+    free = (task.memory or math.inf) - best.estimate.nbytes - task.excess + gathered
     return [spec for spec in specs if 0 <= held(spec) - held(own) <= free]
 
 
