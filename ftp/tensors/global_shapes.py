@@ -78,11 +78,17 @@ def sample(tensor: torch.Tensor) -> list[float] | None:
     >>> sample(torch.arange(40.0))
     [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0, 27.0, 30.0, 33.0, 36.0, 39.0]
     """
-    if not tensor.is_floating_point() or tensor.is_meta or isinstance(tensor, FakeTensor):
+    packed = tensor.dtype is torch.float4_e2m1fn_x2  # two numbers in one element
+    if not tensor.is_floating_point() or packed or tensor.is_meta or isinstance(tensor, FakeTensor):
         return None
-    flat = tensor.detach().resolve_neg().reshape(-1)
+    flat = tensor.detach()
     step = -(-flat.numel() // 16) | 1  # odd: not one column of a matrix alone
-    return [float(f"{x:.3g}") for x in flat[::step].double().tolist()]
+    if flat.is_contiguous():
+        few = flat.view(-1)[::step]
+    else:  # reshape would copy all of it
+        at = torch.arange(0, flat.numel(), step, device=flat.device)
+        few = flat[torch.unravel_index(at, flat.shape)]
+    return [float(f"{x:.3g}") for x in few.double().tolist()]
 
 
 def without_addresses(text: str) -> str:
