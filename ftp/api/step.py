@@ -154,7 +154,12 @@ class Step:
         program, is_grad_enabled, has_begun = planned.program, torch.is_grad_enabled(), False
         set_grad_enabled(False)  # torch.no_grad takes ten times as long
         try:
-            with record.running(program.fingerprint, program.describe_failure, program.has_issued):
+            with record.running(
+                program.fingerprint,
+                program.describe_failure,
+                program.has_issued,
+                program.communicates,
+            ):
                 if unchecked is not None:
                     check_inputs(unchecked, planned, self.mesh, record)
                 has_begun = True

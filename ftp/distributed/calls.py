@@ -54,6 +54,7 @@ class Calls:
         self._in_call = threading.RLock()
         self._holder: int | None = None  # the thread that took it
         self._thread: int | None = None  # the thread that is inside a call
+        self._communicates: Callable[[], bool] = lambda: True  # whether that call waits for others
         self._caller: int | None = None  # the thread that made the last one
         self._is_overlapped = False
         self._skipped = ""  # how this rank failed in the call after `call`, before it sent anything
@@ -107,6 +108,7 @@ class Calls:
         program: str,
         describe: Callable[[BaseException], str] = lambda error: "",
         has_issued: Callable[[BaseException], bool] = lambda error: True,
+        communicates: Callable[[], bool] = lambda: True,
         timeout: float | None = None,
     ) -> Running:
         """A context for the collectives of the next call. It agrees on the program if it is not the
@@ -123,13 +125,14 @@ class Calls:
             describe: describes the collective that raised the exception; "" if unknown.
             has_issued: whether this rank may have reached the call's first collective when it
                 raised the exception.
+            communicates: whether the call waits for other ranks.
             timeout: seconds to wait for the others to agree.
 
         Raises:
             MismatchError, CollectiveError: from an exception that another rank caused; a call from
                 two threads at once.
         """
-        return Running(self, program, describe, has_issued, timeout)
+        return Running(self, program, describe, has_issued, communicates, timeout)
 
     def _begin(self, program: str, thread: int, timeout: float | None) -> None:
         """Agree if the call's program or thread differs from the last call's."""
@@ -338,8 +341,13 @@ class Calls:
         """Handle a peer's notification, in the watcher; returns whether to look again soon."""
         looks_again = self._agreements.look(store)
         self._faults.answer(store, self.program)
-        at = self._agrees_on or (self.next() if self._thread is not None else 0)
-        return self._endings.look(store, at, self._exchanges.waits.copy()) or looks_again
+        waits = self._exchanges.waits.copy()
+        return self._endings.look(store, self._waits_in, waits) or looks_again
+
+    def _waits_in(self) -> int:
+        """The number of the call in which this rank waits for others; 0 if there is none."""
+        is_waiting = self._thread is not None and self._communicates()
+        return self._agrees_on or (self.next() if is_waiting else 0)
 
 
 _calls: dict[Mesh, Calls] = {}

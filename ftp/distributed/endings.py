@@ -3,7 +3,7 @@
 import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ftp.distributed.channel import Channel
 from ftp.distributed.faults import Faults
@@ -31,20 +31,20 @@ class Endings:
             if store.propose(channel.key("ending"), mine) == mine:
                 channel.notify(store)
 
-    def look(self, store: Store, call: int, exchanges: Mapping[str, int]) -> bool:
+    def look(self, store: Store, waits_in: Callable[[], int], exchanges: Mapping[str, int]) -> bool:
         """Give up what this rank waits in if a rank that has ended does not come to it. Returns
         whether to look again.
 
-        A call without collectives waits for nobody: it has ended when this looks again.
-
         Args:
-            call: the number of the call that this rank is in, or agrees on; 0 if there is none.
+            waits_in: the number of the call in which this rank waits for others; 0 if there is
+                none.
             exchanges: those that it is in, by key.
         """
         key = self._channel.key("ending")
         if self._faults.failure is not None or not store.check(key):
             return False
         rank, last, turns = json.loads(store.get(key))
+        call = waits_in()
         waits = [f"in call {call}"] if call > last else []
         waits += [f"in exchange {k!r}" for k, turn in exchanges.items() if turn > turns.get(k, 0)]
         if ", ".join(waits) != self._waits:

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 class Running:
     """See `Calls.running`; a class, as every call of every step enters it."""
 
-    __slots__ = ("calls", "describe", "has_issued", "is_first", "program", "timeout")
+    __slots__ = (
+        "calls",
+        "communicates",
+        "describe",
+        "has_issued",
+        "is_first",
+        "program",
+        "timeout",
+    )
 
     def __init__(
         self,
@@ -24,10 +32,11 @@ class Running:
         program: str,
         describe: Callable[[BaseException], str],
         has_issued: Callable[[BaseException], bool],
+        communicates: Callable[[], bool],
         timeout: float | None,
     ):
         self.calls, self.program, self.timeout = calls, program, timeout
-        self.describe, self.has_issued = describe, has_issued
+        self.describe, self.has_issued, self.communicates = describe, has_issued, communicates
         self.is_first = calls._given is not None and program not in calls._finished
 
     def __enter__(self) -> None:
@@ -46,7 +55,7 @@ class Running:
                 raise
         if self.is_first:
             set_timeout(calls.mesh, calls._timeouts.start)
-        calls._thread = thread
+        calls._thread, calls._communicates = thread, self.communicates
 
     def __exit__(
         self,

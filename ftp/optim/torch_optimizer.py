@@ -191,7 +191,9 @@ class _TorchOptimizer:
         for slots, leaf, group, path in zip(given, leaves, groups, paths, strict=True):
             if not isinstance(slots, Slots):
                 first = self.groups[group].first_slots(leaf.detach())
-                has = sorted(slots) if isinstance(slots, Mapping) else type(slots).__name__
+                has = (
+                    sorted(map(str, slots)) if isinstance(slots, Mapping) else type(slots).__name__
+                )
                 if has != sorted(first):
                     failures.append(f"{path} is {has}; {self.name} keeps {sorted(first)}.")
                     continue

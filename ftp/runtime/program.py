@@ -313,6 +313,11 @@ class Program:
         done = begun(error, Program._prepared.__code__)
         return done is None or any("collective" in n.meta or n.meta.get("issues") for n in done)
 
+    def communicates(self) -> bool:
+        """Whether a call waits for other ranks."""
+        nodes = self.local().gm.graph.nodes
+        return any("collective" in n.meta or n.meta.get("issues") for n in nodes)
+
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """The donated inputs that this rank may have written to before ``error``."""
         if self.mesh.kind == "simulated" and self.mesh.size() > 1:

@@ -123,6 +123,10 @@ class ProgramOfSubgraphs:
         """Whether this rank may have sent something before ``error``."""
         return True
 
+    def communicates(self) -> bool:
+        """True: stages send each other messages."""
+        return True
+
     def describe_failure(self, error: BaseException) -> str:
         """The part of the program that raised ``error``."""
         return "a subgraph, or a message between stages"

@@ -46,11 +46,13 @@ def test_a_rank_that_comes_to_the_end_is_not_waited_for(tmp_path, then):
     assert not list(tmp_path.glob("0*"))
 
 
-def _a_rank_works_on_alone():
-    """A step without collectives, which rank 0 calls alone for longer than the others are told."""
+def _a_rank_works_on_alone(size):
+    """A step without collectives, which rank 0 calls alone for longer than the others are told:
+    many times, or for matrices once.
+    """
     mesh = ftp.make_mesh((2,), ("dp",), device_type="cpu")
-    step = ftp.spmd(lambda w: w * 2, mesh, P(), P())
-    w = step(torch.ones(4))
+    step = ftp.spmd(lambda w: w @ w / size @ w / size @ w / size @ w / size, mesh, P(), P())
+    w = step(torch.ones(size, size, dtype=torch.float64))
     if dist.get_rank() == 0:
         until = time.monotonic() + 4.0
         while time.monotonic() < until:
@@ -59,5 +61,7 @@ def _a_rank_works_on_alone():
 
 
 @pytest.mark.slow
-def test_a_rank_may_end_while_another_works_alone():
-    assert all(run.error is None for run in launch(_a_rank_works_on_alone, 2))
+@pytest.mark.parametrize("size", [4, 2600])
+def test_a_rank_may_end_while_another_works_alone(size):
+    runs = launch(_a_rank_works_on_alone, 2, size)
+    assert [run.error for run in runs] == [None, None]
