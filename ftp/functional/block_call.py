@@ -174,11 +174,15 @@ class BlockCall:
         n = len(result.given) - len(self._copied)
         for i, key in enumerate(self._copied):
             self._inputs[key].copy_(outer[n + i])
-        if result.error is not None:
-            raise result.error
         at = iter(range(n))
         leaves = [outer[next(at)] if isinstance(x, Tensor) else x for x in result.leaves]
-        return result.treedef.unflatten(leaves)
+        out = result.treedef.unflatten(leaves)
+        if (error := result.error) is not None:
+            if n:
+                error.args, attributes = out
+                vars(error).update(attributes)
+            raise error
+        return out
 
     def _run(self, tensors: Sequence[Tensor], *, keeps: bool) -> "_Result":
         inside: dict[int, Tensor] = {}
@@ -200,7 +204,7 @@ class BlockCall:
             with on_top(_outer_transforms, self.transforms):
                 out = self._fn(*args, **dict(zip(self._keywords, values, strict=True)))
         except Exception as raised:
-            out, error = (), raised
+            out, error = (raised.args, vars(raised)), raised
         except BaseException:
             run.leave({}, keeps=False)
             raise
@@ -225,6 +229,7 @@ class _Result:
     """What a run gives and writes.
 
     Attributes:
+        leaves: of what the block returns, or of the arguments and attributes of its error.
         given: the tensors among the leaves, and those that stand for inputs that it writes to.
         set: the tensors that the written contents hold.
     """

@@ -327,3 +327,36 @@ def test_a_block_writes_to_its_input():
     w = torch.randn(3, dtype=D)
     found = torch.func.grad_and_value(lambda w: loss(ftp.remat, w))(w)
     torch.testing.assert_close(found, torch.func.grad_and_value(lambda w: loss(lambda f: f, w))(w))
+
+
+class Leaving(Exception):
+    def __init__(self, x: Tensor) -> None:
+        self.given = {"x": x}
+
+
+class Leaves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise Leaving(self.linear(x).sin())
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Leaves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except Leaving as left:
+            return (left.given["x"] + left.args[0]).square().sum()
+
+
+@pytest.mark.parametrize("way", ["func", "autograd", "shard"])
+def test_gradients_of_what_an_error_holds(way: str):
+    model, x = Catches(), torch.randn(4, 3, dtype=D)
+    found = found_by(way, model, {"": "nothing", "inner": "nothing"}, x)
+    torch.testing.assert_close(found, plain(model, x), rtol=1e-9, atol=1e-11)
