@@ -268,11 +268,26 @@ class CapturesCheck(TorchFunctionMode):
             for x in () if func is Tensor.requires_grad_ else written_by(func, args, kwargs):
                 self._check_written(x)
             args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
+        else:
+            self._check_inside((args, kwargs))
         made = func(*args, **kwargs)
         if not self.running:  # what the block asks autograd for
             leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
             self.own.update((id(x), x) for x in leaves)
         return made
+
+    def _check_inside(self, tree: Any) -> None:
+        """Within a transform that the block itself runs, which may have the level of one around the
+        block: take every tensor of the state that may have a gradient.
+        """
+        for x in tree_leaves(tree):
+            if (
+                isinstance(x, Tensor)
+                and id(x) in self.call.state.tensors
+                and not self.call.is_input(x)
+                and (is_functorch_wrapped_tensor(x) or x.requires_grad)
+            ):
+                raise ReadsState(self.call, x, is_written=False)
 
     def _check_written(self, x: Tensor) -> None:
         if self._untouched is None:

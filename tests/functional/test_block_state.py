@@ -360,3 +360,30 @@ def test_gradients_of_what_an_error_holds(way: str):
     model, x = Catches(), torch.randn(4, 3, dtype=D)
     found = found_by(way, model, {"": "nothing", "inner": "nothing"}, x)
     torch.testing.assert_close(found, plain(model, x), rtol=1e-9, atol=1e-11)
+
+
+INNER = {
+    "grad": lambda h, w: torch.func.grad(lambda h: (h @ w).sin().sum())(h),
+    "vmap": lambda h, w: torch.vmap(lambda row: (row @ w).sin())(h),
+    "jvp": lambda h, w: torch.func.jvp(lambda h: (h @ w).sin(), (h,), (2 * h,))[1],
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_block_reads_a_captured_tensor_within_a_transform_of_its_own(inner: str):
+    x, given = torch.randn(4, 3, dtype=D), torch.randn(3, 3, dtype=D)
+
+    def loss(block: Any, w: Tensor) -> Tensor:
+        run = block(lambda h: INNER[inner](h, w))
+        return run(run(x)).sin().sum()
+
+    expected = torch.func.grad(lambda w: loss(lambda f: f, w))(given)
+    leaf = given.clone().requires_grad_()
+    step = ftp.shard(lambda w: loss(ftp.remat, w), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))
+    for found in (
+        torch.func.grad(lambda w: loss(ftp.remat, w))(given),
+        *torch.autograd.grad(loss(ftp.remat, leaf), leaf),
+        torch.vmap(torch.func.grad(lambda w: loss(ftp.remat, w)))(given[None])[0],
+        step(given)[1],
+    ):
+        torch.testing.assert_close(found, expected)
