@@ -15,6 +15,7 @@ class BlockState:
     """The variables, containers, attributes and objects that ``root`` refers to, directly or
     through others, as they are now.
 
+    >>> import torch
     >>> seen = [torch.ones(2)]
     >>> state = BlockState((seen,))
     >>> run = state.enter({id(seen[0]): torch.zeros(2)})

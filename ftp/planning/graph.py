@@ -131,7 +131,7 @@ class Node:
     own_axes: frozenset[str] = frozenset()
     rank_axes: frozenset[str] = frozenset()
     branch: BranchPath = ()
-    followed: dict[Any, Any] = field(default_factory=dict, repr=False)
+    followed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)
