@@ -192,7 +192,7 @@ class _Numbers:
             found = self.sum_of_repeated(node)
         elif node.target in RESHAPES:
             found = self.repeated_by_view(node)
-        elif shares_keys(node.target, [tuple(_val(n).shape) for n in node.all_input_nodes]):
+        elif node.target in OF_HEADS and shares_keys(node.target, _shapes(node)):
             known = len(self.classes)
             classes = self.decomposed(node, OF_HEADS[node.target])
             return classes if len(self.classes) == known else None
@@ -258,3 +258,8 @@ def is_zeros(node: Any) -> bool:
     zeros = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
     fills = (aten.full.default, aten.full_like.default, aten.new_full.default)
     return node.target in zeros or (node.target in fills and node.args[-1] == 0)
+
+
+def _shapes(node: Any) -> list[tuple[int, ...]]:
+    """Of the tensors that an op is given, one that is given twice too."""
+    return [tuple(_val(x).shape) for x in node.args if isinstance(x, fx.Node)]
