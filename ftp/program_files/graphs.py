@@ -27,7 +27,8 @@ _OF_TRACE = ("val", "source", "phase")
 _PAST = frozenset(
     ("val", "tensor_meta", "region", "nn_module_stack", "stack_trace", "ftp_constant", "phase")
 )
-_FIELDS = tuple(f.name for f in fields(Node) if f.name not in ("target", "rule", "operands"))
+_APART = ("target", "rule", "operands")
+_FIELDS = tuple(f.name for f in fields(Node) if f.init and f.name not in _APART)
 
 Groups = Mapping[str, tuple[str, ...]]
 
