@@ -26,6 +26,7 @@ from ftp.sharding.mesh import AnyMesh, Mesh, current_mesh, resolve
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import check_alive, check_placed
+from ftp.tracing.settings import uncast
 from ftp.tracing.trace import Traced
 
 
@@ -171,7 +172,7 @@ class CompiledStep(Step):
         """
         record, program = self._record, self.program
         metas = [self._signature.leaves[i] for i in program.tensor_leaves]
-        with record.running(program.fingerprint):
+        with uncast(), record.running(program.fingerprint):
             program.prepare(metas)
 
     def lower_traced(

@@ -72,6 +72,22 @@ def test_where_a_function_turns_autocast_off_its_program_does_not_cast(fn):
             torch.testing.assert_close(value, due, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
+def test_a_lowered_program_compiled_under_autocast_does_not_cast():
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return ((x.sin() @ w).cos() @ w).softmax(-1)
+
+    x, w, mesh = torch.randn(64, 128), torch.randn(128, 128), ftp.simulated_mesh((1,), ("tp",))
+    step = ftp.spmd(fn, mesh, (P(), P()), P(), compile=True)
+    lowered, due = step.lower(x, w), fn(x, w)
+    with CASTS():
+        compiled = lowered.compile()
+    for run in (compiled, step):  # the code is kept for both
+        value = run(x, w)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, due, rtol=1e-4, atol=1e-4)
+
+
 def test_autocast_of_another_type_of_device_is_left_on():
     step = ftp.spmd(lambda x: x * 2, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
     torch.set_autocast_enabled("xpu", True)
