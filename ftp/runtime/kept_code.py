@@ -21,6 +21,7 @@ from ftp.version import own_code
 
 LIMIT = 256 * 2**20  # bytes of all files
 _LENGTH = 8  # bytes
+_loaded_by: dict[str, str] = {}  # per file in use, the path to its open descriptor
 
 
 def key_of(subgraphs: Mapping[str, Subgraph]) -> str:
@@ -50,12 +51,20 @@ def find(key: str, subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled] | N
         end = len(content) - _LENGTH
         start = end - int.from_bytes(content[end:], "little")
         functions = [WrapperText(*function) for function in json.loads(content[start:end])]
-        with contextlib.suppress(ImportError, OSError):
-            library = path_of(handle, path) if start else None
+        known = _loaded_by.get(path.name)
+        library = known or path_of(handle, path) if start else None
+        try:
             made = run_by(dict(zip(sorted(subgraphs), functions, strict=True)), library)
+        except (ImportError, OSError):
+            os.close(handle)
+            continue
+        if library is None or known:
+            os.close(handle)
+        else:
+            _loaded_by[path.name] = library
+        with contextlib.suppress(OSError):  # the folder is read only, or the file is deleted
             os.utime(path)  # used last
-            return made
-        os.close(handle)
+        return made
     return None
 
 

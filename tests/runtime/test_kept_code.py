@@ -127,6 +127,39 @@ def test_code_is_kept_for_what_it_was_compiled_for(
     assert len(list(folder.iterdir())) == 1  # the others were used before
 
 
+@pytest.mark.slow
+def test_kept_code_runs_where_its_last_use_cannot_be_noted(
+    folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """In a cache that is read only, or from which another process has just deleted the file."""
+    x = torch.rand(8, 16)
+    functions = (small, lambda x: (x.sqrt() + 7).sum())
+    for fn in functions:
+        run(fn, x)
+
+    def refused(*_: Any) -> None:
+        raise PermissionError
+
+    del compilations[:]
+    for times in (os.utime, refused, os.utime):
+        monkeypatch.setattr(os, "utime", times)
+        for fn in functions:
+            torch.testing.assert_close(run(fn, x), fn(x))
+    assert not compilations
+
+
+@pytest.mark.slow
+def test_a_file_that_is_found_often_is_open_once(folder: Path):
+    x = torch.rand(8, 16)
+    run(small, x)
+    run(small, x)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run(small, x)
+        run(lambda x: x.exp() @ x.T, x)
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
 def graph(line: str, **scope: Any) -> SimpleNamespace:
     """A compiled graph whose function has this line."""
     source = f"class Runner:\n    def call(self, args):\n        {line}\n"
