@@ -347,8 +347,6 @@ class Step:
             raise
         try:
             record.agree(number, agreed)
-            if is_shared:
-                check_captured(planned, self.mesh, record, f" at call {number}")
             if handed_out is not None:
                 handed_out.forget()
         except MismatchError as e:
@@ -356,6 +354,8 @@ class Step:
             if e.facet == "program":
                 record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
+        if is_shared:
+            check_captured(planned, self.mesh, record, f" at call {number}")
         return planned
 
     def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
