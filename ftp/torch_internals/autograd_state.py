@@ -1,5 +1,6 @@
 """The state of autograd, and of autocast, on this thread. Read at torch 2.13."""
 
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled

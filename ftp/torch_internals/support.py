@@ -19,7 +19,8 @@ NEEDED = {
     " library.Library._destroy _assert_async _check _grouped_mm _is_all_true _is_any_true"
     " _sample_dirichlet _standard_gamma",
     "torch._VF": "_pack_padded_sequence",
-    "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
+    "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction"
+    " _AutoDispatchBelowAutograd _DisableTorchDispatch"
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id"
     " _dispatch_has_kernel_for_dispatch_key _dispatch_keys"
