@@ -16,7 +16,7 @@ from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.call import Call
-from ftp.rules.dims import broadcast_notation, numbered
+from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import along_dim, pointwise
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalCut, LocalOp, Offset
@@ -36,28 +36,6 @@ def _emitting(target: OpOverload) -> LocalHook:
 
 along_dim(UNSTACK, "... [k] -> ...", dim=0, local=_emitting(aten.unbind.int))
 along_dim(STACK, "... -> ... [k]", dim=0, local=_emitting(aten.stack.default))
-
-
-# The elements before they are repeated are whole, so that a rank may hold any of the repeated ones:
-# query heads are cut over more ranks than there are heads of keys.
-
-
-@rule(REPEAT_EACH)
-def repeat_each(call: Call) -> Rule:
-    few, many = _repeated(call, call.operands[0].ndim)
-    return Rule(Notation((few,), (many,), frozenset({"k"}), ((),)), ((0,),), _picked)
-
-
-@rule(SUM_EACH)
-def sum_each(call: Call) -> Rule:
-    few, many = _repeated(call, call.operands[0].ndim)
-    pending = (("g", "sum"),)
-    return Rule(Notation((many,), (few,), frozenset({"k"}), (pending,)), ((0,),), _summed)
-
-
-def _repeated(call: Call, ndim: int) -> tuple[Dims, Dims]:
-    dims, dim = numbered(ndim), call.arg("dim")
-    return (*dims[:dim], ("k",), *dims[dim + 1 :]), (*dims[:dim], ("g",), *dims[dim + 1 :])
 
 
 def _picked(op: LocalOp) -> fx.Node:
@@ -83,6 +61,12 @@ def _summed(op: LocalOp) -> fx.Node:
         x = op.emit(SUM_EACH, x, step, dim)
         rows = op.emit(aten.slice.Tensor, rows, 0, 0, held, step)
     return op.emit(aten.index_add.default, zeros(op), dim, rows, x)
+
+
+# The elements before they are repeated are whole, so that a rank may hold any of the repeated ones:
+# query heads are cut over more ranks than there are heads of keys.
+along_dim(REPEAT_EACH, "... [k] -> ... g", linear=[(0,)], local=_picked)
+along_dim(SUM_EACH, "... g -> ... [k] {g}", linear=[(0,)], local=_summed)
 
 
 @rule(MAP_SLICES)
