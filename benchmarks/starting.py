@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = ("Megatron", "before", "before again", "ftp", "ftp again", "ftp from a file")
+PEERS = (
+    "Megatron", "before", "before again", "ftp", "ftp again", "ftp from a file",
+    "ftp from a file with its code",
+)  # fmt: skip
 
 
 def _start(case: dict[str, Any]) -> dict[str, Any]:
@@ -78,11 +81,16 @@ def _ours(work: Any, case: dict[str, Any], data: Any) -> float:
     params = ftp.device_put(params, mesh, specs)
     if case["peer"] == "save":
         lowered = made(mesh).lower(params, optimizer.init(params), data)
+        compiled = lowered.compile()
         if not case["rank"]:
             lowered.save(case["file"])
+            compiled.save(f"{case['file']} with code")
         return 0.0
-    is_from_file = case["peer"] == "ftp from a file"
-    step = ftp.load_program(case["file"], mesh) if is_from_file else made(mesh)
+    if case["peer"] == "ftp from a file with its code":
+        step = ftp.load_program(f"{case['file']} with code", mesh, trust_code=True)
+    else:
+        is_from_file = case["peer"] == "ftp from a file"
+        step = ftp.load_program(case["file"], mesh) if is_from_file else made(mesh)
     return float(step(params, optimizer.init(params), data)[2])
 
 
@@ -143,7 +151,11 @@ def main() -> None:
 
     cfg = WORKLOADS[args.workload].cfg
     no_before = dict.fromkeys(("before", "before again"), not args.before)
-    left_out = {**no_before, "Megatron": cfg is None or cfg.heads % args.ranks}
+    left_out = {
+        **no_before,
+        "Megatron": cfg is None or cfg.heads % args.ranks,
+        "ftp from a file with its code": not args.compile,
+    }
     peers = [peer for peer in PEERS if not left_out.get(peer)]
     found: dict[str, list[list[dict[str, Any]]]] = {peer: [] for peer in peers}
     with tempfile.TemporaryDirectory() as folder:

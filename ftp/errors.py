@@ -158,6 +158,10 @@ class ReadWarning(UserWarning):
     """A function needs a value as a Python number, so that each value has a program of its own."""
 
 
+class CodeWarning(UserWarning):
+    """Compiled code that is there and not used, so that a start takes longer."""
+
+
 class StaleCaptureWarning(UserWarning):
     """A program still uses a value that the function's code has replaced: a variable holds
     another tensor than the one that was captured, a model counts its calls.

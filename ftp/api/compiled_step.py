@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 
 from ftp.api.arguments import Arguments, check_donated_once, check_static
@@ -18,6 +19,7 @@ from ftp.planning.problem import Watch
 from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
 from ftp.report.lowered import Lowered
 from ftp.rules.call import Meta
+from ftp.runtime.code_of_ranks import code_of_ranks
 from ftp.runtime.program import Program
 from ftp.sharding.arguments import Shape
 from ftp.sharding.local_pieces import local_shape
@@ -30,9 +32,11 @@ from ftp.tracing.settings import uncast
 from ftp.tracing.trace import Traced
 
 
-def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep":
-    """The program that ``lowered.save(path)`` wrote, ready to run on this process' rank: nothing is
-    traced or planned.
+def load_program(
+    path: str | Path, mesh: AnyMesh | None = None, *, trust_code: bool = False
+) -> "CompiledStep":
+    """The program that ``lowered.save(path)`` or ``compiled.save(path)`` wrote, ready to run on
+    this process' rank: nothing is traced or planned.
 
     Reading a file runs no code; running its program runs torch's ops with the arguments that the
     file gives them. The file must be owned by this user, like the files of ftp's cache.
@@ -42,6 +46,9 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
         mesh: the mesh to run on, of the shape, axes and device type that the program was made for.
             Default: the mesh of the surrounding ``ftp.use_mesh``, else a new ``ftp.make_mesh`` of
             that shape, axes and device type.
+        trust_code: run the compiled code of a file of ``compiled.save(path)``, a library that can
+            do all that this user can. Without it, and on another kind of machine, the program is
+            compiled again, with a ``CodeWarning``.
 
     Returns:
         ``step(params, *batch)`` for the program's shapes and dtypes; ``lowered`` has its reports.
@@ -68,7 +75,7 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
         given = mesh or current_mesh() or make_mesh(shape, names, device_type=device_type)
         return resolve(given)
 
-    program, signature = load(path, mesh_of)
+    program, signature = load(path, mesh_of, trust_code)
     return CompiledStep(program, signature)
 
 
@@ -116,7 +123,7 @@ class BoundProgram:
                 " it runs, or lower it on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
             )
         self._check_values()
-        made = CompiledStep(self.program, self.signature)
+        made = CompiledStep(self.program, self.signature, self.call.treedef)
         made.prepare()
         return made
 
@@ -147,8 +154,11 @@ class CompiledStep(Step):
     (True, tensor([2., 2.]))
     """
 
-    def __init__(self, program: Program, signature: Signature):
-        self.program, self._signature = program, signature
+    def __init__(
+        self, program: Program, signature: Signature, given: optree.PyTreeSpec | None = None
+    ):
+        """``given``: the structure of the arguments, of a program that was not loaded."""
+        self.program, self._signature, self._given_tree = program, signature, given
         super().__init__(
             Definition(
                 _named(signature.function),
@@ -171,9 +181,20 @@ class CompiledStep(Step):
         call it together.
         """
         record, program = self._record, self.program
-        metas = [self._signature.leaves[i] for i in program.tensor_leaves]
         with uncast(), record.running(program.fingerprint):
-            program.prepare(metas)
+            program.prepare(self._metas)
+
+    @property
+    def _metas(self) -> list[Meta]:
+        return [self._signature.leaves[i] for i in self.program.tensor_leaves]
+
+    def save(self, path: str | Path) -> None:
+        """See ``report.startable.CompiledProgram.save``."""
+        program, code = self.program, None
+        if program.options.compile:
+            with uncast():
+                code = code_of_ranks(program, self._metas)
+        save(path, program, self._signature, self._given_tree, code)
 
     def lower_traced(
         self, traced: Traced | None, *args: Any, known: KnownPasses | None = None

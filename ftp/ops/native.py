@@ -18,6 +18,7 @@ from pathlib import Path
 
 _PATIENCE = 60.0  # seconds that a compiler may take
 _FLAGS = ("-O3", "-shared", "-fPIC")
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder(part: str = "") -> Path:
@@ -49,6 +50,22 @@ def open_own(path: Path) -> int:
 def read_own(path: Path) -> bytes:
     """A file of the cache; raises as `open_own` does."""
     with open(open_own(path), "rb") as file:
+        return file.read()
+
+
+def read_loaded(path: Path) -> bytes:
+    """A library that this process has loaded; under a loose umask its compiler has left it to be
+    written by others. They have had their code run, so they can make this user's files already,
+    and from now on they cannot write to this one.
+
+    Raises:
+        OSError: there is no file, or another user owns it.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with open(handle, "rb") as file:
+        os.fchmod(handle, stat.S_IMODE(os.fstat(handle).st_mode) & ~_BY_OTHERS)
+        if why := _not_own(os.fstat(handle)):
+            raise PermissionError(f"{path} {why}")
         return file.read()
 
 
@@ -190,6 +207,6 @@ def _not_own(found: os.stat_result) -> str:
     """Why a file or folder is not the user's own. Root's are allowed: root can run code anyway."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}, not to {os.geteuid()} who runs this"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if found.st_mode & _BY_OTHERS:
         return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
     return ""

@@ -1,6 +1,7 @@
 """Save a planned program to a file, and load it, ready to run on any rank of its mesh."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import optree
 import torch
 from torch import fx
 
-from ftp.errors import FtpError, MeshError, ProgramFileError, ReportError
+from ftp.errors import CodeWarning, FtpError, MeshError, ProgramFileError, ReportError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.rank_tables import classes
 from ftp.paused_gc import collection_paused
@@ -31,6 +32,7 @@ from ftp.program_files.plain import Reader, Writer
 from ftp.program_files.trees import read_tree, write_tree
 from ftp.runtime.mesh_groups import axes_of_groups
 from ftp.runtime.program import Program
+from ftp.runtime.saved_code import NO_CODE, CodeFacts, SavedCode, ready
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.global_shapes import without_addresses
@@ -75,23 +77,41 @@ def versions() -> dict[str, str]:
 
 
 def save(
-    path: str | Path, program: Program, signature: Signature, given: optree.PyTreeSpec
+    path: str | Path,
+    program: Program,
+    signature: Signature,
+    given: optree.PyTreeSpec | None,
+    code: tuple[Mapping[str, Any], bytes] | None = None,
 ) -> None:
     """Write a program to a file.
 
     Args:
-        given: the structure of the arguments.
+        given: the structure of the arguments; a loaded program needs none.
+        code: of `code_of_ranks`.
 
     Raises:
         ProgramFileError: a program with values that are not plain data, or a path that cannot be
             written to.
     """
-    write_file(Path(path).absolute(), packed(program, signature, given))
+    if given is None:
+        assert isinstance(program, LoadedProgram)
+        header, sections = program.header, program.sections
+    else:
+        header, sections = _parts(program, signature, given)
+    if code is not None:
+        facts, functions = code
+        sections = {**sections, _FACTS: _json(facts), _CODE: functions}
+    write_file(Path(path).absolute(), pack(header, sections))
+
+
+_FACTS, _CODE = "facts of code", "code"
 
 
 @collection_paused()
-def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> bytes:
-    """The content of a program's file."""
+def _parts(
+    program: Program, signature: Signature, given: optree.PyTreeSpec
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The header and the sections of a program's file."""
     mesh = program.mesh
     call, traced = Writer(), Writer()
     constants = [_bytes_of(c, i) for i, c in enumerate(program.constants)]
@@ -115,7 +135,7 @@ def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> 
         "mesh": [list(mesh.shape), list(mesh.axis_names), mesh.device_type, is_ascending(mesh)],
         "function": signature.function,
     }
-    return pack(header, sections)
+    return header, sections
 
 
 _OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state")
@@ -180,12 +200,15 @@ def _bytes_of(constant: torch.Tensor, index: int) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram", Signature]:
+def load(
+    path: str | Path, mesh_of: Callable[..., Mesh], trust_code: bool = False
+) -> tuple["LoadedProgram", Signature]:
     """The program of a file, and the signature of its calls; nothing is traced or planned.
 
     Args:
         mesh_of: gives the mesh to run on, from the shape, axis names and device type of the mesh
             that the program was made for.
+        trust_code: run the compiled code of the file.
 
     Raises:
         ProgramFileError: a file that is damaged, not this user's own, or of other versions.
@@ -194,7 +217,9 @@ def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram
     container = read_file(Path(path).resolve())
     _check_versions(container)
     with decoding(container):
-        return _loaded(container, mesh_of)
+        program, signature = _loaded(container, mesh_of)
+    program.trusts_code = trust_code
+    return program, signature
 
 
 @contextmanager
@@ -252,10 +277,18 @@ def _loaded(
     return program, signature
 
 
+_UNTRUSTED = (
+    "load_program was not given trust_code=True. Code can do all that this user can: give it if you"
+    " trust where the file comes from"
+)
+
+
 class LoadedProgram(Program):
     """The program of a file on this process' mesh. Parts that only reports need are read when asked
     for.
     """
+
+    trusts_code = False
 
     def __init__(
         self,
@@ -272,6 +305,39 @@ class LoadedProgram(Program):
         self._known = dict(zip(_COMPUTED, map(reader.of, data), strict=True))
         for name, value in facts.items():
             setattr(self, name, value)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The file's header."""
+        return dict(self._container.header)
+
+    @property
+    def sections(self) -> dict[str, bytes]:
+        """The file's sections, without its compiled code."""
+        names = [name for name in self._container.sections if name not in (_FACTS, _CODE)]
+        return {name: self._container.section(name) for name in names}
+
+    @cached_property
+    def saved_code(self) -> SavedCode:
+        container = self._container
+        if _CODE not in container.sections:
+            return NO_CODE
+        with decoding(container):
+            found = self._read_code() if self.trusts_code else _UNTRUSTED
+        if isinstance(found, SavedCode):
+            return found
+        warnings.warn(
+            f"The compiled code in {container.name} is not used, and the program is compiled here:"
+            f" {found}.",
+            CodeWarning,
+            stacklevel=2,
+        )
+        return NO_CODE
+
+    def _read_code(self) -> SavedCode | str:
+        """The file's code; why it cannot run here."""
+        facts = CodeFacts(**self._container.json(_FACTS))
+        return facts.lacking() or ready(facts, self._container.section(_CODE))
 
     # Values that a planned program computes from its plan.
 

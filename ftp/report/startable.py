@@ -1,6 +1,6 @@
 """Programs that can be made ready to run ahead of time, or written to a file."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +10,40 @@ from ftp.errors import ReportError
 from ftp.sharding.spec import PartitionSpec
 
 
+class CompiledProgram(Protocol):
+    """A program that is ready to run."""
+
+    def __call__(self, *args: Any) -> Any: ...
+
+    def save(self, path: str | Path) -> None:
+        """Write the program with its compiled code to a file, for
+        ``ftp.load_program(path, trust_code=True)``, which starts any rank of such a mesh without
+        torch's compiler: on a machine with this one's instruction sets, versions of torch, ftp and
+        Python, and number of threads.
+
+        It holds the code of every rank; what this process has not compiled is compiled now. Any
+        process may save it, also for a ``simulated_mesh``. ``docs/starting.md`` has the rules.
+
+        Raises:
+            ProgramFileError: code that cannot be saved, as for GPUs; see ``Lowered.save``.
+
+        >>> import ftp, tempfile, torch
+        >>> mesh = ftp.simulated_mesh((2,), ("dp",))
+        >>> compiled = ftp.lower(lambda x: x.sum(), mesh, ftp.P("dp"), torch.ones(4)).compile()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     compiled.save(f"{folder}/sum.ftp")
+        ...     ftp.load_program(f"{folder}/sum.ftp", mesh, trust_code=True)(torch.ones(4))
+        tensor(4.)
+
+        Source: JAX, ``jax.experimental.serialize_executable``.
+        """
+        ...
+
+
 class CallableProgram(Protocol):
     """A program with the shapes and structure of its arguments, which can be compiled or saved."""
 
-    def compile(self) -> Callable[..., Any]: ...
+    def compile(self) -> CompiledProgram: ...
 
     def save(self, path: str | Path) -> None: ...
 
@@ -58,9 +88,10 @@ class Startable:
         """
         return tuple(dict.fromkeys(self._returning.assumptions))
 
-    def compile(self) -> Callable[..., Any]:
+    def compile(self) -> CompiledProgram:
         """The program itself, ready to run: ``compiled(params, *batch)`` takes the arguments of one
         call of the step, of these shapes and dtypes, and neither traces nor plans.
+        ``compiled.save(path)`` writes it to a file with its code.
 
         The function that runs it is made now, with ``compile=True`` inductor's code too. On
         processes all ranks call it together.

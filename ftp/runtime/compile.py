@@ -2,6 +2,7 @@
 torch.compile's guards and wrappers.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.fx.graph import _BoxedCodeGen
 
+from ftp.errors import CodeWarning
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
@@ -97,19 +99,38 @@ def compiled(
     choose: Choose,
     *,
     host: bool = True,
+    code: Mapping[str, Compiled] | None = None,
 ) -> Run:
     """Inductor's code for the subgraphs between collectives, called directly. A step has checked
     its arguments, so there are no guards.
 
-    An output that a chain of elementwise ops computes from a donated input is written to that
-    input's memory. Numbers among the inputs, the offsets of this rank's shards, become constants of
-    the code. Equal subgraphs are compiled once. ``choose`` picks the matmuls for oneDNN.
-
     With symbolic ``inputs`` the code serves all sizes that meet the guards in their ``ShapeEnv``;
     among the inputs must be the numbers that shapes are computed from.
+
+    Args:
+        choose: see `subgraphs_of`.
+        code: of subgraphs, by key; others are compiled.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
-    inputs = _dense(inputs, tensors)
+    graph, subgraphs = subgraphs_of(graph, inputs, donated, choose)
+    keys = [subgraph.key() for subgraph in subgraphs]
+    made = _compiled_once(dict(zip(keys, subgraphs, strict=True)), code or {})
+    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
+    forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
+    # The code is compiled for dense inputs.
+    return lambda given: forward(*_dense(given, tensors))
+
+
+def subgraphs_of(
+    graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose
+) -> tuple[fx.Graph, list[Subgraph]]:
+    """A rank's graph for inductor, and its subgraphs between collectives.
+
+    An output that a chain of elementwise ops computes from a donated input is written to that
+    input's memory. Numbers among the inputs, the offsets of this rank's shards, become constants of
+    the code. ``choose`` picks the matmuls for oneDNN.
+    """
+    inputs = _dense(inputs, [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
     gm = with_values(as_module(ordered(graph)), inputs)
     graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -118,13 +139,7 @@ def compiled(
     numbers = known_numbers(graph.nodes, plain)
     symbols = [node for node, x in given.items() if isinstance(x, torch.SymInt) and is_symbol(x)]
     written = _written(graph, [placeholders[i] for i in donated])
-    subgraphs = split(graph, numbers, written, symbols)
-    keys = [subgraph.key() for subgraph in subgraphs]
-    made = _compiled_once(dict(zip(keys, subgraphs, strict=True)))
-    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
-    forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
-    # The code is compiled for dense inputs.
-    return lambda given: forward(*_dense(given, tensors))
+    return graph, split(graph, numbers, written, symbols)
 
 
 def is_symbol(x: torch.SymInt) -> bool:
@@ -132,20 +147,36 @@ def is_symbol(x: torch.SymInt) -> bool:
     return x.node.expr.is_Symbol
 
 
-def _compiled_once(subgraphs: Mapping[str, Subgraph]) -> dict[str, Compiled]:
-    """Inductor's code for each subgraph: that of an earlier start, if it is kept."""
-    if not subgraphs:
-        return {}
-    name = kept_code.key_of(subgraphs)
-    if name and (kept := kept_code.find(name, subgraphs)) is not None:
-        return kept
+def _compiled_once(
+    subgraphs: Mapping[str, Subgraph], known: Mapping[str, Compiled]
+) -> Mapping[str, Compiled]:
+    """Inductor's code for each subgraph: what is known, that of an earlier start, else compiled."""
+    missing = {key: subgraph for key, subgraph in subgraphs.items() if key not in known}
+    if not missing:
+        return known
+    name = kept_code.key_of(missing)
+    if name and (kept := kept_code.find(name)) is not None:
+        return {**known, **kept[1]}
+    if known:
+        warnings.warn(
+            f"The program's file has no code for {len(missing)} of this rank's {len(subgraphs)}"
+            " compiled parts, which are compiled here. It was made with another FTP_SHM, or on"
+            " another first rank, whose choice of matmul kernels differs.",
+            CodeWarning,
+            stacklevel=2,
+        )
+    made = by_inductor(missing)
+    if name:
+        kept_code.keep(name, made)
+    return {**known, **{key: _called(graph) for key, graph in made.items()}}
+
+
+def by_inductor(subgraphs: Mapping[str, Subgraph]) -> dict[str, Any]:
+    """Each subgraph's ``CompiledFxGraph``."""
     with TRACING:
         deferred_compiler.load()
         with compiled_together():
-            made = _divided(subgraphs)
-    if name:
-        kept_code.keep(name, made)
-    return {key: _called(graph) for key, graph in made.items()}
+            return _divided(subgraphs)
 
 
 def _divided(subgraphs: Mapping[str, Subgraph]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ ranks make together.
 import json
 import math
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -130,10 +130,16 @@ def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGrou
 _memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
 
 
-def faster_by_onednn(mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
+def faster_by_onednn(
+    mesh: Mesh, matmuls: Collection[Matmul], known: dict[Matmul, bool] | None = None
+) -> Collection[Matmul]:
     """The matmuls that oneDNN computes faster, as measured on the first rank: all ranks use the
     same kernels, so that replicas stay equal.
+
+    Args:
+        known: answers that the first rank gives without measuring; those of this call are added.
     """
+    known = {} if known is None else known
     if mesh.device_type != "cpu":
         return ()
     # A rank without oneDNN sends None: the others wait for its answer.
@@ -142,5 +148,13 @@ def faster_by_onednn(mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matm
     if any(of_rank is None for of_rank in everyone):
         return ()
     wanted = sorted({p for of_rank in everyone for p in of_rank})
-    found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
-    return json.loads(exchange(mesh, "matmuls by oneDNN", json.dumps(found))[0])
+    found = faster(wanted, known) if mesh.rank in (mesh.ranks or (0,))[:1] else []
+    chosen = json.loads(exchange(mesh, "matmuls by oneDNN", json.dumps(found))[0])
+    known.update({p: p in chosen for p in wanted})
+    return chosen
+
+
+def faster(matmuls: Collection[Matmul], known: Mapping[Matmul, bool]) -> list[Matmul]:
+    """The matmuls that oneDNN computes faster; those that are not ``known`` are measured here."""
+    found = measured([p for p in matmuls if p not in known], cache_folder())
+    return [p for p in matmuls if known.get(p) or p in found]

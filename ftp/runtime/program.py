@@ -18,6 +18,7 @@ from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
 from ftp.passes.aliasing import families
+from ftp.passes.onednn_matmuls import Matmul
 from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
@@ -42,6 +43,7 @@ from ftp.runtime.process_groups import (
     with_product_groups,
 )
 from ftp.runtime.renewed_outputs import renewed
+from ftp.runtime.saved_code import NO_CODE, SavedCode
 from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.local_pieces import local_pieces, local_shape
@@ -231,11 +233,11 @@ class Program:
         """The function that runs this rank's graph, as a list; empty until it is made."""
         return []
 
-    def _beside_inputs(self) -> list[Any]:
-        """The arguments of this rank's graph after the inputs: constants and offsets."""
-        mesh = self.mesh
-        constants = [c.to(mesh_device(mesh)) for c in self.constants]
-        return [*constants, *self.local().offsets_at(self.own_coordinate)]
+    def _beside_inputs(self, coordinate: Mapping[str, int] | None = None) -> list[Any]:
+        """The arguments of a rank's graph after the inputs: constants and offsets."""
+        at = self.own_coordinate if coordinate is None else coordinate
+        constants = [c.to(mesh_device(self.mesh)) for c in self.constants]
+        return [*constants, *self.local(at).offsets_at(at)]
 
     @property
     def own_coordinate(self) -> dict[str, int]:
@@ -261,18 +263,30 @@ class Program:
             for coordinate in self.mesh.coordinates():
                 self.local(coordinate)
         elif self.run is not None and not self._runs:
-            axes, at = self.mesh.axes, self.own_coordinate
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                inputs = [
-                    torch.empty(
-                        local_shape(spec, meta.shape, axes, at),
-                        dtype=meta.dtype,
-                        device=mesh_device(self.mesh),
-                    )
-                    for meta, spec in zip(metas, self.in_specs, strict=True)
-                ]
-            given = [*inputs, *self._beside_inputs()]
+            given = self.fake_inputs(metas, self.own_coordinate)
             self._runs.append(self._recorded(self._prepared(self.local(), given)))
+
+    def fake_inputs(self, metas: Sequence[Meta], coordinate: dict[str, int]) -> list[Any]:
+        """The arguments of a rank's graph; inputs are fake tensors of these global ``metas``."""
+        axes, device = self.mesh.axes, mesh_device(self.mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = [
+                torch.empty(
+                    local_shape(spec, meta.shape, axes, coordinate), dtype=meta.dtype, device=device
+                )
+                for meta, spec in zip(metas, self.in_specs, strict=True)
+            ]
+        return [*inputs, *self._beside_inputs(coordinate)]
+
+    @property
+    def saved_code(self) -> SavedCode:
+        """Code that came with the program."""
+        return NO_CODE
+
+    @cached_property
+    def by_onednn(self) -> dict[Matmul, bool]:
+        """The matmuls that the ranks have asked about: whether oneDNN computes them."""
+        return dict(self.saved_code.by_onednn)
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """The function that runs this rank's graph; ``given`` are its first inputs."""
@@ -301,8 +315,9 @@ class Program:
         return not self.options.cuda_graph
 
     def _compiled(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        choose = functools.partial(faster_by_onednn, self.mesh)
-        return compiled(graph, given, self.donated, choose, host=self._has_host)
+        choose = functools.partial(faster_by_onednn, self.mesh, known=self.by_onednn)
+        code = self.saved_code.functions
+        return compiled(graph, given, self.donated, choose, host=self._has_host, code=code)
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         host, empties = self._has_host, bool(self.given_up)

@@ -3,6 +3,7 @@ repeated layers, are compiled once. Little fusion is lost: an op before a collec
 with an op that reads its result.
 """
 
+import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Subgraph:
         return any(map(_is_symbolic, self.inputs))
 
     def key(self) -> str:
-        """A text that is equal for subgraphs that one compilation serves."""
+        """A hash that is equal for subgraphs that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
         lines = [
             f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}"
@@ -66,7 +67,8 @@ class Subgraph:
             for n in self.graph.nodes
             if n.op != "placeholder"
         ]
-        return "\n".join([*lines, *(f"to {self.inputs.index(old)}" for _, old in self.writes)])
+        lines += [f"to {self.inputs.index(old)}" for _, old in self.writes]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 def split(

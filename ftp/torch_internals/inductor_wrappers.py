@@ -7,10 +7,12 @@ Read at torch 2.13.
 
 import ast
 import builtins
+import contextlib
 import importlib
 import importlib.util
 import math
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,38 +68,72 @@ def _meanings() -> Mapping[str, Any]:
     }
 
 
-def settings() -> list[Any] | None:
-    """What inductor's code depends on beside the graph; None if it must not be kept: options of
-    inductor are set, or they ask for no cache.
+def settings() -> dict[str, Any] | None:
+    """What inductor's code depends on beside the graph and the processor; None if it must not be
+    kept: options of inductor are set, or they ask for no cache.
     """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    caching: Any = torch.compiler.config
+    deterministic: Any = torch.utils.deterministic
+    options: Any = sys.modules.get(_OPTIONS)
+    if caching.force_disable_caches:
+        return None
+    if _given() or options is not None:
+        options = options or importlib.import_module(_OPTIONS)
+        for name, option in options._config.items():
+            if not (options._is_default(name) or getattr(options, name) == option.default):
+                return None
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "Python": sys.implementation.cache_tag,
+        "machine": platform.machine(),
+        "vector extension": torch.backends.cpu.get_cpu_capability(),
+        "number of threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "use of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "filling of uninitialized memory": deterministic.fill_uninitialized_memory,
+        "precision of matmuls": torch.get_float32_matmul_precision(),
+        "use of oneDNN": torch.backends.mkldnn.enabled,
+        "tag of compiled code": caching.cache_key_tag,
+    }
 
+
+def _given() -> dict[str, str]:
+    """The environment variables that inductor or its compiler reads."""
     given = {
         name: value
         for name, value in os.environ.items()
         if ("INDUCTOR" in name and name != _ADDRESS) or name in _VARIABLES
     }
     given.pop("TORCHINDUCTOR_CACHE_DIR", None)  # inductor sets it
-    caching: Any = torch.compiler.config
-    deterministic: Any = torch.utils.deterministic
-    options: Any = sys.modules.get(_OPTIONS)
-    if caching.force_disable_caches:
-        return None
-    if given or options is not None:
-        options = options or importlib.import_module(_OPTIONS)
-        for name, option in options._config.items():
-            if not (options._is_default(name) or getattr(options, name) == option.default):
-                return None
-    return [
-        torch.__version__, torch.version.git_version, sys.implementation.cache_tag, cache_dir(),
-        sorted(given.items()), torch.backends.cpu.get_cpu_capability(),
-        sorted(torch.cpu.get_capabilities().items()), torch.get_num_threads(),
-        str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled(),
-        deterministic.fill_uninitialized_memory, caching.cache_key_tag,
-        torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled,
-    ]  # fmt: skip
+    return given
 
 
+def surroundings() -> list[Any]:
+    """Where inductor's code is compiled: its cache, its environment variables, this processor."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return [cache_dir(), sorted(_given().items()), sorted(torch.cpu.get_capabilities().items())]
+
+
+def instructions() -> list[str]:
+    """The instruction sets of this processor that a compiler for it may use."""
+    found = {name for name, has in torch.cpu.get_capabilities().items() if has is True}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        # Words of one processor: all are alike.
+        line = next((x for x in lines if x.startswith(("flags", "Features"))), "")
+        words = line.partition(":")[2].split()
+        found |= {x for x in words if x in _BESIDE or line.startswith("Features")}
+    return sorted(found)
+
+
+# Those of x86 that torch does not list, by Linux' names.
+_BESIDE = frozenset(
+    (
+        "3dnowprefetch", "adx", "apxf", "cmpccxadd", "cx16", "fsgsbase", "gfni", "lahf_lm", "lwp",
+        "movbe", "movdir64b", "movdiri", "pclmulqdq", "rdpid", "rdrand", "rdseed", "rtm", "sha512",
+        "sm3", "sm4", "tbm", "vaes", "vpclmulqdq", "xop", "xsave",
+    )
+)  # fmt: skip
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "CXX", "TORCH_COMPILE_DEBUG", "TORCH_LOGS", "TORCH_TRACE")
 
 

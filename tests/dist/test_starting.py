@@ -4,7 +4,9 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -285,3 +287,58 @@ def test_a_rank_that_is_killed_while_it_plans_for_other_hosts_is_named(tmp_path:
     assert sorted((first.exit or 0, beside.exit or 0))[0] == -signal.SIGKILL
     killed = 0 if first.exit == -signal.SIGKILL else 1
     assert last.exit and f"ank {killed}" in (last.error or ""), last
+
+
+OF_ROWS = {"table": P("tp"), "out": P(None, "tp")}
+
+
+def _of_rows(params, ids):
+    """Code that holds a rank's offset (rows of a table), and a maximum over ranks."""
+    rows = (params["table"][ids] + 1).tanh() @ params["out"]
+    return (rows - rows.amax(-1, keepdim=True)).exp().sum(-1).log().mean()
+
+
+def _arguments_of_rows():
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "table": torch.randn(7, 6, generator=generator),
+        "out": torch.randn(6, 5, generator=generator),
+    }
+    return params, torch.tensor([0, 6, 3, 3])
+
+
+def _start_with_code(path: str):
+    from ftp.runtime import compile as compiling
+
+    torch.set_num_threads(1)
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    params, ids = _arguments_of_rows()
+    own = ftp.device_put(params, mesh, OF_ROWS)
+    with warnings.catch_warnings(), mock.patch.object(compiling, "by_inductor") as by_inductor:
+        warnings.simplefilter("error")
+        got, of = ftp.load_program(path, mesh, trust_code=True)(own, ids)
+    loss, grads = ftp.shard(_of_rows, mesh, OF_ROWS, compile=True)(own, ids)
+    expected, value = torch.func.grad_and_value(_of_rows)(params, ids)
+    full = ftp.device_get(of, mesh, OF_ROWS)
+    error = max(float((full[k] - expected[k]).abs().max()) for k in full)
+    dist.barrier()
+    ftp.destroy_process_group()
+    is_same = torch.equal(got, loss) and all(torch.equal(of[k], grads[k]) for k in grads)
+    return by_inductor.called, is_same, error + float(abs(got - value))
+
+
+@pytest.mark.slow
+def test_every_rank_starts_with_the_saved_code(tmp_path: Path):
+    """One process compiles for ranks of unequal shapes and offsets."""
+    mesh, path = ftp.simulated_mesh((2,), ("tp",)), tmp_path / "program"
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    step = ftp.shard(_of_rows, mesh, OF_ROWS, compile=True)
+    step.lower(*_arguments_of_rows()).compile().save(path)
+    torch.set_num_threads(before)
+    env = {name: str(tmp_path / name) for name in ("FTP_CACHE", "TORCHINDUCTOR_CACHE_DIR")}
+    ranks = launch(_start_with_code, 2, str(path), timeout=300, env=env)
+    for rank in ranks:
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+        is_compiled, is_same, error = rank.value
+        assert not is_compiled and is_same and error < 1e-6

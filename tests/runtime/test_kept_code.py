@@ -128,6 +128,25 @@ def test_code_is_kept_for_what_it_was_compiled_for(
 
 
 @pytest.mark.slow
+def test_code_is_kept_under_a_loose_umask(
+    folder: Path, compilations: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Others can write to what the compiler makes then, until it is taken over."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    x = torch.randn(8, 24)
+    before = os.umask(0o002)
+    try:
+        for _ in range(2):
+            torch.testing.assert_close(run(small, x), small(x))
+    finally:
+        os.umask(before)
+    assert compilations == [1]
+    assert {path.stat().st_mode & 0o077 for path in folder.iterdir()} == {0}
+    (library,) = (tmp_path / "inductor").rglob("*.so")
+    assert not library.stat().st_mode & 0o022
+
+
+@pytest.mark.slow
 def test_kept_code_runs_where_its_last_use_cannot_be_noted(
     folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ):
