@@ -1,6 +1,6 @@
 """Values that are exempt from the placement constraints: the planner may reshard them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.problem import Problem
@@ -25,7 +25,6 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     experts their own dim), and may be resharded until the next matmul.
     """
     free, after = set(required), set()
-    feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
     matmuls = dict.fromkeys(n for n in problem.graph.nodes if is_matmul(n.target))
     conflicts: set[Node] = set()
     if problem.is_data_axis:
@@ -33,13 +32,24 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
-    if not problem.is_data_axis:
-        free.update(value for node in problem.graph.nodes for value in _cut_keys(problem, node))
-    for node in reversed(problem.graph.nodes):
+    for node in problem.graph.nodes:
+        if not problem.is_data_axis:
+            free.update(_cut_keys(problem, node))
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
         elif problem.axis in node.own_axes or node.target in BY_SLICE:
             free.update((*node.operands, *node.values))
+        if node in conflicts or (node not in matmuls and any(v in after for v in node.operands)):
+            after.update(node.values)
+    return free | _feeding_only(conflicts, matmuls, problem.graph.nodes), after
+
+
+def _feeding_only(
+    conflicts: Container[Node], matmuls: Container[Node], nodes: Sequence[Node]
+) -> set[Value]:
+    """The values that feed conflict matmuls and no other matmul."""
+    feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
+    for node in reversed(nodes):
         kind = 0
         if node in matmuls:
             kind = 1 if node in conflicts else 2
@@ -48,10 +58,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
                 kind |= feeds.get(value, 0)
         for value in node.operands:
             feeds[value] = feeds.get(value, 0) | kind
-    for node in problem.graph.nodes:
-        if node in conflicts or (node not in matmuls and any(v in after for v in node.operands)):
-            after.update(node.values)
-    return free | {value for value, kind in feeds.items() if kind == 1}, after
+    return {value for value, kind in feeds.items() if kind == 1}
 
 
 def _is_conflict(problem: Problem, node: Node) -> bool:

@@ -43,6 +43,7 @@ from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
+    OpFacts,
     check_dtypes,
     check_elements,
     checks_in_gradient,
@@ -161,16 +162,7 @@ class Recorder(TorchDispatchMode):
         facts = op_facts(func)
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
-        if facts.is_random and not is_deterministic(func, args, kwargs):
-            raise TraceError(
-                f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"
-                " them from a key: functionalized models take fn(params, ..., rng=key). To turn off"
-                " dropout, call model.eval() before ftp.functionalize."
-            )
-        if facts.of_one_dtype:
-            check_dtypes(func, args, line)
-        if facts.needs_elements:
-            check_elements(func, args[0], line)
+        _check(func, facts, args, kwargs, line)
         if facts.reads_value and _is_real_number(func, args):
             self.note_read(args[0])
             with disable_current_modes():
@@ -343,6 +335,22 @@ def _is_real_number(func: OpOverload, args: Sequence[Any]) -> bool:
     if func is not aten._local_scalar_dense.default:
         return False
     return type(args[0]) is not FakeTensor and args[0].device.type != "meta"
+
+
+def _check(
+    func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], line: str
+) -> None:
+    """Raises for calls that no graph may hold."""
+    if facts.is_random and not is_deterministic(func, args, kwargs):
+        raise TraceError(
+            f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"
+            " them from a key: functionalized models take fn(params, ..., rng=key). To turn off"
+            " dropout, call model.eval() before ftp.functionalize."
+        )
+    if facts.of_one_dtype:
+        check_dtypes(func, args, line)
+    if facts.needs_elements:
+        check_elements(func, args[0], line)
 
 
 def _check_strided(func: OpOverload, out: Any, line: str) -> None:
