@@ -207,10 +207,13 @@ class TorchClass:
         vars(opt).update(vars(self.prototype))
         rate = self.options.get("lr")
         options = {"lr": rate(_widened(slots[0].get("step")))} if callable(rate) else {}
+        fused = bool(self.options.get("fused"))
         # torch.vmap does not see into a fused kernel.
-        unfused = bool(self.options.get("fused")) and any(map(is_batchedtensor, clones))
+        unfused = fused and any(map(is_batchedtensor, clones))
         if unfused:
             options |= {**self.forced, "fused": False}
+        if issubclass(self.cls, torch.optim.Adam) and (unfused or not fused):
+            options |= _safe_at_zero(**{**self.prototype.param_groups[0], **options})
         opt.param_groups = [{**self.prototype.param_groups[0], **options, "params": clones}]
         opt.state = defaultdict(dict)
         for clone, mine in zip(clones, slots, strict=True):
@@ -268,6 +271,21 @@ class _RecordedState(dict):
 
 def _cloned(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def _safe_at_zero(lr: float | Tensor, eps: float, **_: Any) -> dict[str, Any]:
+    """A rate and an epsilon with which a rate of zero changes nothing. Adam's formula in tensors
+    divides the denominator by the rate, so that without a gradient it would be 0 / 0; with these it
+    is infinite.
+    """
+    if not isinstance(lr, Tensor):
+        return {} if lr else {"lr": _NO_RATE, "eps": torch.inf}
+    is_zero = lr == 0
+    all_eps = torch.full_like(lr, eps)
+    return {"lr": lr.masked_fill(is_zero, _NO_RATE), "eps": all_eps.masked_fill(is_zero, torch.inf)}
+
+
+_NO_RATE = 1e-30  # whose products with roots of moments are numbers in float32
 
 
 def _widened(step: Any) -> Any:

@@ -137,6 +137,37 @@ def test_as_torch(name: str, scheduled: bool):
     same(params, expected)
 
 
+@pytest.mark.parametrize("how", ["number", "schedule", "by torch.vmap"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rate_of_zero_leaves_what_has_no_gradient(name: str, how: str):
+    """As at the first step of a warm-up: rows of an embedding that no token has read yet."""
+    cls, options = OPTIMIZERS[name]
+    params, leaves = parameters(cls), leaves_of(parameters(cls))
+    theirs = cls(list(leaves.values()), **{**options, "lr": 0.0})
+    rate: Any = schedules.linear(options["lr"], 10, start=0.0)
+    opt = ftp.optim.from_torch(cls, **{**options, "lr": 0.0 if how == "number" else rate})
+    grads = gradients(params)[0]
+    for grad in grads.values():
+        grad[::2] = 0
+    for key, leaf in leaves.items():
+        leaf.grad = grads[key]
+    theirs.step()
+    update, state = opt.update, opt.init(params)
+    if how == "by torch.vmap":
+        trees: Any = (
+            {k: p[None] for k, p in params.items()},
+            {k: g[None] for k, g in grads.items()},
+        )
+        state = torch.vmap(opt.init)(trees[0])
+        new, _ = torch.vmap(update)(trees[1], state, trees[0])
+        new = {k: p[0] for k, p in new.items()}
+    else:
+        new, _ = update(grads, state, params)
+    same(new, {k: leaf.detach() for k, leaf in leaves.items()})
+    if issubclass(cls, torch.optim.Adam):
+        assert all(torch.equal(new[k], p) for k, p in params.items())
+
+
 @pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Muon"])
 def test_a_scalar_parameter(name: str):
