@@ -231,7 +231,7 @@ class _Emission:
             )
             step.sizes = sizes
             if at.is_irregular:
-                site = self._site(step, {})
+                site = self._site(step)
                 held = [cut_pieces(at.size, n, index, at.cut) for index in range(n)]
                 x = (
                     emit_gathered_pieces(site, x, at.dim, here, held)
@@ -258,12 +258,11 @@ class _Emission:
             at = at.prev
 
     def _emit(self, node: Node) -> None:
-        sizes = {f: size_at(s, self.coordinate) for f, s in node.sizes.items()}
         if node.kind == "constrain":
             self.env[Value(node)] = self.env[node.operands[0]]
             return
         if node.kind == "reshard":
-            site, x = self._site(node, sizes), self.env[node.operands[0]]
+            site, x = self._site(node), self.env[node.operands[0]]
             count = self.chunks.get(node.name, 1)
             made = emit_chunks(site, x, count) if count > 1 else emit_reshard(site, x)
             self.env[Value(node)] = made
@@ -273,22 +272,29 @@ class _Emission:
             if (found := emit_per_rank(self._inline_site(node), node, operands)) is not None:
                 self._give(node, found)
                 return
+        self._emit_op(node)
+
+    def _emit_op(self, node: Node) -> None:
         cuts: dict[str, list[LocalCut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
-        op = LocalOp(
-            self.graph,
-            node.target,
-            self._lower(node.args),
-            self._lower(dict(node.kwargs)),
-            node.rule,
-            sizes,
-            cuts,
-            self.device,
-            self.group_name,
-        )
+        args, kwargs = self._lower(node.args), self._lower(dict(node.kwargs))
         last = self.graph._root.prev
-        made = localize(op)
+        if node.rule.local is None:
+            made = self.graph.call_function(node.target, args, kwargs)
+        else:
+            op = LocalOp(
+                self.graph,
+                node.target,
+                args,
+                kwargs,
+                node.rule,
+                self._sizes(node),
+                cuts,
+                self.device,
+                self.group_name,
+            )
+            made = localize(op)
         if node.rule.ring:
             starts = {at: offset.at(self.coordinate) for offset, at in self.offsets.items()}
             record_rings(last, node, self.coordinate, starts)
@@ -326,11 +332,17 @@ class _Emission:
             cause,
         )
 
-    def _site(self, node: Node, sizes: Mapping[str, int]) -> ReshardSite:
+    def _sizes(self, node: Node) -> dict[str, int]:
+        """The size of each factor on this rank."""
+        return {
+            f: s if type(s) is int else size_at(s, self.coordinate) for f, s in node.sizes.items()
+        }
+
+    def _site(self, node: Node) -> ReshardSite:
         return ReshardSite(
             self.graph,
             node,
-            sizes,
+            self._sizes(node),
             node.results[0].shape,
             lambda kind, size: self._offset(
                 ShardOffset(

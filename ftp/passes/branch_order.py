@@ -1,7 +1,6 @@
 """The branch of a ``torch.cond`` that each node of a rank's graph belongs to."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from torch import fx
 
@@ -15,7 +14,8 @@ def branches(graph: fx.Graph) -> dict[fx.Node, BranchPath]:
     A node made by a pass belongs to the innermost branch that holds all of its users, or without
     users to the innermost branch of its operands.
     """
-    if not any(number_of(node.target, node.args) >= 0 for node in graph.nodes):
+    choices = graph.find_nodes(op="call_function", target=CHOOSE)
+    if not any(number_of(node.target, node.args) >= 0 for node in choices):
         return {}
     found: dict[fx.Node, BranchPath] = {}
     late: list[fx.Node] = []
@@ -46,9 +46,8 @@ def _reads(
 
 def predicates_of(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Per node of a branch the predicates that decide whether it runs."""
-    deciding: dict[int, Any] = {
-        number_of(node.target, node.args): node.args[:1] for node in graph.nodes
-    }
+    choices = graph.find_nodes(op="call_function", target=CHOOSE)
+    deciding = {number_of(node.target, node.args): node.args[:1] for node in choices}
     return {
         node: [x for number, _ in path if number >= 0 for x in deciding[number]]
         for node, path in branches(graph).items()

@@ -386,5 +386,6 @@ def _sort(graph: fx.Graph, predicates: Mapping[fx.Node, Sequence[fx.Node]]) -> N
                 stack += missing[::-1]
             else:
                 stack.pop()
-                place.setdefault(node, max([position[node], *(place[one] for one in needed)]))
+                if node not in place:
+                    place[node] = max([position[node], *[place[one] for one in needed]])
     put_in_order(sorted(place, key=place.__getitem__))

@@ -1,14 +1,14 @@
 """Merge a value's reshards over several axes into one over their product."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from ftp.dynamic_int import is_dynamic
 from ftp.planning.cost import DEFAULT, Hardware, collective_seconds
-from ftp.planning.graph import Graph, Node, Reshard, Value
+from ftp.planning.graph import Graph, Node, Reshard, Value, rewired, with_operands
 from ftp.planning.graph_passes import live
 from ftp.planning.insert_reshards import reshard_rule
 from ftp.sharding.layout import R, estimated, shard
@@ -33,17 +33,14 @@ def merge_axes(
         without: names of reshards that stay as they are.
         hardware: with the link of each axis.
     """
-    uses: dict[Value, int] = {}  # of results of reshards
-    for value in (*(value for node in graph.nodes for value in node.operands), *graph.outputs):
-        if value.node.kind == "reshard":
-            uses[value] = uses.get(value, 0) + 1
+    read = [v for node in graph.nodes for v in node.operands if v.node.kind == "reshard"]
+    uses = Counter([*read, *graph.outputs])
     new: dict[Node, Node] = {}
 
     def now(value: Value) -> Value:
         return Value(new[value.node], value.index)
 
     for node in graph.nodes:
-        new[node] = node
         if (
             node.kind == "reshard"
             and node.name not in without
@@ -54,17 +51,12 @@ def merge_axes(
             first = now(node.operands[0]).node
             reshard = _product(first, node, axes)
             if reshard is not None and _is_no_slower(first, node, reshard, hardware):
-                rule, sizes = node.rule, node.sizes
+                made = new[node] = with_operands(node, first.operands)
+                made.target = reshard
                 if reshard.op != "all_reduce":
-                    rule, sizes = reshard_rule(reshard)
-                new[node] = _with_operands(
-                    replace(node, target=reshard, rule=rule, sizes=dict(sizes)), first.operands
-                )
+                    made.rule, made.sizes = reshard_rule(reshard)
                 continue
-        if any(new[value.node] is not value.node for value in node.operands):
-            new[node] = _with_operands(
-                replace(node, sizes=dict(node.sizes)), list(map(now, node.operands))
-            )
+        new[node] = rewired(node, new)
     return live(Graph(list(new.values()), list(map(now, graph.outputs))))
 
 
@@ -79,12 +71,6 @@ def _is_no_slower(first: Node, second: Node, merged: Reshard, hardware: Hardware
     begin, between, end = first.operands[0], Value(first), Value(second)
     apart = seconds(first.target, begin, between) + seconds(second.target, between, end)
     return seconds(merged, begin, end) <= apart * (1 + 1e-9)
-
-
-def _with_operands(node: Node, operands: Sequence[Value]) -> Node:
-    node.cuts, node.pending = list(node.cuts), dict(node.pending)
-    node.replace_operands(operands)
-    return node
 
 
 def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Reshard | None:

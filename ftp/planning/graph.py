@@ -211,6 +211,8 @@ class Graph:
     outputs: list[Value]
 
     def __post_init__(self):
+        if len({node.name for node in self.nodes}) == len(self.nodes):
+            return
         names: set[str] = set()
         for node in self.nodes:
             base, n = node.name, 1
@@ -261,7 +263,10 @@ def unchanged(graph: Graph) -> Rewrite:
 
 def rewired(node: Node, now: Mapping[Node, Node]) -> Node:
     """The node with its operands replaced by ``now``: itself if none changes, else a copy."""
-    return with_operands(node, [Value(now[value.node], value.index) for value in node.operands])
+    for value in node.operands:
+        if now[value.node] is not value.node:
+            return with_operands(node, [Value(now[v.node], v.index) for v in node.operands])
+    return node
 
 
 def with_operands(node: Node, operands: Sequence[Value]) -> Node:

@@ -14,11 +14,11 @@ from ftp.rules.op_kinds import VIEWS, is_matmul
 
 def live(graph: Graph) -> Graph:
     """The graph without nodes that no output needs; inputs stay."""
-    wanted = {id(v.node) for v in graph.outputs}
+    wanted = {v.node for v in graph.outputs}
     for node in reversed(graph.nodes):
-        if id(node) in wanted:
-            wanted.update(id(v.node) for v in node.operands)
-    return Graph([n for n in graph.nodes if n.kind == "input" or id(n) in wanted], graph.outputs)
+        if node in wanted:
+            wanted.update([v.node for v in node.operands])
+    return Graph([n for n in graph.nodes if n.kind == "input" or n in wanted], graph.outputs)
 
 
 def merge_common(graph: Graph) -> Rewrite:

@@ -1,6 +1,7 @@
 """Causes of layouts: the input or constraint that each cut and pending sum comes from."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from ftp.ops.constrain import pin_from_str
 from ftp.planning.graph import BATCH, Graph, Node, Value
@@ -72,22 +73,20 @@ def constraint_forward(value: Value, axis: str, users: Users) -> Node | None:
 
 
 def _of_op(node: Node, found: Origins) -> Iterator[tuple[str, Node]]:
-    cut_on: dict[str, list[str]] = {}
+    cut_on: dict[str, set[str]] = {}
     for cut in node.cuts:
-        cut_on.setdefault(cut.axis, []).append(cut.factor)
+        cut_on.setdefault(cut.axis, set()).add(cut.factor)
     pending = {axis for waits in node.pending.values() for axis, _ in waits}
     for axis in dict.fromkeys((*cut_on, *pending)):
         factors = cut_on.get(axis)
-        candidates = [
-            (_rank(found[value, axis], value), slot, found[value, axis])
-            for slot, (value, dims) in enumerate(
-                zip(node.operands, node.rule.operands, strict=True)
-            )
-            if (value, axis) in found
-            and (factors is None or any(f in dim for f in factors for dim in dims))
-        ]
-        if candidates:
-            yield axis, min(candidates, key=lambda c: c[:2])[2]
+        first: tuple[int, Node] | None = None
+        for value, dims in zip(node.operands, node.rule.operands, strict=True):
+            origin = found.get((value, axis))
+            if origin is not None and (factors is None or not factors.isdisjoint(chain(*dims))):
+                rank = _rank(origin, value)
+                first = (rank, origin) if first is None or rank < first[0] else first
+        if first is not None:
+            yield axis, first[1]
 
 
 def _rank(origin: Node, value: Value) -> int:

@@ -3,6 +3,7 @@ report of a number in a notebook.
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,7 +43,12 @@ def without_numbers(text: str) -> str:
     >>> without_numbers("f32[4, 8]"), without_numbers("mm")
     ('f32[4, 8]', 'mm')
     """
-    return _NUMBERED.sub(lambda m: _NUMBER.sub("", m.group()), text)
+    return _NUMBERED.sub(lambda m: _name_without_numbers(m.group()), text)
+
+
+@lru_cache(maxsize=65536)
+def _name_without_numbers(name: str) -> str:
+    return _NUMBER.sub("", name)
 
 
 class Reported:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ class Meta:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+
+    def __repr__(self) -> str:  # a dataclass' own takes thrice as long
+        return f"Meta(shape={self.shape!r}, dtype={self.dtype!r})"
 
     @classmethod
     def of(cls, x: Any) -> "Meta":
@@ -70,12 +74,12 @@ def tensors(tree: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """The members of nested arguments that are of ``kind``, in order."""
     if isinstance(tree, kind):
         yield tree
-    elif isinstance(tree, list | tuple):
-        for t in tree:
-            yield from tensors(t, kind)
-    elif isinstance(tree, dict):
-        for t in tree.values():
-            yield from tensors(t, kind)
+    elif isinstance(tree, (list, tuple, dict)):
+        for t in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(t, kind):
+                yield t
+            elif isinstance(t, (list, tuple, dict)):
+                yield from tensors(t, kind)
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -83,6 +87,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return list(tensors((node.args, dict(node.kwargs)), fx.Node))
 
 
+@cache
 def returns_tuple(op: OpOverload) -> bool:
     returns = op._schema.returns
     return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
@@ -95,8 +100,14 @@ def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]
     if isinstance(tree, kind):
         return new(tree)
     if isinstance(tree, (list, tuple)):
-        changing = (kind, list, tuple, dict)
-        made = [replaced(t, kind, new) if isinstance(t, changing) else t for t in tree]
+        made = [
+            new(t)
+            if isinstance(t, kind)
+            else replaced(t, kind, new)
+            if isinstance(t, (list, tuple, dict))
+            else t
+            for t in tree
+        ]
         return made if isinstance(tree, list) else tuple(made)
     if isinstance(tree, dict):
         return {k: replaced(t, kind, new) for k, t in tree.items()}

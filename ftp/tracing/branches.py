@@ -249,6 +249,8 @@ def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[T
 
 def check_writes(graph: fx.Graph) -> None:
     """Refuse branches that write to tensors made outside of them."""
+    if not any(node.meta.get("branch") for node in graph.nodes):
+        return
     made: dict[int, BranchPath] = {}
     for node in graph.nodes:
         for storage in storages(node):

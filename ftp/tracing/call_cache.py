@@ -139,7 +139,8 @@ class Recall:
 
         with DisableTorchDispatch():
             for record in known.records:
-                args, kwargs = (replaced(x, _PLACES, node_of) for x in (record.args, record.kwargs))
+                args = replaced(record.args, _PLACES, node_of)
+                kwargs = record.kwargs and replaced(record.kwargs, _PLACES, node_of)
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
@@ -249,7 +250,11 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
             return False
         if tree._has_symbolic_sizes_strides:
             return False
-        first = next((i for i, other in enumerate(given) if other is tree), len(given))
+        first = len(given)
+        for i, other in enumerate(given):
+            if other is tree:
+                first = i
+                break
         found.append(
             (first, tree.shape, tree.stride(), tree.storage_offset(), tree.dtype, tree.fake_device)
         )

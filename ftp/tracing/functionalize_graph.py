@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def storages(node: fx.Node) -> set[int]:
     val = node.meta.get("val")
-    vals = val if isinstance(val, list | tuple) else [val]
+    vals = val if isinstance(val, (list, tuple)) else (val,)
     return {v.untyped_storage()._cdata for v in vals if isinstance(v, Tensor)}
 
 

@@ -58,7 +58,7 @@ def check_copied_views(graph: fx.Graph) -> None:
             f"A slice between values{located(outdated[storage].meta['source'])} is read"
             f"{located(node.meta['source'])} after a write to its tensor, as it was before. Slice"
             " again after the write, or take a copy before it: x[start:stop].clone()."
-            for operand in node.all_input_nodes
+            for operand in (node.all_input_nodes if outdated else ())
             for storage in storages(operand) & outdated.keys()
         ]
         if (base := node.meta.get("slice_of")) is not None:
@@ -73,7 +73,7 @@ def check_copied_views(graph: fx.Graph) -> None:
             f" copy here, where torch gives a view, and {node.target}{located(node.meta['source'])}"
             " writes to one of the two. Write by indices: x.index_copy(dim, start +"
             " torch.arange(length), value)."
-            for value in writes(node)
+            for value in (writes(node) if watched else ())
             for storage in storages(value) & watched.keys()
         ]
     raise_all(TraceError, dict.fromkeys(failures))
