@@ -179,9 +179,10 @@ class _Emission:
         ]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
+            if made.users or made.op != "call_function":
+                continue
             # A rank with an empty shard takes part in collectives whose results it does not use.
-            is_collective = made.target is WAIT or "collective" in made.meta
-            if made.op == "call_function" and not made.users and not is_collective:
+            if made.target is not WAIT and "collective" not in made.meta:
                 self.graph.erase_node(made)
         for made in self.graph.nodes:
             made.meta.setdefault("branch", ())
@@ -373,9 +374,10 @@ class _Emission:
         return self.env[Value(step)]
 
     def _cut(self, cut: FactorCut) -> LocalCut:
-        if cut not in self.cuts:
-            self.cuts[cut] = self._held(cut)
-        return self.cuts[cut]
+        found = self.cuts.get(cut)
+        if found is None:
+            found = self.cuts[cut] = self._held(cut)
+        return found
 
     def _held(self, cut: FactorCut) -> LocalCut:
         n = self.plan.axes[cut.axis]

@@ -62,9 +62,10 @@ def read_until(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 def last_uses(nodes: Sequence[fx.Node], family: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
     """Per family the node that last writes or reads its memory; outputs are read at the end."""
     position = {node: at for at, node in enumerate(nodes)}
+    awaited = {x for node in nodes if node.target is WAIT for x in node.all_input_nodes}
     last: dict[fx.Node, int] = {}
     for node, at in position.items():
-        until = read_until(node, position)
+        until = read_until(node, position) if node in awaited else at
         last[family[node]] = max(last.get(family[node], at), at)
         for operand in node.all_input_nodes:
             last[family[operand]] = max(last.get(family[operand], until), until)

@@ -105,8 +105,9 @@ class _BucketSizes:
         self._layers = _layers(graph)
         self._of_kind: dict[Any, int] = {}
         for node in graph.nodes:
-            if (kind := self.kind(node)) and _nbytes(node) <= member_bytes:
-                self._of_kind[kind] = self._of_kind.get(kind, 0) + _nbytes(node)
+            kind = self.kind(node) if node.kind == "reshard" else None
+            if kind and (nbytes := _nbytes(node)) <= member_bytes:
+                self._of_kind[kind] = self._of_kind.get(kind, 0) + nbytes
         self._of_layer: dict[Any, int] = {}
         for node, layer in self._layers.items():
             key = self.kind(node), layer

@@ -23,7 +23,7 @@ def origins(
     parameter to an activation.
     """
     found: Origins = {}
-    users = graph.users()
+    users = graph.users() if _has_constraints(graph) else {}
     for node, spec in cut_inputs:
         found.update({(Value(node), axis): node for axis in spec.axes})
     for node in graph.nodes:
@@ -56,6 +56,10 @@ def _through_reshard(node: Node, axis: str, found: Origins, users: Users) -> Nod
     if reshard.axis == axis and reshard.dst.kind == "S":
         return constraint_forward(Value(node), axis, users) or found.get((node.operands[0], axis))
     return found.get((node.operands[0], axis))
+
+
+def _has_constraints(graph: Graph) -> bool:
+    return any(node.kind == "constrain" for node in graph.nodes)
 
 
 def constraint_forward(value: Value, axis: str, users: Users) -> Node | None:
@@ -108,6 +112,7 @@ def of_reshards(
 ) -> dict[str, str]:
     """Per reshard, by name, the cut that makes it necessary and the op that needs its result."""
     users = graph.users()
+    towards = users if _has_constraints(graph) else {}
     returned: dict[Value, str] = {}
     for value, name in zip(graph.outputs, outputs, strict=False):
         returned.setdefault(value, name)
@@ -121,7 +126,7 @@ def of_reshards(
         first = f"{because} {describe(origin, specs)}" if origin is not None else ""
         last = _needed_by(node, users, returned)
         if reshard.dst.kind == "S":
-            constraint = constraint_forward(Value(node), reshard.axis, users)
+            constraint = constraint_forward(Value(node), reshard.axis, towards)
             last = f"for {describe(constraint, specs)}" if constraint is not None else last
         why[node.name] = ", ".join(filter(None, (first, last)))
     return why

@@ -1,8 +1,7 @@
 """Live bytes over a rank's program: what the eager runner holds at each op."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,8 +27,7 @@ KINDS = (
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """The memory while one op runs: ``live`` bytes, by kind in ``parts``."""
 
     op: str
@@ -190,6 +188,7 @@ def measure(
     """
     nodes = list(graph.nodes)
     position = {node: at for at, node in enumerate(nodes)}
+    phases = {node: phase(node) for node in nodes}
     end = len(nodes) - 1
     inputs = shapes.inputs
     kept = {
@@ -207,10 +206,10 @@ def measure(
             dies[held.storage] = max(dies.get(held.storage, 0), last, position[node])
             size[held.storage] = held.storage_nbytes
             readers.setdefault(held.storage, set()).update(
-                phase(u) for u in node.users if u.op != "output"
+                [phases[u] for u in node.users if u.op != "output"]
             )
     dies |= dict.fromkeys(kept, end)
-    kind = _kinds(graph, shapes, roles, inputs, phase, collective, readers)
+    kind = _kinds(graph, shapes, roles, inputs, phases, collective, readers)
     of_branch = branches(graph)
     _hold_operands(of_branch, shapes, position, dies)
     births: dict[int, list[int]] = {}
@@ -298,7 +297,7 @@ def _kinds(
     shapes: LocalShapes,
     roles: Sequence[str],
     inputs: Sequence[fx.Node],
-    phase: Callable[[fx.Node], int],
+    phases: Mapping[fx.Node, int],
     collective: Callable[[fx.Node], bool],
     readers: Mapping[int, set[int]],
 ) -> dict[int, str]:
@@ -321,7 +320,7 @@ def _kinds(
     for storage, maker in shapes.makers.items():
         if storage in kind:
             continue
-        made, read = phase(maker), readers.get(storage, set())
+        made, read = phases[maker], readers.get(storage, set())
         is_kept = any(p > made for p in read)
         looks = not like_parameters.isdisjoint(seen[storage])
         if made % 2 and looks and (is_kept or storage in returned):

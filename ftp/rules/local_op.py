@@ -35,7 +35,8 @@ class RankGraph(fx.Graph):
         return node
 
     def node_copy(self, node, arg_transform=lambda n: n) -> fx.Node:
-        args, kwargs = map_arg(node.args, arg_transform), map_arg(node.kwargs, arg_transform)
+        args = map_arg(node.args, arg_transform)
+        kwargs = node.kwargs and map_arg(node.kwargs, arg_transform)
         made = self.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta.update(node.meta)
         return made

@@ -260,12 +260,10 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
         )
         given.append(tree)
         return True
-    if kind in (list, tuple):
-        found.append((kind, len(tree)))
-        return all(_describe(t, found, given) for t in tree)
-    if kind is dict:
-        found.append((kind, tuple(tree)))
-        return all(_describe(t, found, given) for t in tree.values())
+    if kind in (list, tuple, dict):
+        found.append((kind, tuple(tree) if kind is dict else len(tree)))
+        members = tree.values() if kind is dict else tree
+        return False not in [_describe(t, found, given) for t in members]
     if kind is float:  # 0.0 equals -0.0
         found.append(tree.hex())
         return True
