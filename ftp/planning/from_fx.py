@@ -87,9 +87,11 @@ def found_by_trial(graph: Graph) -> str:
 
 
 def prune(graph: Graph) -> Rewrite:
-    """Drop operands that per-rank code does not use, and results of it that nothing uses."""
+    """Drop operands that per-rank code does not use, and results of it that nothing uses, of a live
+    graph.
+    """
     if not any(node.kind == "local" for node in graph.nodes):
-        return live(graph), unchanged(graph)[1]
+        return unchanged(graph)
     graph, copies = graph.copied()
     used = set(graph.outputs)
     swapped: dict[Value, Value] = {}
