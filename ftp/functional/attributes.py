@@ -35,6 +35,7 @@ class Held(NamedTuple):
 _VISITED = 10_000  # most containers and objects to look into
 _SMALL = 1000  # most items of a container of which numbers are looked at
 CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset, nn.Module)
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
 _LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -91,8 +92,9 @@ def _held(path: str, value: Any, root: Root, seen: set[int]) -> Iterator[Held]:
 
 def has_parts(value: Any) -> bool:
     """Whether `parts_of` gives the parts of a value."""
-    containers = dict | list | tuple | deque | set | frozenset | nn.Module
-    return isinstance(value, containers) or is_plain_object(value)
+    if type(value) in CONSTANTS:
+        return False
+    return isinstance(value, _CONTAINERS) or is_plain_object(value)
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]] | None:

@@ -211,7 +211,7 @@ class _GraphBuilder:
             made.rank_axes = rank_axes(node.target, args, operands)
         self.nodes.append(made)
         values = list(made.values)
-        return values if isinstance(node.meta["val"], list | tuple) else values[0]
+        return values if isinstance(node.meta["val"], (list, tuple)) else values[0]
 
     def code(self, node: fx.Node) -> RankCode:
         """The per-rank code that a node calls, in the sizes of the plan."""
@@ -412,7 +412,7 @@ def _meta(value: Value) -> Meta:
 
 
 def _metas(val: Any) -> tuple[Meta, ...]:
-    return tuple(map(Meta.of, val if isinstance(val, list | tuple) else (val,)))
+    return tuple(map(Meta.of, val if isinstance(val, (list, tuple)) else (val,)))
 
 
 def _candidate(call: Call) -> str:

@@ -113,7 +113,7 @@ def keep_collectives(graph: Graph) -> Rewrite:
 def _key(tree: Any) -> Any:
     if isinstance(tree, Value):
         return (id(tree.node), tree.index)
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return tuple(map(_key, tree))
     if isinstance(tree, dict):
         return tuple((k, _key(v)) for k, v in tree.items())

@@ -219,7 +219,7 @@ def _refer(tree: Any, layer: int, layers: Layers) -> Any:
         if there is None:
             return ("shared", id(tree.node), tree.index)
         return ("layer", there - layer, layers.at[tree.node], tree.index)
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, (list, tuple)):
         return tuple([_refer(t, layer, layers) for t in tree])
     if isinstance(tree, dict):
         return tuple([(k, _refer(t, layer, layers)) for k, t in tree.items()])
