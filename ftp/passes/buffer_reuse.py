@@ -76,9 +76,11 @@ class _FakeValues(FakeTensorProp):
         return self.known[key]
 
     def _foreseen(self, n: fx.Node) -> Any:
-        """The fake result of a plain op or a reshape, computed from metadata; None for others."""
+        """The fake result of a plain op, or one that copies if it must, computed from metadata; None
+        for others.
+        """
         target: Any = n.target
-        if not is_plain(target) and target is not aten.reshape.default:
+        if not is_plain(target) and target not in _IF_IT_MUST:
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
         with DisableTorchDispatch():
@@ -97,6 +99,9 @@ class _FakeValues(FakeTensorProp):
             return value
         self.viewed[id(value)] = value
         return f"tensor {id(value)}"
+
+
+_IF_IT_MUST = (aten.reshape.default, aten.contiguous.default)
 
 
 def _layout(value: Any) -> Any:
