@@ -76,8 +76,8 @@ class _FakeValues(FakeTensorProp):
         return self.known[key]
 
     def _foreseen(self, n: fx.Node) -> Any:
-        """The fake result of a plain op, or one that copies if it must, computed from metadata; None
-        for others.
+        """The fake result of a plain op, or of one that copies if it must, from metadata; None for
+        others.
         """
         target: Any = n.target
         if not is_plain(target) and target not in _IF_IT_MUST:

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,10 +125,18 @@ def agreed_shapes(
     """
     shapes: list[Shape | None] = []
     failures: list[str] = []
+    dues: dict[tuple[PartitionSpec, Shape], list[Shape]] = {}
+
+    def due(spec: PartitionSpec, shape: Shape) -> list[Shape]:
+        """Each rank's shape, once for leaves that are alike."""
+        if (spec, shape) not in dues:
+            axes, places = mesh.axes, mesh.coordinates()
+            dues[spec, shape] = [local_shape(spec, shape, axes, at) for at in places]
+        return dues[spec, shape]
+
     for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
-        shapes.append(
-            _agreed_shape([held[i] for held in everyone], spec, name, mesh, failures, i in loaded)
-        )
+        held = [of_rank[i] for of_rank in everyone]
+        shapes.append(_agreed_shape(held, spec, name, mesh, failures, i in loaded, due))
     raise_all(MismatchError, failures)
     return shapes
 
@@ -140,6 +148,7 @@ def _agreed_shape(
     mesh: Mesh,
     failures: list[str],
     is_loaded: bool,
+    due: Callable[[PartitionSpec, Shape], list[Shape]],
 ) -> Shape | None:
     tensors = [h for h in held if isinstance(h, dict)]
     if len(tensors) < len(held):
@@ -160,14 +169,10 @@ def _agreed_shape(
     shape = tuple(
         known if known is not None else _assembled([h["local"] for h in tensors], spec, mesh)
     )
-    for rank, (h, coordinate) in enumerate(zip(tensors, mesh.coordinates(), strict=True)):
-        due = (
-            local_shape(spec, shape, mesh.axes, coordinate)
-            if len(shape) == len(h["local"])
-            else None
-        )
-        if due != tuple(h["local"]):
-            failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, due, is_loaded))
+    for rank, h in enumerate(tensors):
+        wanted = due(spec, shape)[rank] if len(shape) == len(h["local"]) else None
+        if wanted != tuple(h["local"]):
+            failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, wanted, is_loaded))
             return shape
     hashes = {h["hash"] for h in tensors}
     if tuple(tensors[0]["local"]) != shape and len(hashes) == 1 and None not in hashes:

@@ -128,7 +128,7 @@ def _kinds(samples: Sequence[Sequence[float]]) -> list[int]:
     firsts: list[Sequence[float]] = []
     kinds = []
     for x in samples:
-        at = next((k for k, first in enumerate(firsts) if _are_alike(first, x)), len(firsts))
+        at = next((k for k, y in enumerate(firsts) if x == y or _are_alike(y, x)), len(firsts))
         firsts += [x] * (at == len(firsts))
         kinds.append(at)
     return kinds
@@ -191,6 +191,8 @@ def _odd_ranks(
     failures = []
     for ranks in groups.values():
         held = [digests[rank] for rank in ranks]
+        if held.count(held[0]) == len(held):
+            continue
         most = max(held, key=lambda d: (held.count(d), -held.index(d)))
         odd = [rank for rank, d in zip(ranks, held, strict=True) if d != most]
         if odd:
