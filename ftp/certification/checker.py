@@ -171,7 +171,7 @@ class Checker:
                 cell,
                 lambda c, at=at: self.output_nodes(c)[at],
                 element_map(self.forms.key(ref, cell), self.parts.cut_by_spec(shape, spec, cell)),
-                pending_sums(self.certificate.unreduced.outputs[at]),
+                self.unreduced(self.certificate.unreduced.outputs[at]),
                 f"output {at}",
             )
         for node in self.graphs.pure[cell.graph].nodes:
@@ -315,8 +315,12 @@ class Checker:
         return element_map(
             Ref(op.name).key,
             self.parts.cut_by_spec(op.results[0].shape, op.spec, cell),
-            pending_sums(self.certificate.unreduced.inputs[at]),
+            self.unreduced(self.certificate.unreduced.inputs[at]),
         )
+
+    def unreduced(self, axes: Sequence[str]) -> PendingSums:
+        """The pending sums over axes that a spec names; over one rank a sum is complete."""
+        return pending_sums(axis for axis in axes if self.certificate.axes.get(axis) != 1)
 
     def _moved(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
         """The element map after a data movement, such as a slice or a transpose."""

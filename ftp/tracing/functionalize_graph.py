@@ -236,17 +236,29 @@ _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 def _aliased(node: fx.Node) -> Any:
     """The operand whose values a node returns unchanged; None for another node."""
     if node.target is aten._conj.default and node.meta["val"].is_complex():
-        return None
+        given: Any = node.args[0]
+        return given.args[0] if given.target is aten._conj_physical.default else None
     if node.target in _ALIASES:
         return node.args[0]
     is_copy = node.target is aten.copy.default and _alike(node, node.args[1])
     return node.args[1] if is_copy else None
 
 
+# Lazy views: their memory, which collectives send, holds another number.
+_LAZY: dict[Any, Any] = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+
+
 def _make_constant(node: fx.Node) -> None:
-    """Write views as ``view``, and fills as ``full``, ``full_like`` or ``zeros``."""
+    """Write views as ``view``, lazy ones as the op, and fills as ``full``, ``full_like`` or
+    ``zeros``.
+    """
     target = node.target
-    if target in (aten._unsafe_view.default, aten._reshape_alias.default):
+    if target in _LAZY:
+        node.target = _LAZY[target]
+    elif target in (aten._unsafe_view.default, aten._reshape_alias.default):
         node.target, node.args = aten.view.default, node.args[:2]
     elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):
         _fill(node, node.args[0])  # a number that meets a tensor which torch.vmap maps over

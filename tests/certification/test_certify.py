@@ -467,6 +467,14 @@ def test_copies_of_a_scalar_are_gathered():
         gather_axis([copies[0], replace(copies[1], held=zeros_like(copies[1].held))], along)
 
 
+def test_a_sum_over_an_axis_of_one_rank_is_complete():
+    mesh = ftp.simulated_mesh((1, 2), ("dp", "tp"))
+    pending, x = P(None, "tp", unreduced=("dp",)), torch.randn(4, 4)
+    for out in (pending, P()):
+        step = ftp.spmd(lambda a, b: a * b.sin(), mesh, (pending, P("dp")), out, certify=True)
+        torch.testing.assert_close(step(x, x), x * x.sin())
+
+
 def test_parts_beside_zeros_are_joined_by_a_sum_alone():
     """An average or a product of them is not their join."""
     along = MeshAxis("tp", 0, 2)

@@ -191,6 +191,29 @@ def test_collectives_of_every_dtype(shm):
         } < issued
 
 
+def _conjugates():
+    """What differs from one device of lazy conjugates, and of the imaginary parts of them, that
+    ranks send.
+    """
+    generator = torch.Generator().manual_seed(0)
+    mesh, x = _mesh(), torch.randn(2, 4, dtype=torch.complex128, generator=generator)
+    wrong, cuts = [], (P(), P("tp"), P(None, "tp"))
+    for old, new in itertools.product(cuts, cuts):
+        for part in (torch.conj, lambda x: x.conj().imag, lambda x: x[:, 0].conj().imag[:, None]):
+            placed = ftp.device_put(x, mesh, old)
+            got = ftp.device_get(ftp.spmd(part, mesh, old, new)(placed), mesh, new)
+            if not torch.equal(got, part(x)):
+                wrong.append(f"{old} to {new}: {got}, not {part(x)}")
+    _end()
+    return wrong
+
+
+@pytest.mark.parametrize("shm", slow_after(1, ["0", "1"]))
+def test_conjugates_are_sent_as_they_read(shm):
+    for wrong in _values(launch(_conjugates, 2, env={"FTP_SHM": shm})):
+        assert not wrong, "\n".join(wrong)
+
+
 def _llama(shape, names, batch_spec, batch, options, compile):
     import models  # type: ignore[import-not-found]
 
