@@ -186,11 +186,11 @@ def test_compiled_actions_equal_one_device(by_inductor, monkeypatch):
     mesh, params = ftp.simulated_mesh((2,), ("pp",)), model.params()
     made = []
 
-    def noted(graph: Any, inputs: Any, donated: Any, choose: Any, *, host: bool) -> Any:
+    def noted(graph: Any, inputs: Any, donated: Any, choose: Any, **options: Any) -> Any:
         made.append(graph)
         if not by_inductor:
-            return eager(graph, inputs, donated, host=host)
-        return compiled(graph, inputs, donated, choose, host=host)
+            return eager(graph, inputs, donated, host=options["host"])
+        return compiled(graph, inputs, donated, choose, **options)
 
     monkeypatch.setattr("ftp.runtime.program.compiled", noted)
     specs = pipe.place(params, P(), mesh)
