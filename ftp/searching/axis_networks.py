@@ -20,6 +20,7 @@ from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 
 Choice = Mapping[str, Mapping[str, Layout | None]]
 """The layout by axis and pattern of parameters; None: whole."""
+TIE = 1e-18  # seconds per byte: of plans that take equally long, the one that holds least
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Price:
     seconds: float
     share: float = 1.0
 
-    @property
-    def of_bytes(self) -> BytePrices:
-        return BytePrices(self.seconds * (1 + self.share), self.seconds * (1 - self.share))
+    def of_bytes(self, least: float = TIE) -> BytePrices:
+        """The prices of a network's bytes, ``least`` at least."""
+        seconds = max(self.seconds, least)
+        return BytePrices(seconds * (1 + self.share), seconds * (1 - self.share))
 
 
 @dataclass
@@ -82,7 +84,9 @@ def solve_axes(
         for at, axis in enumerate(order):
             step = axis_step(net, axis, order[:at], axes, data_axes, hardware, forced, is_bare)
             latencies[axis] = step.network.problem.hardware.link.latency
-            chosen = found[axis] = step.network.solve(price.of_bytes)
+            chosen = found[axis] = step.network.solve(
+                price.of_bytes(0.0) if is_bare else price.of_bytes()
+            )
             choice[axis] = {}
             for pattern, node in {net.patterns[node]: node for node in net.params}.items():
                 layout = chosen.strategies[node].results[0]

@@ -74,7 +74,7 @@ def alternatives(
     for at, axis in enumerate(best.order):
         net = task.solve(best.along, best.order[:at], best.price, solved.choice).net
         step = axis_step(net, axis, best.order[:at], task.axes, task.data_axes, task.hardware)
-        costs = step.network.open_costs(best.price.of_bytes)
+        costs = step.network.open_costs(best.price.of_bytes())
         of_pattern = {net.patterns[first]: each for first, each in costs.items()}
         for pattern, chosen in solved.choice[axis].items():
             layouts = open_layouts(task.net, pattern, task.axes[axis], axis in task.data_axes)

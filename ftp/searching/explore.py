@@ -11,7 +11,7 @@ from ftp.planning.graph import Value
 from ftp.planning.solver.reduce import Infeasible
 from ftp.searching.axis_networks import Price, entry_of
 from ftp.searching.candidates import Candidate, Searching
-from ftp.searching.marks import marked_shapes
+from ftp.searching.marks import constrained_axes, marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
 from ftp.searching.opened import Opened, nbytes_of
 from ftp.sharding.layout import Layout
@@ -24,7 +24,7 @@ MOST_AXES = 3  # searched in every order
 
 @collection_paused()
 def explore(task: Searching) -> None:
-    """Try plans at no price of memory; if these do not fit, try constraints, and prices."""
+    """Try plans at no price of memory, also with constraints; if these do not fit, try prices."""
     name_plans(task)
     least = min(
         (task.candidate({}, order, Price(0.0)) for order in orders(task)),
@@ -32,14 +32,12 @@ def explore(task: Searching) -> None:
     )
     cut_heads(task, least)
     task.free = [least]
+    task.free += [task.candidate(along, least.order, Price(0.0)) for along in alongs(task)]
     fit(task)
 
 
 def fit(task: Searching) -> None:
     """Try plans with less memory, if plans at no price of memory do not fit."""
-    least = task.free[0]
-    if not task.fits(least) and len(task.free) == 1:
-        task.free += [task.candidate(along, least.order, Price(0.0)) for along in alongs(task)]
     for low in sorted(task.free, key=lambda c: c.estimate.seconds):
         if not task.fits(low) and not _is_outdone(low, task.free):
             _raise_price(task, low)
@@ -258,10 +256,13 @@ def orders(task: Searching) -> list[tuple[str, ...]]:
 
 
 def alongs(task: Searching) -> Iterator[dict[str, int]]:
-    """For each axis that does not cut the batch, the choices of an inner dim of blocks' outputs."""
+    """For each axis that does not cut the batch, the choices of an inner dim of blocks' outputs.
+    None where the program constrains these itself.
+    """
     shapes = list(marked_shapes(task.traced).values())
+    decided = {*task.data_axes, *constrained_axes(task.traced)}
     for axis, n in task.axes.items():
-        if axis not in task.data_axes and shapes:
+        if axis not in decided and shapes:
             for dim in range(1, min(map(len, shapes)) - 1):
                 if all(shape[dim] % n == 0 for shape in shapes):
                     yield {axis: dim}

@@ -38,6 +38,17 @@ def marked_shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
     }
 
 
+def constrained_axes(traced: Traced) -> set[str]:
+    """The axes over which the program constrains outputs of marked modules itself."""
+    found: set[str] = set()
+    for node in traced.gm.graph.nodes:
+        if node.target is CONSTRAIN and is_mark(pin_from_str(node.args[1])):
+            around = [n for n in (*node.users, node.args[0]) if n.target is CONSTRAIN]
+            pins = [pin_from_str(n.args[1]) for n in around]
+            found.update(axis for pin in pins if not is_mark(pin) for axis in pin.axes or ())
+    return found
+
+
 def pin_along(along: Along, shape: Sequence[int]) -> Pin:
     return Pin(spec_along(along).at_rank(len(shape)), tuple(along))
 

@@ -46,8 +46,9 @@ def search(
     The parameters' layouts are open variables of the network that plans programs, one mesh axis
     after another, in every order of the axes. Parameters whose paths differ only in numbers get one
     spec; on axes that do not cut the batch, the values that norms scale stay whole. Each byte of
-    memory has a price in seconds, raised until the program fits. If that is not enough, the outputs
-    of a functionalized model's blocks (``layers.3``) may be cut too, as in sequence parallelism.
+    memory has a price in seconds, raised until the program fits. The outputs of a functionalized
+    model's blocks (``layers.3``) may be cut too, as in sequence parallelism, unless the program
+    constrains them itself.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)``, a scalar, for one device.

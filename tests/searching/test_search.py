@@ -21,8 +21,13 @@ CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, lay
 TOKENS = 16, 2048
 
 
-def program(cfg: LlamaConfig = CFG):
-    fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
+WHOLE = {"layers.*": ftp.Constraint(outputs=P(), axes=("tp",))}
+"""Keeps what passes between blocks whole, as plain tensor parallelism does."""
+
+
+def program(cfg: LlamaConfig = CFG, constraints=None, dtype=torch.bfloat16):
+    model = build(cfg, dtype=dtype, device="meta")
+    fn, params = ftp.functionalize(model, constraints=constraints or {})
     return (
         lm_loss(fn),
         params,
@@ -57,7 +62,7 @@ def is_the_cheapest(found: Found) -> bool:
 
 
 def test_megatron_is_found():
-    loss_fn, params, batch = program()
+    loss_fn, params, batch = program(constraints=WHOLE)
     mesh = ftp.AbstractMesh((8,), ("tp",))
     found = ftp.search(loss_fn, params, mesh, P(), batch)
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
@@ -75,12 +80,41 @@ def test_megatron_is_found():
 def test_fewer_heads_of_keys_than_ranks():
     """Their weights stay whole: cut, the keys would be gathered."""
     loss_fn, params, batch = program(
-        LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=1)
+        LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=1), WHOLE
     )
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
     whole = {f"layers.*.attn.w{name}.weight": P(None, None) for name in "kv"}
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON | whole
     assert is_the_cheapest(found)
+
+
+@pytest.mark.slow
+def test_blocks_cut_along_the_sequence_are_found_without_a_limit():
+    """Of many tokens and few weights: the weights stay whole, and the ranks divide the sequence.
+    Not where the program says how its blocks' outputs are sharded.
+    """
+    cfg = LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=2)
+    loss_fn, params, batch = program(cfg)
+    mesh = ftp.AbstractMesh((8,), ("tp",))
+    found = ftp.search(loss_fn, params, mesh, P(), batch)
+    assert found.constraints == {"layers.*": ftp.Constraint(outputs=P(None, "tp"), axes=("tp",))}
+    of_blocks = models.sequence_parallel(tp="tp")
+    for constraints in (None, of_blocks):
+        fn, _, _ = program(cfg, constraints)
+        hand = ftp.shard(fn, mesh, ftp.plan(params, specs(cuts(cfg), tp="tp")))
+        assert found.cost < float(hand.lower(params, batch).cost())
+    for constraints in (WHOLE, of_blocks):
+        assert not ftp.search(program(cfg, constraints)[0], params, mesh, P(), batch).constraints
+
+
+def test_a_gradient_is_cut_before_another_axis_reduces_it():
+    """The embedding's gradient is reduced over dp: by half of its bytes where tp cuts the rows."""
+    cfg = LlamaConfig(vocab=32000, dim=1024, heads=16, hidden=2048, layers=1)
+    loss_fn, params, _ = program(cfg, WHOLE, torch.float32)
+    batch = tuple(torch.empty(8, 128, dtype=torch.int64, device="meta") for _ in range(2))
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, hardware="h100")
+    assert found.patterns["emb.weight"] == P("tp", None)
 
 
 @pytest.mark.slow
@@ -131,7 +165,8 @@ def test_all_prices_of_memory_share_a_network(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 def test_both_axes_and_many_layers():
-    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 10}))
+    cfg = LlamaConfig(**{**CFG.__dict__, "layers": 10})
+    loss_fn, params, batch = program(cfg, WHOLE)
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((4, 8), ("dp", "tp")), P("dp"), batch)
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
     assert found.lowered.plan.alike
@@ -237,15 +272,15 @@ def test_heads_that_neighbours_share():
 
 
 @pytest.mark.slow
-def test_sequence_parallelism_is_found_where_memory_forces_it():
+def test_sequence_parallelism_within_a_limit():
     cfg = LlamaConfig(vocab=1024, dim=2048, heads=16, hidden=8192, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
     batch = tuple(torch.empty(4, 512, dtype=torch.int64, device="meta") for _ in range(2))
     mesh = ftp.AbstractMesh((4,), ("tp",))
     free = ftp.search(lm_loss(fn), params, mesh, P(), batch)
-    assert free.constraints == {} and free.loss_fn is not None
-    found = ftp.search(lm_loss(fn), params, mesh, P(), batch, memory=int(free.memory * 0.97))
-    assert found.memory <= int(free.memory * 0.97)
+    limit = int(free.memory * 0.97)
+    found = ftp.search(lm_loss(fn), params, mesh, P(), batch, memory=limit)
+    assert found.memory <= limit
     assert found.constraints == {"layers.*": ftp.Constraint(outputs=P(None, "tp"), axes=("tp",))}
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
     assert "returns P(None, 'tp') over tp" in str(
@@ -274,16 +309,17 @@ def test_what_is_promised_is_what_is_lowered():
     cfg = LlamaConfig(vocab=512, dim=256, heads=4, hidden=512, layers=9)
     loss_fn, params, batch = program(cfg)
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((2, 2), ("dp", "tp")), P("dp"), batch)
-    assert len(found.rivals) == 3
+    assert len(found.rivals) == 4 and found.constraints
 
-    def lowered(patterns, bucket):
+    def lowered(patterns, bucket, is_cut=True):
         mesh, of_params = ftp.AbstractMesh((2, 2), ("dp", "tp")), ftp.plan(params, dict(patterns))
-        step = ftp.shard(loss_fn, mesh, of_params, batch_specs=P("dp"), bucket=bucket)
+        loss = found.loss_fn if is_cut else loss_fn
+        step = ftp.shard(loss, mesh, of_params, batch_specs=P("dp"), bucket=bucket)
         return step.lower(params, batch)
 
     # Plans are compared without buckets; the one found is given as it runs, with them.
-    for rival in found.rivals.values():
-        alone = lowered(rival.patterns, bucket=False)
+    for name, rival in found.rivals.items():
+        alone = lowered(rival.patterns, False, "sequence parallel" in name)
         assert alone.plan.alike
         assert int(alone.memory) == rival.nbytes
         assert float(alone.cost()) == pytest.approx(rival.seconds, rel=1e-6)
@@ -344,7 +380,7 @@ def test_ops_that_leave_their_layer_do_not_change_what_a_layer_adds():
 
 def test_heads_that_do_not_divide_are_cut_whole():
     loss_fn, params, batch = program(
-        LlamaConfig(vocab=32000, dim=1536, heads=12, kv_heads=12, hidden=4096, layers=1)
+        LlamaConfig(vocab=32000, dim=1536, heads=12, kv_heads=12, hidden=4096, layers=1), WHOLE
     )
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
     heads = ftp.units("tp", 128)
