@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ftp.errors import InputError, MeshError, join_failures
+from ftp.ops.map_slices import MAP_SLICES
 from ftp.ops.written import writes
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
@@ -53,6 +54,8 @@ from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.torch_internals.op_types import OpOverload
+
+_NO_USERS = frozenset(("aten", "prims", "ftp", "c10d", "_c10d_functional", "_dtensor"))
 
 
 @dataclass(kw_only=True)
@@ -327,6 +330,18 @@ class Program:
         """Whether this rank may have issued a collective of its graph before ``error``."""
         done = begun(error, Program._prepared.__code__)
         return done is None or any("collective" in n.meta or n.meta.get("issues") for n in done)
+
+    @cached_property
+    def runs_without_autograd(self) -> bool:
+        """Whether a rank's graph has collectives, and no op of the user's: its kernel may call
+        autograd.
+        """
+        if self.mesh.kind != "process" or not self.communicates():
+            return False
+        nodes = self.local().gm.graph.nodes
+        ops = {n.target for n in nodes if isinstance(n.target, OpOverload)}
+        # What a function of slices calls is not looked into.
+        return MAP_SLICES not in ops and {op.namespace for op in ops} <= _NO_USERS
 
     def communicates(self) -> bool:
         """Whether a call waits for other ranks."""

@@ -9,3 +9,9 @@ from torch._C._autograd import _get_sequence_nr as get_sequence_nr
 from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensors_default_hooks
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensors_default_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_default_hooks
+from torch.autograd import forward_ad
+
+
+def forward_level() -> int:
+    """The level of forward-mode autograd that is entered, from 0; -1 outside of any."""
+    return forward_ad._current_level

@@ -71,6 +71,7 @@ NEEDED = {
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
+    "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
     "torch.cpu": "_init_amx _is_amx_tile_supported",
     "torch.distributed.distributed_c10d": "ProcessGroup._device_types ProcessGroup._get_backend"
