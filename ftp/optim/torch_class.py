@@ -281,16 +281,18 @@ def _safe_at_zero(lr: float | Tensor, eps: float, **_: Any) -> dict[str, Any]:
     if not isinstance(lr, Tensor):
         return {} if lr else {"lr": _NO_RATE, "eps": torch.inf}
     is_zero = lr == 0
-    all_eps = torch.full_like(lr, eps)
+    if lr.dtype not in (torch.float32, torch.float64):
+        lr = lr.float()  # 16 bits hold neither rate nor epsilon
+    all_eps = _widened(torch.full_like(lr, 1.0)) * eps
     return {"lr": lr.masked_fill(is_zero, _NO_RATE), "eps": all_eps.masked_fill(is_zero, torch.inf)}
 
 
 _NO_RATE = 1e-30  # whose products with roots of moments are numbers in float32
 
 
-def _widened(step: Any) -> Any:
-    """A step counter in float64 where the device has it."""
-    return step if step.device.type == "mps" else step.double()
+def _widened(number: Any) -> Any:
+    """A step counter, or another number, in float64 where the device has it."""
+    return number if number.device.type == "mps" else number.double()
 
 
 def _select(

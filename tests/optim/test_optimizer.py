@@ -168,6 +168,22 @@ def test_a_rate_of_zero_leaves_what_has_no_gradient(name: str, how: str):
         assert all(torch.equal(new[k], p) for k, p in params.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
+def test_a_rate_of_another_dtype_than_float(dtype: torch.dtype):
+    """A schedule's, whose dtype does not hold Adam's epsilon."""
+    x, grad = torch.linspace(1, 2, 6), torch.tensor([0.0, 1, 0, -1, 0, 2])
+    leaf = x.clone().requires_grad_()
+    theirs = torch.optim.AdamW([leaf])
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=lambda step: (step / 2).to(dtype))
+    new, state = x, opt.init(x)
+    for step in range(3):
+        theirs.param_groups[0]["lr"] = float(torch.tensor(step / 2).to(dtype))
+        leaf.grad = grad.clone()
+        theirs.step()
+        new, state = opt.update(grad, state, new)
+    torch.testing.assert_close(new, leaf.detach())
+
+
 @pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Muon"])
 def test_a_scalar_parameter(name: str):
