@@ -237,7 +237,9 @@ def _aliased(node: fx.Node) -> Any:
     """The operand whose values a node returns unchanged; None for another node."""
     if node.target is aten._conj.default and node.meta["val"].is_complex():
         given: Any = node.args[0]
-        return given.args[0] if given.target is aten._conj_physical.default else None
+        if not isinstance(given, fx.Node) or given.target is not aten._conj_physical.default:
+            return None
+        return given.args[0]
     if node.target in _ALIASES:
         return node.args[0]
     is_copy = node.target is aten.copy.default and _alike(node, node.args[1])
@@ -256,7 +258,10 @@ def _make_constant(node: fx.Node) -> None:
     ``zeros``.
     """
     target = node.target
-    if target in _LAZY:
+    if target is aten._conj.default and not isinstance(node.args[0], fx.Node):
+        number: Any = node.args[0]
+        _fill(node, number.conjugate())  # in the derivative of a product with a number
+    elif target in _LAZY:
         node.target = _LAZY[target]
     elif target in (aten._unsafe_view.default, aten._reshape_alias.default):
         node.target, node.args = aten.view.default, node.args[:2]

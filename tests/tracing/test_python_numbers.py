@@ -139,3 +139,13 @@ def test_a_class_is_asked_for_at_all_sizes_by_one_trace():
         assert step(w, x)[0] == loss(w, x)
     assert step.shapes.traces == 1 and not step.shapes.one_by_one
     assert "__class__" not in vars(torch.SymInt)
+
+
+def test_the_derivative_of_a_product_with_a_complex_number():
+    """Autograd multiplies by the conjugate of the number."""
+    x = torch.linspace(-1, 1, 15, dtype=torch.complex128).view(5, 3)
+    step = ftp.shard(
+        lambda x: (x * (1 + 2j)).imag.sin().sum(), ftp.simulated_mesh((3,), ("tp",)), P("tp")
+    )
+    expected = torch.func.grad(lambda x: (x * (1 + 2j)).imag.sin().sum())(x)
+    torch.testing.assert_close(step(x)[1], expected)
