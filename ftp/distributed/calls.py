@@ -208,7 +208,9 @@ class Calls:
                 self._holder, self._agrees_on = threading.get_ident(), call
                 with self._channel.asking(timeout) as store:
                     self._agreements.join(store, call, payload, timeout, self._skipped)
-                    self._agreed_call, self._skipped = call, ""
+                    # What failed on all ranks runs no program: the next one is to be agreed on.
+                    self._agreed_call = 0 if isinstance(payload, Exception) else call
+                    self._skipped = ""
                     self._watch_host(store)
             finally:
                 self._agrees_on = 0

@@ -97,9 +97,7 @@ def test_dims_that_change_are_found(are_placed):
 
 
 @pytest.mark.parametrize("is_compiled", slow_after(1, [False, True]), ids=["eager", "compiled"])
-@pytest.mark.parametrize(
-    "spec", [pytest.param(P(), marks=pytest.mark.slow), P(None, "tp")], ids=str
-)
+@pytest.mark.parametrize("spec", [P(), P(None, "tp")], ids=str)
 def test_sizes_in_turn(spec, is_compiled):
     for rank in launch(_sizes_in_turn, 2, spec, is_compiled, timeout=400):
         assert rank.exit == 0, rank.stderr
