@@ -4,11 +4,13 @@ plain objects, at any depth.
 
 import sys
 from argparse import Namespace
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from operator import itemgetter
-from types import SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,10 @@ _VISITED = 10_000  # most containers and objects to look into
 _SMALL = 1000  # most items of a container of which numbers are looked at
 CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset, nn.Module)
-_NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList)
+_NAMESPACES = (
+    *(SimpleNamespace, Namespace, UserDict, UserList, ChainMap),
+    *(WeakKeyDictionary, WeakValueDictionary),
+)
 _LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
 REGISTERED = ("_parameters", "_buffers", "_modules")
 OF_MODULES = frozenset(vars(nn.Module()))
@@ -69,7 +74,11 @@ def join(path: str, name: str) -> str:
 
 
 def is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARIES
+    return is_library(kind.__module__)
+
+
+def is_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def is_plain_object(value: Any) -> bool:
@@ -124,10 +133,21 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes that an object holds in slots."""
-    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
-    names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
-    own = (name for name in names if not name.startswith("__") and hasattr(value, name))
-    return {name: getattr(value, name) for name in own}
+    own = ((name, getattr(value, name, _MISSING)) for name in _slots(type(value)))
+    return {name: held for name, held in own if held is not _MISSING}
+
+
+_MISSING = object()
+
+
+@lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    of_all = [name_value for owner in kind.__mro__ for name_value in vars(owner).items()]
+    return tuple(
+        name
+        for name, value in of_all
+        if isinstance(value, MemberDescriptorType) and not name.startswith("__")
+    )
 
 
 def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> Iterable[_T]:

@@ -1,68 +1,52 @@
-"""A call of a block that runs again in the backward pass, as a function of the tensors that it
-reads: its arguments, and those of the state that it can reach.
+"""A call of a block that runs again in the backward pass, as a function of tensors.
+
+A block is Python code: besides its arguments it may read and write captured variables, globals,
+attributes, lists and random generators. ``torch.autograd.Function`` needs a function of tensors
+that can run any number of times. A `BlockCall` makes one of the other:
+
+1. It notes the block's **state** (block_state.py, contents.py): what every variable, container,
+   object and generator that the block can reach holds at the call.
+2. Its **inputs** are the tensors of the arguments, and those of the state that the block is known
+   to read. `run`, a function of the inputs, puts the tensors that it is given in their places, in
+   the arguments and in the state, and calls the block.
+3. `Watch` (captures.py) sees the functions of torch that the block calls, and so the tensors of the
+   state that may have a gradient and are no inputs: after such a run the state is put back, and the
+   call begins again with more inputs. It also begins again before the block writes to an input, of
+   which the next run has a copy.
+4. **Results** are the new tensors in what the block returns or raises, and in what it has written
+   to the state. `run` gives them to autograd, or to a transform of torch.func, and `finish` puts
+   what that has made of them in their places, in the same lists and objects.
+5. For a gradient `run_again` puts the state of the call in place, runs the block, picks the same
+   results, and puts the present state back.
+6. In both runs each value has a number (block_values.py), from the function and the values that it
+   is computed of. Results that have other numbers in the second run come of something that has
+   changed and is no part of the state: an error, where the gradient would be wrong.
 """
 
+import gc
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.errors import InputError, TraceError
-from ftp.functional.block_state import BlockState, tensors_in, with_tensors
-from ftp.functional.closures import Content, contents_of, put_in
-from ftp.functional.differentiable import is_differentiable
-from ftp.functional.writes import written_by
-from ftp.sharding.pytree import flatten
-from ftp.source import user_line
-from ftp.torch_internals.autograd_state import get_sequence_nr
-from ftp.torch_internals.functorch import (
-    TransformType,
-    get_interpreter_stack,
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    maybe_get_level,
+from ftp.functional.attributes import is_of_library
+from ftp.functional.block_state import BlockState, in_value, tensors_in, with_tensors
+from ftp.functional.block_values import Numbering, are_same, numbering_now
+from ftp.functional.captures import (
+    ReadsState,
+    Watch,
+    on_top,
+    outer_transforms,
+    transforms_around,
 )
-from ftp.torch_internals.modes import DisableTorchFunction
-from ftp.torch_internals.pytree import tree_leaves, tree_map_only
-from ftp.torch_internals.storages import storage_number
-
-_T = TypeVar("_T")
-Transforms = Mapping[int, TransformType | None]
-_outer_transforms: list[Transforms] = [{}]
-
-
-def _transforms() -> Transforms:
-    """By level, the transforms inside which a block is called, also those that a surrounding block
-    runs without; None for a level of two kinds.
-    """
-    found = dict(_outer_transforms[-1])
-    for level, key in _running().items():
-        found[level] = key if found.get(level, key) == key else None
-    return found
-
-
-def is_transforming() -> bool:
-    """Whether a transform of torch.func is running."""
-    return bool(get_interpreter_stack())
-
-
-def _running() -> dict[int, TransformType]:
-    """The transforms that run, by level."""
-    return {one.level(): one.key() for one in get_interpreter_stack() or ()}
-
-
-class ReadsState(BaseException):
-    """A block reads a tensor of its state that is not among its inputs, or writes to an input: it
-    has to be called once more. (Not an Exception, which a model may catch.)
-    """
-
-    def __init__(self, call: "BlockCall", x: Tensor, is_written: bool) -> None:
-        super().__init__()
-        self.call, self.x, self.is_written = call, x, is_written
+from ftp.functional.contents import Content, contents_of, put_in
+from ftp.functional.modes_of_blocks import ModeOfBlocks
+from ftp.sharding.pytree import flatten, kind_of
 
 
 class BlockCall:
@@ -71,7 +55,7 @@ class BlockCall:
     Args:
         name: for messages.
         root: refers to the state that the block may read and write.
-        stands_for: called for each tensor that takes the place of another one.
+        around: modes that have to know which tensor takes the place of which.
     """
 
     def __init__(
@@ -81,18 +65,19 @@ class BlockCall:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         root: Any,
-        stands_for: Callable[[Tensor, Tensor], None],
+        around: Sequence[ModeOfBlocks],
     ) -> None:
-        self._fn, self.name, self._stands_for = fn, name, stands_for
-        self.transforms = _transforms()
+        self._fn, self.name, self._around = fn, name, around
+        self._numbering = numbering_now()
+        self.transforms = transforms_around()
         self._keywords = tuple(kwargs)
-        # Lists and dicts are part of the state: the block may write to them.
-        self._leaves, self._treedef = flatten((args, tuple(kwargs.values())), _may_be_written)
+        self._leaves, self._treedef = flatten((args, tuple(kwargs.values())), _keeps_identity)
         others = tuple(x for x in self._leaves if not isinstance(x, Tensor))
-        self.state = BlockState((root, others))
+        self._state = BlockState((root, others, _generators()))
         self._inputs = {id(x): x for x in self._leaves if isinstance(x, Tensor)}
         self._copied: list[int] = []  # the inputs that the block writes to,
         self._replaced: set[int] = set()  # and those of which the state gets another tensor
+        self._first: _First | None = None
         self.reads(*(x for content in contents_of(others) for x in tensors_in(content.held)))
 
     def reads(self, *tensors: Tensor) -> None:
@@ -108,17 +93,23 @@ class BlockCall:
 
     def learn(self, found: ReadsState) -> None:
         """Prepare for another call, after one that has raised ``found``."""
-        self.reads(found.x)
-        if found.is_written:
-            self._copied.append(id(found.x))
+        self.reads(*found.read)
+        if found.written is not None:
+            self.reads(found.written)
+            self._copied.append(id(found.written))
 
     @property
     def inputs(self) -> list[Tensor]:
         # What a block writes to changes after autograd has saved its inputs.
         return [x.clone() if key in self._copied else x for key, x in self._inputs.items()]
 
-    def is_input(self, x: Tensor) -> bool:
-        return id(x) in self._inputs
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor is of the state."""
+        return id(x) in self._state.tensors
+
+    def may_read(self, x: Tensor) -> bool:
+        """Whether a tensor is of the state, and no input."""
+        return self.holds(x) and id(x) not in self._inputs
 
     def untouched(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """The tensors that the block must not write to, each with that outside for which it stands:
@@ -127,64 +118,67 @@ class BlockCall:
         for x, inner in zip(self._inputs.values(), tensors, strict=True):
             if id(x) not in self._replaced and id(x) not in self._copied:
                 yield inner, x
-        yield from ((x, x) for key, x in self.state.tensors.items() if key not in self._inputs)
+        yield from ((x, x) for key, x in self._state.tensors.items() if key not in self._inputs)
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block with its inputs as they are inside of transforms. What it writes to the
         state stays.
         """
-        self._result = result = self._run(tensors, keeps=True)
-        picked = {id(x): i for i, x in reversed([*enumerate(result.given)])}
-        known = self.state.tensors.keys() | self._inputs.keys() | picked.keys()
-        for i, x in enumerate(result.set, len(result.given)):
+        before = self._first
+        watch = Watch(self, tensors, before and before.values, self._numbering)
+        self._result = result = self._run(tensors, watch)
+        known = self._state.tensors.keys() | self._inputs.keys()
+        picked: dict[int, int] = {}
+        for i, x in enumerate(result.tensors):
             if id(x) not in known:
                 picked.setdefault(id(x), i)
-        at = {*range(len(result.given)), *picked.values()}
-        self._picked, self._index = sorted(at), picked
-        if result.error is not None and not at:
+        self._picked = tuple(picked.values())
+        self._check_given(result, watch)
+        self._first = _First(result, watch, self._picked)
+        if before is not None and not are_same(before.numbers[1:], self._first.numbers[1:]):
+            raise self._differs(" at its call", result.error)
+        if watch.read:
+            raise ReadsState(self, tuple(watch.read.values()), None)
+        if result.error is not None and not picked:
             raise result.error
-        return self._fresh(result, tensors)
+        return tuple(result.tensors[i] for i in self._picked)
 
     def run_again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the block as in the call, and leave the state as it is now."""
-        result, first = self._run(tensors, keeps=False), self._result
-        if result.error is not None and first.error is None:
+        first = self._first
+        assert first is not None
+        numbering = Numbering(self.holds, first.values)
+        result = self._run(tensors, numbering)
+        if not isinstance(result.error, StopIteration | None) and not first.has_error:
             raise result.error
-        if (len(result.given), len(result.set)) != (len(first.given), len(first.set)):
-            raise TraceError(
-                f"remat({self.name}) gives {len(result.given)} tensors and sets {len(result.set)}"
-                f" when it is computed again; its first run gave {len(first.given)} and set"
-                f" {len(first.set)}. What it does may depend on its arguments and on attributes,"
-                " lists, dicts and variables that it can reach."
-            )
-        return self._fresh(result, tensors)
+        if not are_same(first.numbers, _numbers(result, self._picked, numbering)):
+            where = f", from {numbering.differs} on" if numbering.differs else ""
+            raise self._differs(f" for the gradient{where}", result.error)
+        return tuple(result.tensors[i] for i in self._picked)
 
     def finish(self, results: Sequence[Tensor]) -> Any:
         """Put the block's results in the place of the tensors of its run, in the state too.
 
         Raises:
-            Exception: that of the block.
+            BaseException: that of the block.
         """
-        result, outer = self._result, dict(zip(self._picked, results, strict=True))
-        by_id = {key: outer[i] for key, i in self._index.items()}
-        for key, x in by_id.items():
-            self._stands_for(x, result.by_id[key])
+        result = self._result
+        del self._result
+        by_id: dict[int, Tensor] = {}
+        for i, outer in zip(self._picked, results, strict=True):
+            inner = result.tensors[i]
+            by_id[id(inner)] = outer
+            self._passes(outer, inner)
         for content in result.written:
             put_in(content.of, with_tensors(content.held, by_id))
-        n = len(result.given) - len(self._copied)
-        for i, key in enumerate(self._copied):
-            self._inputs[key].copy_(outer[n + i])
-        at = iter(range(n))
-        leaves = [outer[next(at)] if isinstance(x, Tensor) else x for x in result.leaves]
-        out = result.treedef.unflatten(leaves)
-        if (error := result.error) is not None:
-            if n:
-                error.args, attributes = out
-                vars(error).update(attributes)
-            raise error
-        return out
+        for key, x in zip(self._copied, result.copies, strict=True):
+            self._inputs[key].copy_(by_id[id(x)])
+        self._numbering = None
+        if result.error is not None:
+            raise result.error
+        return result.treedef.unflatten([in_value(x, by_id) for x in result.leaves])
 
-    def _run(self, tensors: Sequence[Tensor], *, keeps: bool) -> "_Result":
+    def _run(self, tensors: Sequence[Tensor], numbering: Numbering) -> "_Result":
         inside: dict[int, Tensor] = {}
         seen: set[int] = set()
         for key, x in zip(self._inputs, tensors, strict=True):
@@ -195,156 +189,114 @@ class BlockCall:
             seen.add(id(x))
             inside[key] = x
         for key, x in inside.items():
-            self._stands_for(x, self._inputs[key])
+            numbering.stands_for(x, self._inputs[key])
+            self._passes(x, self._inputs[key])
         filled = [inside[id(x)] if isinstance(x, Tensor) else x for x in self._leaves]
         args, values = self._treedef.unflatten(filled)
-        run = self.state.enter(inside)
+        run = self._state.enter(inside)
         error = None
         try:
-            with on_top(_outer_transforms, self.transforms):
+            with on_top(outer_transforms, self.transforms), numbering:
                 out = self._fn(*args, **dict(zip(self._keywords, values, strict=True)))
-        except Exception as raised:
-            out, error = (raised.args, vars(raised)), raised
-        except BaseException:
-            run.leave({}, keeps=False)
-            raise
-        leaves, treedef = flatten(out)
+        except BaseException as raised:
+            if not isinstance(raised, Exception) and is_of_library(type(raised)):
+                run.leave({}, keeps=False)
+                raise
+            out, error = None, raised
         back = {id(x): self._inputs[k] for k, x in inside.items() if k not in self._replaced}
+        leaves, treedef = flatten(out, _keeps_identity)
+        new = leaves if error is None else [error]
         fresh = {id(inside[key]) for key in self._replaced}
-        written = run.leave(back, fresh, keeps=keeps)
-        given = [x for x in leaves if isinstance(x, Tensor)]
-        given += [inside[key] for key in self._copied]
-        return _Result(leaves, treedef, error, given, written)
+        keeps = isinstance(numbering, Watch) and not numbering.read
+        written = run.leave(back, fresh, new, keeps=keeps)
+        leaves = [x if id(x) in self._copied else in_value(x, back) for x in leaves]
+        copies = [inside[key] for key in self._copied]
+        found = [*tensors_in(leaves, numbering.in_order), *copies]
+        for content in written:
+            found += tensors_in(content.held, numbering.in_order)
+        return _Result(leaves, treedef, error, copies, written, found)
 
-    def _fresh(self, result: "_Result", tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The picked tensors of a run. An input that is returned unchanged would lose its place in
-        autograd's graph.
-        """
-        own, everything = set(map(id, tensors)), [*result.given, *result.set]
-        found = (everything[i] for i in self._picked)
-        return tuple(x.view_as(x) if id(x) in own else x for x in found)
+    def _check_given(self, result: "_Result", watch: Watch) -> None:
+        """Refuse an iterator over tensors of the run, which cannot be put in it."""
+        for given in result.leaves:
+            if isinstance(given, Iterator | MappingView) and any(map(watch.has_seen, _held(given))):
+                raise InputError(
+                    f"remat({self.name}) returns {kind_of(given)} over tensors, which would have no"
+                    " gradient. Return a list or a tuple of them."
+                )
+
+    def _passes(self, new: Tensor, old: Tensor) -> None:
+        """Take ``new`` for ``old`` around the block."""
+        for mode in self._around:
+            mode.stands_for(new, old)
+        if self._numbering is not None:
+            self._numbering.passes(new, old)
+
+    def _differs(self, when: str, error: BaseException | None) -> TraceError:
+        raised = f", where it raises {type(error).__name__}: {error}" if error else ""
+        found = TraceError(
+            f"remat({self.name}) computes other values when it runs again{when}{raised}. It"
+            " depends on something that has changed meanwhile, such as an iterator, a file, or a"
+            " tensor that was written to. What is put back are the variables, attributes, lists and"
+            " dicts that the block can reach. Pass other things as arguments, as they are at the"
+            " call."
+        )
+        found.__cause__ = error
+        return found
 
 
+@dataclass(frozen=True)
 class _Result:
     """What a run gives and writes.
 
     Attributes:
-        leaves: of what the block returns, or of the arguments and attributes of its error.
-        given: the tensors among the leaves, and those that stand for inputs that it writes to.
-        set: the tensors that the written contents hold.
+        leaves: of what the block returns.
+        copies: the tensors that stand for the inputs that it writes to.
+        tensors: those in the leaves, the copies, and those that the written contents hold.
     """
 
-    def __init__(
-        self,
-        leaves: list[Any],
-        treedef: Any,
-        error: Exception | None,
-        given: list[Tensor],
-        written: list[Content],
-    ) -> None:
-        self.leaves, self.treedef, self.error = leaves, treedef, error
-        self.given, self.written = given, written
-        self.set = [x for content in written for x in tensors_in(content.held)]
-        self.by_id = {id(x): x for x in (*self.given, *self.set)}
+    leaves: list[Any]
+    treedef: Any
+    error: BaseException | None
+    copies: list[Tensor]
+    written: list[Content]
+    tensors: list[Tensor]
 
 
-class CapturesCheck(TorchFunctionMode):
-    """In a block's first run, find the tensors of its state that may have a gradient, refuse other
-    captured ones, and unwrap the rest from the transforms from which the block's inputs were
-    unwrapped.
+class _First:
+    """What is kept of the first run."""
+
+    def __init__(self, result: _Result, numbering: Numbering, picked: Sequence[int]) -> None:
+        self.has_error = result.error is not None
+        self.numbers = _numbers(result, picked, numbering)
+        self.values = numbering.numbers
+        self.values.end()
+
+
+def _numbers(result: _Result, picked: Sequence[int], numbering: Numbering) -> list[Any]:
+    """What has to be the same in each run: how many tensors it gives, whether it raises an error,
+    and the numbers of the picked tensors.
     """
-
-    def __init__(self, call: BlockCall, own: Sequence[Tensor]):
-        super().__init__()
-        self.call, self.own = call, {id(x): x for x in own}
-        self.running = _running()
-        self._start = get_sequence_nr()
-        self._inner_inputs = own
-        self._untouched: dict[int, Tensor] | None = None  # by the numbers of storages
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _running() == self.running:
-            for x in () if func is Tensor.requires_grad_ else written_by(func, args, kwargs):
-                self._check_written(x)
-            args, kwargs = tree_map_only(Tensor, self._inner, (args, kwargs))
-        else:
-            self._check_inside((args, kwargs))
-        made = func(*args, **kwargs)
-        if not self.running:  # what the block asks autograd for
-            leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
-            self.own.update((id(x), x) for x in leaves)
-        return made
-
-    def _check_inside(self, tree: Any) -> None:
-        """Within a transform that the block itself runs, which may have the level of one around the
-        block: take every tensor of the state that may have a gradient.
-        """
-        for x in tree_leaves(tree):
-            if (
-                isinstance(x, Tensor)
-                and id(x) in self.call.state.tensors
-                and not self.call.is_input(x)
-                and (is_functorch_wrapped_tensor(x) or x.requires_grad)
-            ):
-                raise ReadsState(self.call, x, is_written=False)
-
-    def _check_written(self, x: Tensor) -> None:
-        if self._untouched is None:
-            pairs = self.call.untouched(self._inner_inputs)
-            self._untouched = {storage_number(inner): outer for inner, outer in pairs}
-        outer = self._untouched.get(storage_number(x))
-        if outer is not None:
-            raise ReadsState(self.call, outer, is_written=True)
-
-    def _inner(self, given: Tensor) -> Tensor:
-        """A tensor at the level at which the block runs."""
-        x = given
-        while is_functorch_wrapped_tensor(x) and not self._is_at_hand(x):
-            is_grad = self.call.transforms.get(maybe_get_level(x)) == TransformType.Grad
-            if is_batchedtensor(x) or (is_differentiable(x) and (x.requires_grad or not is_grad)):
-                self._take(given)
-            x = get_unwrapped(x)
-        if not self.running and x.requires_grad and id(x) not in self.own and self._is_older(x):
-            self._take(given)
-        return x
-
-    def _is_older(self, x: Tensor) -> bool:
-        """Whether a tensor was made before the block was called."""
-        with DisableTorchFunction():
-            return x.grad_fn is None or x.grad_fn._sequence_nr() < self._start
-
-    def _is_at_hand(self, x: Tensor) -> bool:
-        """Whether the transform that wrapped a tensor is running."""
-        key = self.running.get(maybe_get_level(x))
-        return key is not None and (key == TransformType.Vmap) == is_batchedtensor(x)
-
-    def _take(self, x: Tensor) -> None:
-        """Make a tensor of the state an input of the block; refuse others."""
-        if id(x) in self.call.state.tensors and not self.call.is_input(x):
-            raise ReadsState(self.call, x, is_written=False)
-        why = (
-            "that it was not given, of which vmap maps elements"
-            if is_batchedtensor(x)
-            else "that it was not given, and a gradient is asked for, which would not flow"
-        )
-        raise InputError(
-            f"remat({self.call.name}) uses a tensor of shape {tuple(x.shape)} at"
-            f" {user_line() or 'an unknown line'} {why}. Pass it as an argument: block(params, x)."
-        )
+    n = len(result.tensors)
+    return [n, type(result.error), *(numbering.of(result.tensors[i]) for i in picked if i < n)]
 
 
-def _may_be_written(x: Any) -> bool:
+def _keeps_identity(x: Any) -> bool:
+    """Whether a container is part of the state: the block may write to it, or return it."""
     return type(x) in (dict, OrderedDict, defaultdict, list, deque)
 
 
-@contextmanager
-def on_top(stack: list[_T], value: _T) -> Iterator[None]:
-    """Within the block ``value`` is the last item of ``stack``. (A context variable would be unset
-    in the threads in which torch runs backward passes.)
-    """
-    stack.append(value)
-    try:
-        yield
-    finally:
-        stack.pop()
+def _held(by: Any) -> Iterator[Tensor]:
+    """The tensors that an iterator or a view of a dict refers to."""
+    queue: list[Any] = [by]
+    for _ in range(4):
+        queue = gc.get_referents(*queue)
+        yield from (x for x in queue if isinstance(x, Tensor))
+
+
+def _generators() -> Sequence[torch.Generator]:
+    """torch's generators; of a program that is traced, none."""
+    if get_proxy_mode() is not None:
+        return ()
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return (torch.default_generator, *cuda)

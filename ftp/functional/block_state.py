@@ -1,6 +1,6 @@
 """The state of a block that may run again: what it reads and writes outside of its arguments."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from functools import cached_property
 from operator import is_
@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ftp.functional.closures import Content, contents_of, is_same, now_in, put_in
+from ftp.functional.contents import Content, contents_of, is_same, now_in, put_in, values_in
 
 
 class BlockState:
-    """The variables, containers, attributes and objects that ``root`` refers to, directly or
-    through others, as they are now.
+    """What code that refers to ``root`` can reach and change, as it is now.
 
     >>> import torch
     >>> seen = [torch.ones(2)]
@@ -28,7 +27,7 @@ class BlockState:
     """
 
     def __init__(self, root: Any) -> None:
-        self.seen: set[int] = set()
+        self.seen: dict[int, Any] = {}
         self.contents = contents_of(root, self.seen)
 
     @cached_property
@@ -53,17 +52,23 @@ class StateOfRun:
                 put_in(content.of, given)
 
     def leave(
-        self, back: Mapping[int, Tensor], fresh: Collection[int] = (), *, keeps: bool
+        self,
+        back: Mapping[int, Tensor],
+        fresh: Collection[int] = (),
+        out: Any = (),
+        *,
+        keeps: bool,
     ) -> list[Content]:
         """End the run.
 
         Args:
             back: the tensors to put in place of those of the ids.
             fresh: ids of given tensors that count as written.
+            out: what the run returns or raises.
             keeps: whether what the run has written stays.
 
         Returns:
-            What the run has written.
+            What the run has written, and what new objects hold in it and in ``out``.
         """
         written: list[Content] = []
         for content, before, given in zip(
@@ -78,7 +83,7 @@ class StateOfRun:
             if not (keeps and is_written) and not is_same(now.held, before):
                 put_in(content.of, before)
         held = tuple(value for content in written for value in content.values)
-        written += contents_of(held, set(self._state.seen))
+        written += contents_of((held, out), dict(self._state.seen))
         for content in written:
             content.held = with_tensors(content.held, back)
             if keeps:
@@ -86,13 +91,15 @@ class StateOfRun:
         return written
 
 
-def tensors_in(held: Any) -> Iterator[Tensor]:
-    """The tensors that a content holds itself, or in tuples."""
-    for value in held.values() if isinstance(held, dict) else held:
+def tensors_in(held: Any, order: Callable[[list[Tensor]], list[Tensor]] = list) -> Iterator[Tensor]:
+    """The tensors that a content holds itself, or in tuples; those of a set in ``order``."""
+    if isinstance(held, set | frozenset):
+        held = order([x for x in held if isinstance(x, Tensor)])
+    for value in values_in(held):
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, tuple):
-            yield from tensors_in(value)
+        elif isinstance(value, tuple | frozenset):
+            yield from tensors_in(value, order)
 
 
 def with_tensors(held: Any, new: Mapping[int, Tensor]) -> Any:
@@ -101,15 +108,11 @@ def with_tensors(held: Any, new: Mapping[int, Tensor]) -> Any:
         changed = {
             name: other
             for name, value in held.items()
-            if (other := _with_tensors(value, new)) is not value
+            if (other := in_value(value, new)) is not value
         }
-        if not changed:
-            return held
-        filled = copy(held)
-        filled.update(changed)
-        return filled
-    items = [_with_tensors(value, new) for value in held]
-    if all(map(is_, items, held)):
+        return {**held, **changed} if changed else held
+    items = [in_value(value, new) for value in values_in(held)]
+    if all(map(is_, items, values_in(held))):
         return held
     filled = copy(held)
     filled.clear()
@@ -117,12 +120,13 @@ def with_tensors(held: Any, new: Mapping[int, Tensor]) -> Any:
     return filled
 
 
-def _with_tensors(value: Any, new: Mapping[int, Tensor]) -> Any:
+def in_value(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """A value with other tensors, itself or in tuples, in place of those of the ids."""
     if isinstance(value, Tensor):
         return new.get(id(value), value)
-    if not isinstance(value, tuple):
+    if not isinstance(value, tuple | frozenset):
         return value
-    items = [_with_tensors(item, new) for item in value]
+    items = [in_value(item, new) for item in value]
     if all(map(is_, items, value)):
         return value
     kind: Any = type(value)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.attributes import join
-from ftp.functional.closures import contents_of, restored
+from ftp.functional.contents import contents_of, restored
 from ftp.functional.gradient_hooks import gradient_hooks
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (

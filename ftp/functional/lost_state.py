@@ -24,8 +24,8 @@ from ftp.functional.attributes import (
     has_parts,
     of_class,
 )
+from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.functional.purity import COPIES, impure
-from ftp.functional.remat import ModeOfBlocks
 from ftp.functional.writes import tensors_of, written_by
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import attributes_of, join
-from ftp.functional.closures import own_attributes
+from ftp.functional.contents import own_attributes
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
 from ftp.functional.matched_modules import MatchedModule, matched_modules
@@ -310,7 +310,7 @@ def _recomputed(
     **kwargs: Any,
 ) -> Any:
     """Run the module's forward under ``remat``: the backward pass runs it again after this call has
-    ended. Its state is that of the whole model.
+    ended.
     """
     call.ran.add(block.path)
     program, around = call.program, call.draws
@@ -335,7 +335,7 @@ def _recomputed(
             block.policy,
             (around.key, args, kwargs),
             {},
-            (*(m.module for m in program.modules), *(tap.fn for tap in program.taps)),
+            (block.module, *(tap.fn for tap in program.taps)),
             reads=[x for x in own if isinstance(x, Tensor) and id(x) not in former],
             replaces=[x for *_, x in _buffers_written_by(block)],
         )

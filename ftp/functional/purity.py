@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ftp.errors import TraceError
-from ftp.functional.remat import ModeOfBlocks
+from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.functional.writes import tensors_of, written_by
 from ftp.source import at_line
 

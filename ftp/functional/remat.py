@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
-from ftp.functional.block_call import (
-    BlockCall,
-    CapturesCheck,
-    ReadsState,
-    is_transforming,
-    on_top,
-)
+from ftp.functional.block_call import BlockCall
+from ftp.functional.block_values import no_numbering
+from ftp.functional.captures import ReadsState, is_transforming, on_top
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
+from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.sharding.pytree import kind_of
 from ftp.torch_internals.functorch import unwrap_if_dead
 from ftp.torch_internals.modes import get_current_function_mode_stack
@@ -122,16 +118,6 @@ def surrounded(remember: Callable[[], Again]) -> AbstractContextManager[None]:
     return on_top(_surroundings, remember)
 
 
-class ModeOfBlocks(TorchFunctionMode):
-    """A function mode that is also active inside blocks: torch runs autograd functions, and their
-    backward passes, without the modes in which they are called. It is entered several times, so it
-    keeps no state of where it was entered.
-    """
-
-    def stands_for(self, new: Tensor, old: Tensor) -> None:
-        """Take ``new`` for ``old``: inside of a block other tensors stand for those outside."""
-
-
 def _modes_of_blocks() -> Again:
     """A context that enters again the ``ModeOfBlocks`` modes, and ``torch.autocast``, that are
     active now.
@@ -204,20 +190,16 @@ def recomputed(
         reads: tensors of the state that it is known to read.
         replaces: those that it may write to, in place of which the state gets other tensors.
     """
-    around = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
-
-    def stands_for(new: Tensor, old: Tensor) -> None:
-        for mode in around:
-            mode.stands_for(new, old)
-
     name = getattr(fn, "__name__", type(fn).__name__)
-    call = BlockCall(fn, name, args, kwargs, root, stands_for)
+    around = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
+    call = BlockCall(fn, name, args, kwargs, root, around)
     call.reads(*reads)
     call.replaces(*replaces)
     block = _RematBlock(call, policy, _modes_of_blocks())
     while True:
         try:
-            applied: Any = _Remat.apply(block, *call.inputs)
+            with no_numbering():
+                applied: Any = _Remat.apply(block, *call.inputs)
         except ReadsState as found:
             if found.call is not call:
                 raise
@@ -233,7 +215,7 @@ class _Remat(torch.autograd.Function):
     def forward(block: _RematBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
         if not is_transforming():  # the block may ask autograd for gradients of its own
             tensors = tuple(x.detach() for x in tensors)
-        with block.modes(), torch.enable_grad(), CapturesCheck(block.call, tensors):
+        with block.modes(), torch.enable_grad():
             results = block.call.run(*tensors)
         return results if is_transforming() else tuple(x.detach() for x in results)
 
@@ -243,6 +225,7 @@ class _Remat(torch.autograd.Function):
         save_inputs(ctx, tensors, output)
 
     @staticmethod
+    @no_numbering()
     def backward(ctx: Any, *grads: Tensor) -> Any:
         tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [

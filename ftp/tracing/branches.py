@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ftp.axis import is_inside
 from ftp.errors import TraceError, raise_all
-from ftp.functional.closures import bound_now
+from ftp.functional.contents import bound_now
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to

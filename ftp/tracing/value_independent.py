@@ -20,7 +20,7 @@ import ftp.tracing.selected_unsqueezed
 import ftp.tracing.selected_writes  # noqa: F401  (they fill the tables of selected rows)
 from ftp.axis import is_inside
 from ftp.errors import TraceError
-from ftp.functional.remat import ModeOfBlocks
+from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.source import at_line, describe_line, users_frame
