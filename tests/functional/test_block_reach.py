@@ -27,7 +27,7 @@ REFUSED: dict[str, tuple[str, Callable[[Again, Tensor, Tensor], Tensor]]] = {}
 
 step: Any = 0
 held: Any = None
-helper = types.ModuleType("helper")
+helper: Any = types.ModuleType("helper")
 
 
 def case(fn: Any) -> Any:
@@ -158,7 +158,8 @@ def slots(again: Again, w: Tensor, x: Tensor) -> Loss:
 
 @case
 def variables_of_functions(again: Again, w: Tensor, x: Tensor) -> Loss:
-    n, last = 0, None
+    n: int = 0
+    last: Any = None
 
     def inner(h: Tensor, seen: list[int] = [0], *, by: dict[str, Tensor] = {"w": w * 2}) -> Tensor:  # noqa: B006
         seen[0] += 1
