@@ -9,10 +9,10 @@ that can run any number of times. A `BlockCall` makes one of the other:
 2. Its **inputs** are the tensors of the arguments, and those of the state that the block is known
    to read. `run`, a function of the inputs, puts the tensors that it is given in their places, in
    the arguments and in the state, and calls the block.
-3. `Watch` (captures.py) sees the functions of torch that the block calls, and so the tensors of the
-   state that may have a gradient and are no inputs: after such a run the state is put back, and the
-   call begins again with more inputs. It also begins again before the block writes to an input, of
-   which the next run has a copy.
+3. `BlockWatch` (captures.py) sees the functions of torch that the block calls, and so the tensors
+   of the state that may have a gradient and are no inputs: after such a run the state is put back,
+   and the call begins again with more inputs. It also begins again before the block writes to an
+   input, of which the next run has a copy.
 4. **Results** are the new tensors in what the block returns or raises, and in what it has written
    to the state. `run` gives them to autograd, or to a transform of torch.func, and `finish` puts
    what that has made of them in their places, in the same lists and objects.
@@ -36,10 +36,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.errors import InputError, TraceError
 from ftp.functional.attributes import is_of_library
 from ftp.functional.block_state import BlockState, in_value, tensors_in, with_tensors
-from ftp.functional.block_values import Numbering, are_same, numbering_now
+from ftp.functional.block_values import ValueNumbering, are_same, numbering_now
 from ftp.functional.captures import (
+    BlockWatch,
     ReadsState,
-    Watch,
     on_top,
     outer_transforms,
     transforms_around,
@@ -125,7 +125,7 @@ class BlockCall:
         state stays.
         """
         before = self._first
-        watch = Watch(self, tensors, before and before.values, self._numbering)
+        watch = BlockWatch(self, tensors, before and before.values, self._numbering)
         self._result = result = self._run(tensors, watch)
         known = self._state.tensors.keys() | self._inputs.keys()
         picked: dict[int, int] = {}
@@ -138,6 +138,8 @@ class BlockCall:
         if before is not None and not are_same(before.numbers[1:], self._first.numbers[1:]):
             raise self._differs(" at its call", result.error)
         if watch.read:
+            if result.error is not None:  # maybe of an inner block that was given what it may not
+                self._first = None
             raise ReadsState(self, tuple(watch.read.values()), None)
         if result.error is not None and not picked:
             raise result.error
@@ -147,7 +149,7 @@ class BlockCall:
         """Run the block as in the call, and leave the state as it is now."""
         first = self._first
         assert first is not None
-        numbering = Numbering(self.holds, first.values)
+        numbering = ValueNumbering(self.holds, first.values)
         result = self._run(tensors, numbering)
         if not isinstance(result.error, StopIteration | None) and not first.has_error:
             raise result.error
@@ -178,7 +180,7 @@ class BlockCall:
             raise result.error
         return result.treedef.unflatten([in_value(x, by_id) for x in result.leaves])
 
-    def _run(self, tensors: Sequence[Tensor], numbering: Numbering) -> "_Result":
+    def _run(self, tensors: Sequence[Tensor], numbering: ValueNumbering) -> "_Result":
         inside: dict[int, Tensor] = {}
         seen: set[int] = set()
         for key, x in zip(self._inputs, tensors, strict=True):
@@ -207,7 +209,7 @@ class BlockCall:
         leaves, treedef = flatten(out, _keeps_identity)
         new = leaves if error is None else [error]
         fresh = {id(inside[key]) for key in self._replaced}
-        keeps = isinstance(numbering, Watch) and not numbering.read
+        keeps = isinstance(numbering, BlockWatch) and not numbering.read
         written = run.leave(back, fresh, new, keeps=keeps)
         leaves = [x if id(x) in self._copied else in_value(x, back) for x in leaves]
         copies = [inside[key] for key in self._copied]
@@ -216,7 +218,7 @@ class BlockCall:
             found += tensors_in(content.held, numbering.in_order)
         return _Result(leaves, treedef, error, copies, written, found)
 
-    def _check_given(self, result: "_Result", watch: Watch) -> None:
+    def _check_given(self, result: "_Result", watch: BlockWatch) -> None:
         """Refuse an iterator over tensors of the run, which cannot be put in it."""
         for given in result.leaves:
             if isinstance(given, Iterator | MappingView) and any(map(watch.has_seen, _held(given))):
@@ -266,14 +268,14 @@ class _Result:
 class _First:
     """What is kept of the first run."""
 
-    def __init__(self, result: _Result, numbering: Numbering, picked: Sequence[int]) -> None:
+    def __init__(self, result: _Result, numbering: ValueNumbering, picked: Sequence[int]) -> None:
         self.has_error = result.error is not None
         self.numbers = _numbers(result, picked, numbering)
         self.values = numbering.numbers
         self.values.end()
 
 
-def _numbers(result: _Result, picked: Sequence[int], numbering: Numbering) -> list[Any]:
+def _numbers(result: _Result, picked: Sequence[int], numbering: ValueNumbering) -> list[Any]:
     """What has to be the same in each run: how many tensors it gives, whether it raises an error,
     and the numbers of the picked tensors.
     """

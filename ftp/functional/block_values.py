@@ -60,7 +60,7 @@ class ValueNumbers:
         self._of_tensor = {k: v for k, v in self._of_tensor.items() if v[0]() is not None}
 
 
-class Numbering(TorchFunctionMode):
+class ValueNumbering(TorchFunctionMode):
     """Number the values of a run.
 
     Args:
@@ -73,12 +73,15 @@ class Numbering(TorchFunctionMode):
         self,
         is_of_state: Callable[[Tensor], bool],
         first: ValueNumbers | None = None,
-        around: "Numbering | None" = None,
+        around: "ValueNumbering | None" = None,
     ) -> None:
         super().__init__()
         self.is_paused = False
         # A run within this one numbers its values here too: torch may hide it from this mode.
-        self._with_around: tuple[Numbering, ...] = (self, *(around._with_around if around else ()))
+        self._with_around: tuple[ValueNumbering, ...] = (
+            self,
+            *(around._with_around if around else ()),
+        )
         self.numbers = ValueNumbers()
         self._is_of_state, self._first = is_of_state, first
         if first is not None:
@@ -214,11 +217,11 @@ def _place(x: Tensor) -> str:
     return f"at {id(x)}"
 
 
-def _numberings() -> list[Numbering]:
-    return [m for m in get_current_function_mode_stack() if isinstance(m, Numbering)]
+def _numberings() -> list[ValueNumbering]:
+    return [m for m in get_current_function_mode_stack() if isinstance(m, ValueNumbering)]
 
 
-def numbering_now() -> Numbering | None:
+def numbering_now() -> ValueNumbering | None:
     """That of the innermost block that runs."""
     found = _numberings()
     return found[-1] if found else None

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from ftp.errors import InputError
-from ftp.functional.block_values import Numbering, ValueNumbers
+from ftp.functional.block_values import ValueNumbering, ValueNumbers
 from ftp.functional.differentiable import is_differentiable
 from ftp.source import user_line
 from ftp.torch_internals.autograd_state import get_sequence_nr
@@ -48,8 +48,8 @@ def _running() -> dict[int, TransformType]:
     return {one.level(): one.key() for one in get_interpreter_stack() or ()}
 
 
-class Watched(Protocol):
-    """What `Watch` asks about a call of a block."""
+class WatchedCall(Protocol):
+    """What `BlockWatch` asks about a call of a block."""
 
     name: str
     transforms: Transforms
@@ -66,12 +66,12 @@ class ReadsState(BaseException):
     input: it has to be called once more. (Not an Exception, which a model may catch.)
     """
 
-    def __init__(self, call: Watched, read: Sequence[Tensor], written: Tensor | None) -> None:
+    def __init__(self, call: WatchedCall, read: Sequence[Tensor], written: Tensor | None) -> None:
         super().__init__()
         self.call, self.read, self.written = call, read, written
 
 
-class Watch(Numbering):
+class BlockWatch(ValueNumbering):
     """In a block's first run, find the tensors of its state that may have a gradient, refuse other
     captured ones, and unwrap the rest from the transforms from which the block's inputs were
     unwrapped.
@@ -79,10 +79,10 @@ class Watch(Numbering):
 
     def __init__(
         self,
-        call: Watched,
+        call: WatchedCall,
         own: Sequence[Tensor],
         before: ValueNumbers | None,
-        around: Numbering | None,
+        around: ValueNumbering | None,
     ) -> None:
         super().__init__(call.holds, before, around)
         self.call, self._inner_inputs = call, own

@@ -95,7 +95,7 @@ class Globals:
         return found
 
 
-class _Kind(NamedTuple):
+class _Way(NamedTuple):
     """How to copy what an object holds, and how to put it back."""
 
     get: Callable[[Any], Any]
@@ -276,7 +276,7 @@ def _put_cell(cell: CellType, held: list[Any]) -> None:
         del cell.cell_contents
 
 
-def _of_container(kind: Any, copy: Callable[[Any], Any]) -> _Kind:
+def _of_container(kind: Any, copy: Callable[[Any], Any]) -> _Way:
     """By the functions of ``kind``: a class made from it may have others of their names."""
     fill = kind.update if hasattr(kind, "update") else kind.extend
 
@@ -284,10 +284,10 @@ def _of_container(kind: Any, copy: Callable[[Any], Any]) -> _Kind:
         kind.clear(of)
         fill(of, held)
 
-    return _Kind(copy, put)
+    return _Way(copy, put)
 
 
-def _of_attributes(names: Callable[[Any], Mapping[str, Any]], by: Any) -> _Kind:
+def _of_attributes(names: Callable[[Any], Mapping[str, Any]], by: Any) -> _Way:
     """By the functions ``__setattr__`` and ``__delattr__`` of the class ``by``."""
 
     def put(of: Any, held: dict[str, Any]) -> None:
@@ -298,12 +298,12 @@ def _of_attributes(names: Callable[[Any], Mapping[str, Any]], by: Any) -> _Kind:
             if name not in now or now[name] is not value:
                 by.__setattr__(of, name, value)
 
-    return _Kind(lambda of: dict(names(of)), put)
+    return _Way(lambda of: dict(names(of)), put)
 
 
-def _of_dict(namespace: Callable[[Any], dict[str, Any]]) -> _Kind:
+def _of_dict(namespace: Callable[[Any], dict[str, Any]]) -> _Way:
     put = _of_container(dict, dict).put
-    return _Kind(lambda of: dict(namespace(of)), lambda of, held: put(namespace(of), held))
+    return _Way(lambda of: dict(namespace(of)), lambda of, held: put(namespace(of), held))
 
 
 def _put_globals(of: Globals, held: dict[str, Any]) -> None:
@@ -314,8 +314,8 @@ def _put_globals(of: Globals, held: dict[str, Any]) -> None:
             of.namespace.pop(name, None)
 
 
-def _of_generator(get: Callable[[Any], Any], put: Callable[[Any, Any], Any]) -> _Kind:
-    return _Kind(lambda of: pickle.dumps(get(of)), lambda of, held: put(of, pickle.loads(held)))
+def _of_generator(get: Callable[[Any], Any], put: Callable[[Any, Any], Any]) -> _Way:
+    return _Way(lambda of: pickle.dumps(get(of)), lambda of, held: put(of, pickle.loads(held)))
 
 
 @contextmanager
@@ -350,8 +350,8 @@ def _of_error(error: BaseException) -> dict[str, Any]:
 
 
 _SLOTS = _of_attributes(slots_of, object)
-_KINDS: dict[Any, _Kind] = {
-    CellType: _Kind(lambda of: [] if _is_empty(of) else [of.cell_contents], _put_cell),
+_KINDS: dict[Any, _Way] = {
+    CellType: _Way(lambda of: [] if _is_empty(of) else [of.cell_contents], _put_cell),
     nn.Module: _of_dict(lambda of: of.__dict__),
     OrderedDict: _of_container(OrderedDict, lambda of: dict(OrderedDict.items(of))),
     dict: _of_container(dict, lambda of: dict(dict.items(of))),
@@ -360,17 +360,17 @@ _KINDS: dict[Any, _Kind] = {
     set: _of_container(set, set),
     type: _of_attributes(_of_type, type),
     FunctionType: _of_attributes(_of_function, object),
-    partial: _Kind(
+    partial: _Way(
         lambda of: {"args": of.args},
         lambda of, held: of.__setstate__((of.func, held["args"], of.keywords, vars(of))),
     ),
     BaseException: _of_attributes(_of_error, object),
-    Globals: _Kind(
+    Globals: _Way(
         lambda of: {name: of.namespace[name] for name in of.names if name in of.namespace},
         _put_globals,
     ),
     local: _of_dict(vars),
-    ContextVar: _Kind(
+    ContextVar: _Way(
         lambda of: [] if of.get(_KINDS) is _KINDS else [of.get()],
         lambda of, held: [of.set(value) for value in held],
     ),
@@ -382,10 +382,10 @@ _KINDS: dict[Any, _Kind] = {
         lambda of: of.bit_generator.state,
         lambda of, state: setattr(of.bit_generator, "state", state),
     ),
-    torch.Generator: _Kind(_state_of, _put_state),
+    torch.Generator: _Way(_state_of, _put_state),
 }
 
 
 @lru_cache(maxsize=4096)
-def _kind(of: type) -> _Kind:
+def _kind(of: type) -> _Way:
     return next((kind for base, kind in _KINDS.items() if issubclass(of, base)), _SLOTS)

@@ -90,7 +90,8 @@ def global_of_another_module(again: Again, w: Tensor, x: Tensor) -> Loss:
 
 
 class Owner:
-    count, last = 0, None
+    count: int = 0
+    last: Any = None
     made: ClassVar[dict[int, Tensor]] = {}
 
     def __call__(self, h: Tensor) -> Tensor:
