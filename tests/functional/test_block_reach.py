@@ -78,7 +78,7 @@ def global_tensor(again: Again, w: Tensor, x: Tensor) -> Loss:
 
 @case
 def global_of_another_module(again: Again, w: Tensor, x: Tensor) -> Loss:
-    helper.n, helper.t = 0, None
+    helper.n, helper.t = 0, w
 
     def block(h: Tensor) -> Tensor:
         helper.n += 1
@@ -224,7 +224,7 @@ def containers_of_other_classes(again: Again, w: Tensor, x: Tensor) -> Loss:
 @case
 def values_of_a_thread(again: Again, w: Tensor, x: Tensor) -> Loss:
     own = threading.local()
-    own.n, own.t = 0, None
+    own.n, own.t = 0, w
 
     def block(h: Tensor) -> Tensor:
         own.n += 1
