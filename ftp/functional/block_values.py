@@ -126,9 +126,12 @@ class ValueNumbering(TorchFunctionMode):
         runs = () if self.is_paused else self._with_around
         keys = [(each, each.key_of(func, args, kwargs, written)) for each in runs]
         made = func(*inner_args, **inner_kwargs)
+        same = _given_as(made, args, inner_args)  # such as x.to(x.dtype)
+        if func is Tensor.view_as:  # hooks of modules take one where a gradient is taken
+            same = args[0]
         for each, key in keys:
-            if func is Tensor.view_as:  # hooks of modules take one where a gradient is taken
-                each.numbers.set(made, each.of(args[0]))
+            if same is not None:
+                each.numbers.set(made, each.of(same))
             else:
                 each.note(made, key)
         self.made(made)
@@ -199,6 +202,21 @@ class ValueNumbering(TorchFunctionMode):
         if isinstance(x, np.ndarray | np.generic):
             return np.ndarray, x.tobytes() if x.size <= _SMALL else x.shape
         return x if type(x) in _VALUES else type(x)
+
+
+def _given_as(made: Any, args: Sequence[Any], inner: Sequence[Any]) -> Tensor | None:
+    """The argument that a function has returned as it is. (A transform wraps it anew.)"""
+    if not isinstance(made, Tensor):
+        return None
+    found = _without_wrappers(made)
+    pairs = [(x, y) for x, y in zip(args, inner, strict=True) if isinstance(y, Tensor)]
+    return next((x for x, y in pairs if _without_wrappers(y) is found), None)
+
+
+def _without_wrappers(x: Tensor) -> Tensor:
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def _has_any(key: tuple[Hashable, ...]) -> bool:

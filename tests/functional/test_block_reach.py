@@ -460,3 +460,17 @@ def test_what_is_refused(name: str):
     for way in (by_autograd, by_func):
         with pytest.raises(ftp.FtpError, match=message):
             way(lambda again, w, x: (loss(again, w, x), None), ftp.remat)
+
+
+def test_a_cast_that_does_nothing():
+    """``x.to(x.dtype)`` is ``x``, of which a transform makes another object."""
+    w, x = (torch.randn(3, 3, dtype=torch.float64) for _ in range(2))
+
+    def loss(again: Any, w: Tensor) -> Tensor:
+        def block(h: Tensor) -> Tensor:
+            return (h + h.to(h.dtype) @ w.to(h.dtype)).sin()
+
+        return again(block)(x).sum()
+
+    due = torch.func.grad(lambda w: loss(lambda fn: fn, w))(w)
+    torch.testing.assert_close(torch.func.grad(lambda w: loss(ftp.remat, w))(w), due)
