@@ -20,7 +20,7 @@ from ftp.rules.registry import RULES, make
 
 RESULTS = Path(__file__).parent.parent / "results" / "ops.json"
 SHARES = Path(__file__).parent.parent / "results" / "op_shares.json"
-FINE = ("right", "on a copy", "refused")
+FINE = ("right", "on a copy", "refused", "assumed")
 EVERY = 45  # of the ops, for the subset that runs by default
 
 

@@ -49,10 +49,11 @@ UNDEFINED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case: right, on a copy, refused, wrong, crashed or skipped.
+    """What became of one case: right, on a copy, refused, assumed, wrong, crashed or skipped.
 
     On a copy: refused, as it changes an argument in place, and right where the function works on
-    copies of its arguments and returns them, as the error says.
+    copies of its arguments and returns them, as the error says. Assumed: a warning says what is
+    assumed of the arguments' values, which the sample breaks; refused with ``check_inputs=True``.
     """
 
     op: str
@@ -141,6 +142,11 @@ def run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int = 0) 
             if again[0] != "refused":
                 status, message, specs = again
                 status = "on a copy" if status == "right" else status
+        if status == "wrong" and any(
+            "check_inputs=True checks it" in str(w.message) for w in caught
+        ):
+            again = _run_case(name, index, sample, mesh_name, seed, is_checked=True)
+            status = "assumed" if again[0] == "refused" else status
     marked = {
         str(w.message).split(" ", 1)[0]
         for w in caught
@@ -159,7 +165,13 @@ def run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int = 0) 
 
 
 def _run_case(
-    name: str, index: int, sample: Any, mesh_name: str, seed: int, on_copies: bool = False
+    name: str,
+    index: int,
+    sample: Any,
+    mesh_name: str,
+    seed: int,
+    on_copies: bool = False,
+    is_checked: bool = False,
 ) -> tuple[str, str, str]:
     leaves, tree = pytree.tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -201,9 +213,9 @@ def _run_case(
     said = ", ".join(f"{tuple(t.shape)}:{s!r}" for t, s in zip(arguments, specs, strict=True))
     out_specs = None if draw.random() < 0.5 else P()
     try:
-        made = ftp.spmd(fn, ftp.simulated_mesh(shape, axes), specs, out_specs)(
-            *(t.clone() for t in arguments)
-        )
+        mesh = ftp.simulated_mesh(shape, axes)
+        step = ftp.spmd(fn, mesh, specs, out_specs, check_inputs=is_checked)
+        made = step(*(t.clone() for t in arguments))
     except ftp.FtpError as error:
         if "draws random numbers" in str(error):
             return "skipped", "random", ""
