@@ -123,6 +123,11 @@ class ProgramOfSubgraphs:
         """Whether this rank may have sent something before ``error``."""
         return True
 
+    @property
+    def runs_without_autograd(self) -> bool:
+        """See `Program`: several threads may run the subgraphs."""
+        return False
+
     def communicates(self) -> bool:
         """True: stages send each other messages."""
         return True
