@@ -57,13 +57,6 @@ def open_axis(
     free = {node: net.patterns[node] for node in net.params if node not in pinned}
     cuts = {p: open_layouts(net, p, n, is_data) for p in dict.fromkeys(free.values())}
     opened = [(Value(node), cut) for node, p in free.items() for cut in cuts[p]]
-    # A gradient that another axis reduces may be cut before: its reduction sends less then.
-    opened += [
-        (net.graph.outputs[i], cut)
-        for i, node in net.mirrors.items()
-        if net.graph.outputs[i].node.kind == "reshard"
-        for cut in ([pinned[node]] if node in pinned else cuts[net.patterns[node]])
-    ]
     found, from_batch = reach(net.graph, axis, n, fixed + opened, pinned), Reach()
     if is_data:
         of_batch = [(Value(node), pinned[node]) for node in net.batch]

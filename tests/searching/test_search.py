@@ -107,8 +107,10 @@ def test_blocks_cut_along_the_sequence_are_found_without_a_limit():
         assert not ftp.search(program(cfg, constraints)[0], params, mesh, P(), batch).constraints
 
 
-def test_a_gradient_is_cut_before_another_axis_reduces_it():
-    """The embedding's gradient is reduced over dp: by half of its bytes where tp cuts the rows."""
+def test_of_plans_that_take_equally_long_the_one_that_holds_less_is_found():
+    """The network of tp counts the embedding alike whether whole or cut; cut, the reduction of its
+    gradient over dp sends half of the bytes.
+    """
     cfg = LlamaConfig(vocab=32000, dim=1024, heads=16, hidden=2048, layers=1)
     loss_fn, params, _ = program(cfg, WHOLE, torch.float32)
     batch = tuple(torch.empty(8, 128, dtype=torch.int64, device="meta") for _ in range(2))
