@@ -10,6 +10,7 @@ from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.map_slices import MAP_SLICES
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.overloads import aten
+from ftp.torch_internals.op_types import OpOverload
 
 VIEWS = frozenset(
     {
@@ -26,6 +27,7 @@ PARTS = frozenset(
 )
 VIEWS_AND_COPIES = VIEWS | {aten._to_copy.default, aten.clone.default}
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no plan avoids
+_NAMESPACES = frozenset(("aten", "prims", "ftp", "c10d", "_c10d_functional", "_dtensor"))
 BY_SLICE = frozenset({MAP_SLICES})  # functions of slices; each slice is sent to its owner
 MATMULS = frozenset(
     {
@@ -53,6 +55,14 @@ ATTENTION = frozenset(
 ) | {VARLEN, VARLEN_BACKWARD, FLEX, FLEX_BACKWARD}
 _OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
+
+
+def may_call_autograd(target: Any) -> bool:
+    """Whether a kernel may call autograd: one of the user's, and a function of slices, which is not
+    looked into.
+    """
+    is_ours = not isinstance(target, OpOverload) or target.namespace in _NAMESPACES
+    return target in BY_SLICE or not is_ours
 
 
 def is_matmul(target: Any) -> bool:

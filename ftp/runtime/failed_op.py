@@ -2,9 +2,14 @@
 
 import itertools
 import linecache
+from collections.abc import Sequence
 from types import CodeType
 
 from torch import fx
+
+from ftp.ops.written import writes
+from ftp.passes.aliasing import families
+from ftp.torch_internals.op_types import OpOverload
 
 
 def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
@@ -22,6 +27,20 @@ def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
     if node is None:
         return None
     return [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
+
+
+def written_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes of a graph whose memory these nodes of it may write to."""
+    root = families(nodes[0].graph)
+    written: set[fx.Node] = set()
+    for node in nodes:
+        is_known = (
+            node.op != "call_function"
+            or isinstance(node.target, OpOverload)
+            or node.target is getattr
+        )
+        written |= {root[x] for x in (writes(node) if is_known else node.all_input_nodes)}
+    return {node for node, first in root.items() if first in written}
 
 
 def failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:

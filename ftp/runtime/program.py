@@ -13,12 +13,9 @@ import torch
 from torch import fx
 
 from ftp.errors import InputError, MeshError, join_failures
-from ftp.ops.map_slices import MAP_SLICES
-from ftp.ops.written import writes
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
-from ftp.passes.aliasing import families
 from ftp.passes.onednn_matmuls import Matmul
 from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
@@ -29,9 +26,10 @@ from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
 from ftp.rules.call import Meta
+from ftp.rules.op_kinds import may_call_autograd
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
-from ftp.runtime.failed_op import begun, describe_op, failing
+from ftp.runtime.failed_op import begun, describe_op, failing, written_by
 from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.options import DEFAULT, Options
@@ -53,9 +51,6 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 from ftp.torch_internals.fake_tensors import FakeTensorMode
-from ftp.torch_internals.op_types import OpOverload
-
-_NO_USERS = frozenset(("aten", "prims", "ftp", "c10d", "_c10d_functional", "_dtensor"))
 
 
 @dataclass(kw_only=True)
@@ -333,15 +328,10 @@ class Program:
 
     @cached_property
     def runs_without_autograd(self) -> bool:
-        """Whether a rank's graph has collectives, and no op of the user's: its kernel may call
-        autograd.
-        """
+        """Whether a rank's graph has collectives, and no op that may call autograd."""
         if self.mesh.kind != "process" or not self.communicates():
             return False
-        nodes = self.local().gm.graph.nodes
-        ops = {n.target for n in nodes if isinstance(n.target, OpOverload)}
-        # What a function of slices calls is not looked into.
-        return MAP_SLICES not in ops and {op.namespace for op in ops} <= _NO_USERS
+        return not any(may_call_autograd(n.target) for n in self.local().gm.graph.nodes)
 
     def communicates(self) -> bool:
         """Whether a call waits for other ranks."""
@@ -355,17 +345,9 @@ class Program:
         done = begun(error, Program._prepared.__code__)
         if done is None or not (done and self.donated):
             return self.donated if done is None else ()
-        root = families(done[0].graph)
-        written = set()
-        for node in done:
-            is_known = (
-                node.op != "call_function"
-                or isinstance(node.target, OpOverload)
-                or node.target is getattr
-            )
-            written |= {root[x] for x in (writes(node) if is_known else node.all_input_nodes)}
+        written = written_by(done)
         inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
-        return [i for i in self.donated if root[inputs[i]] in written]
+        return [i for i in self.donated if inputs[i] in written]
 
     def describe_failure(self, error: BaseException) -> str:
         """The collective of this rank's graph that raised ``error``, and its line; "" if the graph
