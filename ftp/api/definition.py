@@ -29,9 +29,9 @@ from ftp.tensors.placement import check_alive, check_placed, placement_of
 from ftp.torch_internals.tracer_lock import TRACING
 from ftp.tracing.alike import Alike
 from ftp.tracing.calls import TorchCalls
+from ftp.tracing.data_dependent.values_read import ValuesRead
 from ftp.tracing.settings import as_called
 from ftp.tracing.trace import Traced, trace
-from ftp.tracing.values_read import ValuesRead
 
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]

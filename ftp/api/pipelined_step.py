@@ -30,9 +30,9 @@ from ftp.planning.problem import Watch
 from ftp.random.distributions import is_key
 from ftp.random.distributions import split as split_key
 from ftp.report.pipelined import LoweredPipeline
-from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.stage_programs import plan_stages, within_stage
-from ftp.runtime.subgraph_planner import StoredValue
+from ftp.runtime.pipelines.program import PipelineProgram
+from ftp.runtime.pipelines.stage_programs import plan_stages, within_stage
+from ftp.runtime.pipelines.subgraph_planner import StoredValue
 from ftp.sharding.arguments import Shape
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh

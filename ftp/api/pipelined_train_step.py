@@ -25,8 +25,8 @@ from ftp.pipeline.train_step import (
 )
 from ftp.planning.problem import Watch
 from ftp.report.pipelined_training import LoweredTraining
-from ftp.runtime.stage_programs import within_stage
-from ftp.runtime.training_program import TrainingProgram
+from ftp.runtime.pipelines.stage_programs import within_stage
+from ftp.runtime.pipelines.training_program import TrainingProgram
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import P, PartitionSpec, staged
 from ftp.tracing.trace import Traced

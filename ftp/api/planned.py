@@ -9,14 +9,14 @@ import torch
 
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import RENEWALS
+from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import ProgramOfSubgraphs
 from ftp.sharding.arguments import Shape
 from ftp.sharding.counted_rows import are_counted, cut
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
 from ftp.tracing.captured import Captured
-from ftp.tracing.values_read import Asked
+from ftp.tracing.data_dependent.values_read import Asked
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.data_dependent.values_read import ValuesRead
 from ftp.tracing.gradient import grad_and_value
-from ftp.tracing.values_read import ValuesRead
 
 if TYPE_CHECKING:
     from ftp.report.lowered import Lowered

@@ -24,9 +24,9 @@ from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.pipeline.stacked import Stacks, is_stack, stacks_of, with_parts
 from ftp.planning.problem import Watch
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.stage_programs import within_stage
-from ftp.runtime.staged_program import StagedProgram
-from ftp.runtime.subgraph_planner import StoredValue, SubgraphPlanner
+from ftp.runtime.pipelines.stage_programs import within_stage
+from ftp.runtime.pipelines.staged_program import StagedProgram
+from ftp.runtime.pipelines.subgraph_planner import StoredValue, SubgraphPlanner
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ftp.api.definition import Definition
 from ftp.distributed.calls import Calls
 from ftp.errors import ReadWarning
-from ftp.tracing.values_read import Asked, Level
+from ftp.tracing.data_dependent.values_read import Asked, Level
 
 if TYPE_CHECKING:
     from ftp.api.step import Step

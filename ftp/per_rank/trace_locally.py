@@ -38,7 +38,7 @@ from ftp.torch_internals.functorch import (
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.explain_errors import SURROUNDING
 from ftp.tracing.index_ranges import index_range
-from ftp.tracing.selected import Selected
+from ftp.tracing.selected_rows.selected import Selected
 from ftp.tracing.trace import Traced, trace
 
 

@@ -30,10 +30,10 @@ from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
 from ftp.tracing.explain_errors import COPY
-from ftp.tracing.refused_rows import refused
 from ftp.tracing.same_values import holds_same
-from ftp.tracing.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, select
-from ftp.tracing.selection_group import SelectionGroup, group_of
+from ftp.tracing.selected_rows.group import SelectionGroup, group_of
+from ftp.tracing.selected_rows.refused import refused
+from ftp.tracing.selected_rows.selected import OF_ALL_ROWS, OF_ANY_DIM, Selected, select
 
 
 @dataclass(frozen=True)

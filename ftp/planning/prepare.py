@@ -19,7 +19,7 @@ from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.planner import make_plan
 from ftp.planning.problem import Watch
 from ftp.sharding.spec import PartitionSpec
-from ftp.tracing.branches import unmark_cut
+from ftp.tracing.data_dependent.branches import unmark_cut
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
 from ftp.report.staged import lowered_once, own_index, transfer
 from ftp.report.startable import Startable
-from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.subgraph_planner import StoredValue
+from ftp.runtime.pipelines.program import PipelineProgram
+from ftp.runtime.pipelines.subgraph_planner import StoredValue
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.pipelined import LoweredPipeline
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.training_program import TrainingProgram
+from ftp.runtime.pipelines.training_program import TrainingProgram
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.spec import staged, without_stage
 

@@ -8,9 +8,9 @@ from ftp.partitioning.collectives import Collective
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.startable import Startable
+from ftp.runtime.pipelines.staged_program import StagedProgram
+from ftp.runtime.pipelines.subgraph_planner import StoredValue
 from ftp.runtime.program import Program
-from ftp.runtime.staged_program import StagedProgram
-from ftp.runtime.subgraph_planner import StoredValue
 from ftp.sharding.mesh import Mesh
 
 Key = TypeVar("Key")

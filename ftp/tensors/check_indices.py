@@ -237,6 +237,6 @@ def _one_hot_classes(node: Any) -> int | None:
     is_of_one_hot = (
         isinstance(node, fx.Node)
         and node.target is aten.arange.default
-        and "layout" in node.kwargs  # as ftp.tracing.value_independent writes it
+        and "layout" in node.kwargs  # as ftp.tracing.replacements.value_independent writes it
     )
     return int(node.args[0]) if is_of_one_hot else None  # type: ignore[arg-type]

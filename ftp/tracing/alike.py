@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from ftp.rules.local_op import as_module, copied
 
 if TYPE_CHECKING:
-    from ftp.tracing.paths import Ran, Static
+    from ftp.tracing.data_dependent.paths import Ran, Static
     from ftp.tracing.recorder import Recorder
 
 

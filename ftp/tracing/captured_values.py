@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.tracing.known_values import KnownValues
+from ftp.tracing.data_dependent.known_values import KnownValues
 from ftp.tracing.recorder import Recorder
 
 

@@ -14,8 +14,8 @@ from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
-from ftp.tracing.selected import Selected
-from ftp.tracing.selected_unsqueezed import UnsqueezedRows
+from ftp.tracing.selected_rows.selected import Selected
+from ftp.tracing.selected_rows.unsqueezed import UnsqueezedRows
 
 
 def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:

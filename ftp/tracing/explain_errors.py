@@ -16,7 +16,7 @@ from ftp.torch_internals.fake_tensors import (
     UnsupportedOperatorException,
 )
 from ftp.tracing.forward_mode import ForwardModeRefused
-from ftp.tracing.refused_rows import number_asked_at, value_error, value_refused
+from ftp.tracing.selected_rows.refused import number_asked_at, value_error, value_refused
 
 aten = torch.ops.aten
 

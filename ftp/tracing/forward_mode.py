@@ -9,7 +9,7 @@ from torch._functorch import eager_transforms
 
 from ftp.errors import TraceError
 from ftp.torch_internals import pytree
-from ftp.tracing.replaced import replaced
+from ftp.tracing.replacements.replaced import replaced
 
 
 class ForwardModeRefused(TraceError):

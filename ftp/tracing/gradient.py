@@ -20,8 +20,8 @@ from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals import pytree
 from ftp.torch_internals.functorch import peek_interpreter_stack
 from ftp.tracing.explain_errors import defined_at
-from ftp.tracing.replaced import replaced
-from ftp.tracing.selected_results import counted
+from ftp.tracing.replacements.replaced import replaced
+from ftp.tracing.selected_rows.results import counted
 
 aten = torch.ops.aten
 T = TypeVar("T")

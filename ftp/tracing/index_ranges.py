@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from ftp.torch_internals.functorch import is_batched
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.known_values import are_written
+from ftp.tracing.data_dependent.known_values import are_written
 
 aten = torch.ops.aten
 

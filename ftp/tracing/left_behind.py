@@ -15,7 +15,7 @@ from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.captured import Captured, tensors_around
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.known_values import KnownValues
+from ftp.tracing.data_dependent.known_values import KnownValues
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ftp.source import is_ours, is_users
-from ftp.tracing.replaced import replaced
+from ftp.tracing.replacements.replaced import replaced
 
 _KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 

@@ -40,6 +40,7 @@ from ftp.torch_internals.modes import (
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.captured import ReadTensor, read_now
+from ftp.tracing.data_dependent.paths import same_region
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
@@ -50,7 +51,6 @@ from ftp.tracing.op_facts import (
     is_deterministic,
     op_facts,
 )
-from ftp.tracing.paths import same_region
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic

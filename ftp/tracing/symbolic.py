@@ -32,7 +32,7 @@ from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
 from ftp.tracing.python_numbers import python_numbers
-from ftp.tracing.replaced import replaced
+from ftp.tracing.replacements.replaced import replaced
 
 _TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)

@@ -26,34 +26,16 @@ from ftp.sharding.pytree import flatten
 from ftp.source import describe_line, user_line
 from ftp.torch_internals import deferred_compiler
 from ftp.tracing.alike import Alike, RecordedOps, recording_of
-from ftp.tracing.assumptions import Assumptions
-from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import ReadTensor
 from ftp.tracing.captured_values import CapturedValues
 from ftp.tracing.check_traced import check_leaves, check_results, check_unwritten
 from ftp.tracing.counted_numbers import numbers_around, warn_of_counted
-from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
-from ftp.tracing.functionalize_graph import (
-    clean,
-    constants_last,
-    functional_form,
-    lift_attributes,
-)
-from ftp.tracing.fused_ops import FUSED, as_on_device, as_primitives
-from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
-from ftp.tracing.joins import Joins
-from ftp.tracing.left_behind import LeftBehind, check_unread, left_behind
-from ftp.tracing.libraries import patched_libraries
-from ftp.tracing.narrow import check_copied_views
-from ftp.tracing.nested_traces import nested_traces
-from ftp.tracing.paths import Paths, Ran, Static, merge_runs
-from ftp.tracing.recorder import Recorder, record
-from ftp.tracing.reshaped_views import check_reshaped_views
-from ftp.tracing.selected_results import counted
-from ftp.tracing.settings import casting_once
-from ftp.tracing.value_independent import unchecked
-from ftp.tracing.values_read import (
+from ftp.tracing.data_dependent.assumptions import Assumptions
+from ftp.tracing.data_dependent.branches import check_writes
+from ftp.tracing.data_dependent.joins import Joins
+from ftp.tracing.data_dependent.paths import Paths, Ran, Static, merge_runs
+from ftp.tracing.data_dependent.values_read import (
     Asked,
     Reading,
     ValueAsked,
@@ -61,6 +43,24 @@ from ftp.tracing.values_read import (
     captured_values_from,
     reading_to,
 )
+from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
+from ftp.tracing.functionalize_graph import (
+    clean,
+    constants_last,
+    functional_form,
+    lift_attributes,
+)
+from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
+from ftp.tracing.left_behind import LeftBehind, check_unread, left_behind
+from ftp.tracing.recorder import Recorder, record
+from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
+from ftp.tracing.replacements.libraries import patched_libraries
+from ftp.tracing.replacements.nested_traces import nested_traces
+from ftp.tracing.replacements.reshaped_views import check_reshaped_views
+from ftp.tracing.replacements.value_independent import unchecked
+from ftp.tracing.selected_rows.narrow import check_copied_views
+from ftp.tracing.selected_rows.results import counted
+from ftp.tracing.settings import casting_once
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from few_or_many import slow_after
 
 import ftp
-import ftp.runtime.stage_messages
+import ftp.runtime.pipelines.messages
 from ftp import P
 from tests.pipeline import test_stacks
 from tests.pipeline.test_steps import tensor_parallel, zero_with_tp
@@ -113,7 +113,7 @@ def test_equals_one_device(name):
 
 def ordered(model, shape, pipe):
     """A step whose pairs of ranks have process groups, as NCCL's: what each group was asked for."""
-    ftp.runtime.stage_messages.uses_nccl = lambda mesh: True
+    ftp.runtime.pipelines.messages.uses_nccl = lambda mesh: True
     ftp.init_process_group()
     asked: dict[tuple[int, ...], list[Any]] = {}
 

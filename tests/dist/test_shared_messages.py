@@ -12,7 +12,7 @@ from few_or_many import slow_after
 
 import ftp
 from ftp import P
-from ftp.runtime.shared_messages import message_queues
+from ftp.runtime.pipelines.shared_messages import message_queues
 from ftp.sharding.mesh import resolve
 from tests.dist.test_pipeline import dying
 from tests.pipeline.test_steps import zero_with_tp

@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import ftp
 from ftp import P
-from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.pipeline_worker import Worker
+from ftp.runtime.pipelines.program import PipelineProgram
+from ftp.runtime.pipelines.worker import Worker
 from tests.support.models import LlamaConfig, build, lm_batch, lm_loss
 
 

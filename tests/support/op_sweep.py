@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 import ftp
 from ftp import P
 from ftp.errors import ReplicationWarning
-from ftp.tracing.selected import Selected
+from ftp.tracing.selected_rows.selected import Selected
 
 MESHES = {"2": ((2,), ("x",)), "3": ((3,), ("x",)), "2x2": ((2, 2), ("x", "y"))}
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ftp
 from ftp import P
-from ftp.tracing.diagonals import fill_diagonal_
+from ftp.tracing.replacements.diagonals import fill_diagonal_
 
 
 @settings(max_examples=60)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ftp
 from ftp import P
-from ftp.tracing import paths
+from ftp.tracing.data_dependent import paths
 
 N = 3  # decisions, which are 8 ways: more than are followed here
 W = torch.linspace(0.1, 3, 24, dtype=torch.float64).cos().abs().reshape(4, 6) + 0.1

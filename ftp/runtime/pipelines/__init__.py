@@ -1,0 +1,1 @@
+"""Run a pipeline: each rank its stages' subgraphs in order, and messages between stages."""

@@ -1,0 +1,1 @@
+"""Python that depends on values: branches, guards, and numbers read from tensors."""

@@ -1,0 +1,422 @@
+"""Replacements for functions of torch that a trace cannot run: they read values to check them or to
+choose an algorithm, or they need writes in place or strides.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from itertools import combinations, combinations_with_replacement
+from types import FrameType
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import ftp.tracing.selected_rows.operators
+import ftp.tracing.selected_rows.unsqueezed
+import ftp.tracing.selected_rows.writes  # noqa: F401  (they fill the tables of selected rows)
+from ftp.axis import is_inside
+from ftp.errors import TraceError
+from ftp.functional.modes_of_blocks import ModeOfBlocks
+from ftp.ops.assume import assume, is_listening
+from ftp.sharding.sparse_matrix import of_values
+from ftp.source import at_line, describe_line, users_frame
+from ftp.torch_internals.fake_tensors import DataDependentOutputException, is_fake
+from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
+from ftp.tracing.data_dependent.guards import guard_at, line_of_identity
+from ftp.tracing.data_dependent.known_values import KnownValues
+from ftp.tracing.data_dependent.paths import decided
+from ftp.tracing.data_dependent.traced_number import (
+    TracedNumber,
+    arrays_stacked,
+    beside_narrow,
+    numbers_read,
+    without_numbers,
+)
+from ftp.tracing.data_dependent.values_read import Level, captured_value, is_reading, python_value
+from ftp.tracing.replacements.addresses import Addresses
+from ftp.tracing.replacements.counted_classes import bincount, one_hot
+from ftp.tracing.replacements.covariance import corrcoef, cov
+from ftp.tracing.replacements.diagonals import fill_diagonal_
+from ftp.tracing.replacements.recurrent_layers import of_sequences
+from ftp.tracing.replacements.short_time_fourier import istft, stft
+from ftp.tracing.replacements.sparse_matmuls import MATMULS, matmul
+from ftp.tracing.selected_rows.factories import sized_by_row_count
+from ftp.tracing.selected_rows.narrow import narrow
+from ftp.tracing.selected_rows.selected import Selected, apply
+from ftp.tracing.selected_rows.selecting import SELECTING, selection, with_counts
+from ftp.tracing.selected_rows.slices import slices_read, write_traced_slice
+
+
+class unchecked(ModeOfBlocks):
+    """A mode in which the functions below, and their gradients, read no values. Values that torch
+    would refuse are not refused.
+
+    Args:
+        note_read: takes a captured tensor that is read in a way that no op shows.
+    """
+
+    def __init__(self, note_read: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note_read = note_read
+        self._addresses, self._known = Addresses(), KnownValues()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if TracedNumber in types:
+            args, kwargs = arrays_stacked(args), arrays_stacked(kwargs or {})
+            if (found := sized_by_row_count(func, args, kwargs or {})) is not None:
+                return found
+            if (found := beside_narrow(func, args, kwargs or {})) is not None:
+                return found
+            given, (args, kwargs) = (args, kwargs or {}), without_numbers(args, kwargs or {})
+            try:
+                return self._called(func, types, args, kwargs)
+            except (TypeError, DataDependentOutputException):
+                if not is_reading():
+                    raise
+            args, kwargs = numbers_read(given)  # torch takes them as sizes
+            types = ()
+        return self._called(func, types, args, kwargs or {})
+
+    def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if Selected in types:
+            return apply(func, args, kwargs or {})
+        if func in SELECTING and is_listening():
+            if is_reading(Level.INTEGERS):
+                args, kwargs = slices_read((args, kwargs or {}))
+            found = selection(func, args, kwargs or {})
+            if found is not None:
+                return with_counts(func, found) if is_reading(Level.INTEGERS) else found
+        if func in MATMULS and (found := matmul(args)) is not None:
+            return found
+        if func is Tensor.data_ptr:
+            return self._addresses.of(args[0])
+        if func in _BY_MEMORY:
+            self._note_items(args[0])
+        elif func in _OF_ITEMS:
+            lists = (x for x in (*args, *(kwargs or {}).values()) if not isinstance(x, Tensor))
+            self._note_items(tuple(lists))
+        if func in _READING and (found := self._read(func, args[0])) is not None:
+            return found
+        if func in _COMPARING and (found := self._compared(func, args, kwargs or {})) is not None:
+            return found
+        return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
+
+    def _note_items(self, data: Any) -> None:
+        """Note captured tensors, of which torch copies the numbers."""
+        if isinstance(data, Tensor):
+            if not is_fake(unwrapped(data)):
+                self._note_read(data)
+        elif isinstance(data, list | tuple):
+            for item in data:
+                self._note_items(item)
+
+    def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
+        """The result of a comparison of tensors; None where torch computes it."""
+        if len(args) < 2 or args[0].shape != args[1].shape:
+            return None
+        return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
+
+    def _read(self, func: Any, x: Tensor) -> Any:
+        """The result of a method that reads ``x``; None where torch computes it."""
+        if not is_fake(unwrapped(x)):
+            return None
+        if (known := self._known.read(x, func)) is not None:
+            return known
+        if func in _OF_NUMBERS:
+            reads = python_value if is_reading(Level.INTEGERS) else captured_value
+            if (value := reads(func, x)) is not None:
+                return value
+        frame = _asking_frame() if func in _ASKING else None
+        if frame is not None and (guarded := _guarded(x, frame)) is not None:
+            return guarded
+        if func is Tensor.numpy and not (x.is_floating_point() or x.dtype is torch.bool):
+            numbers = self._read(Tensor.tolist, x)
+            return None if numbers is None else np.array(numbers, dtype=object)
+        if func in (Tensor.item, Tensor.tolist):
+            if x.is_complex() or x.dtype is torch.uint64:  # programs count in int64
+                return None
+            if x.numel() <= _MOST_NUMBERS:
+                return _numbers(func, x)
+        if func in _ASKING and (found := decided(x, frame)) is not None:
+            return found
+        return python_value(func, x)
+
+
+# The methods by which code reads one value of a tensor, and all that read values.
+_ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
+_READING = {
+    *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
+}
+_BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+_OF_ITEMS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_COMPARING = {
+    **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
+}
+_OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
+_MOST_NUMBERS = 64  # of a list
+
+
+def _numbers(func: Any, x: Tensor) -> Any:
+    """``x.item()``, or the lists of ``x.tolist()``, of values of the program."""
+    if func is Tensor.tolist and x.ndim:
+        return [_numbers(func, row) for row in x.unbind()]
+    value = x.detach().reshape(())
+    if value.dtype is not torch.bool:
+        value = value.double() if value.is_floating_point() else value.long()
+    elif (frame := users_frame()) and (line := line_of_identity(frame.f_code)):
+        warnings.warn(
+            f"{describe_line(frame.f_code.co_filename, line)}\n  A bool that the function reads by"
+            " .item() is never the object True or False here: write if b, or b == True.",
+            stacklevel=2,
+        )
+    return TracedNumber(value)
+
+
+def _asking_frame() -> FrameType | None:
+    """The frame that reads a condition's value."""
+    frame = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name in ("_compared", "_read", "_called", "__torch_function__")
+        or frame.f_code in (TracedNumber.__bool__.__code__, Selected.__len__.__code__)
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _guarded(condition: Tensor, frame: FrameType) -> Any:
+    """The assumed value of a guard's condition; None if the condition is no guard's."""
+    if not is_listening() or is_inside() or condition.numel() != 1:
+        return None  # in ftp.local each rank has values of its own
+    if (guard := guard_at(frame)) is None:
+        return None
+    if guard.claim and guard.value is not None:
+        is_true = condition.detach() != 0
+        assume(is_true if guard.value else ~is_true, guard.claim)
+    return guard.value
+
+
+def _assert_async(condition: Tensor, message: str = "torch._assert_async: not zero") -> None:
+    assume(condition.detach() != 0, message)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape != input.shape and input.shape[:-1] == var.shape:
+        var = var.unsqueeze(-1)
+    elif var.shape != input.shape and (
+        input.ndim != var.ndim
+        or sum(v for n, v in zip(input.shape, var.shape, strict=True) if n != v) != 1
+    ):
+        raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    with torch.no_grad():
+        below = (eps - var).clamp(min=0)
+    var = var + below  # not var.clamp: the gradient is that of var itself, like torch's
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    if input.ndim != 1 or r <= 0:
+        return torch.combinations(input, r, with_replacement)
+    choose = combinations_with_replacement if with_replacement else combinations
+    places = list(choose(range(input.shape[0]), r))
+    return input[torch.tensor(places, dtype=torch.int64, device=input.device).reshape(-1, r)]
+
+
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """``index_fill`` by a mask of the positions that the index names, once or several times."""
+    if not isinstance(value, Tensor) or value.ndim or index.ndim > 1:
+        return torch.index_fill(input, dim, index, value)
+    shape = [1] * max(input.ndim, 1)
+    size = shape[dim] = input.shape[dim] if input.ndim else 1
+    filled = torch.zeros(size, dtype=torch.bool, device=input.device)
+    filled = filled.index_fill(0, index.long(), True).reshape(shape[: input.ndim])
+    return input.masked_fill(filled, value.to(input.dtype))
+
+
+def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    """``x[mask] = value``: one value for all selected elements by ``where``; a value per selected
+    element by their indices.
+    """
+    at = [d for d, i in enumerate(indices) if i is not None]
+    mask = indices[at[0]] if len(at) == 1 else None
+    if not _is_mask(mask) or mask.shape != input.shape[at[0] : at[0] + mask.ndim]:
+        return torch.index_put(input, indices, values, accumulate)
+    behind = input.ndim - at[0] - mask.ndim
+    before = values.ndim - behind
+    if before <= 0 or values.shape[before - 1] == 1:
+        kept = mask.to(torch.bool).reshape(*mask.shape, *(1,) * behind)
+        if before > 0:
+            ones = (1,) * mask.ndim
+            values = values.reshape(*values.shape[: before - 1], *ones, *values.shape[before:])
+        if accumulate:
+            return (input + torch.where(kept, values, 0)).to(input.dtype)
+        return torch.where(kept, values, input).to(input.dtype)
+    if not (values.requires_grad or is_gradtrackingtensor(values)):
+        return torch.index_put(input, indices, values, accumulate)
+    count = values.shape[before - 1]
+    claim = f"a mask selects {count} elements, as many as values that are written there"
+    assume(lambda: (mask != 0).sum() == count, claim)
+    places = torch.nonzero_static(mask, size=count).unbind(1)
+    return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
+
+
+def _getitem(input: Tensor, key: Any) -> Tensor:
+    """``x[i]``, where ``i`` may be a tensor of one integer, which torch reads."""
+    while (at := _place_by_tensor(input, key)) is not None:
+        dim, place, key = at
+        input = input.index_select(dim, place)
+    return Tensor.__getitem__(input, key)
+
+
+def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
+    """The first 0-d integer tensor in ``key``: the dim that it indexes, its place along the dim,
+    and the rest of the key, for a tensor that has this place only. None if there is none.
+    """
+    keys = list(key) if isinstance(key, tuple) else [key]
+    numbers = [
+        isinstance(k, Tensor)
+        and not k.ndim
+        and k.dtype in _INTEGERS
+        and getattr(k, "constant", None) is None  # torch reads a literal's value
+        for k in keys
+    ]
+    if True not in numbers or any(isinstance(k, Selected) for k in keys):
+        return None
+    at = numbers.index(True)
+    taken = [0 if k is None or k is Ellipsis else k.ndim if _is_mask(k) else 1 for k in keys]
+    dim = sum(taken[:at])
+    if any(k is Ellipsis for k in keys[:at]):
+        dim = input.ndim - sum(taken[at:])
+    if not 0 <= dim < input.ndim:
+        return None  # for torch's error
+    place = keys[at].long().reshape(1)
+    place = torch.where(place < 0, place + input.shape[dim], place)
+    keys[at] = 0
+    return dim, place, tuple(keys)
+
+
+def _is_mask(key: Any) -> TypeGuard[Tensor]:
+    return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _setitem(input: Tensor, key: Any, value: Any) -> None:
+    if is_reading(Level.INTEGERS):
+        key = slices_read(key)
+    if write_traced_slice(input, key, value):
+        return
+    if (at := _place_by_tensor(input, key)) is not None:
+        dim, place, key = at
+        part = input.index_select(dim, place)
+        _setitem(part, key, value)
+        input.index_copy_(dim, place, part)
+    elif _is_mask(key) and key.ndim and isinstance(value, Tensor):
+        input.copy_(_index_put(input, (key,), value.to(input.dtype)))
+    else:
+        Tensor.__setitem__(input, key, value)
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """``x.data = value``: torch.func refuses it, and a trace would go on with the old value."""
+    if x.shape != value.shape or x.dtype != value.dtype:
+        raise TraceError(
+            f"{at_line()}x.data = y puts a tensor of shape {tuple(value.shape)} and {value.dtype}"
+            f" in the place of one of shape {tuple(x.shape)} and {x.dtype}. Give the new tensor a"
+            " name of its own."
+        )
+    x.data.copy_(value.detach())
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of two dims: with a bias torch flattens three dims itself, and under a gradient
+    of torch.func then asks for their sizes as numbers (2.13).
+    """
+    if bias is None or input.ndim != 3 or all(type(size) is int for size in input.shape):
+        return F.linear(input, weight, bias)
+    return F.linear(input.flatten(0, 1), weight, bias).unflatten(0, input.shape[:2])
+
+
+def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``ctc_loss`` with its lengths as tensors."""
+
+    def fn(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        lengths = (
+            x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths)
+        )
+        return ctc_loss(log_probs, targets, *lengths, *rest, **options)
+
+    return fn
+
+
+def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
+    """``sparse_coo_tensor`` by its entries, where a trace computes them."""
+    is_traced = any(isinstance(x, Tensor) and is_fake(x) for x in (*args, *kwargs.values()))
+    found = of_values(*args, **kwargs) if is_traced else None
+    return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
+
+
+def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
+
+
+_METHODS: dict[str, Callable[..., Any]] = {  # also functions of torch
+    "bincount": bincount,
+    "narrow": narrow,
+    "cov": cov,
+    "corrcoef": corrcoef,
+    "index_fill": _index_fill,
+    "index_put": _index_put,
+    "istft": istft,
+    "stft": stft,
+}
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_UNCHECKED: dict[Any, Callable[..., Any]] = {
+    torch._is_all_true: torch.all,  # pyright: ignore[reportPrivateImportUsage]
+    torch._is_any_true: torch.any,  # pyright: ignore[reportPrivateImportUsage]
+    Tensor._is_all_true: torch.all,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
+    F.one_hot: one_hot,
+    F.linear: _linear,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.sparse_coo_tensor: _sparse_coo_tensor,
+    **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
+    torch.combinations: _combinations,
+    F.ctc_loss: _with_lengths(F.ctc_loss),
+    torch.ctc_loss: _with_lengths(torch.ctc_loss),
+    Tensor.fill_diagonal_: fill_diagonal_,
+    Tensor.index_fill_: _in_place(_index_fill),
+    Tensor.index_put_: _in_place(_index_put),
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
+    **{getattr(torch, name): of_sequences(name) for name in _RECURRENT},
+    # torch cannot functionalize it.
+    Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),
+}
