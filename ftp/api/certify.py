@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ftp.certification.value_numbering import check_traced
 from ftp.dynamic_float import DynamicFloat, evaluated
 from ftp.dynamic_int import DynamicInt
 from ftp.errors import CertificateError, InputError
+from ftp.paused_gc import collection_paused
 from ftp.per_rank.program import LOCAL, RankCode, program_of
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
@@ -69,6 +71,7 @@ def certify(lowered: Lowered) -> Certificate:
     return certified(lowered._program)
 
 
+@collection_paused()
 def certified(program: Program) -> Certificate:
     """The checked certificate of a program."""
     certificate = certificate_of(program)
@@ -110,8 +113,19 @@ def _with_formulas(certificate: Certificate, program: Program) -> Certificate:
 
 
 def certificate_of(program: Program) -> Certificate:
-    """The certificate of a program, unchecked; with ``async_tp`` of the program before matmuls and
-    collectives are fused.
+    """The certificate of a program, unchecked."""
+    program = provable(program)
+    if isinstance(program, SizedProgram):
+        return _at_sizes(program)
+    return certificate_of_ranks(program, _ranks(program))
+
+
+def provable(program: Program) -> Program:
+    """The program that is certified: with ``async_tp`` that before matmuls and collectives are
+    fused.
+
+    Raises:
+        InputError: its options change numbers.
     """
     if program.options.reduce_dtype is not None:
         raise InputError(
@@ -121,28 +135,31 @@ def certificate_of(program: Program) -> Certificate:
         )
     if program.options.async_tp:
         program = program.with_options(async_tp=False)
-    if isinstance(program, SizedProgram):
-        return _at_sizes(program)
-    return _certificate(program, _ranks(program))
+    return program
 
 
 def _at_sizes(program: SizedProgram) -> Certificate:
     """The certificate of a program at its sizes: its graphs with numbers in place of formulas."""
+    with program.ranks.sizes.noting(program.values):
+        return certificate_of_ranks(program, written_ranks(program))
+
+
+def written_ranks(program: SizedProgram, *, as_formulas: bool = False) -> Ranks:
+    """The ranks' graphs with numbers in place of formulas, or with the formulas."""
     graphs: dict[str, int] = {}
     numbers: dict[fx.Graph, int] = {}
     known: dict[Any, fx.Graph] = {}
     made: list[fx.Graph] = []
     at: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
     for coordinate in program.mesh.coordinates():
-        graph, offsets = program.written(coordinate, known)
+        graph, offsets = program.written(coordinate, known, as_formulas=as_formulas)
         if graph not in numbers:
             lines = (f"{n.format_node()} {[n.meta.get(k) for k in NOTES]}" for n in graph.nodes)
             numbers[graph] = graphs.setdefault("\n".join(lines), len(graphs))
             if numbers[graph] == len(made):
                 made.append(graph)
         at[tuple(coordinate.values())] = numbers[graph], offsets
-    with program.ranks.sizes.noting(program.values):
-        return _certificate(program, Ranks.of(made, at))
+    return Ranks.of(made, at)
 
 
 def _ranks(program: Program) -> Ranks:
@@ -170,14 +187,17 @@ def _ranks(program: Program) -> Ranks:
     return Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets))
 
 
-def _certificate(program: Program, ranks: Ranks) -> Certificate:
+def certificate_of_ranks(
+    program: Program, ranks: Ranks, number: Callable[[Any], Any] = evaluated
+) -> Certificate:
+    """The certificate of a program with these ranks' graphs, with ``number`` of formulas."""
     plan, mesh = program.plan, program.mesh
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
     made = Certificate(
         dict(mesh.axes),
         axes_of_groups(mesh),
         tuple(
-            _operation(node, in_specs)
+            _operation(node, in_specs, number)
             for node in plan.graph.nodes
             if node.kind in ("input", "op", "local")
         ),
@@ -199,8 +219,10 @@ def _certificate(program: Program, ranks: Ranks) -> Certificate:
     return replace(made, trusted=tuple(left.key for left in unproven(made)))
 
 
-def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
-    results = tuple(replace(m, shape=tuple(map(evaluated, m.shape))) for m in node.results)
+def _operation(
+    node: Node, in_specs: Mapping[Node, PartitionSpec], number: Callable[[Any], Any]
+) -> Operation:
+    results = tuple(replace(m, shape=tuple(map(number, m.shape))) for m in node.results)
     if node.kind == "input":
         spec = cuts_of(in_specs.get(node, PartitionSpec()))
         return Operation(node.name, None, (), {}, results, spec=spec)
@@ -221,22 +243,23 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             ports=ports,
             body=_body(program.gm.graph),
         )
+    size = partial(_size, number=number)
     claims = tuple(
-        Claim(c.axis, c.factor, _size(c.outer), _size(c.extent), _size(c.inner), c.zigzag)
+        Claim(c.axis, c.factor, size(c.outer), size(c.extent), size(c.inner), c.zigzag)
         for c in node.cuts
     )
-    partial: dict[str, list[int]] = {}
+    pending: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):
         for axis, op in _pending(value):
             if op == "sum":
-                partial.setdefault(axis, []).append(slot)
-    slots = {axis: tuple(found) for axis, found in partial.items()}
+                pending.setdefault(axis, []).append(slot)
+    slots = {axis: tuple(found) for axis, found in pending.items()}
     found = (str(node.rule), node.rule.linear) if node.rule.is_found else ("", ())
     return Operation(
         node.name,
         node.target,
-        _arguments(node.args),
-        _arguments(dict(node.kwargs)),
+        _arguments(node.args, number),
+        _arguments(dict(node.kwargs), number),
         results,
         claims,
         slots,
@@ -275,8 +298,8 @@ def _pending(value: Value) -> tuple[tuple[str, str], ...]:
     return (*others, (reshard.axis, reshard.dst.op)) if reshard.dst.kind == "P" else others
 
 
-def _arguments(given: Any, number: Callable[[Any], Any] = evaluated) -> Any:
-    """An op's arguments with references for values, and numbers for formulas of dynamic sizes."""
+def _arguments(given: Any, number: Callable[[Any], Any]) -> Any:
+    """An op's arguments with references for values, and ``number`` of formulas."""
     new = lambda x: _ref(x) if isinstance(x, Value) else number(x)  # noqa: E731
     return replaced(given, (Value, DynamicInt, DynamicFloat), new)
 
@@ -287,8 +310,8 @@ def _ref(value: Value) -> Ref:
     return Ref(value.node.name, value.index)
 
 
-def _size(size: Size) -> Any:
+def _size(size: Size, number: Callable[[Any], Any]) -> Any:
     if isinstance(size, int):
-        return evaluated(size)
-    chunks = [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]
-    return [evaluated(size.const), chunks]
+        return number(size)
+    chunks = [[_size(c.size, number), c.axis, c.n, c.zigzag] for c in size.chunks]
+    return [number(size.const), chunks]

@@ -35,12 +35,12 @@ def check_programs(programs: Iterable[Program], options: Options) -> None:
 def check_certified(program: Program) -> None:
     """Certify a program; one that serves many sizes, at its sizes, once."""
     from ftp.api.certify import certified
+    from ftp.api.certify_sizes import check_sizes
 
-    if not isinstance(program, SizedProgram):
+    if isinstance(program, SizedProgram):
+        check_sizes(program)
+    else:
         certified(program)
-    elif program.ranks.served(program.values) not in program.ranks.proven:
-        certified(program)
-        program.ranks.proven.add(program.ranks.served(program.values))
 
 
 def check_prepared(prepared: Prepared, mesh: Mesh) -> None:

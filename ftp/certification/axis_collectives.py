@@ -40,7 +40,7 @@ def _column(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
 
 
 def _first(x: ElementMap, dim: int) -> ElementMap:
-    return replace(x, index=tuple(i.taken(dim, range(1)) for i in x.index))
+    return replace(x, index=tuple(i.within(dim, 0, 1, 1) for i in x.index))
 
 
 def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
@@ -130,7 +130,7 @@ def _joined_by_sum(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap
     differ = [d for d, i in enumerate(x.index) if i.varies(along.dim)]
     if sum(len(p.at) for p in bring) > 1 and not differ:
         raise Unsound(f"it is summed over {axis}, along which several ranks hold the same elements")
-    index = [i.taken(along.dim, range(1)) for i in x.index]
+    index = [i.within(along.dim, 0, 1, 1) for i in x.index]
     if differ:
         joined = overlaid([x.index[d] for d in differ], along.dim)
         if joined is None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from ftp.certification.ranks import Ranks
+from ftp.dynamic_int import Sizes
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.call import Meta, tensors
 
@@ -139,6 +140,7 @@ class Certificate:
         trusted: assumptions about per-rank code (``ftp.local``), each an op's name and a kind:
             "code", the ranks run the code as written; "specs", results are equal on the ranks where
             its out specs say so.
+        sizes: for a program with formulas of dynamic sizes, these; else None.
 
     >>> import torch, ftp
     >>> mesh = ftp.AbstractMesh((2,), ("tp",))
@@ -155,6 +157,7 @@ class Certificate:
     donated: tuple[int, ...] = ()
     recorded: Recorded | None = None
     trusted: tuple[tuple[str, str], ...] = ()
+    sizes: Sizes | None = None
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())

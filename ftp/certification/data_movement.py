@@ -19,6 +19,7 @@ from ftp.certification.element_map import (
 )
 from ftp.certification.packed_values import PackedValues, pack
 from ftp.certification.unsound import Unsound
+from ftp.dynamic_float import is_formula
 
 aten = torch.ops.aten
 FILLS = {
@@ -37,6 +38,8 @@ FILLS = {
 def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
     at = FILLS[target]
     value = args[at] if isinstance(at, int) else at
+    if is_formula(value):
+        return f"{value!r} as {dtype}"
     return f"{torch.tensor(value, dtype=dtype).item()} as {dtype}"
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ftp.certification.positions import Index, Positions, concatenated, holes
+from ftp.certification.positions import Positions, concatenated, holes
 from ftp.certification.positions import is_same as is_same_positions
+from ftp.certification.progression import Index, divides
 from ftp.certification.unsound import Unsound
 
 Position = int | Index  # equal on all ranks, or an array with a dim for each mesh axis
@@ -104,7 +105,7 @@ def on_rank(x: ElementMap, at: Sequence[int]) -> ElementMap:
     """The map of the rank at a coordinate."""
     index = x.index
     for dim, place in enumerate(at):
-        index = tuple(i.taken(dim, range(place, place + 1)) for i in index)
+        index = tuple(i.within(dim, place, 1, 1) for i in index)
     return replace(x, index=index)
 
 
@@ -139,10 +140,10 @@ def reshape(x: ElementMap, shape: Sequence[int]) -> ElementMap:
         first, left = at, size
         while left > 1:
             here = x.atoms[at]
-            if left % here == 0:
+            if divides(here, left):
                 left //= here
                 at += 1
-            elif here % left == 0:
+            elif divides(left, here):
                 x = _split(x, at, left)
                 left = 1
                 at += 1
@@ -158,9 +159,9 @@ def reshape(x: ElementMap, shape: Sequence[int]) -> ElementMap:
 
 def resolved(shape: Sequence[int], total: int) -> list[int]:
     """A shape of ``total`` elements, with its size for a -1."""
-    known = abs(math.prod(shape))
+    known = math.prod(s for s in shape if s != -1)
     found = [total // max(known, 1) if s == -1 else s for s in shape]
-    if math.prod(found) != total:
+    if math.prod(found) != total or any(s < 0 for s in found):
         raise Unsound(f"{total} elements are reshaped to {tuple(shape)}")
     return found
 
@@ -187,8 +188,8 @@ def common_position(at: Position) -> int | None:
     """A position that is equal on all ranks; None if ranks differ."""
     if isinstance(at, int):
         return at
-    first = at.reshape(-1)[0]
-    return int(first) if (at == first).all() else None
+    first = at.item(0)
+    return first if (at == first).all() else None
 
 
 def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> ElementMap:
@@ -201,7 +202,7 @@ def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> Eleme
         return x
     x, at = one_atom(x, dim)
     index = [
-        i.taken(x.lead + at, range(first, first + length))
+        i.within(x.lead + at, first, 1, length)
         if first is not None
         else i.from_starts(x.lead + at, starts, length)
         for i in x.index
@@ -212,8 +213,8 @@ def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> Eleme
 def flip_dim(x: ElementMap, dim: int) -> ElementMap:
     """Reverse a dim of the tensor."""
     x, at = one_atom(x, dim)
-    backwards = range(x.atoms[at] - 1, -1, -1)
-    return replace(x, index=tuple(i.taken(x.lead + at, backwards) for i in x.index))
+    size = x.atoms[at]
+    return replace(x, index=tuple(i.within(x.lead + at, size - 1, -1, size) for i in x.index))
 
 
 def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> ElementMap:

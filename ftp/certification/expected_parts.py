@@ -11,7 +11,8 @@ import numpy as np
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Spec
 from ftp.certification.element_map import DimPart, MeshAxis
-from ftp.certification.positions import Index, concatenated, from_array, whole
+from ftp.certification.positions import concatenated, from_array, whole
+from ftp.certification.progression import Index, array_of
 from ftp.certification.ranks import shrunk
 from ftp.certification.unsound import Refused, Unsound
 from ftp.per_rank.planned import rank_axes, region_of
@@ -46,7 +47,7 @@ class ExpectedParts:
 
     def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[DimPart]:
         return [
-            self.cut(int(size), spec[dim] if dim < len(spec) else (), cell)
+            self.cut(size, spec[dim] if dim < len(spec) else (), cell)
             for dim, size in enumerate(shape)
         ]
 
@@ -68,7 +69,7 @@ class ExpectedParts:
                 if packs == "zigzag"
                 else [
                     self.units(end - pack, pack, axis, unit, rank)
-                    for pack, end in zip(sizes, np.cumsum(sizes).tolist(), strict=True)
+                    for pack, end in zip(sizes, itertools.accumulate(sizes), strict=True)
                 ]
                 for rank in cell.at[self.axes[axis].dim]
             ]
@@ -232,7 +233,7 @@ class ExpectedParts:
         dim = self.axes[axis].dim
         shape = [len(of_ranks) if d == dim else 1 for d in range(len(self.axes))]
         return [
-            (np.array([start for start, _ in pieces]).reshape(shape), pieces[0][1])
+            (array_of(start for start, _ in pieces).reshape(shape), pieces[0][1])
             for pieces in zip(*of_ranks, strict=True)
         ]
 
@@ -242,14 +243,14 @@ class ExpectedParts:
         """Start and length of a rank's chunk. As in ``torch.chunk`` the last ones are shorter or
         empty.
         """
-        length = math.ceil(size / self.axes[axis].n)
+        length = -(-size // self.axes[axis].n)
         start = min(rank * length, size)
         return start, min(length, size - start)
 
     def zigzag_at(self, size: int, axis: str, rank: int) -> list[tuple[int, int]]:
         """Start and length of a rank's two chunks of a zigzag: ``rank`` and its mirror image."""
         n = self.axes[axis].n
-        length = math.ceil(size / (2 * n))
+        length = -(-size // (2 * n))
         starts = [min(i * length, size) for i in (rank, 2 * n - 1 - rank)]
         return [(start, min(length, size - start)) for start in starts]
 
@@ -305,15 +306,15 @@ class ExpectedParts:
     def _lengths(self, size: Any, axis: str, zigzag: bool) -> Index:
         # Ranks with equal sizes before the cut are computed once.
         along, before = self.axes[axis], self._sizes(size)
-        sizes, which = np.unique(before, return_inverse=True)
-        lengths = np.array(
-            [
-                [sum(n for _, n in self.pieces_at(s, axis, zigzag, i)) for i in range(along.n)]
-                for s in sizes.tolist()
-            ]
-        )
+        which = {size: i for i, size in enumerate(dict.fromkeys(before.ravel().tolist()))}
+        lengths = array_of(
+            sum(n for _, n in self.pieces_at(s, axis, zigzag, i))
+            for s in which
+            for i in range(along.n)
+        ).reshape(len(which), along.n)
+        rows = np.array([which[s] for s in before.ravel().tolist()]).reshape(before.shape)
         ranks = [along.n if d == along.dim else 1 for d in range(len(self.axes))]
-        return shrunk(lengths[which.reshape(before.shape), np.arange(along.n).reshape(ranks)])
+        return shrunk(lengths[rows, np.arange(along.n).reshape(ranks)])
 
     def positions_along(
         self, dim: Dim, index: Mapping[str, DimPart], sizes: Mapping[str, int]
@@ -333,7 +334,7 @@ class ExpectedParts:
     def _sizes(self, size: Any) -> Index:
         """The number that a claimed size is on each rank."""
         const, chunks = (size, ()) if isinstance(size, int) else size
-        found = np.full((1,) * len(self.axes), const)
+        found = array_of([const]).reshape((1,) * len(self.axes))
         for inner, axis, _, zigzag in chunks:
             found = found * self._lengths(inner, axis, zigzag)
         return found

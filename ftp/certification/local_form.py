@@ -10,7 +10,7 @@ from torch.fx.node import map_aggregate
 
 from ftp.certification.certificate import Operation, Ref
 from ftp.certification.element_map import DimPart
-from ftp.certification.positions import Index
+from ftp.certification.progression import Index
 from ftp.certification.unsound import Refused
 from ftp.dynamic_float import DynamicFloat, evaluated
 from ftp.dynamic_int import DynamicInt
@@ -70,7 +70,7 @@ def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
     dims = []
     for shape in (*operands, *results):
         factors = [f"whole{len(sizes) + d}" for d in range(len(shape))]
-        sizes |= dict(zip(factors, map(int, shape), strict=True))
+        sizes |= dict(zip(factors, shape, strict=True))
         dims.append(tuple((f,) for f in factors))
     n = len(operands)
     whole, pending = frozenset(sizes), ({},) * len(results)
@@ -121,7 +121,7 @@ def local_form(
 
     made = localize(LocalOp(graph, op.target, args, kwargs, rule, sizes, begun, device, group))
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and op.formulas is not None:
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), evaluated)
     if isinstance(made, tuple):
         results = list(made)

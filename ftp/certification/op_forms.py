@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.certification.all_sizes import WithoutValues
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
@@ -154,31 +155,39 @@ class OpForms:
         torch would convert it without an error.
         """
         values: dict[fx.Node, Any] = {
-            node: int(at.flat[0]) for node, at in self.graphs.offsets(cell).items()
+            node: self.without_values.number(at.item(0))
+            for node, at in self.graphs.offsets(cell).items()
         }
         for form in forms:
             for slot, node in form.operands.items():
                 ref = op.operands[slot]
                 dtype = self.operations[ref.name].results[ref.index].dtype
                 shape = self.expected_operand(op, cell, slot, form.rows).shape
-                values[node] = torch.empty(shape, dtype=dtype, device="meta")
+                values[node] = self.without_values.tensor(shape, dtype)
         for node in nodes:
             if node not in values:
                 if any(x not in values for x in node.all_input_nodes):
                     raise Refused(f"{node.name} of {op} is written in place, and nothing reads it")
                 args, kwargs = mapped_arguments(node, values.__getitem__)
-                options = {k: "meta" if k == "device" else v for k, v in kwargs.items()}
                 try:
-                    values[node] = node.target(*args, **options)  # type: ignore[operator]
+                    values[node] = self.without_values.run(node.target, args, kwargs)
                 except (IndexError, RuntimeError, TypeError, ValueError) as e:
                     raise Refused(f"{node.name} of {op} does not run: {e}") from None
             if node in written:
                 before = values[node.args[0]]  # type: ignore[index]
-                if (values[node].shape, values[node].dtype) != (before.shape, before.dtype):
+                made, memory = self._typed(values[node]), self._typed(before)
+                if made != memory:
                     raise Refused(
-                        f"{node.name} of {op} is {_typed(values[node])}, and is written to a"
-                        f" tensor that is {_typed(before)}"
+                        f"{node.name} of {op} is {_written(*made)}, and is written to a"
+                        f" tensor that is {_written(*memory)}"
                     )
+
+    def _typed(self, x: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+        return x.dtype, self.without_values.shape(x)
+
+    @cached_property
+    def without_values(self) -> WithoutValues:
+        return WithoutValues(self.graphs.certificate.sizes)
 
     def _of_per_rank_code(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> Form:
         """The form of per-rank code (``ftp.local``), of a collective in it, or of the rank's index.
@@ -338,5 +347,5 @@ def _no_form(node: fx.Node, op: Operation) -> Refused:
     return Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
 
 
-def _typed(x: torch.Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+def _written(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

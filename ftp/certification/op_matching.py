@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ftp.certification.element_map import common_position
-from ftp.certification.positions import Index
+from ftp.certification.progression import Index
 from ftp.rules.op_kinds import RESHAPES
 
 aten = torch.ops.aten
@@ -77,8 +77,8 @@ class Matcher:
                 and expected.keys() == actual.keys()
                 and all(self.is_same(e, actual[k], bound, seen) for k, e in expected.items())
             )
-        if isinstance(expected, float) and math.isnan(expected):
-            return isinstance(actual, float) and math.isnan(actual)
+        if type(expected) is float and math.isnan(expected):
+            return type(actual) is float and math.isnan(actual)
         return type(expected) is type(actual) and expected == actual
 
     def is_start(self, expected: Index, actual: Any) -> bool:

@@ -1,28 +1,37 @@
 """Positions: where each local element is along one dim of a value, on every rank.
 
 A position is a base plus terms. Each term varies along some dims, which are mesh axes or atoms. For
-even shards each term is an arithmetic progression, kept as a range, so that positions on thousands
-of ranks take a few numbers. For uneven shards and padding a term is an array over its dims. A zero
+even shards each term is an arithmetic progression, so that positions on thousands of ranks take a
+few numbers. For uneven shards and padding a term is an array over its dims. A zero
 of padding has no position: it is a hole in the base or in a term.
 """
 
+import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-Index = np.ndarray
-HOLE = -(1 << 60)
-_LEAST = HOLE // 2  # numbers below are a hole plus a position
+from ftp.certification.progression import (
+    HOLE,
+    Index,
+    Progression,
+    added,
+    divides,
+    holes_in,
+    is_hole,
+    progression,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """Amounts that positions vary by along ``dims``, which ascend; a range has one dim."""
+    """Amounts that positions vary by along ``dims``, which ascend; a progression has one dim."""
 
     dims: tuple[int, ...]
-    values: range | Index
+    values: Progression | Index
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +40,7 @@ class Positions:
 
     >>> x = whole(2, 1, 6).from_starts(1, np.array([[0], [3]]).reshape(2), 3)
     >>> x.terms[0].values, x.terms[1].values
-    (range(0, 6, 3), range(0, 3))
+    (Progression(start=0, digits=((3, 2),)), Progression(start=0, digits=((1, 3),)))
     """
 
     ndim: int
@@ -40,15 +49,15 @@ class Positions:
 
     @property
     def is_hole(self) -> bool:
-        return self.base < _LEAST
+        return is_hole(self.base)
 
     def varies(self, dim: int) -> bool:
         return any(dim in t.dims for t in self.terms)
 
     def dense(self) -> Index:
         """The positions as an array of ``ndim`` dims, of size 1 where constant; a hole is -1."""
-        found = np.full((1,) * self.ndim, self.base) + _joined(self.terms, range(self.ndim))
-        return np.where(found < _LEAST, -1, found)
+        found = added(_joined(self.terms, range(self.ndim)), self.base)
+        return np.where(holes_in(found), -1, found)
 
     # Dims.
 
@@ -58,7 +67,7 @@ class Positions:
         for t in self.terms:
             dims = [places[d] for d in t.dims]
             order = sorted(range(len(dims)), key=dims.__getitem__)
-            values = t.values if isinstance(t.values, range) else t.values.transpose(order)
+            values = t.values if isinstance(t.values, Progression) else t.values.transpose(order)
             terms.append(Term(tuple(dims[i] for i in order), values))
         return Positions(ndim, self.base, tuple(terms))
 
@@ -76,11 +85,11 @@ class Positions:
         term, rest = wide._along(dim)
         if term is None:
             return wide
-        if isinstance(r := term.values, range):
-            parts = [Term((dim,), _progression(r.start, r.step * minor, major))]
-            parts.append(Term((dim + 1,), _progression(0, r.step, minor)))
+        r = term.values
+        if isinstance(r, Progression) and (halves := r.split(minor)):
+            parts = [Term((dim + i,), half) for i, half in enumerate(halves)]
             return sum_of(wide.ndim, wide.base, [*rest, *parts])
-        at = term.dims.index(dim)
+        r, at = _array(term), term.dims.index(dim)
         shape = (*r.shape[:at], major, minor, *r.shape[at + 1 :])
         dims = (*term.dims[:at], dim, dim + 1, *term.dims[at + 1 :])
         return sum_of(wide.ndim, wide.base, [*rest, Term(dims, r.reshape(shape))])
@@ -93,13 +102,13 @@ class Positions:
             return self.renamed(places, ndim)
         others = [t for t in self.terms if all(t is not m for m in mine)]
         rest = replace(self, terms=tuple(others)).renamed(places, ndim).terms
-        steps = {t.dims[0]: t.values.step for t in mine if isinstance(t.values, range)}
-        if len(steps) == len(mine):
-            step = steps.get(dim + 1, 0) if minor > 1 else steps.get(dim, 0)
-            if major == 1 or minor == 1 or steps.get(dim) == step * minor:
-                start = sum(t.values[0] for t in mine)
-                line = Term((dim,), _progression(int(start), step, major * minor))
-                return sum_of(ndim, self.base, [*rest, line])
+        lines = {t.dims[0]: t.values for t in mine if isinstance(t.values, Progression)}
+        if len(lines) == len(mine):
+            halves = (dim, major), (dim + 1, minor)
+            digits = [lines[d].digits if d in lines else ((0, n),) for d, n in halves]
+            start = sum(line.start for line in lines.values())
+            line = Term((dim,), Progression(start, (*digits[0], *digits[1])))
+            return sum_of(ndim, self.base, [*rest, line])
         dims = sorted({dim, dim + 1}.union(*(t.dims for t in mine)))
         values, at = _joined(mine, dims), dims.index(dim)
         before, after = values.shape[:at], values.shape[at + 2 :]
@@ -115,15 +124,24 @@ class Positions:
         term, rest = self._along(dim)
         if term is None:
             return self
-        if isinstance(r := term.values, range):
-            if isinstance(places, range):
-                values = _progression(
-                    r.start + r.step * places.start, r.step * places.step, len(places)
-                )
-            else:
-                values = np.array([r[i] for i in places], dtype=np.int64)
-        else:
-            values = r.take(list(places), term.dims.index(dim))
+        r = term.values
+        values = (
+            r.at(places)
+            if isinstance(r, Progression)
+            else r.take(list(places), term.dims.index(dim))
+        )
+        return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
+
+    def within(self, dim: int, first: int, step: int, count: int) -> "Positions":
+        """``count`` elements along a dim, each ``step`` places after the one before it."""
+        term, rest = self._along(dim)
+        if term is None:
+            return self
+        r = term.values
+        values = r.within(first, step, count) if isinstance(r, Progression) else None
+        if values is None:
+            places = first + step * np.arange(operator.index(count))
+            values = _array(term).take(places.astype(np.int64), term.dims.index(dim))
         return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
 
     def from_starts(self, dim: int, starts: Index, length: int) -> "Positions":
@@ -133,11 +151,15 @@ class Positions:
         term, rest = self._along(dim)
         if term is None:
             return self
-        start = _of_ranks(starts)
-        if isinstance(r := term.values, range):
-            first = Term(start.dims, np.asarray(start.values) * r.step)
-            line = Term((dim,), _progression(r.start, r.step, length))
-            return sum_of(self.ndim, self.base, [*rest, first, line])
+        start, r = _of_ranks(starts), term.values
+        line = r.within(0, 1, length) if isinstance(r, Progression) else None
+        if isinstance(r, Progression) and line is not None:
+            (major, _), *minor = r.digits
+            block = math.prod(count for _, count in minor)
+            first = np.asarray(start.values)
+            if block == 1 or all(divides(block, x) for x in first.ravel().tolist()):
+                steps = Term(start.dims, first // block * major)
+                return sum_of(self.ndim, self.base, [*rest, steps, Term((dim,), line)])
         dims = sorted({*start.dims, *term.dims})
         at = dims.index(dim)
         places = _joined([start], dims) + _counted(length, at, len(dims))
@@ -163,14 +185,16 @@ class Positions:
 
     def scaled(self, by: int) -> "Positions":
         terms = [
-            Term(t.dims, _progression(t.values.start * by, t.values.step * by, len(t.values)))
-            if isinstance(t.values, range)
-            else Term(t.dims, np.where(t.values < _LEAST, HOLE, t.values * by))
+            Term(t.dims, t.values.scaled(by))
+            if isinstance(t.values, Progression)
+            else Term(t.dims, np.where(holes_in(t.values), HOLE, t.values * by))
             for t in self.terms
         ]
         return sum_of(self.ndim, self.base if self.is_hole else self.base * by, terms)
 
     def plus(self, other: "Positions") -> "Positions":
+        if self.is_hole or other.is_hole:
+            return holes(self.ndim)
         return sum_of(self.ndim, self.base + other.base, [*self.terms, *other.terms])
 
     def _along(self, dim: int) -> tuple[Term | None, list[Term]]:
@@ -181,7 +205,7 @@ class Positions:
 
 def whole(ndim: int, dim: int, size: int) -> Positions:
     """All ``size`` positions, along ``dim``."""
-    return sum_of(ndim, 0, [Term((dim,), range(size))])
+    return sum_of(ndim, 0, [Term((dim,), Progression(0, ((1, size),)))])
 
 
 def holes(ndim: int) -> Positions:
@@ -195,17 +219,19 @@ def from_array(values: Index) -> Positions:
 
 def sum_of(ndim: int, base: int, terms: Iterable[Term]) -> Positions:
     """The sum in normal form: no two terms share a dim, none is constant along one of its dims, and
-    progressions are ranges.
+    progressions are kept as such.
     """
+    if is_hole(base):
+        return holes(ndim)
     found: list[Term] = []
     todo = list(terms)
     if len({d for t in todo for d in t.dims}) < sum(len(t.dims) for t in todo):
         todo = [_merged_terms(group) for group in _groups(todo)]
     for term in todo:
         constant, parts = _parts(term)
-        base += constant
-        if base < _LEAST:
+        if is_hole(constant):
             return holes(ndim)
+        base += constant
         found += parts
     return Positions(ndim, base, tuple(found))
 
@@ -258,7 +284,7 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
         if part.is_hole:
             values = np.full((1,) * len(dims), HOLE)
         else:
-            values = next(base_of) + _joined([t for t in part.terms if id(t) in kept], dims)
+            values = added(_joined([t for t in part.terms if id(t) in kept], dims), next(base_of))
         arrays.append(np.broadcast_to(values, (*values.shape[:at], size, *values.shape[at + 1 :])))
     most = [max(a.shape[k] for a in arrays) for k in range(len(dims))]
     wide = [np.broadcast_to(a, (*most[:at], a.shape[at], *most[at + 1 :])) for a in arrays]
@@ -272,7 +298,7 @@ def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
     terms, rests = zip(*(i._along(dim) for i in index), strict=True)
     dims = tuple(sorted({d for t in terms for d in t.dims}))
     arrays = [_joined([t], dims) for t in terms]
-    is_element = np.logical_and.reduce(np.broadcast_arrays(*(a >= _LEAST for a in arrays)))
+    is_element = np.logical_and.reduce(np.broadcast_arrays(*(~holes_in(a) for a in arrays)))
     at = dims.index(dim)
     if (is_element.sum(at) > 1).any():
         return None
@@ -286,11 +312,6 @@ def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
 # Terms.
 
 
-def _progression(first: int, step: int, count: int) -> range:
-    """``count`` numbers; with a step of 0 one number stands for all."""
-    return range(first, first + step * count, step) if step and count else range(first, first + 1)
-
-
 def _of_ranks(values: Index) -> Term:
     """A number for each rank as a term; ``values`` has a dim for each mesh axis."""
     dims = tuple(d for d, size in enumerate(values.shape) if size > 1)
@@ -298,14 +319,16 @@ def _of_ranks(values: Index) -> Term:
 
 
 def _counted(count: int, at: int, ndim: int) -> Index:
-    return np.arange(count).reshape([count if d == at else 1 for d in range(ndim)])
+    return np.arange(operator.index(count)).reshape([count if d == at else 1 for d in range(ndim)])
+
+
+def _array(term: Term) -> Index:
+    return term.values.numbers() if isinstance(term.values, Progression) else term.values
 
 
 def _over(term: Term, dims: Sequence[int]) -> Index:
     """A term as an array over dims that contain its own."""
-    values = term.values
-    if isinstance(values, range):
-        values = np.arange(values.start, values.stop, values.step)
+    values = _array(term)
     sizes = dict(zip(term.dims, values.shape, strict=True))
     return values.reshape([sizes.get(d, 1) for d in dims])
 
@@ -314,8 +337,7 @@ def _joined(terms: Sequence[Term], dims: Sequence[int]) -> Index:
     """The sum of terms as an array over ``dims``; a hole in one term is a hole in the sum."""
     total = np.zeros((1,) * len(dims), dtype=np.int64)
     for term in terms:
-        total = total + _over(term, dims)
-        total = np.where(total < _LEAST, HOLE, total)
+        total = added(total, _over(term, dims))
     return total
 
 
@@ -344,40 +366,42 @@ def _groups(terms: Sequence[Term]) -> list[list[Term]]:
 
 def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
     """The sum of ``a`` minus the sum of ``b``; None if it is not constant, or the holes differ."""
-    if all(isinstance(t.values, range) for t in (*a, *b)):
-        steps = [
-            {t.dims: (len(t.values), t.values.step) for t in terms}  # type: ignore[union-attr]
-            for terms in (a, b)
-        ]
-        if steps[0] != steps[1]:
-            return None
-        return sum(t.values[0] for t in a) - sum(t.values[0] for t in b)
+    lines = [
+        {t.dims: t.values for t in terms if isinstance(t.values, Progression)} for terms in (a, b)
+    ]
+    if len(lines[0]) == len(a) and len(lines[1]) == len(b):
+        mine, theirs = ({d: line.digits for d, line in of.items()} for of in lines)
+        starts = (sum(line.start for line in of.values()) for of in lines)
+        return operator.sub(*starts) if mine == theirs else None
     dims = sorted({d for t in (*a, *b) for d in t.dims})
     x, y = np.broadcast_arrays(_joined(a, dims), _joined(b, dims))
-    is_hole = x < _LEAST
-    if not np.array_equal(is_hole, y < _LEAST):
+    nothing = holes_in(x)
+    if not np.array_equal(nothing, holes_in(y)):
         return None
-    differences = (x - y)[~is_hole]
+    differences = (x - y)[~nothing]
     if not differences.size:
         return 0
-    return int(differences[0]) if (differences == differences[0]).all() else None
+    first = differences.tolist()[0]
+    return first if (differences == first).all() else None
 
 
 def _parts(term: Term) -> tuple[int, list[Term]]:
     """A term as a constant and terms in normal form."""
     values = term.values
-    if isinstance(values, range):
-        if len(values) < 2:
-            return (values[0] if values else 0), []
-        return values[0], [Term(term.dims, range(0, len(values) * values.step, values.step))]
+    if isinstance(values, Progression):
+        start, digits = progression(*values)
+        if not digits:
+            return start, []
+        is_normal = digits is values.digits and type(start) is int and not start
+        return start, [term if is_normal else Term(term.dims, Progression(0, digits))]
     if not values.size:
         return 0, []
     dims = tuple(d for d, size in zip(term.dims, values.shape, strict=True) if size > 1)
     values = values.reshape([size for size in values.shape if size > 1])
-    is_hole = values < _LEAST
+    nothing = holes_in(values)
     found: list[Term] = []
-    if is_hole.any():
-        if is_hole.all():
+    if nothing.any():
+        if nothing.all():
             return HOLE, []
         for dim in dims:  # remove dims along which nothing varies
             at = dims.index(dim)
@@ -385,7 +409,7 @@ def _parts(term: Term) -> tuple[int, list[Term]]:
             if len(dims) > 1 and (values == line).all():
                 values, dims = line.squeeze(at), (*dims[:at], *dims[at + 1 :])
         return 0, [Term(dims, values)]
-    base = int(values.flat[0])
+    base = values.item(0)
     values = values - base
     for dim in dims if len(dims) > 1 else ():
         at = dims.index(dim)
@@ -402,8 +426,10 @@ def _parts(term: Term) -> tuple[int, list[Term]]:
 
 
 def _line(dim: int, values: Index) -> list[Term]:
-    """Numbers along one dim, the first of them 0, as at most one term: a range if possible."""
-    step, count = int(values[1]), len(values)
+    """Numbers along one dim, the first of them 0, as at most one term: a progression if
+    possible.
+    """
+    step, count = values.item(1), len(values)
     if np.array_equal(values, np.arange(count) * step):
-        return [Term((dim,), _progression(0, step, count))] if step else []
+        return [Term((dim,), Progression(0, ((step, count),)))] if step else []
     return [Term((dim,), values)]

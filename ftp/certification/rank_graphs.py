@@ -13,7 +13,7 @@ from ftp.certification.cells import Cell
 from ftp.certification.certificate import Certificate, Operation
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.op_matching import COPIES
-from ftp.certification.positions import Index
+from ftp.certification.progression import Index
 from ftp.certification.purify import without_writes
 from ftp.certification.ranks import MeshIndex, shrunk
 from ftp.certification.unsound import Refused

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from ftp.dynamic_int import is_dynamic
+
 MeshIndex = tuple[int, ...]
 
 
@@ -34,8 +36,12 @@ class Ranks:
         shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
         number = np.zeros(shape, dtype=np.int64)
         counts = {graph: len(given) for graph, given in at.values()}
+        of_numbers = any(is_dynamic(x) for _, given in at.values() for x in given)
         offsets = [
-            [np.zeros(shape, dtype=np.int64) for _ in range(counts.get(graph, 0))]
+            [
+                np.zeros(shape, dtype=object if of_numbers else np.int64)
+                for _ in range(counts.get(graph, 0))
+            ]
             for graph in range(len(graphs))
         ]
         for coordinate, (graph, given) in at.items():
@@ -52,7 +58,7 @@ class Ranks:
         number = np.broadcast_to(self.number, self.shape)
         given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
         return {
-            c: (int(number[c]), tuple(int(v[c]) for v in given[number[c]]))
+            c: (number.item(c), tuple(v.item(c) for v in given[number[c]]))
             for c in np.ndindex(*self.shape)
         }
 

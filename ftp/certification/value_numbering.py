@@ -4,7 +4,7 @@ operands get one number, their class.
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,23 +18,32 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
+from ftp.rules.call import Meta
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.index import is_sum_of_source
 from ftp.rules.op_kinds import RESHAPES
 from ftp.tracing.decompose import decompose
 
+if TYPE_CHECKING:
+    from ftp.tracing.symbolic import Symbolic
+
 aten = torch.ops.aten
 
 
-def check_traced(graph: fx.Graph, certificate: Certificate) -> None:
+def check_traced(
+    graph: fx.Graph, certificate: Certificate, symbolic: "Symbolic | None" = None
+) -> None:
     """Check that the certificate's program is the traced one, up to merged common subexpressions
     and decompositions.
+
+    Args:
+        symbolic: the dynamic sizes of a program with formulas.
 
     Raises:
         CertificateError: the outputs that differ.
     """
-    numbers = _Numbers()
+    numbers = _Numbers(symbolic)
     for op in certificate.operations:
         for index in range(len(op.results)):
             key = (
@@ -59,7 +68,8 @@ def check_traced(graph: fx.Graph, certificate: Certificate) -> None:
 class _Numbers:
     """The classes of values. An op and its decomposition have one class."""
 
-    def __init__(self):
+    def __init__(self, symbolic: "Symbolic | None"):
+        self.symbolic = symbolic
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
         self.scattered: dict[Any, Any] = {}
@@ -96,14 +106,13 @@ class _Numbers:
                 self.of[node] = self.of[node.args[0]]
             else:
                 found = self.call(node)
-                self.of[node] = found[0] if isinstance(node.meta["val"], torch.Tensor) else found
+                self.of[node] = found[0] if _is_tensor(node) else found
         raise AssertionError("a graph has an output")
 
     def call(self, node: fx.Node) -> list[Any]:
         if node.target is LOCAL:
             return self.local(node)
-        val = node.meta["val"]
-        count = 1 if isinstance(val, torch.Tensor) else len(val)
+        count = 1 if _is_tensor(node) else len(node.meta["val"])
         keys = [self.key(node.target, node.args, node.kwargs, i) for i in range(count)]
         if keys[0] not in self.classes:
             if (summed := self.sum_of_scatter(node)) is not None:
@@ -240,18 +249,22 @@ class _Numbers:
 
         def meta(n: fx.Node) -> Any:
             operands.append(n)
-            return n.meta["val"]
+            return _val(n)
 
         args, kwargs = mapped_arguments(node, meta)
-        gm = decompose(node.target, args, kwargs, by)
+        gm = decompose(node.target, args, kwargs, by, self.symbolic)
         assert gm is not None
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
         return self.run(gm.graph)
 
 
-def _val(node: Any) -> torch.Tensor:
-    return node.meta["val"]
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor | Meta)
+
+
+def _val(node: Any) -> Meta:
+    return Meta.of(node.meta["val"])
 
 
 def is_zeros(node: Any) -> bool:

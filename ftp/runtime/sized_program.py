@@ -75,17 +75,17 @@ class RankProgram:
     run: Run | None = None
     written: fx.Graph | None = None
 
-    def written_at(
-        self, values: Sequence[int], made: dict[Any, fx.Graph]
-    ) -> tuple[fx.Graph, tuple[int, ...]]:
-        """``written`` with the numbers of these sizes in place of formulas, and the offsets that it
-        takes.
+    def written_with(
+        self, given: Sequence[Any], made: dict[Any, fx.Graph]
+    ) -> tuple[fx.Graph, tuple[Any, ...]]:
+        """``written`` with sizes in place of its inputs for them, and the offsets that it takes.
 
         Args:
+            given: ``taken``, or the numbers that it gives.
             made: as of `SizedProgram.written`.
         """
         assert self.written is not None
-        given = self.numbers(values)
+        given = tuple(given)
         offsets, sizes = given[: self.offsets], given[self.offsets :]
         key = self.written, sizes
         if key not in made:
@@ -121,6 +121,8 @@ class RankPrograms:
     Attributes:
         why_not: why graphs are compiled for every size by itself; "" where they are not.
         proven: the sizes and graphs that have a certificate.
+        proofs: of the graphs that serve a size on each rank, the conditions of their certificates
+            for all sizes; None ends the list where further sizes are certified one by one.
         written: the graphs as the eager runner runs them, with their conditions on sizes, by
             what they are made of: a graph without its offsets.
     """
@@ -134,6 +136,7 @@ class RankPrograms:
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
         self.why_not = ""
         self.proven: set[Served] = set()
+        self.proofs: dict[tuple[int, ...], list[Conditions | None]] = {}
         self._numbers = itertools.count()
         self.written: dict[str, tuple[fx.Graph, Conditions]] = {}
         self._others: dict[str, list[tuple[Conditions, RankPrograms]]] = {}
@@ -260,13 +263,14 @@ class SizedProgram(Program):
         return self.ranks.symbolic.at(self.traced.graph, self.values)
 
     def written(
-        self, coordinate: Coordinate, made: dict[Any, fx.Graph]
-    ) -> tuple[fx.Graph, tuple[int, ...]]:
+        self, coordinate: Coordinate, made: dict[Any, fx.Graph], *, as_formulas: bool = False
+    ) -> tuple[fx.Graph, tuple[Any, ...]]:
         """The graph of the rank at ``coordinate`` at these sizes, as the eager runner runs it for
         contiguous inputs, and the offsets that it takes.
 
         Args:
             made: such graphs of other ranks, which ranks with equal graphs share.
+            as_formulas: the graph for all sizes that it serves, with formulas for numbers.
         """
         found, ranks = self.ranks.at(coordinate, self.values), self.ranks
         if found.written is None:
@@ -283,7 +287,8 @@ class SizedProgram(Program):
                 known = ranks.written[key] = form, asked
             found.written = known[0]
             found.conditions.include(known[1])
-        return found.written_at(self.values, made)
+        given = found.taken if as_formulas else found.numbers(self.values)
+        return found.written_with(given, made)
 
     def make_graph(self) -> None:
         """Make this rank's graph, so that errors are known before the ranks agree."""

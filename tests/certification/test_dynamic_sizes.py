@@ -7,6 +7,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mutants import check_mutants_of
+from sized_steps import (
+    LAYOUTS,
+    MOST,
+    arguments,
+    loss_fn,
+    moved,
+    moving,
+    on,
+    program_at,
+    step_of,
+    tokens,
+    weights,
+)
 
 import ftp
 from ftp import P
@@ -16,47 +29,6 @@ from ftp.api.certify import certificate_of, certified
 from ftp.api.graph_checks import check_certified
 from ftp.certification.checker import check
 from ftp.errors import CertificateError
-
-MOST = 512
-DIMS = {1: torch.export.Dim("S", min=1, max=MOST)}
-TP = {"up": P(None, "tp"), "down": P("tp")}
-
-
-def loss_fn(params, x):
-    """A mean and a cumulative sum over the dynamic dim, and a view that splits the width."""
-    h = torch.relu(x @ params["up"]).unflatten(-1, (3, 2)).flatten(2) @ params["down"]
-    return (h - h.mean(1, keepdim=True) + 0.1 * x.cumsum(1)).square().mean()
-
-
-def weights():
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"down": (6, 4), "up": (4, 6)}
-    return {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
-
-
-def tokens(size):
-    generator = torch.Generator().manual_seed(size)
-    return torch.randn(2, size, 4, generator=generator, dtype=torch.float64)
-
-
-def on(**axes):
-    return ftp.simulated_mesh(tuple(axes.values()), tuple(axes))
-
-
-LAYOUTS = {
-    "uncut": (on(tp=3), TP, P()),
-    "context": (on(cp=3), P(), P(None, "cp")),
-    "one axis for both": (on(tp=3), TP, P(None, "tp")),
-    "two axes on a dim": (on(dp=2, cp=3), P(), P(None, ("dp", "cp"))),
-    "both": (on(cp=2, tp=3), TP, P(None, "cp")),
-}
-
-
-def step_of(name, **options):
-    mesh, specs, spec = LAYOUTS[name]
-    options = {"dynamic_shapes": DIMS, "certify": True, **options}
-    return ftp.shard(loss_fn, mesh, specs, batch_specs=spec, **options)
-
 
 STEPS = {name: step_of(name) for name in LAYOUTS}
 
@@ -69,12 +41,6 @@ def check_size(step, size):
     # sizes 1 to 96, the last one made at size 15.
     most = 12 if step is STEPS["two axes on a dim"] else 3
     assert step.shapes.traces == 1 and step.shapes.plans <= most and not step.shapes.one_by_one
-
-
-def program_at(step, size):
-    """The program that serves a size, unproven."""
-    (family,) = step._dynamic.families.values()
-    return family.find((size,)).program((size,))
 
 
 @pytest.mark.slow
@@ -92,22 +58,6 @@ def test_a_step_is_certified_and_what_one_device_computes(name, size):
 def test_all_sizes(name):
     for size in range(1, MOST + 1 if name == "context" else 65):
         check_size(STEPS[name], size)
-
-
-def moved(w, x):
-    """Sums that move the dynamic dim between ranks."""
-    return (x.cumsum(0) - x.mean(0)) @ w
-
-
-def moving(spec=P("cp"), **options):
-    dims = None, {0: torch.export.Dim("S", min=1, max=MOST)}
-    return ftp.spmd(moved, on(cp=3), (P(None, "cp"), spec), spec, dynamic_shapes=dims, **options)
-
-
-def arguments(size):
-    generator = torch.Generator().manual_seed(size)
-    shapes = ((4, 3), (size, 4))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def test_sizes_are_certified_and_what_one_device_computes():

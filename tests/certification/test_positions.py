@@ -15,6 +15,7 @@ from ftp.certification.positions import (
     overlaid,
     sum_of,
 )
+from ftp.certification.progression import Progression
 
 HOLE = -(1 << 60)
 LEAD = 2  # mesh axes
@@ -32,7 +33,10 @@ def drawn(draw: Any) -> tuple[Positions, list[int]]:
         shape = [sizes[d] for d in dims]
         step = draw(st.integers(-3, 7))
         if len(dims) == 1 and step and draw(st.booleans()):
-            terms.append(Term(dims, range(0, step * shape[0], step)))
+            digits = ((step, shape[0]),)
+            if shape[0] == 4 and draw(st.booleans()):
+                digits = (draw(st.integers(-3, 7)), 2), (step, 2)
+            terms.append(Term(dims, Progression(0, digits)))
             continue
         count = int(np.prod(shape))
         number = st.one_of(st.integers(0, 9), st.just(HOLE))

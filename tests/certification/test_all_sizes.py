@@ -1,0 +1,164 @@
+"""One certificate for all sizes that meet its conditions: it agrees with the check of each size."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import mutants
+from sized_certificates import is_right, proven, with_other_numbers
+from sized_steps import (
+    LAYOUTS,
+    MOST,
+    arguments,
+    moved,
+    moving,
+    program_at,
+    step_of,
+    tokens,
+    weights,
+)
+
+from ftp import P
+from ftp.api import certify, certify_sizes
+from ftp.api.certify_sizes import certificate_for_all, certified_for_all, check_sizes
+from ftp.certification.ranks import Ranks
+
+
+def program(name, size):
+    step = step_of(name, certify=False)
+    step(weights(), tokens(size))
+    return program_at(step, size)
+
+
+def counted(monkeypatch):
+    """The sizes that are checked: for all sizes, and alone."""
+    made = {"all": [], "alone": []}
+    for module, name, key in (
+        (certify_sizes, "certified_for_all", "all"),
+        (certify, "certified", "alone"),
+    ):
+        check = getattr(module, name)
+
+        def counting(program, check=check, key=key):
+            made[key].append(program.values[0])
+            return check(program)
+
+        monkeypatch.setattr(module, name, counting)
+    return made
+
+
+def test_a_new_size_takes_no_check(monkeypatch):
+    made = counted(monkeypatch)
+    step = moving(certify=True)
+    for size in (6, 9, 30, 300, 6):
+        torch.testing.assert_close(step(*arguments(size)), moved(*arguments(size)))
+    assert made == {"all": [6], "alone": []}
+    assert next(iter(program_at(step, 9).ranks.proofs.values()))[0].holds((511 // 3 * 3,))
+
+
+def test_conditions():
+    """Of S = 3 k, no condition but k > 1: a dim of one element counts in no digit."""
+    found = certified_for_all(program("context", 12))
+    assert sorted(found) == ["-S + 2 <= 0", "S - 1 > 0"]
+    assert not found.holds((3,)) and all(found.holds((s,)) for s in range(6, MOST, 3))
+
+
+def test_a_size_that_a_check_asks_for_has_a_certificate_of_its_own(monkeypatch):
+    """As C code that takes a plain int."""
+    made = counted(monkeypatch)
+    real = certify_sizes.check
+
+    def asking(certificate):
+        int(certificate.sizes.symbols[0])
+        return real(certificate)
+
+    monkeypatch.setattr(certify_sizes, "check", asking)
+    step = moving(certify=True)
+    for size in (6, 9, 6, 12):
+        step(*arguments(size))
+    assert made == {"all": [6], "alone": [9, 12]}
+
+
+def test_what_is_not_known_for_all_sizes_is_certified_for_each(monkeypatch):
+    made = counted(monkeypatch)
+
+    def refuse(graph, certificate, symbolic):
+        raise TypeError("no formula")
+
+    monkeypatch.setattr(certify_sizes, "check_traced", refuse)
+    step = moving(certify=True)
+    for size in (6, 9, 6, 12):
+        step(*arguments(size))
+    assert made == {"all": [6], "alone": [6, 9, 12]}
+
+
+def test_reduced_precision_is_refused():
+    with pytest.raises(Exception, match="without reduce_dtype"):
+        step_of("context", reduce_dtype=torch.bfloat16)(weights(), tokens(6))
+
+
+def changed_programs(given, most):
+    """Programs with a wrong number, or a change to collectives, data movement or writes."""
+    certificate = certificate_for_all(given)
+    yield from with_other_numbers(certificate)
+    for mutant in mutants(certificate, 0, most):
+        ranks = Ranks.of(mutant.graphs, mutant.at)
+        yield mutant.what, replace(certificate, ranks=ranks)
+
+
+def check_changes(given, sizes, most):
+    """Each changed program is refused, or its certificate is limited to sizes at which it is right.
+    Returns the numbers of those refused, and of those limited.
+    """
+    refused = limited = 0
+    with given.ranks.sizes.noting(given.values):
+        changes = list(changed_programs(given, most))
+        for what, certificate in changes:
+            found = proven(certificate)
+            refused += found is None
+            if found is not None:
+                held = [s for s in sizes if found.holds((s,))]
+                limited += len(held) < len(sizes)
+                assert all(is_right(certificate, (s,)) for s in held), what
+    return refused, limited
+
+
+@pytest.mark.parametrize(("spec", "size"), [(P("cp"), 6), (P(), 7)], ids=str)
+def test_changed_programs_are_refused_or_limited(spec, size):
+    step = moving(spec)
+    step(*arguments(size))
+    refused, _ = check_changes(program_at(step, size), (size, 9, 12, 15), 30)
+    assert refused > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("size", [12, 7])
+def test_changes_of_models_are_refused_or_limited(name, size):
+    given = program(name, size)
+    check_changes(given, (size, size + 6, size + 12, 48), 200)
+
+
+STEPS = {}
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(st.sampled_from([*LAYOUTS]), st.integers(1, 64))
+def test_a_certificate_agrees_with_the_check_of_each_size(name, size):
+    """On every size of its conditions, and with one device at one of them."""
+    if name not in STEPS:
+        STEPS[name] = step_of(name, certify=False)
+    step = STEPS[name]
+    step(weights(), tokens(size))
+    given = program_at(step, size)
+    check_sizes(given)
+    graphs = given.ranks.served((size,))[1]
+    for proof in given.ranks.proofs[graphs]:
+        for other in range(1, 65):
+            if proof is not None and given.ranks.sizes.conditions.holds((other,)):
+                there = program_at(step, other)
+                if proof.holds((other,)) and there.ranks.served((other,))[1] == graphs:
+                    certify.certified(there)
