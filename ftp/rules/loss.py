@@ -72,7 +72,8 @@ def _with_reduction(op: LocalOp, reduction: int, *args: fx.Node) -> fx.Node:
 
 
 losses(
-    aten.binary_cross_entropy.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+    aten.huber_loss.default,
     aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 pointwise(

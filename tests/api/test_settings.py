@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.nn import functional as F
 
 import ftp
 from ftp import P
@@ -185,3 +186,26 @@ def test_the_cast_of_a_captured_weight_stays_in_its_trace(runs_first: bool):
         w.mul_(0.5)
     with CASTS():
         assert torch.equal(step(x), fn(x))
+
+
+def _pixels(w: Tensor, x: Tensor) -> Tensor:
+    q, k, v = ((x * row[:, None]).reshape(2, 2, 3, 5).transpose(2, 3) for row in w)
+    return F.scaled_dot_product_attention(q, key=k, value=v).float().square().sum()
+
+
+def _logits(w: Tensor, x: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(w @ x[0], x[0, :3].sigmoid(), reduction="sum")
+
+
+@pytest.mark.parametrize("fn", [_pixels, _logits])
+def test_attention_and_losses_are_cast_as_one(fn):
+    w, x = torch.randn(3, 6, requires_grad=True), torch.randn(2, 6, 5)
+
+    def cast(w: Tensor, x: Tensor) -> Tensor:
+        with CASTS():
+            return fn(w, x)
+
+    due = cast(w, x)
+    value, grads = ftp.shard(cast, MESH, P())(w.detach(), x)
+    torch.testing.assert_close(value, due.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(grads, torch.autograd.grad(due, w)[0], rtol=1e-6, atol=0)

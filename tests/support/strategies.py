@@ -832,6 +832,11 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "soft_margin_loss.default",
         samples=lambda: [s(normal(4, 5), normal(4, 5), r) for r in (0, 1, 2)],
     ),
+    "binary_cross_entropy_with_logits.default": lambda: [
+        s(normal(4, 5), x(4, 5), w, p, r)
+        for r in (0, 1, 2)
+        for w, p in ((None, x(5)), (x(4, 1), None))
+    ],
     "binary_cross_entropy.default": lambda: [
         s(x(4, 5), x(4, 5), w, r) for r in (0, 1, 2) for w in (None, x(5))
     ],

@@ -1,5 +1,5 @@
 """Replacements for functions of torch that a trace cannot run: they read values to check them or to
-choose an algorithm, or they need writes in place or strides.
+choose an algorithm, they need writes in place or strides, or autocast casts their ops one by one.
 """
 
 import math
@@ -38,6 +38,7 @@ from ftp.tracing.data_dependent.traced_number import (
 )
 from ftp.tracing.data_dependent.values_read import Level, captured_value, is_reading, python_value
 from ftp.tracing.replacements.addresses import Addresses
+from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import bincount, one_hot
 from ftp.tracing.replacements.covariance import corrcoef, cov
 from ftp.tracing.replacements.diagonals import fill_diagonal_
@@ -397,6 +398,7 @@ _METHODS: dict[str, Callable[..., Any]] = {  # also functions of torch
 }
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _UNCHECKED: dict[Any, Callable[..., Any]] = {
+    **CAST_AS_ONE,
     torch._is_all_true: torch.all,  # pyright: ignore[reportPrivateImportUsage]
     torch._is_any_true: torch.any,  # pyright: ignore[reportPrivateImportUsage]
     Tensor._is_all_true: torch.all,  # pyright: ignore[reportAttributeAccessIssue]
