@@ -79,6 +79,18 @@ class Step:
     def mesh(self) -> Mesh:
         return self._definition.mesh
 
+    def __copy__(self) -> "Step":
+        return self  # as any function
+
+    def __deepcopy__(self, memo: Any) -> "Step":
+        return self
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "A step cannot be pickled: its programs are of this process' mesh. Give a process that"
+            " you start the function and the specs, and call ftp.shard or ftp.spmd there."
+        )
+
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
         if is_cast():
             with uncast():
@@ -99,7 +111,7 @@ class Step:
             if planned is not None:
                 check_unchanged(planned.captured, stacklevel=2)
                 _check_captured_kept(call, planned)
-        except Exception as e:
+        except BaseException as e:
             # The other ranks may wait for this one: tell them.
             record.agree(record.next(), e)
             raise
@@ -312,7 +324,7 @@ class Step:
                 for leaf, spec in zip(call.leaves, specs, strict=True)
             ]
             held = json.dumps([*leaves, host_name()])
-        except Exception as e:
+        except BaseException as e:
             record.agree(number, e)
             raise
         if self.mesh.kind == "process":
@@ -346,7 +358,7 @@ class Step:
                 "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
             }
-        except Exception as e:
+        except BaseException as e:
             record.agree(number, e)
             raise
         try:

@@ -42,7 +42,7 @@ class Agreements:
         self,
         store: Store,
         call: int,
-        payload: dict[str, str] | Exception,
+        payload: dict[str, str] | BaseException,
         timeout: float,
         skipped: str,
     ) -> None:
@@ -55,7 +55,7 @@ class Agreements:
         number, self._joined = self._joined, self._joined + 1
         board = self._board(store, number)
         is_first = board.open(call, skipped)
-        if isinstance(payload, Exception):
+        if isinstance(payload, BaseException):
             self._refuse(board, call, payload)
             return
         facets = {"call number": str(call), "calling thread": thread_name(), **payload}
@@ -74,9 +74,9 @@ class Agreements:
         board.forget(self._cleaned)
         self._cleaned = number + 1
 
-    def _refuse(self, board: Board, call: int, error: Exception) -> None:
+    def _refuse(self, board: Board, call: int, error: BaseException) -> None:
         """Tell all ranks that this one failed to plan the call."""
-        text = shortened(f"{type(error).__name__}: {error}", 2000)
+        text = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), 2000)
         why = (
             f"Rank {board.mesh.rank} failed to plan call {call}, so no rank runs it. Its"
             f" error:\n  {indented(text)}"

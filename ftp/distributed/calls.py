@@ -175,7 +175,7 @@ class Calls:
             self._skipped = f"failed in call {self.next()} before its first collective, with {said}"
 
     def agree(
-        self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
+        self, call: int, payload: dict[str, str] | BaseException, timeout: float | None = None
     ) -> None:
         """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise
         on every rank.
@@ -197,7 +197,7 @@ class Calls:
         """
         timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
-            if isinstance(payload, Exception):
+            if isinstance(payload, BaseException):
                 raise payload
             return
         self.check()
@@ -209,14 +209,14 @@ class Calls:
                 with self._channel.asking(timeout) as store:
                     self._agreements.join(store, call, payload, timeout, self._skipped)
                     # What failed on all ranks runs no program: the next one is to be agreed on.
-                    self._agreed_call = 0 if isinstance(payload, Exception) else call
+                    self._agreed_call = 0 if isinstance(payload, BaseException) else call
                     self._skipped = ""
                     self._watch_host(store)
             finally:
                 self._agrees_on = 0
                 self._in_call.release()
         finally:
-            if isinstance(payload, Exception):
+            if isinstance(payload, BaseException):
                 raise payload
 
     def exchange(self, key: str, value: str, timeout: float | None = None) -> list[str]:

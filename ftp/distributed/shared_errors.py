@@ -18,7 +18,7 @@ def raise_on_all_ranks(mesh: Mesh) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as e:
+    except BaseException as e:
         if mesh.kind == "process":
             record = calls(mesh)
             record.agree(record.next(), e)

@@ -175,7 +175,7 @@ def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def check_placed(
     leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh
 ) -> None:
-    """Raises for tensors that are placed on another mesh, or with another spec."""
+    """Raises for tensors placed on another mesh, or with another spec, whose axes the mesh has."""
     failures = []
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
         known = placement_of(leaf)
@@ -187,7 +187,7 @@ def check_placed(
                 f" {mesh.kind} mesh {mesh}."
                 " Take it off with ftp.device_get and place it with ftp.device_put."
             )
-        elif known.spec != spec:
+        elif known.spec != spec and mesh.axes.keys() >= {*spec.axes, *spec.unreduced}:
             failures.append(
                 f"{name} is placed with spec {known.spec}, but {spec} is asked for."
                 f" Reshard it with ftp.reshard(tree, mesh, {known.spec}, {spec})."

@@ -2,7 +2,9 @@
 must work.
 """
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import optree
@@ -557,6 +559,16 @@ def test_a_registered_container_is_seen_through():
         torch.testing.assert_close(loss, loss_fn({"w": params.w, "b": params.b}, X))
 
 
+def test_a_step_is_copied_as_functions_are_and_not_pickled():
+    sharded = step()
+    held = copy.deepcopy({"step": sharded, "n": [1]})
+    assert held["step"] is copy.copy(sharded) is sharded
+    assert message(pickle.dumps, sharded, kind=TypeError) == (
+        "TypeError: A step cannot be pickled: its programs are of this process' mesh. Give a"
+        " process that you start the function and the specs, and call ftp.shard or ftp.spmd there."
+    )
+
+
 # Placement and donation.
 
 
@@ -573,6 +585,11 @@ def test_a_tensor_that_is_placed_otherwise():
         " Take it off with ftp.device_get and place it with ftp.device_put."
     )
     assert "ftp.reshard" in message(ftp.device_put, placed, MESH, P())
+    params, x = ftp.device_put(PARAMS, MESH, SPECS), ftp.device_put(X, MESH, P("dp"))
+    for specs, of_batch in ((P("model"), P("dp")), (SPECS, P("model"))):
+        said = message(step(specs=specs, batch_specs=of_batch), params, x)
+        assert said.startswith("SpecError: ") and "the mesh has no axis 'model'" in said
+    assert "has no axis 'model'" in message(ftp.reshard, placed, MESH, P("tp"), P("model"))
     moved = ftp.reshard(placed, MESH, P("tp"), SPECS)
     torch.testing.assert_close(step(specs=SPECS)(moved, X)[0], loss_fn(PARAMS, X))
 

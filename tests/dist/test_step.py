@@ -473,6 +473,33 @@ def test_a_rank_that_cannot_plan():
     )
 
 
+def _interrupted_plan():
+    mesh, said = _mesh(), []
+
+    def loss(p, x):
+        if dist.get_rank() == 1 and not said:
+            raise KeyboardInterrupt
+        return _loss(p, x)
+
+    step = ftp.shard(loss, mesh)
+    for _ in range(3):
+        try:
+            said.append(float(step({"w": torch.ones(4, 3)}, torch.ones(2, 4))[0]))
+        except (KeyboardInterrupt, ftp.FtpError) as e:
+            said.append(f"{type(e).__name__}: {e}")
+    _end()
+    return said
+
+
+def test_ctrl_c_on_a_rank_that_plans():
+    first, second = _values(launch(_interrupted_plan, 2))
+    assert first[0] == (
+        "MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n"
+        "  KeyboardInterrupt"
+    )
+    assert second[0] == "KeyboardInterrupt: " and first[1:] == second[1:] == [first[1]] * 2
+
+
 def _benign():
     """One rank's copy of its shard is a tensor that nobody placed; it serves as well."""
     mesh = _mesh()
