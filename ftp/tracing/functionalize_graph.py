@@ -120,6 +120,9 @@ def _takes(target: OpOverload) -> list[tuple[str, str]]:
 
 
 def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
+    for read in gm.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
+        if not read.users:  # a constant, which the graph has as a number
+            gm.graph.erase_node(read)
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = {v for node in gm.graph.nodes for w in writes(node) for v in _views_behind(w)}
 

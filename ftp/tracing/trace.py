@@ -58,6 +58,7 @@ from ftp.tracing.replacements.libraries import patched_libraries
 from ftp.tracing.replacements.nested_traces import nested_traces
 from ftp.tracing.replacements.reshaped_views import check_reshaped_views
 from ftp.tracing.replacements.value_independent import unchecked
+from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected_rows.narrow import check_copied_views
 from ftp.tracing.selected_rows.results import counted
 from ftp.tracing.settings import casting_once
@@ -304,7 +305,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     recorder = Recorder(device_type, request.line, request.within, described, symbolic)
     recorders.append(recorder)
     paths = Paths(not request.within, request.checked, Joins)
-    reading = None if reads is None else Reading(reads)
+    reading = None if reads is None else Reading(reads, holds_same)
     gm, ran = _recorded(request, recorder, paths, reading)
     recording = None
     if request.keeps_recording and not (paths.asked or recorder.read) and reading is None:

@@ -321,3 +321,53 @@ def test_an_array_of_values_is_an_index():
 
     step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P(None, "tp"))
     torch.testing.assert_close(step(W, X, INDICES[0]), expected(fn, W, X, INDICES[0]))
+
+
+SIZED = [
+    lambda y, n: y.new_zeros(n + 1, 6).index_add(0, torch.arange(6) // 3, y),
+    lambda y, n: torch.zeros(size=(n, 6)) + y[:1],
+    lambda y, n: torch.arange(1, n)[:, None] * y[0],
+    lambda y, n: y.view(n, -1).logsumexp(1),
+    lambda y, n: y[None].expand(n, -1, -1).cumsum(0),
+    lambda y, n: y.repeat_interleave(n, 0).cumsum(0),
+    lambda y, n: y.split([n, 6 - n])[1].cumsum(0),
+    lambda y, n: F.pad(y, (0, n)).cumsum(1),
+    lambda y, n: y.narrow(0, n - 1, n).T @ y[:1].expand(n, -1).clone(),
+    lambda y, n: torch.linspace(0, 1, n)[:, None] * y.topk(n, 0).values,
+]
+
+
+@pytest.mark.parametrize("sized", SIZED)
+def test_a_tensor_of_one_integer_is_a_size(sized: Callable[[Tensor, Tensor], Tensor]):
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        return sized(x @ w, k.max()).square().sum()
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"))
+    for k in INDICES:
+        torch.testing.assert_close(step(W, X, k), expected(fn, W, X, k), rtol=1e-10, atol=1e-12)
+
+
+def test_a_value_is_read_once_until_it_is_written_to():
+    def fn(w: Tensor, x: Tensor, k: Tensor, is_written: bool) -> Tensor:
+        n = k.max().clone()
+        sums = x.new_zeros(n, 4) + x.new_zeros(int(n), 4) + x.new_zeros(k.max(), 4)
+        if is_written:
+            n.add_(1)
+        return (torch.cat([sums, x.new_zeros(n, 4), x]) @ w).square().mean()
+
+    for is_written in (False, True):
+        step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P(), P(), P()))
+        arguments = W, X, INDICES[0], is_written
+        torch.testing.assert_close(step(*arguments), fn(*arguments))
+        claims = step.lower(*arguments).assumptions
+        assert len([claim for claim in claims if "a Python number" in claim]) == 1 + is_written
+
+
+def test_a_size_of_numbers_alone_beside_writes():
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        y = (x @ w).clone()
+        y.add_(1)
+        return y.view(torch.div(6, 3, rounding_mode="trunc"), -1).logsumexp(1)
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), strict=True)
+    torch.testing.assert_close(step(W, X), fn(W, X))

@@ -72,7 +72,7 @@ class TracedNumber:
         if self.mask is None:
             number = python_value(func, self.value)
         else:
-            number = read_count(self.mask, lambda: self.value, holds_same)
+            number = read_count(self.mask, lambda: self.value)
         if number is None:
             raise number_refused(self.mask is not None)
         return number

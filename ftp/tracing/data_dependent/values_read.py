@@ -73,21 +73,26 @@ class Reading:
     """The values that one trace may read.
 
     Attributes:
+        is_same: whether two tensors hold the same values.
         asked: the tensor whose value the run asks for.
         follows_decision: whether it asks after a decision on values, so that more must be read.
+        known: tensors that were read, and their values.
         counts: masks, and how many rows each selects, as far as it was read.
     """
 
     given: ValuesRead
+    is_same: Callable[[Tensor, Tensor], bool]
     asked: Tensor | None = None
     follows_decision: bool = False
     line: str = ""
     _at: int = 0
+    known: list[tuple[Tensor, Any]] = field(default_factory=list)
     counts: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin a run of the function, of which a trace may have several."""
         self.asked, self._at = None, 0
+        self.known.clear()
         self.counts.clear()
 
     @property
@@ -151,20 +156,23 @@ def is_reading(level: Level = Level.NEEDED) -> bool:
 
 
 def read(x: Tensor) -> Any:
-    """The value of a tensor of integers or bools: a Python number, or nested tuples of them; None
-    where none may be read.
+    """The value of a tensor of integers or bools, read once: a Python number, or nested tuples of
+    them; None where none may be read.
     """
     if (value := of_captured(x, Tensor.tolist)) is not None:
         return _frozen(value)
     is_integer = not x.is_floating_point() and not x.is_complex()
     if x.dtype is torch.uint64 or not is_integer or (reading := _of(x)) is None:
         return None
-    return reading.next(_plain(x))
+    for known, value in reading.known:
+        if known.shape == x.shape and reading.is_same(known, x):
+            return value
+    value = reading.next(_plain(x))
+    reading.known.append((x, value))
+    return value
 
 
-def read_count(
-    mask: Tensor, count: Callable[[], Tensor], is_same: Callable[[Tensor, Tensor], bool]
-) -> int | None:
+def read_count(mask: Tensor, count: Callable[[], Tensor]) -> int | None:
     """The number of rows that a mask selects, read once for masks that are the same; None where it
     may not be read.
     """
@@ -173,7 +181,7 @@ def read_count(
     if (reading := _of(mask)) is None:
         return None
     for known, number in reading.counts:
-        if is_same(known, mask):
+        if reading.is_same(known, mask):
             return number
     number = reading.next(_plain(count()))
     reading.counts.append((mask, number))

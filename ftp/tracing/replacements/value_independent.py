@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
-from types import FrameType
+from types import FrameType, MethodDescriptorType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -24,7 +24,11 @@ from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.source import at_line, describe_line, users_frame
-from ftp.torch_internals.fake_tensors import DataDependentOutputException, is_fake
+from ftp.torch_internals.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    is_fake,
+)
 from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
 from ftp.tracing.data_dependent.guards import guard_at, line_of_identity
 from ftp.tracing.data_dependent.known_values import KnownValues
@@ -37,6 +41,7 @@ from ftp.tracing.data_dependent.traced_number import (
     without_numbers,
 )
 from ftp.tracing.data_dependent.values_read import Level, captured_value, is_reading, python_value
+from ftp.tracing.nested_arguments import flat, map_leaves
 from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import bincount, one_hot
@@ -80,7 +85,23 @@ class unchecked(ModeOfBlocks):
                     raise
             args, kwargs = numbers_read(given)  # torch takes them as sizes
             types = ()
-        return self._called(func, types, args, kwargs or {})
+        try:
+            return self._called(func, types, args, kwargs or {})
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            # torch takes tensors of one integer as sizes, but not as what its methods are of.
+            of = args[:1] if isinstance(func, MethodDescriptorType) else ()
+            given = [*args[len(of) :]], kwargs or {}
+            args, kwargs = map_leaves(self._integer, given)
+            if all(x is y for x, y in zip(flat(given), flat((args, kwargs)), strict=True)):
+                raise
+        return self._called(func, types, (*of, *args), kwargs)
+
+    def _integer(self, x: Any) -> Any:
+        """The value of a tensor of one integer, if it may be read; else ``x``."""
+        if not isinstance(x, Tensor) or x.numel() != 1 or x.dtype not in _INTEGERS:
+            return x
+        value = self._read(Tensor.__index__, x)
+        return x if value is None else value
 
     def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if Selected in types:

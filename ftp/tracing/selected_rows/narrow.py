@@ -14,13 +14,17 @@ from ftp.errors import TraceError, raise_all
 from ftp.ops.assume import assume, is_listening
 from ftp.ops.written import writes
 from ftp.tracing.captured_tensors import node_of
+from ftp.tracing.data_dependent.values_read import Level, is_reading
 from ftp.tracing.explain_errors import located
 from ftp.tracing.functionalize_graph import storages
-from ftp.tracing.selected_rows.slices import is_traced_int, read_traced_slice
+from ftp.tracing.selected_rows.slices import is_traced_int, read_traced_slice, slices_read
 
 
 def narrow(input: Tensor, dim: int, start: Any, length: Any) -> Any:
     """As ``torch.narrow``."""
+    if is_reading(Level.INTEGERS):
+        read = slices_read(slice(start, length))
+        start, length = read.start, read.stop
     if not (_is_index(start) or is_traced_int(length)) or not input.ndim:
         return torch.narrow(input, dim, start, length)
     if not is_listening() or is_inside():

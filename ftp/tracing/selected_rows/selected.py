@@ -153,7 +153,7 @@ class Selected:
             return self.size(0)
         if asks_whether_any(sys._getframe(1)):
             return int(bool(self.group.valid.any()))
-        count = read_count(self.group.mask, self.group.valid.sum, holds_same)
+        count = read_count(self.group.mask, self.group.valid.sum)
         if count is not None:
             return count
         raise number_refused(True, "len()")
@@ -222,7 +222,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 def _counted(x: Selected) -> Any:
     """The selected rows as a plain tensor, if the trace may read their number."""
     group = x.group
-    count = read_count(group.mask, group.valid.sum, holds_same)
+    count = read_count(group.mask, group.valid.sum)
     if count is None or x.base is not None:
         return x
     at = torch.nonzero_static(group.valid, size=count)[:, 0]
