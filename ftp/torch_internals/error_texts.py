@@ -52,7 +52,7 @@ _TEXTS = {
     Meaning.META_IN_FORWARD_MODE: r"expected device meta but got|has_fw_view",
     Meaning.SIZE_OF_ROWS: r"ShapeOfSelection",
     Meaning.NUMBER: r"TracedNumber",
-    Meaning.MAPS_ROWS: r"input is of type <class 'ftp\.tracing\.selected_rows\.selected\.Selected'>",
+    Meaning.MAPS_ROWS: r"is of type <class 'ftp\.tracing\.selected_rows\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",
 }

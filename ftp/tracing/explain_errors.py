@@ -131,7 +131,7 @@ def explain(error: Exception) -> FtpError | None:
         kind, message = _BY_MEANING[meaning]
         found = kind(message.replace("{at}", at))
     if found is None and line:
-        error.add_note(f"Raised while ftp traced the function, at {line}")
+        error.add_note(f"Raised while ftp traced the function, on whole tensors, at {line}")
     return found
 
 

@@ -726,6 +726,9 @@ def test_ordinary_mistakes_stay_as_they_are():
     with pytest.raises(RuntimeError, match="broadcast") as error:
         traced(lambda x, y: x + y, torch.ones(2), torch.ones(3))
     assert "lambda x, y: x + y" in raised_line(error.value)
+    (note,) = error.value.__notes__
+    assert note.startswith("Raised while ftp traced the function, on whole tensors, at ")
+    assert "lambda x, y: x + y" in note
     with pytest.raises(TypeError, match="unexpected keyword"):
         traced(
             lambda x: torch.func.functional_call(nn.ReLU(), {}, (x,), {"wrong": 1}), torch.ones(2)
