@@ -1,8 +1,8 @@
 """The version of ftp."""
 
 import hashlib
+import os
 from functools import cache
-from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -10,7 +10,10 @@ __version__ = "0.1.0"
 @cache
 def own_code() -> str:
     """A digest of ftp's own code, for what is kept in its cache."""
-    found, root = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        found.update(path.read_bytes())
+    found = hashlib.sha256()
+    for folder, inner, files in os.walk(os.path.dirname(os.path.abspath(__file__))):
+        inner.sort()
+        for name in sorted(name for name in files if name.endswith(".py")):
+            with open(os.path.join(folder, name), "rb", buffering=0) as file:
+                found.update(file.read())
     return found.hexdigest()

@@ -83,9 +83,7 @@ def _define(name: str, columns: int, optional: int | None, counts: bool) -> None
         op = f"ftp::fused_{name}{suffix}"
         update = Update(kernel, columns, optional, counts)
         torch.library.impl(op, "CompositeExplicitAutograd", _pure(update))
-        register_fake(
-            op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)]
-        )
+        register_fake(op, lambda tensors, **options: replacements(tensors))
         UPDATES[made] = update
         _BY_KERNEL.setdefault(f"_fused_{name}_", {})[overload] = made
 
@@ -105,6 +103,11 @@ def _pure(update: Update) -> Callable[..., list[Tensor]]:
 def written(tensors: Sequence[Any]) -> list[Any]:
     """The operands that an update replaces: all but the gradient."""
     return [tensors[0], *tensors[2:]]
+
+
+def replacements(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of an update, without values."""
+    return [torch.empty_like(t) for t in written(tensors)]
 
 
 _define("adam", 6, 4, True)

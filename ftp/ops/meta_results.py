@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.ops.fused_optimizer import UPDATES, replacements
 from ftp.torch_internals.dispatch import dispatch_has_kernel_for_dispatch_key
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch, DisableTorchFunction
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 @functools.cache
 def is_plain(func: OpOverload) -> bool:
     """Whether `meta_result` finds the op's result."""
-    return (
+    return func in UPDATES or (
         func.namespace == "aten"
         and (func.overloadpacket in _OTHERS or torch.Tag.pointwise in func.tags)
         and torch.Tag.nondeterministic_seeded not in func.tags
@@ -35,10 +36,12 @@ _OTHERS = frozenset(
     (
         aten._log_softmax, aten._log_softmax_backward_data, aten._softmax,
         aten._softmax_backward_data, aten._unsafe_view, aten.alias, aten.amax, aten.amin, aten.bmm,
-        aten.cat, aten.copy_, aten.cumsum, aten.detach, aten.diagonal, aten.embedding, aten.expand,
-        aten.gather, aten.index_select, aten.mm, aten.nll_loss_forward, aten.permute, aten.select,
-        aten.slice, aten.split, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unfold,
-        aten.unsqueeze, aten.view,
+        aten.cat, aten.copy_, aten.cumsum, aten.detach, aten.diagonal, aten.embedding,
+        aten.embedding_dense_backward, aten.empty_like, aten.expand, aten.fill_, aten.gather,
+        aten.index_select, aten.mm, aten.new_full, aten.nll_loss_backward, aten.nll_loss_forward,
+        aten.ones_like, aten.permute, aten.scatter_add, aten.select, aten.slice, aten.split,
+        aten.split_with_sizes, aten.squeeze, aten.sum, aten.t, aten.transpose, aten.unfold,
+        aten.unsqueeze, aten.view, aten.zeros_like,
     )
 )  # fmt: skip
 
@@ -98,7 +101,9 @@ def meta_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         try:
             given = [_on_meta(x, devices) for x in args]
             named = {name: _on_meta(x, devices) for name, x in kwargs.items()}
-            return func(*given, **named) if len(devices) == 1 else None
+            if len(devices) != 1:
+                return None
+            return replacements(*given) if func in UPDATES else func(*given, **named)
         except (_NotPlain, RuntimeError, IndexError, TypeError, ValueError, AssertionError):
             return None
 

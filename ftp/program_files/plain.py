@@ -36,6 +36,7 @@ CLASSES: tuple[type, ...] = (
     Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Member, Meta, ShardOffset, Options,
     Pin, Port, Product, Reshard, Solution, Stage, Units, Zigzag,
 )  # fmt: skip
+_COLLECTIONS = (tuple, list, dict, frozenset, slice, Mapping)  # dict first: it is asked for faster
 _NUMBER = {cls: number for number, cls in enumerate(CLASSES)}
 # Ops on Python numbers, such as a rank's offsets, and on tuples.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -86,9 +87,13 @@ class Writer:
             return value if math.isfinite(value) else [FLOAT, repr(value)]
         if kind is complex:
             return [COMPLEX, self.of(value.real), self.of(value.imag)]
+        if kind is fx.Node:
+            return [NODE, self.nodes[value]]
+        if kind is OpOverload:
+            return [OP, value.name()]
         if kind in _NUMBER:
             return self.once(value, lambda: self._fields(value))
-        if isinstance(value, tuple | list | frozenset | Mapping | slice):
+        if isinstance(value, _COLLECTIONS):
             data = self._collection(value)
         else:
             data = self._torch_value(value)
@@ -120,11 +125,9 @@ class Writer:
         return None
 
     def _torch_value(self, value: Any) -> list[Any] | None:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
         kind = type(value)
-        if isinstance(value, fx.Node):
-            return [NODE, self.nodes[value]]
-        if isinstance(value, OpOverload):
-            return [OP, value.name()]
         if kind is torch.dtype:
             return [DTYPE, str(value).removeprefix("torch.")]
         if kind is PartitionSpec:
@@ -134,10 +137,14 @@ class Writer:
             return [MESH_DEVICE] if is_of_mesh else [DEVICE, str(value)]
         if kind is torch.memory_format or kind is torch.layout:
             return [CONSTANT, str(value)]
-        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
-            sizes, strides = list(map(int, value.shape)), list(map(int, value.stride()))
-            return [TENSOR, sizes, strides, self.of(value.dtype)]
         return None
+
+    def _tensor(self, value: torch.Tensor) -> list[Any] | None:
+        """Plain data of a tensor's shape, strides and dtype; None for symbolic ones."""
+        sizes = list(value.shape)
+        if not all(type(n) is int for n in sizes):
+            return None
+        return [TENSOR, sizes, list(map(int, value.stride())), self.of(value.dtype)]
 
     def once(self, value: Any, write: Callable[[], Any]) -> Any:
         """A reference to the pool's entry for an object; ``write`` makes the entry once."""

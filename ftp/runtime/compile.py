@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch.fx.graph import _BoxedCodeGen
 
 from ftp.errors import CodeWarning
 from ftp.ops.philox import AS_TENSOR_OPS
@@ -21,6 +20,7 @@ from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime import kept_code
+from ftp.runtime.direct_code import forward_of
 from ftp.runtime.divided_work import divided
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.local_shapes import known_numbers
@@ -58,10 +58,9 @@ def eager(
     written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()))
     written = outline_branches(written) if host else written
     if not empties:
-        forward = fx.GraphModule({}, written).forward
+        forward = forward_of(written)
         return lambda given: forward(*_dense(given, donated))
-    written.set_codegen(_BoxedCodeGen())
-    emptying = fx.GraphModule({}, written).forward
+    emptying = forward_of(written, empties=True)
 
     def run(given: Any) -> Sequence[torch.Tensor]:
         taken = _dense(given, donated)
@@ -116,7 +115,7 @@ def compiled(
     keys = [subgraph.key() for subgraph in subgraphs]
     made = _compiled_once(dict(zip(keys, subgraphs, strict=True)), code or {})
     called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
-    forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
+    forward = forward_of(outline_branches(called) if host else called)
     # The code is compiled for dense inputs.
     return lambda given: forward(*_dense(given, tensors))
 

@@ -86,7 +86,7 @@ NEEDED = {
     "torch.distributions.constraints": "_PositiveDefinite _PositiveSemidefinite _Square _Symmetric",
     "torch.export": "ExportedProgram._update",
     "torch.fx.experimental._config": "patch",
-    "torch.fx.graph": "Graph._target_to_str _BoxedCodeGen",
+    "torch.fx.graph": "CodeGen._gen_python_code Graph._target_to_str _BoxedCodeGen",
     "torch.fx.graph_module": "_loader",
     "torch.fx.node": "Node._erased Node._next Node._prev Node._rename Node._update_args_kwargs",
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
