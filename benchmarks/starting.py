@@ -1,14 +1,16 @@
 """Seconds from the end of ``import torch`` to the end of a train step's first call, on gloo ranks
 of this machine, beside Megatron by hand: docs/starting.md.
 
-    python benchmarks/starting.py [--json] [--ranks 2] [--rounds 5] [--before FOLDER] [--compile]
+    python benchmarks/starting.py [--json] [--ranks 2] [--heads N] [--rounds 5] [--before FOLDER]
+        [--compile]
 
 Every start is in fresh processes, one thread each; the peers take turns. ``--before`` is another
-checkout of ftp, to compare with. Megatron is left out where ranks do not divide its heads. On a
-busy machine read processor seconds.
+checkout of ftp, to compare with. Megatron is left out where ranks do not divide its heads:
+``--heads`` gives the decoder others. On a busy machine read processor seconds.
 """
 
 import argparse
+import dataclasses
 import inspect
 import json
 import os
@@ -36,7 +38,7 @@ def _start(case: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
     from peers import workloads
 
-    work = workloads.WORKLOADS[case["workload"]]
+    work = _with_heads(workloads.WORKLOADS[case["workload"]], case["heads"])
     data = workloads.batch(work, 0)
     dist.init_process_group(
         "gloo", init_method=f"file://{case['meet']}", rank=case["rank"], world_size=case["ranks"]
@@ -52,6 +54,13 @@ def _start(case: dict[str, Any]) -> dict[str, Any]:
     dist.destroy_process_group()
     made = {"loss": loss, "seconds": ended[0] - begun[0], "cpu": ended[1] - begun[1]}
     return {**made, "without meeting": ended[1] - met[1]}
+
+
+def _with_heads(work: Any, heads: int) -> Any:
+    """The workload with another number of heads; 0: its own."""
+    return dataclasses.replace(
+        work, cfg=dataclasses.replace(work.cfg, heads=heads or work.cfg.heads)
+    )
 
 
 def _processor_seconds() -> float:
@@ -110,6 +119,7 @@ def start(peer: str, args: argparse.Namespace, folder: str, turn: int) -> list[d
         "peer": peer,
         "workload": args.workload,
         "ranks": args.ranks,
+        "heads": args.heads,
         "meet": f"{cache}/meet{turn}",
         "file": f"{folder}/step.ftp",
         "compile": args.compile,
@@ -136,6 +146,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--workload", default="W2", choices=("W2", "W3"))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", default="")
     parser.add_argument("--compile", action="store_true")
@@ -149,11 +160,11 @@ def main() -> None:
     sys.path.insert(0, str(ROOT / "tests/support"))
     from peers.workloads import WORKLOADS
 
-    cfg = WORKLOADS[args.workload].cfg
+    cfg = _with_heads(WORKLOADS[args.workload], args.heads).cfg
     no_before = dict.fromkeys(("before", "before again"), not args.before)
     left_out = {
         **no_before,
-        "Megatron": cfg is None or cfg.heads % args.ranks,
+        "Megatron": cfg.heads % args.ranks,
         "ftp from a file with its code": not args.compile,
     }
     peers = [peer for peer in PEERS if not left_out.get(peer)]
@@ -169,6 +180,7 @@ def main() -> None:
     show(rows, list(rows[0]))
     if args.json:
         case = {"workload": args.workload, "ranks": args.ranks, "rounds": args.rounds}
+        case |= {"heads": cfg.heads}
         compiled = "_compiled" if args.compile else ""
         save(f"starting_{args.ranks}{compiled}", {**case, "starts": rows})
 
