@@ -22,7 +22,7 @@ class DirectCode(CodeGen):
         if any(options.values()) or not all(map(_is_simple, given)):
             return super()._gen_python_code(nodes, root_module, namespace, **options)
         inputs = [node.name for node in given if node.op == "placeholder"]
-        names = _Names({node.name for node in given})
+        names = _GlobalNames({node.name for node in given})
         lines = list(_lines([node for node in given if node.op != "placeholder"], given, names))
         head = self.gen_fn_def(inputs, "")
         return PythonCode("\n    ".join(["\n" + head, *lines]), names.globals, None)
@@ -38,7 +38,7 @@ def _is_simple(node: fx.Node) -> bool:
     return node.op == "output" or (node.op == "call_function" and node.name != "self")
 
 
-class _Names:
+class _GlobalNames:
     """Global names of a code's ops and other values.
 
     Args:
@@ -87,7 +87,7 @@ class _Names:
         return f"{self.of(target)}({', '.join(given)})"
 
 
-def _lines(calls: list[fx.Node], nodes: list[fx.Node], names: _Names) -> Iterable[str]:
+def _lines(calls: list[fx.Node], nodes: list[fx.Node], names: _GlobalNames) -> Iterable[str]:
     """A line per node; a value is freed after the last line that reads it."""
     done = _last_reads(nodes)
     for node in calls:
