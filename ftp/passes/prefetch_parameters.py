@@ -13,13 +13,19 @@ LOCAL_STEPS = ("slice", "contribute", "pad")
 
 def is_ahead(node: Node) -> bool:
     """Whether a node is communication that does not depend on the batch, nor on a branch."""
-    is_reshard = node.kind == "reshard" and not node.branch
-    return is_reshard and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
+    if node.kind != "reshard" or node.depends != PARAMETER or node.branch:
+        return False
+    return node.target.op not in LOCAL_STEPS
 
 
 def held_bytes(node: Node) -> int:
     """Bytes of a reshard's result on the rank that holds most."""
     return math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
+
+
+def collective_bytes(node: Node) -> int:
+    """Bytes of a reshard's buffer on the larger side, on the rank that holds most."""
+    return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 
 def largest_gathered(graph: Graph) -> int:
@@ -39,21 +45,30 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
         limit: bytes that a rank gathers ahead; default the size of the largest parameter that is
             gathered.
     """
+    starts: dict[int, list[Node]] = {}
+    for place, turn in turns(graph, groups, limit).items():
+        starts.setdefault(turn, []).append(graph.nodes[place])
+    wanted = [one for at, node in enumerate(graph.nodes) for one in (*starts.get(at, ()), node)]
+    return Graph(after_operands(wanted), graph.outputs)
+
+
+def turns(
+    graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None
+) -> dict[int, int]:
+    """By the place of each gather of a parameter, the place at which `prefetch` issues it."""
     limit = largest_gathered(graph) if limit is None else limit
     bucket_of = {name: tuple(group) for group in groups for name in group}
-    units: dict[tuple[str, ...], list[Node]] = {}
-    turns: list[int] = []
+    units: dict[tuple[str, ...], list[int]] = {}
     for at, node in enumerate(graph.nodes):
         if is_ahead(node):
-            members = units.setdefault(bucket_of.get(node.name, (node.name,)), [])
-            turns += [] if members else [at]
-            members.append(node)
-    sums = [0, *accumulate(sum(map(held_bytes, members)) for members in units.values())]
-    starts: dict[int, list[Node]] = {}
-    for number, members in enumerate(units.values()):
+            units.setdefault(bucket_of.get(node.name, (node.name,)), []).append(at)
+    places = list(units.values())
+    sizes = (sum(held_bytes(graph.nodes[at]) for at in members) for members in places)
+    sums = [0, *accumulate(sizes)]
+    found: dict[int, int] = {}
+    for number, members in enumerate(places):
         # Where unit i is used, units i + 1 to ``number`` have been issued; i is the first for which
         # they fit the limit.
         i = bisect_left(sums, sums[number + 1] - limit) - 1
-        starts.setdefault(turns[max(i, 0)], []).extend(members)
-    wanted = [one for at, node in enumerate(graph.nodes) for one in (*starts.get(at, ()), node)]
-    return Graph(after_operands(wanted), graph.outputs)
+        found |= dict.fromkeys(members, places[max(i, 0)][0])
+    return found

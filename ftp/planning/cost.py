@@ -136,6 +136,10 @@ class Hardware:
         """Floating-point operations a second of matmuls in ``dtype``."""
         return self.rates.get(dtype, self.flops)
 
+    def issued(self, seconds: float) -> float:
+        """Seconds of an op whose work takes ``seconds``, with what it costs to issue it."""
+        return max(seconds, self.overhead) if self.hides_overhead else seconds + self.overhead
+
     @classmethod
     def h100(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """H100 SXM, 8 in a node. Source: NVIDIA H100 datasheet (dense rates: half of those with

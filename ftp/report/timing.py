@@ -2,6 +2,7 @@
 overlapped as scheduled.
 """
 
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -257,7 +258,8 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
     is_view = not writes(node) and all(r.storage in reads for r in results)
     flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
     if not is_view:
-        nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results)
+        nbytes = sum(r.nbytes for r in results)
+        nbytes += 0 if _makes_like(node.target) else sum(o.nbytes for o in operands)
         if node.target in _FROM_INDEX:  # reads as many rows as it gives
             nbytes = 2 * sum(r.nbytes for r in results)
         given = {r.storage for r in results}
@@ -278,7 +280,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             ]
             seconds += sum(size / on_curve(hardware.fresh, size) for size in made)
     if hardware.hides_overhead:
-        total = 0.0 if is_view else max(seconds, hardware.overhead)
+        total = 0.0 if is_view else hardware.issued(seconds)
     else:
         issued = hardware.overhead * _calls(node)
         if hardware.cold and moved:
@@ -355,6 +357,13 @@ def _is_dense(held: LocalTensor) -> bool:
             return False
         expected *= size
     return True
+
+
+@functools.cache
+def _makes_like(target: Any) -> bool:
+    """Whether an op makes a tensor of an operand's shape or dtype, and does not read it."""
+    name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
+    return name.startswith("new_") or name.endswith("_like")
 
 
 def _calls(node: fx.Node) -> int:

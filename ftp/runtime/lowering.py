@@ -30,6 +30,7 @@ from ftp.passes.bucket_collectives import (
 from ftp.passes.buffer_reuse import reuse_memory_in, with_values
 from ftp.passes.chunk_matmuls import Chunks, chunk_matmuls, chunks
 from ftp.passes.copy_elimination import drop_copies
+from ftp.passes.faster_buckets import faster_buckets
 from ftp.passes.fuse_matmul_collectives import Joint, fuse_matmuls, joints
 from ftp.passes.fuse_optimizer_updates import merge_updates, merge_updates_in
 from ftp.passes.inline_small_ops import small_updates
@@ -68,6 +69,7 @@ class Decided:
         """Whether a rank's graph differs from the partitioned plan."""
         return bool(
             self.buckets.groups
+            or self.buckets.seeds
             or self.chunks.reshards
             or self.joints
             or self.narrowed
@@ -110,6 +112,7 @@ def decide(
     if options.bucket:
         without = (*chunked.reshards, *fused, *apart, *inside)
         buckets = choose_buckets(graph, without=without, apart=narrowed)
+        buckets = faster_buckets(graph, buckets, hardware, options.prefetch)
     prefetched = prefetch(graph, buckets.groups, options.prefetch)
     buckets = reordered(prefetched, buckets)
     together = (

@@ -62,7 +62,8 @@ def search(
 
     Returns:
         A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...,
-        bucket=found.bucket)`` is the program; ``print(found)`` shows the costs of other plans.
+        hardware=found.hardware, bucket=found.bucket)`` is the program; ``print(found)`` shows the
+        costs of other plans.
         ``found.bucket`` is False only if nothing tried fits with buckets, which hold copies.
 
     Raises:

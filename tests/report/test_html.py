@@ -104,7 +104,8 @@ def test_the_command_gives_json(file: str, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 8 and facts["mesh"] == {"dp": 4, "tp": 2}
     assert facts["memory"]["totals"]["parameters"] == 2 * 64 * 256 * 4 // 2
-    assert facts["collectives"]["count"] == 2 and facts["cost"]["hardware"] == "H100"
+    # A bucket of three gradients, or none: the copy takes as long as the latencies it saves.
+    assert facts["collectives"]["count"] == 4 and facts["cost"]["hardware"] == "H100"
 
 
 @pytest.mark.parametrize(
