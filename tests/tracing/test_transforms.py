@@ -332,3 +332,22 @@ def test_gradients_of_forward_mode_in_chunks_are_traced_again():
     for ranks in (2, 3):
         step = ftp.shard(loss, ftp.simulated_mesh((ranks,), ("dp",)), P(), batch_specs=P("dp"))
         torch.testing.assert_close(step(p, x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_tangents_that_are_views_under_vmap():
+    """torch copies such a tangent into zeros that it makes by an op of its own."""
+
+    def of_row(p: Tensor, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: (x.sin() * p).prod())
+        column = torch.eye(3, dtype=x.dtype)[:, 1]
+        return torch.func.jvp(slope, (x,), (column,))[1].sum()
+
+    def energy(p: Tensor, x: Tensor) -> Tensor:
+        return torch.vmap(of_row, (None, 0))(p, x).square().mean()
+
+    p, x = (torch.linspace(0.3, 2, n, dtype=torch.float64).sin() for n in (3, 15))
+    x = x.view(5, 3)
+    for spec in (P("dp"), P(None, "dp")):
+        mesh = ftp.simulated_mesh((2,), ("dp",))
+        step = ftp.spmd(energy, mesh, (P(), spec), P(), certify=True)
+        torch.testing.assert_close(step(p, x), energy(p, x), rtol=1e-10, atol=1e-12)

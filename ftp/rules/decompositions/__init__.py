@@ -5,7 +5,7 @@ means, no tensor stored that the fused op does not store. Half precision is comp
 rounded at the end, as in the kernels.
 """
 
-from ftp.rules.decompositions import index, matmul, norm, reduce, softmax  # noqa: F401
+from ftp.rules.decompositions import factory, index, matmul, norm, reduce, softmax  # noqa: F401
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 
 OWN_DECOMPOSITIONS = dict(DECOMPOSITIONS)
