@@ -375,9 +375,10 @@ class Sizes:
         """``x // y`` where ``y`` divides ``x`` at all sizes, as a size and its padding to a
         multiple of ``y``; else None.
         """
-        if any(c % y for c in x.plain.values()):
-            return None
-        return self.formula({atoms: c // y for atoms, c in x.plain.items()})
+        for terms in (x.terms, x.plain):
+            if not any(c % y for c in terms.values()):
+                return self.formula({atoms: c // y for atoms, c in terms.items()})
+        return None
 
     def plain(self, terms: Terms) -> Terms:
         """Terms of the same value, equal for more of the sums that are equal at all sizes: a

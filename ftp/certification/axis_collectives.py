@@ -9,12 +9,13 @@ from ftp.certification.element_map import (
     ElementMap,
     MeshAxis,
     concatenated_index,
-    dims_as_atoms,
+    in_same_atoms,
     one_atom,
     reshape,
     zeros_like,
 )
 from ftp.certification.positions import Positions, overlaid
+from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.unsound import Unsound
 
 
@@ -30,13 +31,37 @@ def _column(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     """One element map for all ranks along an axis."""
     if len(parts) == 1:
         return parts[0].held
-    held = [p.held for p in parts]
-    if len({(p.atoms, p.groups) for p in held}) > 1:
-        held = [dims_as_atoms(p) for p in held]
+    parts = sorted(parts, key=lambda p: p.at)
+    held = _with_few_holes(in_same_atoms([p.held for p in parts]), along)
     index = concatenated_index(held, along.dim, [len(p.at) for p in parts])
     order = np.argsort([at for p in parts for at in p.at]).tolist()
-    index = tuple(i.taken(along.dim, order) for i in index)
+    if order != [*range(len(order))]:
+        index = tuple(i.taken(along.dim, order) for i in index)
     return replace(held[0], index=index, is_zero=all(p.is_zero for p in held))
+
+
+def _with_few_holes(held: Sequence[ElementMap], along: MeshAxis) -> Sequence[ElementMap]:
+    """The maps, with holes for zeros in the dims alone along which the other ranks' parts differ:
+    one hole makes a zero.
+    """
+    some = [p for p in held if not p.is_zero]
+    if not 0 < len(some) < len(held):
+        return held
+    first = some[0].index
+    alike = [
+        not i.varies(along.dim) and all(is_same_positions(p.index[d], i) for p in some)
+        for d, i in enumerate(first)
+    ]
+    if all(alike):
+        return held
+    return [
+        replace(
+            p, index=tuple(x if a else i for i, x, a in zip(p.index, first, alike, strict=True))
+        )
+        if p.is_zero
+        else p
+        for p in held
+    ]
 
 
 def _first(x: ElementMap, dim: int) -> ElementMap:

@@ -63,7 +63,7 @@ class Cells:
             varying = [fact for fact in facts if fact.shape[dim] > 1]
             alike: dict[Any, list[int]] = {}
             for i in range(along.n):
-                known = tuple(text_of(fact.take(i, dim)) for fact in varying)
+                known = tuple(text_of(fact.take([i], dim)) for fact in varying)
                 alike.setdefault(i if axis in self.alone else known, []).append(i)
             classes.append([tuple(found) for found in alike.values()])
         return [

@@ -17,6 +17,7 @@ from ftp.certification.positions import Positions, concatenated, holes
 from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.progression import Index, divides
 from ftp.certification.unsound import Unsound
+from ftp.dynamic_int import is_dynamic
 
 Position = int | Index  # equal on all ranks, or an array with a dim for each mesh axis
 PendingSums = frozenset[tuple[str, str]]  # (axis, op) of reductions that are still to be done
@@ -117,9 +118,22 @@ def is_same(a: ElementMap, b: ElementMap) -> bool:
         return True
     if a.is_zero or b.is_zero:
         return a.is_zero and b.is_zero
-    if (a.atoms, a.groups) != (b.atoms, b.groups):
-        a, b = dims_as_atoms(a), dims_as_atoms(b)
+    a, b = in_same_atoms([a, b])
     return all(map(is_same_positions, a.index, b.index))
+
+
+def in_same_atoms(maps: Sequence[ElementMap]) -> Sequence[ElementMap]:
+    """Maps of one shape in equal atoms: those of the map that has most, where the others' atoms can
+    be split so; else one for each dim.
+    """
+    if len({(x.atoms, x.groups) for x in maps}) == 1:
+        return maps
+    finest = max(maps, key=lambda x: len(x.atoms))
+    if all(math.prod(x.atoms) == math.prod(finest.atoms) for x in maps):
+        found = [replace(reshape(x, finest.atoms), groups=finest.groups) for x in maps]
+        if all(x.atoms == finest.atoms for x in found):
+            return found
+    return [dims_as_atoms(x) for x in maps]
 
 
 def dims_as_atoms(x: ElementMap) -> ElementMap:
@@ -138,7 +152,7 @@ def reshape(x: ElementMap, shape: Sequence[int]) -> ElementMap:
     groups, at = [], 0
     for size in shape:
         first, left = at, size
-        while left > 1:
+        while is_dynamic(left) or left > 1:
             here = x.atoms[at]
             if divides(here, left):
                 left //= here

@@ -2,8 +2,9 @@
 
 A position is a base plus terms. Each term varies along some dims, which are mesh axes or atoms. For
 even shards each term is an arithmetic progression, so that positions on thousands of ranks take a
-few numbers. For uneven shards and padding a term is an array over its dims. A zero
-of padding has no position: it is a hole in the base or in a term.
+few numbers; for uneven shards, padded to one size, it is one that ends in holes. For other paddings
+and cuts a term is an array over its dims. A zero of padding has no position: it is a hole in the
+base or in a term.
 """
 
 import math
@@ -22,16 +23,20 @@ from ftp.certification.progression import (
     divides,
     holes_in,
     is_hole,
-    progression,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Term:
-    """Amounts that positions vary by along ``dims``, which ascend; a progression has one dim."""
-
-    dims: tuple[int, ...]
-    values: Progression | Index
+from ftp.certification.ragged import Ragged, padded
+from ftp.certification.rows import Part, in_row
+from ftp.certification.terms import (
+    Term,
+    counted,
+    difference,
+    in_groups,
+    joined,
+    merged_terms,
+    of_ranks,
+    over,
+    parts_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +61,7 @@ class Positions:
 
     def dense(self) -> Index:
         """The positions as an array of ``ndim`` dims, of size 1 where constant; a hole is -1."""
-        found = added(_joined(self.terms, range(self.ndim)), self.base)
+        found = added(joined(self.terms, range(self.ndim)), self.base)
         return np.where(holes_in(found), -1, found)
 
     # Dims.
@@ -67,7 +72,8 @@ class Positions:
         for t in self.terms:
             dims = [places[d] for d in t.dims]
             order = sorted(range(len(dims)), key=dims.__getitem__)
-            values = t.values if isinstance(t.values, Progression) else t.values.transpose(order)
+            is_kept = order == list(range(len(dims))) and not isinstance(t.values, np.ndarray)
+            values = t.values if is_kept else t.array.transpose(order)
             terms.append(Term(tuple(dims[i] for i in order), values))
         return Positions(ndim, self.base, tuple(terms))
 
@@ -89,9 +95,12 @@ class Positions:
         if isinstance(r, Progression) and (halves := r.split(minor)):
             parts = [Term((dim + i,), half) for i, half in enumerate(halves)]
             return sum_of(wide.ndim, wide.base, [*rest, *parts])
-        r, at = _array(term), term.dims.index(dim)
-        shape = (*r.shape[:at], major, minor, *r.shape[at + 1 :])
+        at = term.dims.index(dim)
         dims = (*term.dims[:at], dim, dim + 1, *term.dims[at + 1 :])
+        if isinstance(r, Ragged) and (ragged := r.split(at, minor)):
+            return sum_of(wide.ndim, wide.base, [*rest, Term(dims, ragged)])
+        r = term.array
+        shape = (*r.shape[:at], major, minor, *r.shape[at + 1 :])
         return sum_of(wide.ndim, wide.base, [*rest, Term(dims, r.reshape(shape))])
 
     def merged(self, dim: int, major: int, minor: int) -> "Positions":
@@ -109,8 +118,12 @@ class Positions:
             start = sum(line.start for line in lines.values())
             line = Term((dim,), Progression(start, (*digits[0], *digits[1])))
             return sum_of(ndim, self.base, [*rest, line])
-        dims = sorted({dim, dim + 1}.union(*(t.dims for t in mine)))
-        values, at = _joined(mine, dims), dims.index(dim)
+        (term, *more), dims = mine, sorted({dim, dim + 1}.union(*(t.dims for t in mine)))
+        if not more and isinstance(term.values, Ragged) and tuple(dims) == term.dims:
+            at = dims.index(dim)
+            left = tuple(places[d] for d in dims if d != dim + 1)
+            return sum_of(ndim, self.base, [*rest, Term(left, term.values.merged(at))])
+        values, at = joined(mine, dims), dims.index(dim)
         before, after = values.shape[:at], values.shape[at + 2 :]
         values = np.broadcast_to(values, (*before, major, minor, *after))
         values = values.reshape(*before, major * minor, *after)
@@ -124,12 +137,13 @@ class Positions:
         term, rest = self._along(dim)
         if term is None:
             return self
-        r = term.values
-        values = (
-            r.at(places)
-            if isinstance(r, Progression)
-            else r.take(list(places), term.dims.index(dim))
-        )
+        r, at, values = term.values, term.dims.index(dim), None
+        if isinstance(r, Progression):
+            values = r.at(places)
+        elif isinstance(r, Ragged):
+            values = r.taken(at, places)
+        if values is None:
+            values = term.array.take(list(places), at)
         return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
 
     def within(self, dim: int, first: int, step: int, count: int) -> "Positions":
@@ -137,11 +151,14 @@ class Positions:
         term, rest = self._along(dim)
         if term is None:
             return self
-        r = term.values
-        values = r.within(first, step, count) if isinstance(r, Progression) else None
+        r, at, values = term.values, term.dims.index(dim), None
+        if isinstance(r, Progression):
+            values = r.within(first, step, count)
+        elif isinstance(r, Ragged):
+            values = r.within(at, first, step, count)
         if values is None:
             places = first + step * np.arange(operator.index(count))
-            values = _array(term).take(places.astype(np.int64), term.dims.index(dim))
+            values = term.array.take(places.astype(np.int64), at)
         return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
 
     def from_starts(self, dim: int, starts: Index, length: int) -> "Positions":
@@ -151,19 +168,19 @@ class Positions:
         term, rest = self._along(dim)
         if term is None:
             return self
-        start, r = _of_ranks(starts), term.values
+        start, r = of_ranks(starts), term.values
         line = r.within(0, 1, length) if isinstance(r, Progression) else None
         if isinstance(r, Progression) and line is not None:
             (major, _), *minor = r.digits
             block = math.prod(count for _, count in minor)
             first = np.asarray(start.values)
             if block == 1 or all(divides(block, x) for x in first.ravel().tolist()):
-                steps = Term(start.dims, first // block * major)
+                steps = Term(start.dims, np.asarray(first // block * major))
                 return sum_of(self.ndim, self.base, [*rest, steps, Term((dim,), line)])
         dims = sorted({*start.dims, *term.dims})
         at = dims.index(dim)
-        places = _joined([start], dims) + _counted(length, at, len(dims))
-        values = np.take_along_axis(_over(term, dims), places, at)
+        places = joined([start], dims) + counted(length, at, len(dims))
+        values = np.take_along_axis(over(term, dims), places, at)
         return sum_of(self.ndim, self.base, [*rest, Term(tuple(dims), values)])
 
     def padded(self, dim: int, size: int, before: Index, total: int) -> "Positions":
@@ -171,12 +188,15 @@ class Positions:
         holes in front, has a dim for each mesh axis.
         """
         term, rest = self._along(dim)
-        start = _of_ranks(before)
+        start = of_ranks(before)
+        line = None if term is None or before.any() else term.values
+        if isinstance(line, Progression) and (ragged := padded(line, total)):
+            return sum_of(self.ndim, self.base, [*rest, Term((dim,), ragged)])
         dims = sorted({dim, *start.dims, *(() if term is None else term.dims)})
         at = dims.index(dim)
-        held = _joined([] if term is None else [term], dims)
+        held = joined([] if term is None else [term], dims)
         held = np.broadcast_to(held, (*held.shape[:at], size, *held.shape[at + 1 :]))
-        places = _counted(total, at, len(dims)) - _joined([start], dims)
+        places = counted(total, at, len(dims)) - joined([start], dims)
         values = np.take_along_axis(held, np.clip(places, 0, size - 1), at)
         values = np.where((places >= 0) & (places < size), values, HOLE)
         return sum_of(self.ndim, self.base, [*rest, Term(tuple(dims), values)])
@@ -186,7 +206,7 @@ class Positions:
     def scaled(self, by: int) -> "Positions":
         terms = [
             Term(t.dims, t.values.scaled(by))
-            if isinstance(t.values, Progression)
+            if not isinstance(t.values, np.ndarray)
             else Term(t.dims, np.where(holes_in(t.values), HOLE, t.values * by))
             for t in self.terms
         ]
@@ -226,9 +246,9 @@ def sum_of(ndim: int, base: int, terms: Iterable[Term]) -> Positions:
     found: list[Term] = []
     todo = list(terms)
     if len({d for t in todo for d in t.dims}) < sum(len(t.dims) for t in todo):
-        todo = [_merged_terms(group) for group in _groups(todo)]
+        todo = [merged_terms(group) for group in in_groups(todo)]
     for term in todo:
-        constant, parts = _parts(term)
+        constant, parts = parts_of(term)
         if is_hole(constant):
             return holes(ndim)
         base += constant
@@ -244,13 +264,13 @@ def is_same(x: Positions, y: Positions) -> bool:
         return x.is_hole and y.is_hole
     total = x.base - y.base
     mine = set(map(id, x.terms))
-    for group in _groups([*x.terms, *y.terms]):
-        difference = _difference(
+    for group in in_groups([*x.terms, *y.terms]):
+        gain = difference(
             [t for t in group if id(t) in mine], [t for t in group if id(t) not in mine]
         )
-        if difference is None:
+        if gain is None:
             return False
-        total += difference
+        total += gain
     return total == 0
 
 
@@ -260,17 +280,22 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
     if len(parts) == 1 or all(not p.varies(dim) and is_same(p, first) for p in parts):
         return first
     held = [p for p in parts if not p.is_hole]
+    if held and all(p.is_hole for p in parts[len(held) :]):
+        chunks = [Part(p.base, p.terms, n) for p, n in zip(held, sizes, strict=False)]
+        row = in_row(chunks, dim, sum(sizes[len(held) :]))
+        if row is not None:
+            return sum_of(first.ndim, held[0].base, row)
     along = {dim}
     owner = {id(t): i for i, p in enumerate(held) for t in p.terms}
     shared: list[Term] = []
     bases = [p.base for p in held]
     apart: list[Term] = []
-    for group in _groups([t for p in held for t in p.terms]):
+    for group in in_groups([t for p in held for t in p.terms]):
         mine = [[t for t in group if owner[id(t)] == i] for i in range(len(held))]
         # Terms that vary along ``dim`` are not compared: parts may have different sizes there.
         gains: list[Any] = [None]
         if not any(dim in t.dims for t in group):
-            gains = [_difference(terms, mine[0]) for terms in mine]
+            gains = [difference(terms, mine[0]) for terms in mine]
         if None in gains:
             apart += group
             along.update(d for t in group for d in t.dims)
@@ -284,7 +309,7 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
         if part.is_hole:
             values = np.full((1,) * len(dims), HOLE)
         else:
-            values = added(_joined([t for t in part.terms if id(t) in kept], dims), next(base_of))
+            values = added(joined([t for t in part.terms if id(t) in kept], dims), next(base_of))
         arrays.append(np.broadcast_to(values, (*values.shape[:at], size, *values.shape[at + 1 :])))
     most = [max(a.shape[k] for a in arrays) for k in range(len(dims))]
     wide = [np.broadcast_to(a, (*most[:at], a.shape[at], *most[at + 1 :])) for a in arrays]
@@ -297,7 +322,7 @@ def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
     """
     terms, rests = zip(*(i._along(dim) for i in index), strict=True)
     dims = tuple(sorted({d for t in terms for d in t.dims}))
-    arrays = [_joined([t], dims) for t in terms]
+    arrays = [joined([t], dims) for t in terms]
     is_element = np.logical_and.reduce(np.broadcast_arrays(*(~holes_in(a) for a in arrays)))
     at = dims.index(dim)
     if (is_element.sum(at) > 1).any():
@@ -307,129 +332,3 @@ def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
         sum_of(i.ndim, i.base, [*rest, Term(dims, values)])
         for i, rest, values in zip(index, rests, kept, strict=True)
     ]
-
-
-# Terms.
-
-
-def _of_ranks(values: Index) -> Term:
-    """A number for each rank as a term; ``values`` has a dim for each mesh axis."""
-    dims = tuple(d for d, size in enumerate(values.shape) if size > 1)
-    return Term(dims, values.reshape([values.shape[d] for d in dims]))
-
-
-def _counted(count: int, at: int, ndim: int) -> Index:
-    return np.arange(operator.index(count)).reshape([count if d == at else 1 for d in range(ndim)])
-
-
-def _array(term: Term) -> Index:
-    return term.values.numbers() if isinstance(term.values, Progression) else term.values
-
-
-def _over(term: Term, dims: Sequence[int]) -> Index:
-    """A term as an array over dims that contain its own."""
-    values = _array(term)
-    sizes = dict(zip(term.dims, values.shape, strict=True))
-    return values.reshape([sizes.get(d, 1) for d in dims])
-
-
-def _joined(terms: Sequence[Term], dims: Sequence[int]) -> Index:
-    """The sum of terms as an array over ``dims``; a hole in one term is a hole in the sum."""
-    total = np.zeros((1,) * len(dims), dtype=np.int64)
-    for term in terms:
-        total = added(total, _over(term, dims))
-    return total
-
-
-def _merged_terms(terms: Sequence[Term]) -> Term:
-    if len(terms) == 1:
-        return terms[0]
-    dims = sorted({d for t in terms for d in t.dims})
-    return Term(tuple(dims), _joined(terms, dims))
-
-
-def _groups(terms: Sequence[Term]) -> list[list[Term]]:
-    """The terms in groups: terms that share dims are in one group."""
-    groups: list[tuple[set[int], list[Term]]] = []
-    for term in terms:
-        dims, members = set(term.dims), [term]
-        apart = []
-        for group in groups:
-            if group[0] & dims:
-                dims |= group[0]
-                members = [*group[1], *members]
-            else:
-                apart.append(group)
-        groups = [*apart, (dims, members)]
-    return [members for _, members in groups]
-
-
-def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
-    """The sum of ``a`` minus the sum of ``b``; None if it is not constant, or the holes differ."""
-    lines = [
-        {t.dims: t.values for t in terms if isinstance(t.values, Progression)} for terms in (a, b)
-    ]
-    if len(lines[0]) == len(a) and len(lines[1]) == len(b):
-        mine, theirs = ({d: line.digits for d, line in of.items()} for of in lines)
-        starts = (sum(line.start for line in of.values()) for of in lines)
-        return operator.sub(*starts) if mine == theirs else None
-    dims = sorted({d for t in (*a, *b) for d in t.dims})
-    x, y = np.broadcast_arrays(_joined(a, dims), _joined(b, dims))
-    nothing = holes_in(x)
-    if not np.array_equal(nothing, holes_in(y)):
-        return None
-    differences = (x - y)[~nothing]
-    if not differences.size:
-        return 0
-    first = differences.tolist()[0]
-    return first if (differences == first).all() else None
-
-
-def _parts(term: Term) -> tuple[int, list[Term]]:
-    """A term as a constant and terms in normal form."""
-    values = term.values
-    if isinstance(values, Progression):
-        start, digits = progression(*values)
-        if not digits:
-            return start, []
-        is_normal = digits is values.digits and type(start) is int and not start
-        return start, [term if is_normal else Term(term.dims, Progression(0, digits))]
-    if not values.size:
-        return 0, []
-    dims = tuple(d for d, size in zip(term.dims, values.shape, strict=True) if size > 1)
-    values = values.reshape([size for size in values.shape if size > 1])
-    nothing = holes_in(values)
-    found: list[Term] = []
-    if nothing.any():
-        if nothing.all():
-            return HOLE, []
-        for dim in dims:  # remove dims along which nothing varies
-            at = dims.index(dim)
-            line = values.take([0], at)
-            if len(dims) > 1 and (values == line).all():
-                values, dims = line.squeeze(at), (*dims[:at], *dims[at + 1 :])
-        return 0, [Term(dims, values)]
-    base = values.item(0)
-    values = values - base
-    for dim in dims if len(dims) > 1 else ():
-        at = dims.index(dim)
-        line = values[tuple(slice(None) if d == dim else 0 for d in dims)]
-        rest = values.take([0], at)
-        if (values == rest + line.reshape([-1 if d == dim else 1 for d in dims])).all():
-            found += _line(dim, line)
-            values, dims = rest.squeeze(at), (*dims[:at], *dims[at + 1 :])
-    if len(dims) == 1:
-        found += _line(dims[0], values)
-    elif dims:
-        found.append(Term(dims, values))
-    return base, found
-
-
-def _line(dim: int, values: Index) -> list[Term]:
-    """Numbers along one dim, the first of them 0, as at most one term: a progression if
-    possible.
-    """
-    step, count = values.item(1), len(values)
-    if np.array_equal(values, np.arange(count) * step):
-        return [Term((dim,), Progression(0, ((step, count),)))] if step else []
-    return [Term((dim,), values)]

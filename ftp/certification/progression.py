@@ -90,13 +90,15 @@ class Progression(NamedTuple):
 
 
 def progression(start: int, digits: Iterable[tuple[int, int]]) -> Progression:
-    """Numbers in the fewest digits: equal ones are written alike."""
+    """Numbers in the fewest digits: equal ones are written alike. A count that is a formula stays,
+    whether it is one or more.
+    """
     if type(digits) is tuple and len(digits) == 1:
         ((step, count),) = digits
-        return Progression(start, digits if count > 1 and step else ())
+        return Progression(start, digits if (is_dynamic(count) or count > 1) and step else ())
     found: list[tuple[int, int]] = []
     for step, count in digits:
-        if count < 2:
+        if not is_dynamic(count) and count < 2:
             continue
         if found and found[-1][0] == step * count:
             _, more = found.pop()
@@ -138,7 +140,7 @@ def holes_in(values: Index) -> Index:
 
 def added(a: Index, b: Any) -> Index:
     """A sum; a hole in one term is a hole in the sum."""
-    total = a + b
+    total = np.asarray(a + b)
     if total.dtype != object:
         return np.where(total < LEAST, HOLE, total)
     return np.where(holes_in(a) | holes_in(np.asarray(b)), HOLE, total)

@@ -174,20 +174,6 @@ def test_a_proof_is_of_the_graphs_that_serve_a_size():
     check_certified(program)
 
 
-def test_a_size_is_proven_once(monkeypatch):
-    made = []
-
-    def proven(program):
-        made.append(program.values[0])
-        return certified(program)
-
-    monkeypatch.setattr(certify_module, "certified", proven)
-    step = moving(certify=True, programs=2)
-    for size in (8, 11, 14, 8, 11, 14):
-        step(*arguments(size))
-    assert made == [8, 11, 14]
-
-
 def test_formulas_that_give_other_numbers_are_refused():
     step = moving(P())
     step(*arguments(4))

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 
 from ftp.certification.positions import (
     Positions,
-    Term,
     concatenated,
+    holes,
     is_same,
     overlaid,
     sum_of,
+    whole,
 )
 from ftp.certification.progression import Progression
+from ftp.certification.ragged import Ragged
+from ftp.certification.terms import Term
 
 HOLE = -(1 << 60)
 LEAD = 2  # mesh axes
@@ -45,7 +48,7 @@ def drawn(draw: Any) -> tuple[Positions, list[int]]:
     return sum_of(len(sizes), draw(st.sampled_from((30, 30, 30, HOLE))), terms), sizes
 
 
-def full(x: Positions, sizes: list[int]) -> np.ndarray:
+def full_of(x: Positions, sizes: list[int]) -> np.ndarray:
     return np.broadcast_to(x.dense(), sizes)
 
 
@@ -73,7 +76,7 @@ def steps(draw: Any, sizes: list[int]) -> tuple[str, Callable[[Any], Any], Calla
             return kind, lambda x: x.from_starts(dim, begins, length), moved
         case "pad":
             margins = st.lists(st.integers(0, 2), min_size=sizes[0], max_size=sizes[0])
-            before = np.array(draw(margins))
+            before = np.array(draw(st.one_of(margins, st.just([0] * sizes[0]))))
             total = n + 2
 
             def padded(a: np.ndarray) -> np.ndarray:
@@ -109,12 +112,12 @@ def steps(draw: Any, sizes: list[int]) -> tuple[str, Callable[[Any], Any], Calla
 @given(st.data())
 def test_steps(data: Any):
     x, sizes = data.draw(drawn())
-    array = full(x, sizes)
+    array = full_of(x, sizes)
     for _ in range(4):
         _, on_positions, on_array = data.draw(steps(sizes))
         x, array = on_positions(x), on_array(array)
         sizes = list(array.shape)
-        assert np.array_equal(full(x, sizes), array)
+        assert np.array_equal(full_of(x, sizes), array)
         assert all(not x.varies(d) or sizes[d] > 1 for d in range(len(sizes)))
 
 
@@ -123,7 +126,7 @@ def test_steps(data: Any):
 def test_comparison(data: Any):
     """Equal and unequal ones, one element changed among them."""
     x, sizes = data.draw(drawn())
-    array = full(x, sizes)
+    array = full_of(x, sizes)
     dims = tuple(range(len(sizes)))
 
     def of(values: np.ndarray) -> Positions:
@@ -136,7 +139,7 @@ def test_comparison(data: Any):
     assert is_same(x, of(other)) == np.array_equal(array, other)
     y, of_sizes = data.draw(drawn())
     if of_sizes == sizes:
-        assert is_same(x, y) == np.array_equal(array, full(y, sizes))
+        assert is_same(x, y) == np.array_equal(array, full_of(y, sizes))
 
 
 @SOME
@@ -148,7 +151,7 @@ def test_concatenation(data: Any):
         y, of_sizes = data.draw(drawn())
         parts.append(y if of_sizes == sizes else x.plus(sum_of(x.ndim, 7, [])))
     dim = data.draw(st.integers(0, len(sizes) - 1))
-    arrays, counts = [full(p, sizes) for p in parts], [sizes[dim]] * len(parts)
+    arrays, counts = [full_of(p, sizes) for p in parts], [sizes[dim]] * len(parts)
     if data.draw(st.booleans()):  # some places of each part
         places = st.lists(st.integers(0, sizes[dim] - 1), min_size=1, max_size=4)
         of_parts = [data.draw(places) for _ in parts]
@@ -157,7 +160,7 @@ def test_concatenation(data: Any):
         counts = [len(at) for at in of_parts]
     found = concatenated(parts, dim, counts)
     sizes[dim], expected = sum(counts), np.concatenate(arrays, dim)
-    assert np.array_equal(full(found, sizes), expected)
+    assert np.array_equal(full_of(found, sizes), expected)
 
 
 @SOME
@@ -173,7 +176,37 @@ def test_overlay(data: Any):
         return
     (found,) = overlaid([x], 0) or (None,)
     expected = np.where(owner < 0, -1, np.arange(size) * 2 + 1)
-    assert found is not None and np.array_equal(full(found, [1, size])[0], expected)
+    assert found is not None and np.array_equal(full_of(found, [1, size])[0], expected)
     held[:2, data.draw(st.integers(0, size - 1))] = 3  # on two ranks
     twice = sum_of(2, 1, [Term((0, 1), held)])
     assert not twice.varies(0) or overlaid([twice], 0) is None
+
+
+@SOME
+@given(st.data())
+def test_uneven_shards(data: Any):
+    """Padded to one size and beside each other they are the whole, with holes after it."""
+    n, size = data.draw(st.integers(2, 5)), data.draw(st.integers(2, 20))
+    k = -(-size // n)
+    counts = [max(min(k, size - r * k), 0) for r in range(n)]
+    x = whole(3, 1, size).plus(whole(3, 2, 3).scaled(100))
+    shards = [
+        x.within(1, r * k, 1, c).padded(1, c, np.array(0), k) if c < k else x.within(1, r * k, 1, k)
+        for r, c in enumerate(counts)
+        if c
+    ]
+    shards += [holes(3)] * (n - len(shards))
+    full = sum(c == k for c in counts)
+    parts = [x.within(1, 0, 1, k).plus(whole(3, 0, full).scaled(k)), *shards[full:]]
+    beside = concatenated(parts, 0, [full, *[1] * (n - full)])
+    expected = np.stack([np.broadcast_to(s.dense(), (1, k, 3))[0] for s in shards])
+    assert np.array_equal(full_of(beside, [n, k, 3]), expected)
+    whole_again = beside.merged(0, n, k).within(0, 0, 1, size)
+    assert is_same(whole_again, x.without_dim(0))
+    scattered = whole_again.padded(0, size, np.array(0), n * k).split(0, n, k)
+    assert is_same(scattered, beside)
+    r = data.draw(st.integers(0, n - 1))
+    assert is_same(scattered.taken(0, (r,)), shards[r])
+    assert np.array_equal(full_of(scattered.within(0, 1, 1, n - 1), [n - 1, k, 3]), expected[1:])
+    if 1 not in counts:
+        assert all(isinstance(t.values, Progression | Ragged) for t in beside.terms)
