@@ -89,10 +89,11 @@ def difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
     the holes differ.
     """
     values = [t.values for t in (*a, *b)]
-    if not any(isinstance(x, np.ndarray) for x in values):
+    lines = [x for x in values if not isinstance(x, np.ndarray)]
+    if len(lines) == len(values):
         if {t.dims: t.values for t in a} == {t.dims: t.values for t in b}:
             return 0
-        if all(isinstance(x, Progression) for x in values) or any(map(has_formulas, values)):
+        if all(isinstance(x, Progression) for x in lines) or any(map(has_formulas, lines)):
             return None
     dims = sorted({d for t in (*a, *b) for d in t.dims})
     x, y = np.broadcast_arrays(joined(a, dims), joined(b, dims))
