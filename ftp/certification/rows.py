@@ -74,7 +74,7 @@ def _step(parts: Sequence[Part], dim: int) -> int | None:
     steps = [p.line(dim) for p in parts]
     if None in steps:
         return None
-    step = next((s for s in steps if not _is_zero(s)), 0)
+    step = next((s for s in steps if s is not None and not _is_zero(s)), 0)
     if _is_zero(step) and len(parts) > 1:
         step = parts[1].base - parts[0].base
     base = parts[0].base
