@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mutants import mutants
 from sized_certificates import is_right, proven, with_other_numbers
 from sized_steps import (
+    DIMS,
     LAYOUTS,
     MOST,
     arguments,
@@ -22,6 +23,7 @@ from sized_steps import (
     weights,
 )
 
+import ftp
 from ftp import P
 from ftp.api import certify, certify_sizes
 from ftp.api.certify_sizes import certificate_for_all, certified_for_all, check_sizes
@@ -113,12 +115,11 @@ def changed_programs(given, most):
         yield mutant.what, replace(certificate, ranks=ranks)
 
 
-def alike(given, sizes=range(1, 65)):
-    """The sizes that a program's graphs serve."""
-    ranks, graphs = given.ranks, given.ranks.served(given.values)[1]
-    return [
-        s for s in sizes if ranks.sizes.conditions.holds((s,)) and ranks.served((s,))[1] == graphs
-    ]
+def alike(given, sizes):
+    """The sizes that a program's graphs may serve."""
+    ranks = [given.ranks.at(c, given.values) for c in given.mesh.coordinates()]
+    every = [given.ranks.sizes.conditions, *(rank.conditions for rank in ranks)]
+    return [s for s in sizes if all(conditions.holds((s,)) for conditions in every)]
 
 
 def check_changes(given, sizes, most, every=1):
@@ -129,10 +130,13 @@ def check_changes(given, sizes, most, every=1):
         sizes: which its graphs may serve.
         most, every: how many changes of collectives and data movement, and which of all.
     """
-    sizes, refused, limited = alike(given, sizes), 0, 0
-    assert len(sizes) > 2 and given.values[0] in sizes
+    refused = limited = 0
     with given.ranks.sizes.noting(given.values):
-        for what, certificate in islice(changed_programs(given, most), 0, None, every):
+        changes = islice(changed_programs(given, most), 0, None, every)
+        for number, (what, certificate) in enumerate(changes):
+            if not number:
+                sizes = alike(given, sizes)
+                assert len(sizes) > 2 and given.values[0] in sizes
             found = proven(certificate)
             refused += found is None
             if found is not None:
@@ -170,29 +174,43 @@ def test_changes_of_models_are_refused_or_limited(name, size):
     check_changes(program(name, size), range(1, 65), 100, every=4)
 
 
+def check_proofs(step, size):
+    """The certificates agree with the check of each size that meets their conditions, and the step
+    with one device.
+    """
+    step(weights(), tokens(size))
+    given = program_at(step, size)
+    check_sizes(given)
+    certificate = certificate_for_all(given)
+    sizes = alike(given, range(max(size - 8, 1), size + 9))
+    for proof in given.ranks.proofs[given.ranks.served((size,))[1]]:
+        for other in sizes if proof is not None else ():
+            assert not proof.holds((other,)) or is_right(certificate, (other,))
+    found = step(weights(), tokens(size))
+    grads, loss = torch.func.grad_and_value(loss_fn)(weights(), tokens(size))
+    torch.testing.assert_close(found, (loss, grads), rtol=1e-12, atol=1e-12)
+
+
 STEPS = {}
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
-@given(st.sampled_from([*LAYOUTS]), st.integers(1, 64))
-def test_a_certificate_agrees_with_the_check_of_each_size(name, size):
-    """On every size of its conditions, and with one device at one of them."""
-    if name not in STEPS:
-        STEPS[name] = step_of(name, certify=False)
-    step = STEPS[name]
-    step(weights(), tokens(size))
-    given = program_at(step, size)
-    check_sizes(given)
-    sizes = alike(given)
-    for proof in given.ranks.proofs[given.ranks.served((size,))[1]]:
-        for other in sizes if proof is not None else ():
-            if proof.holds((other,)):
-                certify.certified(program_at(step, other))
-    check_step(step, size)
+@settings(max_examples=12)
+@given(st.data())
+def test_certificates_agree_with_the_check_of_each_size(data):
+    """Drawn meshes, specs and sizes."""
+    shape = data.draw(st.sampled_from([(2, 1), (3, 1), (5, 1), (2, 2), (2, 3), (4, 2)]))
+    batch = data.draw(
+        st.sampled_from([P(None, "a"), P("b", "a"), P(None, ("a", "b")), P(None, ("b", "a")), P()])
+    )
+    specs = data.draw(st.sampled_from([P(), {"up": P(None, "b"), "down": P("b")}, P("a")]))
+    key = str((shape, batch, specs))
+    if key not in STEPS:
+        mesh = ftp.simulated_mesh(shape, ("a", "b"))
+        STEPS[key] = ftp.shard(loss_fn, mesh, specs, batch_specs=batch, dynamic_shapes=DIMS)
+    check_proofs(STEPS[key], data.draw(st.integers(1, 40)))
 
 
-def check_step(step, size):
-    found = step(weights(), tokens(size))
-    grads, loss = torch.func.grad_and_value(loss_fn)(weights(), tokens(size))
-    torch.testing.assert_close(found, (loss, grads), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("size", [6, 8])
+def test_a_certificate_agrees_with_the_check_of_each_size(size):
+    check_proofs(step_of("context", certify=False), size)
