@@ -25,7 +25,7 @@ from ftp.certification.progression import (
     is_hole,
 )
 from ftp.certification.ragged import Ragged, padded
-from ftp.certification.rows import Part, in_row
+from ftp.certification.rows import RowPart, in_row
 from ftp.certification.terms import (
     Term,
     counted,
@@ -281,7 +281,7 @@ def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> 
         return first
     held = [p for p in parts if not p.is_hole]
     if held and all(p.is_hole for p in parts[len(held) :]):
-        chunks = [Part(p.base, p.terms, n) for p, n in zip(held, sizes, strict=False)]
+        chunks = [RowPart(p.base, p.terms, n) for p, n in zip(held, sizes, strict=False)]
         row = in_row(chunks, dim, sum(sizes[len(held) :]))
         if row is not None:
             return sum_of(first.ndim, held[0].base, row)

@@ -18,7 +18,7 @@ Terms = Mapping[tuple[int, ...], Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """A part's base, its terms in normal form, and its size along the dim."""
 
     base: int
@@ -38,7 +38,7 @@ class Part:
         return {t.dims: t.values for t in self.terms if dim not in t.dims}
 
 
-def in_row(parts: Sequence[Part], dim: int, more: int) -> list[Term] | None:
+def in_row(parts: Sequence[RowPart], dim: int, more: int) -> list[Term] | None:
     """The terms of parts, the last of which may end in holes, and of ``more`` holes after them,
     beside each other along ``dim``. None if they are no row.
     """
@@ -69,7 +69,7 @@ def in_row(parts: Sequence[Part], dim: int, more: int) -> list[Term] | None:
     return None
 
 
-def _step(parts: Sequence[Part], dim: int) -> int | None:
+def _step(parts: Sequence[RowPart], dim: int) -> int | None:
     """The step from place to place along the dim, 0 for one place; None if there is none."""
     steps = [p.line(dim) for p in parts]
     if None in steps:
