@@ -14,7 +14,7 @@ from ftp.certification.progression import Progression
 from ftp.certification.ragged import Ragged
 from ftp.certification.terms import Term
 
-Terms = Mapping[tuple[int, ...], Any]
+TermsByDims = Mapping[tuple[int, ...], Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowPart:
         x = along[0].values
         return x.digits[0][0] if isinstance(x, Progression) and len(x.digits) == 1 else None
 
-    def across(self, dim: int) -> Terms:
+    def across(self, dim: int) -> TermsByDims:
         """The terms along other dims."""
         return {t.dims: t.values for t in self.terms if dim not in t.dims}
 
@@ -90,7 +90,7 @@ def _is_zero(x: Any) -> bool:
     return type(x) is int and not x
 
 
-def _is_alike(a: Terms, b: Terms) -> bool:
+def _is_alike(a: TermsByDims, b: TermsByDims) -> bool:
     return a.keys() == b.keys() and all(
         x is b[d]
         or (
