@@ -92,6 +92,8 @@ class Positions:
         if term is None:
             return wide
         r = term.values
+        if isinstance(r, Progression) and type(minor) is int and not minor:
+            return sum_of(wide.ndim, wide.base + r.start, rest)  # no element is there
         if isinstance(r, Progression) and (halves := r.split(minor)):
             parts = [Term((dim + i,), half) for i, half in enumerate(halves)]
             return sum_of(wide.ndim, wide.base, [*rest, *parts])

@@ -180,6 +180,19 @@ def test_ranks_where_axes_cut_in_another_order_than_the_meshs(shape: Any, axes: 
         require_own_programs(lowered._program, certify(lowered))
 
 
+def test_ranks_that_hold_no_elements():
+    """Of six rows in chunks of two the fourth rank of ``a`` holds none."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape)
+        return ftp.constrain(x + ramp, P(("a", "b")))
+
+    mesh = ftp.simulated_mesh((4, 2), ("a", "b"))
+    step = ftp.spmd(program, mesh, (P("a"),), data_axes=())
+    for shape in ((6, 6, 6), (6, 7), (1, 6)):
+        certify(step.lower(torch.ones(shape, dtype=torch.float64)))
+
+
 def mlp(
     mesh: Any = None, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
