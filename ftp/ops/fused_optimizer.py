@@ -106,8 +106,8 @@ def written(tensors: Sequence[Any]) -> list[Any]:
 
 
 def replacements(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The results of an update, without values."""
-    return [torch.empty_like(t) for t in written(tensors)]
+    """The results of an update, without values: contiguous, as the kernel takes them."""
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in written(tensors)]
 
 
 _define("adam", 6, 4, True)

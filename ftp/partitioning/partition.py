@@ -162,9 +162,9 @@ class _Emission:
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
-            self.env[Value(node)] = self.graph.placeholder(
-                re.sub(r"\W+", "_", node.name).strip("_")
-            )
+            name = re.sub(r"\W+", "_", node.name).strip("_")
+            # The code of a graph is a method, with a ``self`` of its own.
+            self.env[Value(node)] = self.graph.placeholder(name if name != "self" else "self_input")
         self.last_input = list(self.graph.nodes)[-1] if self.env else None
         for node, spec in self.plan.entries.items():
             self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)

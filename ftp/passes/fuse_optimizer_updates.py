@@ -94,7 +94,8 @@ class _Merge:
         rows = []
         for update in updates:
             param, grad, *moments = _tensors(update)
-            grad = grad if _is_dense(grad) else self._emit(update, aten.contiguous.default, grad)
+            if not _is_dense(grad):
+                grad = self._contiguous(update, aten.contiguous.default, grad)
             rows.append(
                 [self._own(update, param), grad, *(self._own(update, moment) for moment in moments)]
             )
@@ -106,9 +107,10 @@ class _Merge:
         for update, row in zip(updates, rows, strict=True):
             for item in list(update.users):
                 index: Any = item.args[1]
-                item.replace_all_uses_with(
-                    self._emit(update, aten.detach.default, written(row)[index])
-                )
+                new = written(row)[index]
+                made = self._emit(update, aten.detach.default, new)
+                made.meta["val"] = new.meta["val"]
+                item.replace_all_uses_with(made)
                 self.graph.erase_node(item)
             self.graph.erase_node(update)
 
@@ -119,9 +121,15 @@ class _Merge:
         is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
         if is_free and is_used_once and self.last[root] == self.position[update]:
             return operand
-        return self._emit(
+        return self._contiguous(
             update, aten.clone.default, operand, memory_format=torch.contiguous_format
         )
+
+    def _contiguous(self, update: fx.Node, target: Any, x: fx.Node, **kwargs: Any) -> fx.Node:
+        """A call whose result has the elements of ``x`` in order."""
+        made = self._emit(update, target, x, **kwargs)
+        made.meta["val"] = torch.empty_like(x.meta["val"], memory_format=torch.contiguous_format)
+        return made
 
     def _emit(self, update: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)

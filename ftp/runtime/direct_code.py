@@ -79,7 +79,8 @@ class _GlobalNames:
 
     def call(self, node: fx.Node) -> str:
         target, args = node.target, node.args
-        if target is getattr and type(args[1]) is str and args[1].isidentifier():
+        is_plain = target is getattr and len(args) == 2 and type(args[1]) is str
+        if is_plain and args[1].isidentifier():
             return f"{self.text(args[0])}.{args[1]}"
         if target is operator.getitem:
             return f"{self.text(args[0])}[{self.text(args[1])}]"

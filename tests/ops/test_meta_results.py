@@ -50,3 +50,11 @@ def test_results_are_those_of_fake_tensors(name: str) -> None:
     assert [(x.shape, x.stride(), x.dtype, x.storage_offset()) for x in found] == [
         (x.shape, x.stride(), x.dtype, x.storage_offset()) for x in expected
     ]
+
+
+def test_an_update_is_contiguous() -> None:
+    """As its kernel takes operands, whose order in memory it does not read."""
+    given = [X.t(), X.t(), X.t(), X.t(), torch.tensor(1.0)]
+    with FakeTensorMode() as mode:
+        found = meta_result(ADAMW, ([mode.from_tensor(x) for x in given],), ADAMW_OPTIONS)
+    assert [x.stride() for x in found] == [x.stride() for x in ADAMW(given, **ADAMW_OPTIONS)]

@@ -58,3 +58,18 @@ def test_threads_compile_at_once():
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(2, 6)))
     assert AsyncCompile.cpp_pybinding is before
+
+
+@pytest.mark.parametrize("form", [torch.clone, torch.t])
+def test_new_parameters_are_read_in_their_step(form):
+    """Also those in another order in memory, which a kernel writes to a copy of."""
+    opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+
+    def train(w, g):
+        w = form(w)
+        new, state = opt.update(form(g), opt.init(w), w)
+        return new, new.exp() @ new.t(), w - new, state
+
+    given = [torch.randn(6, 4, dtype=torch.float64) for _ in range(2)]
+    step = ftp.spmd(train, MESH, (ftp.P(), ftp.P()), compile=True)
+    torch.testing.assert_close(step(*given), train(*given))

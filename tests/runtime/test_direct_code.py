@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+import ftp
 from ftp.runtime.direct_code import forward_of
 from ftp.runtime.failed_op import failing
 
@@ -84,3 +85,20 @@ def test_graphs_with_attributes_run_by_the_code_of_fx() -> None:
     x = graph.placeholder("x", default_value=3)
     graph.output((graph.call_function(operator.add, (x, 1)),))
     assert forward_of(graph)() == (4,)
+
+
+def test_an_attribute_with_a_default() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(getattr, (x, "no_such", 3)))
+    assert forward_of(graph)(torch.ones(1)) == 3
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_inputs_are_named_as_in_code(compile: bool) -> None:
+    def fn(torch: torch.Tensor, _0: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
+        return torch * 2 + _0 - self.exp()
+
+    given = [torch.randn(4) for _ in range(3)]
+    step = ftp.spmd(fn, ftp.simulated_mesh(1, "tp"), (ftp.P(),) * 3, compile=compile)
+    torch.testing.assert_close(step(*given), fn(*given))
