@@ -19,7 +19,14 @@ from ftp.passes.prefetch_parameters import (
 )
 from ftp.planning.cost import Hardware
 from ftp.planning.graph import Graph, Node
-from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
+from ftp.rules.op_kinds import (
+    ATTENTION,
+    CONVOLUTIONS,
+    STACKS,
+    VIEWS,
+    is_matmul,
+    multiplications,
+)
 from ftp.sharding.layout import estimated
 
 AT_END = 1 << 60
@@ -348,7 +355,13 @@ class _NodePrices:
             return moving
         wanted = [len(dims) > 0 for dims in node.rule.results]
         operations = 2 * multiplications(node.target, sizes, wanted)
-        return max(moving, operations / self._hardware.flops_of(dtype))
+        reached = 1.0
+        if node.target in ATTENTION:
+            reached = self._hardware.attention
+        elif node.target in CONVOLUTIONS:
+            reached = self._hardware.convolution
+        computing = operations / (reached * self._hardware.flops_of(dtype))
+        return self._hardware.matmul(computing, moving)
 
 
 def _when(apart: int, together: int, bucket: int | None) -> list[_When]:

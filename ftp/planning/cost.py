@@ -136,6 +136,12 @@ class Hardware:
         """Floating-point operations a second of matmuls in ``dtype``."""
         return self.rates.get(dtype, self.flops)
 
+    def matmul(self, computing: float, moving: float) -> float:
+        """Seconds of an op that computes matmuls from its arithmetic's and its memory traffic's: on
+        a CPU it first packs its operands.
+        """
+        return max(computing, moving) if self.hides_overhead else computing + moving
+
     def issued(self, seconds: float) -> float:
         """Seconds of an op whose work takes ``seconds``, with what it costs to issue it."""
         return max(seconds, self.overhead) if self.hides_overhead else seconds + self.overhead

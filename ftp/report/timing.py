@@ -272,8 +272,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
         )
         limit = max(work, key=work.__getitem__)
-        # On a CPU a matmul first packs its operands.
-        seconds = sum(work.values()) if flops and not hardware.hides_overhead else work[limit]
+        seconds = hardware.matmul(*work.values()) if flops else work[limit]
         if hardware.fresh:
             made = [
                 r.storage_nbytes for r in results if r.storage not in reads and r.storage_nbytes

@@ -65,9 +65,9 @@ def drawn(seed: int) -> Iterator[Any]:
     "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 24))]
 )
 def test_a_drawn_step_with_buckets_is_estimated_no_longer_than_without(seed: int):
-    """To a thousandth: the choice is made from the plan, the figure is of the graph that runs."""
+    """To half a percent: the choice is made from the plan, the figure is of the graph that runs."""
     for program in drawn(seed):
-        assert program.cost() <= without_buckets(program).cost() * (1 + 1e-3)
+        assert program.cost() <= without_buckets(program).cost() * (1 + 5e-3)
 
 
 SMALL = LlamaConfig(vocab=1024, dim=256, layers=2, heads=4, hidden=1024)
