@@ -48,6 +48,9 @@ def merge_updates_in(graph: fx.Graph, donated: Collection[int]) -> None:
             merge.call_before(node)
         merge.branch = node.meta.get("branch", ())
         if node.target in UPDATES:
+            if not merge.results.isdisjoint(node.all_input_nodes):  # a parameter's second update
+                merge.call_before(node)
+            merge.results.update(node.users)
             kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
             merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
         elif merge.waiting and (
@@ -65,6 +68,7 @@ class _Merge:
     def __init__(self, graph: fx.Graph, donated: Collection[int]):
         self.graph = graph
         self.waiting: dict[Any, list[fx.Node]] = {}
+        self.results: set[fx.Node] = set()  # of the collected updates
         self.branch: BranchPath = ()
         self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.family = families(graph)
@@ -88,6 +92,7 @@ class _Merge:
             for updates in self.waiting.values():
                 self._call(updates)
         self.waiting.clear()
+        self.results.clear()
 
     def _call(self, updates: list[fx.Node]) -> None:
         kind = UPDATES[updates[0].target]
@@ -110,6 +115,7 @@ class _Merge:
                 new = written(row)[index]
                 made = self._emit(update, aten.detach.default, new)
                 made.meta["val"] = new.meta["val"]
+                self.family[made] = self.family[item]
                 item.replace_all_uses_with(made)
                 self.graph.erase_node(item)
             self.graph.erase_node(update)

@@ -73,3 +73,17 @@ def test_new_parameters_are_read_in_their_step(form):
     given = [torch.randn(6, 4, dtype=torch.float64) for _ in range(2)]
     step = ftp.spmd(train, MESH, (ftp.P(), ftp.P()), compile=True)
     torch.testing.assert_close(step(*given), train(*given))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_two_updates_in_a_step(compile):
+    opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+
+    def train(w, g):
+        new, state = opt.update(g, opt.init(w), w)
+        new, state = opt.update(g, state, new)
+        return opt.update(new * g, state, new)
+
+    given = [torch.randn(6, 4, dtype=torch.float64) for _ in range(2)]
+    step = ftp.spmd(train, MESH, (ftp.P(), ftp.P()), compile=compile)
+    torch.testing.assert_close(step(*given), train(*given))
