@@ -341,15 +341,16 @@ class _NodePrices:
             if _is_issued(node) or node.target.op == "slice":
                 return 0.0
             return self._hardware.issued(2 * held_bytes(node) / self._hardware.memory)
-        key = node.target if node.kind == "op" else node.name, *node.sizes.values()
+        dtype = node.results[0].dtype if node.results else torch.float32
+        what = node.target if node.kind == "op" else node.name
+        key = what, dtype, node.rule.dims, *node.sizes.values()
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._hardware.issued(self._work(node))
+            known = self._known[key] = self._hardware.issued(self._work(node, dtype))
         return known
 
-    def _work(self, node: Node) -> float:
+    def _work(self, node: Node, dtype: torch.dtype) -> float:
         sizes = {factor: estimated(size) for factor, size in node.sizes.items()}
         elements = sum(math.prod(sizes[f] for dim in dims for f in dim) for dims in node.rule.dims)
-        dtype = node.results[0].dtype if node.results else torch.float32
         moving = elements * dtype.itemsize / self._hardware.memory
         if node.kind != "op" or not is_matmul(node.target):
             return moving
