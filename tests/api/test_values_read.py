@@ -334,6 +334,9 @@ SIZED = [
     lambda y, n: F.pad(y, (0, n)).cumsum(1),
     lambda y, n: y.narrow(0, n - 1, n).T @ y[:1].expand(n, -1).clone(),
     lambda y, n: torch.linspace(0, 1, n)[:, None] * y.topk(n, 0).values,
+    lambda y, n: F.pad(n[None], (0, n)).sum() * y,
+    lambda y, n: torch.broadcast_to(n[None], (n,))[:, None] * y[0],
+    lambda y, n: torch.repeat_interleave(n[None], n).sum() * y,
 ]
 
 
@@ -361,6 +364,20 @@ def test_a_value_is_read_once_until_it_is_written_to():
         torch.testing.assert_close(step(*arguments), fn(*arguments))
         claims = step.lower(*arguments).assumptions
         assert len([claim for claim in claims if "a Python number" in claim]) == 1 + is_written
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool])
+def test_numbers_of_a_tensor_are_those_before_a_write(dtype: torch.dtype):
+    def fn(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+        n = k.to(dtype).clone()
+        first, (_, second, _), third = n[0].item(), n[:3].tolist(), n[:1].item()
+        n[0] = n[2]
+        n[1:].zero_()
+        return (x @ w).sum() * (first + 10 * second + 100 * third + 1000 * n[0].item())
+
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P(), P()))
+    k = torch.tensor([0, 5, 3])
+    torch.testing.assert_close(step(W, X, k), fn(W, X, k))
 
 
 def test_a_size_of_numbers_alone_beside_writes():

@@ -89,7 +89,7 @@ class unchecked(ModeOfBlocks):
             return self._called(func, types, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException):
             # torch takes tensors of one integer as sizes, but not as what its methods are of.
-            of = args[:1] if isinstance(func, MethodDescriptorType) else ()
+            of = args[:1] if _is_of_a_tensor(func) else ()
             given = [*args[len(of) :]], kwargs or {}
             args, kwargs = map_leaves(self._integer, given)
             if all(x is y for x, y in zip(flat(given), flat((args, kwargs)), strict=True)):
@@ -162,7 +162,7 @@ class unchecked(ModeOfBlocks):
             if x.is_complex() or x.dtype is torch.uint64:  # programs count in int64
                 return None
             if x.numel() <= _MOST_NUMBERS:
-                return _numbers(func, x)
+                return _numbers(func, x.detach().clone())  # x may be written to later
         if func in _ASKING and (found := decided(x, frame)) is not None:
             return found
         return python_value(func, x)
@@ -183,11 +183,17 @@ _OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
 _MOST_NUMBERS = 64  # of a list
 
 
+def _is_of_a_tensor(func: Any) -> bool:
+    """Whether the first argument of a function is a tensor, never a size."""
+    is_method = isinstance(func, MethodDescriptorType)
+    return is_method or func is F.pad or hasattr(Tensor, getattr(func, "__name__", ""))
+
+
 def _numbers(func: Any, x: Tensor) -> Any:
     """``x.item()``, or the lists of ``x.tolist()``, of values of the program."""
     if func is Tensor.tolist and x.ndim:
         return [_numbers(func, row) for row in x.unbind()]
-    value = x.detach().reshape(())
+    value = x.reshape(())
     if value.dtype is not torch.bool:
         value = value.double() if value.is_floating_point() else value.long()
     elif (frame := users_frame()) and (line := line_of_identity(frame.f_code)):
