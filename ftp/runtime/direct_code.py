@@ -79,9 +79,9 @@ class _GlobalNames:
 
     def call(self, node: fx.Node) -> str:
         target, args = node.target, node.args
-        is_plain = target is getattr and len(args) == 2 and type(args[1]) is str
-        if is_plain and args[1].isidentifier():
-            return f"{self.text(args[0])}.{args[1]}"
+        name = args[1] if target is getattr and len(args) == 2 else None
+        if isinstance(name, str) and name.isidentifier():
+            return f"{self.text(args[0])}.{name}"
         if target is operator.getitem:
             return f"{self.text(args[0])}[{self.text(args[1])}]"
         given = [*map(self.text, args), *(f"{k}={self.text(x)}" for k, x in node.kwargs.items())]
