@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
-from types import FrameType, MethodDescriptorType
+from types import FrameType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -185,8 +185,7 @@ _MOST_NUMBERS = 64  # of a list
 
 def _is_of_a_tensor(func: Any) -> bool:
     """Whether the first argument of a function is a tensor, never a size."""
-    is_method = isinstance(func, MethodDescriptorType)
-    return is_method or func is F.pad or hasattr(Tensor, getattr(func, "__name__", ""))
+    return func is F.pad or hasattr(Tensor, getattr(func, "__name__", ""))
 
 
 def _numbers(func: Any, x: Tensor) -> Any:
