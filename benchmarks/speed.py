@@ -252,7 +252,7 @@ PAIRS = {
 def page(found: Mapping[str, Any]) -> list[str]:
     """The tables of docs/speed.md."""
     machine, done = found["machine"], [w for w in workloads.WORKLOADS if found.get(w)]
-    lines = [f"Measured on {machine['cores']} cores of {machine['cpu']}, nothing else running."]
+    lines = [f"Measured on {machine['cores']} cores of {machine['cpu']}."]
     for name in done:
         at = found["measured"][name]
         lines += [
