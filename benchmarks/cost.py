@@ -141,7 +141,7 @@ def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
         cost = lowered.cost(ftp.calibrate(mesh, dtypes=[torch.float32]))
         predicted.append(float(cost))
         parts = {"computing": cost.computing, "waiting": cost.waiting}
-        measured.append(_seconds(run, world))
+        measured.append(seconds_of(run, world))
     p, m = statistics.median(predicted), statistics.median(measured)
     row = {
         "workload": name,
@@ -159,7 +159,7 @@ def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
     }
 
 
-def _seconds(run: Callable[[], None], world: int) -> float:
+def seconds_of(run: Callable[[], None], world: int) -> float:
     """The median of a turn's steps."""
     run()
     began = time.perf_counter()

@@ -46,12 +46,13 @@ def fit(task: Searching) -> None:
         task.leave_buckets()
         fit(task)
         return
-    is_least = task.fits(best) and best.estimate.seconds <= min(
-        c.estimate.seconds for c in task.free
-    )
-    # Networks know no buckets: a small program may fit by a change of one spec.
-    if not is_least:
+    fastest = min(task.free, key=lambda c: c.estimate.seconds)
+    is_least = task.fits(best) and best.estimate.seconds <= fastest.estimate.seconds
+    # Networks know no buckets: a small program may fit, or be faster, by changes of single specs.
+    if task.is_small or not is_least:
         best = refined(task, improved(task, best))
+    if task.is_small and not task.fits(fastest):
+        best = min(best, refined(task, fastest), key=partial(_rank, task))
     if not task.fits(best) and task.bucket:
         task.leave_buckets()
         fit(task)
@@ -169,21 +170,18 @@ def refined(task: Searching, best: Candidate) -> Candidate:
     Prices may leave memory below a limit unused. The largest parameters come first; the number of
     plans tried depends on the size of the program.
     """
-    budget = task.tries
-    is_better = budget > 0
-    while is_better:
-        is_better = False
+    budget, base = task.tries, None
+    while base is not best:
+        base = best
         sizes = {pattern: task.net.nbytes(pattern) for pattern in best.patterns}
         for pattern in sorted(sizes, key=lambda p: -sizes[p]):
-            for spec in _promising_specs(task, pattern, best):
-                patterns = {**best.patterns, pattern: spec}
-                key = tuple(patterns.items()), tuple(best.along.items())
+            for spec in _promising_specs(task, pattern, base):
+                patterns = {**base.patterns, pattern: spec}
+                key = tuple(patterns.items()), tuple(base.along.items())
                 if key in task.tried or budget == 0:
                     continue
                 budget -= 1
-                found = task.with_patterns(best, patterns)
-                if _rank(task, found) < _rank(task, best):
-                    best, is_better = found, True
+                best = min(best, task.with_patterns(base, patterns), key=partial(_rank, task))
     return best
 
 
@@ -194,9 +192,9 @@ def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
-    """For a plan that fits, the specs with as many bytes or more, and no more than are free or than
-    copies that are gathered for their use may hold; for one that does not fit, those with as many
-    or fewer.
+    """For a plan that fits, the specs with no more bytes than are free or than copies that are
+    gathered for their use may hold, of a large program those with as many or more; for one that
+    does not fit, those with as many or fewer.
     """
     whole = task.net.nbytes(pattern)
 
@@ -209,7 +207,8 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
         return [spec for spec in specs if held(spec) <= held(own)]
     gathered = max(nbytes_of(Value(node)) for node in task.net.members(pattern))
     free = (task.memory or math.inf) - best.estimate.nbytes - task.excess + gathered
-    return [spec for spec in specs if 0 <= held(spec) - held(own) <= free]
+    least = 0 if not task.is_small else -math.inf
+    return [spec for spec in specs if least <= held(spec) - held(own) <= free]
 
 
 def _other_specs(task: Searching, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:
