@@ -13,7 +13,8 @@ from ftp.runtime.split_at_collectives import Subgraph
 
 
 def code_of_ranks(program: Program, metas: Sequence[Meta]) -> tuple[dict[str, Any], bytes]:
-    """See `save_code`, of every rank: ranks of equal graphs and offsets have the same code.
+    """See `save_code`, of every rank. Ranks of equal graphs have the same code, unless it holds
+    their offsets.
 
     Args:
         metas: of the inputs, global.
@@ -26,14 +27,14 @@ def code_of_ranks(program: Program, metas: Sequence[Meta]) -> tuple[dict[str, An
         known.update({p: p in found for p in matmuls})
         return found
 
-    done = set()
+    done: set[Any] = set()
     for coordinate in program.mesh.coordinates():
         local = program.local(coordinate)
         kind = local.gm, *local.offsets_at(coordinate)
-        if kind not in done:
-            done.add(kind)
+        if done.isdisjoint((local.gm, kind)):
             graph = keeping_nan(as_backends_take(local.gm.graph))
             given = program.fake_inputs(metas, coordinate)
-            _, found = subgraphs_of(graph, given, program.donated, choose)
+            _, found, _ = subgraphs_of(graph, given, program.donated, choose)
             subgraphs |= {subgraph.key(): subgraph for subgraph in found}
+            done.add(kind if any(subgraph.numbers for subgraph in found) else local.gm)
     return save_code(subgraphs, known)

@@ -15,6 +15,7 @@ from ftp.errors import CodeWarning
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
+from ftp.passes.offset_tensors import with_offset_tensors
 from ftp.passes.onednn_matmuls import Choose
 from ftp.passes.outline_branches import outline_branches
 from ftp.paused_gc import collection_paused
@@ -111,23 +112,24 @@ def compiled(
         code: of subgraphs, by key; others are compiled.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
-    graph, subgraphs = subgraphs_of(graph, inputs, donated, choose)
+    graph, subgraphs, held = subgraphs_of(graph, inputs, donated, choose)
     keys = [subgraph.key() for subgraph in subgraphs]
     made = _compiled_once(dict(zip(keys, subgraphs, strict=True)), code or {})
     called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = forward_of(outline_branches(called) if host else called)
     # The code is compiled for dense inputs.
-    return lambda given: forward(*_dense(given, tensors))
+    return lambda given: forward(*_dense(given, tensors), *held)
 
 
 def subgraphs_of(
     graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose
-) -> tuple[fx.Graph, list[Subgraph]]:
-    """A rank's graph for inductor, and its subgraphs between collectives.
+) -> tuple[fx.Graph, list[Subgraph], list[torch.Tensor]]:
+    """A rank's graph for inductor, its subgraphs between collectives, and tensors of this rank that
+    the graph takes after its other inputs.
 
     An output that a chain of elementwise ops computes from a donated input is written to that
-    input's memory. Numbers among the inputs, the offsets of this rank's shards, become constants of
-    the code. ``choose`` picks the matmuls for oneDNN.
+    input's memory. Numbers among the inputs, the offsets of this rank's shards, become tensors
+    where they can, else constants of the code. ``choose`` picks the matmuls for oneDNN.
     """
     inputs = _dense(inputs, [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
     gm = with_values(as_module(ordered(graph)), inputs)
@@ -137,8 +139,9 @@ def subgraphs_of(
     plain = {node: x for node, x in given.items() if not isinstance(x, (torch.Tensor, *SYMBOLIC))}
     numbers = known_numbers(graph.nodes, plain)
     symbols = [node for node, x in given.items() if isinstance(x, torch.SymInt) and is_symbol(x)]
+    held = with_offset_tensors(graph, numbers)
     written = _written(graph, [placeholders[i] for i in donated])
-    return graph, split(graph, numbers, written, symbols)
+    return graph, split(graph, numbers, written, symbols), held
 
 
 def is_symbol(x: torch.SymInt) -> bool:

@@ -36,6 +36,7 @@ class Subgraph:
         inputs, outputs: nodes of the whole graph.
         writes: pairs (value, input) of nodes of the whole graph: the value is written to the
             input's memory.
+        numbers: nodes of the whole graph whose numbers are constants of ``graph``.
     """
 
     nodes: Sequence[fx.Node]
@@ -43,6 +44,7 @@ class Subgraph:
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    numbers: list[fx.Node] = field(default_factory=list)
 
     def values(self) -> list[Any]:
         """Fake tensors of the inputs, and symbolic numbers."""
@@ -218,6 +220,7 @@ def _piece(
     known = dict.fromkeys([*operands, *(old for _, old in writes)])
     for x in dict.fromkeys([*symbols, *known]) if any(map(_is_symbolic, known)) else known:
         if x in numbers:
+            subgraph.numbers.append(x)
             env[x] = numbers[x]
         else:
             subgraph.inputs.append(x)

@@ -293,7 +293,7 @@ OF_ROWS = {"table": P("tp"), "out": P(None, "tp")}
 
 
 def _of_rows(params, ids):
-    """Code that holds a rank's offset (rows of a table), and a maximum over ranks."""
+    """Code that reads a rank's offset (rows of a table), and a maximum over ranks."""
     rows = (params["table"][ids] + 1).tanh() @ params["out"]
     return (rows - rows.amax(-1, keepdim=True)).exp().sum(-1).log().mean()
 

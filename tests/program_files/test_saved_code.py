@@ -15,8 +15,8 @@ import ftp
 from ftp import P
 from ftp.errors import CodeWarning, ProgramFileError
 from ftp.program_files.container import pack, unpack
+from ftp.runtime import code_of_ranks, saved_code
 from ftp.runtime import compile as compiling
-from ftp.runtime import saved_code
 
 MESH = ftp.simulated_mesh((1,), ("tp",))
 PARAMS = {"w": torch.linspace(0, 1, 12).view(3, 4)}
@@ -184,3 +184,32 @@ def test_code_that_must_not_be_kept_is_not_saved(tmp_path: Path):
     ):
         compiled.save(tmp_path / "program")
     assert not list(tmp_path.iterdir())
+
+
+def looked_up(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return (table[ids] + 1).tanh().square().mean()
+
+
+def test_ranks_of_equal_shapes_have_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where a rank's rows begin is an input of it."""
+    kept: list[int] = []
+    splits: list[Any] = []
+    split = code_of_ranks.subgraphs_of
+
+    def save(subgraphs: Any, by_onednn: Any) -> tuple[dict[str, Any], bytes]:
+        kept.append(len(subgraphs))
+        return {}, b""
+
+    def noted(*given: Any) -> Any:
+        splits.append(split(*given))
+        return splits[-1]
+
+    monkeypatch.setattr(code_of_ranks, "save_code", save)
+    monkeypatch.setattr(code_of_ranks, "subgraphs_of", noted)
+    mesh, given = ftp.simulated_mesh((4,), ("tp",)), (torch.ones(12, 2), torch.arange(5))
+    step = ftp.shard(looked_up, mesh, P("tp"), compile=True)
+    step.lower(*given).compile().save(tmp_path / "program")
+    assert len(splits) == 1 and kept == [len(splits[0][1])]
+    step = ftp.spmd(lambda x: x.exp() * 2, mesh, P(), P("tp"), compile=True)  # slices a value
+    step.lower(given[0]).compile().save(tmp_path / "program")
+    assert len(splits) == 5 and kept[1] == 4

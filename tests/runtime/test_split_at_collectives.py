@@ -2,7 +2,7 @@
 are equal subgraphs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +10,23 @@ import optree
 import pytest
 import torch
 from few_or_many import slow_after
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
+from ftp import P
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.passes.buffer_reuse import with_values
 from ftp.passes.inline_small_ops import MATMUL, UPDATE, small_matmuls, small_updates
-from ftp.runtime.compile import _written, compiled
+from ftp.runtime.compile import compiled, subgraphs_of
 from ftp.runtime.inductor_kernels import compiled_together
-from ftp.runtime.lowering import for_inductor, ordered
 from ftp.runtime.mesh_groups import groups_of
-from ftp.runtime.program import join_parts, shard_of
+from ftp.runtime.program import Program, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.sharding.pytree import flatten
-from tests.passes.test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
+from tests.passes.test_passes import ADAMW, FUSED, PLANS, compare, lowered
 
 
 def interpreted(subgraph: Subgraph) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -42,17 +43,42 @@ def interpreted(subgraph: Subgraph) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def in_pieces(
-    graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]
-) -> tuple[list[Subgraph], fx.Graph]:
-    graph = with_values(fx.GraphModule({}, ordered(graph)), inputs).graph
-    graph = for_inductor(graph, donated, lambda matmuls: ())
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = {
-        node: x
-        for node, x in zip(placeholders, inputs, strict=True)
-        if not isinstance(x, torch.Tensor)
-    }
-    return split(graph, numbers, _written(graph, [placeholders[i] for i in donated])), graph
+    program: Program, leaves: Sequence[torch.Tensor], coordinate: Mapping[str, int]
+) -> tuple[list[Subgraph], fx.Graph, list[Any]]:
+    """The pieces of a rank's graph, the graph, and its inputs."""
+    local = program.local(coordinate)
+    shards = [
+        shard_of(x, spec, program.mesh.axes, coordinate).clone()
+        for x, spec in zip(leaves, program.in_specs, strict=True)
+    ]
+    inputs = [*shards, *program.constants, *local.offsets_at(coordinate)]
+    graph, subgraphs, held = subgraphs_of(
+        local.gm.graph, inputs, program.donated, lambda matmuls: ()
+    )
+    return subgraphs, graph, [*inputs, *held]
+
+
+def by_pieces(
+    program: Program, leaves: Sequence[torch.Tensor]
+) -> tuple[list[list[Subgraph]], list[torch.Tensor]]:
+    """The pieces of each rank's graph, and what the ranks compute by them."""
+    axes, coordinates = program.mesh.axes, program.mesh.coordinates()
+    pieces, locals_, inputs = [], [], []
+    for coordinate in coordinates:
+        subgraphs, graph, given = in_pieces(program, leaves, coordinate)
+        called = with_subgraphs(graph, subgraphs, list(map(interpreted, subgraphs)))
+        locals_.append(replace(program.local(coordinate), gm=fx.GraphModule({}, called)))
+        pieces.append(subgraphs)
+        inputs.append(given)
+    before = [[given[i].data_ptr() for i in program.donated[:1]] for given in inputs]
+    outputs = simulate(locals_, inputs, groups_of(program.mesh))
+    after = [[rank[i].data_ptr() for i in program.donated[:1]] for rank in outputs]
+    assert after == before, "a donated weight is updated where it lies"
+    whole = [
+        join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
+        for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
+    ]
+    return pieces, [whole[leaf] for leaf in program.out_leaves]
 
 
 @pytest.mark.cases_by_default(1)
@@ -61,53 +87,71 @@ def in_pieces(
 def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
     assert plan in PLANS
     made, leaves, expected = lowered(plan, opt=opt)
-    program, axes = made._program, made._program.mesh.axes
-    locals_, inputs = [], []
-    for coordinate in mesh_of(program):
-        local = program.local(coordinate)
-        shards = [
-            shard_of(x, spec, axes, coordinate).clone()
-            for x, spec in zip(leaves, program.in_specs, strict=True)
-        ]
-        inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
-        subgraphs, graph = in_pieces(local.gm.graph, inputs[-1], program.donated)
-        locals_.append(
-            replace(
-                local,
-                gm=fx.GraphModule(
-                    {},
-                    with_subgraphs(
-                        graph, subgraphs, [interpreted(subgraph) for subgraph in subgraphs]
-                    ),
-                ),
-            )
-        )
-    before = [shards[program.donated[0]].data_ptr() for shards in inputs]
-    outputs = simulate(locals_, inputs, groups_of(program.mesh))
-    whole = [
-        join_parts([rank[i] for rank in outputs], spec, shape, axes, program.mesh.coordinates())
-        for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
-    ]
-    compare([whole[leaf] for leaf in program.out_leaves], expected)
-    assert [rank[0].data_ptr() for rank in outputs] == before, (
-        "a donated weight is updated where it lies"
-    )
+    compare(by_pieces(made._program, leaves)[1], expected)
 
 
 def test_repeated_layers_are_equal_pieces():
     counts = []
     for layers in (2, 3):
         made, leaves, _ = lowered("tp", layers, FUSED)
-        program = made._program
-        shards = [
-            shard_of(x, spec, {"tp": 2}, {"tp": 0})
-            for x, spec in zip(leaves, program.in_specs, strict=True)
-        ]
-        inputs = [*shards, *program.constants, *program.local().offsets_at({"tp": 0})]
-        subgraphs, _ = in_pieces(program.local().gm.graph, inputs, program.donated)
+        subgraphs, *_ = in_pieces(made._program, leaves, {"tp": 0})
         counts.append((len(subgraphs), len({subgraph.key() for subgraph in subgraphs})))
     assert counts[1][0] > counts[0][0]
     assert counts[1][1] == counts[0][1], "more layers, no more to compile"
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(8, 6, dtype=torch.float64, generator=GENERATOR)
+
+
+def decoder() -> tuple[Callable[..., torch.Tensor], Any, Any]:
+    cfg = LlamaConfig(layers=1, hidden=32)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    return lm_loss(fn), params, lm_batch(cfg)
+
+
+def with_masks(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Masks of positions, and dropout."""
+    at = torch.arange(len(x), dtype=torch.float64)
+    kept = ftp.random.dropout(ftp.random.key(3), x @ w, 0.25)
+    scores = (kept @ x.t()).tril() + torch.eye(len(x), dtype=torch.float64)
+    return (scores.softmax(-1) @ x * (at / 3)[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("case", ["vocabulary", "positions", "zigzag", "masks"])
+def test_ranks_of_equal_shapes_share_their_pieces(case: str):
+    """Where a rank's shards begin is no part of its pieces."""
+    fn, params, batch = (with_masks, X[:6], X) if case == "masks" else decoder()
+    mesh = ftp.simulated_mesh((2 if case == "zigzag" else 4,), ("x",))
+    weights = specs(cuts(LlamaConfig()), tp="x")
+    of_params = ftp.plan(params, weights) if case == "vocabulary" else P()
+    data = {"zigzag": P(None, ftp.zigzag("x")), "positions": P(None, "x"), "masks": P("x")}
+    made = (
+        ftp.shard(fn, mesh, of_params, batch_specs=data.get(case, P()))
+        .lower(params, batch)
+        ._program
+    )
+    grads, value = torch.func.grad_and_value(fn)(params, batch)
+    pieces, outputs = by_pieces(made, flatten((params, batch))[0])
+    compare(outputs, flatten((value, grads))[0])
+    keys = [tuple(subgraph.key() for subgraph in rank) for rank in pieces]
+    locals_ = [made.local(at) for at in made.mesh.coordinates()]
+    assert all(local.offsets for local in locals_)
+    graphs = {id(local.gm) for local in locals_}
+    assert len({*keys}) == len(graphs) == (2 if case == "vocabulary" else 1)
+    # One rank adds the residual stream to its part of the sum over ranks.
+    assert len({key for rank in keys for key in rank}) == len({*keys[0]}) + len(graphs) - 1
+    assert not any(subgraph.numbers for rank in pieces for subgraph in rank)
+
+
+def test_a_slice_of_a_value_keeps_its_start():
+    """A view at an offset that a kernel does not know would not be as fast."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    made = ftp.spmd(lambda x: x.exp() * 2, mesh, P(), P("tp")).lower(X)._program
+    pieces, outputs = by_pieces(made, [X])
+    compare(outputs, [X.exp() * 2])
+    assert len({subgraph.key() for rank in pieces for subgraph in rank}) == 2
+    assert all(subgraph.numbers for rank in pieces for subgraph in rank)
 
 
 def test_an_input_that_a_later_piece_reads_is_not_written():
