@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.collective_semantics import collective_count
 from ftp.cli import CONTRACT, function_of, of_config, of_file, parse_mesh, report
+from ftp.dataclass import dataclass
 from ftp.equivalence.equivalent import equivalent
 from ftp.errors import FtpError, ReportError, Undecided
 from ftp.planning.machine import PRESETS

@@ -20,7 +20,6 @@ All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError
 from ftp.ops.axis_collectives import OPS, reduced
 from ftp.ops.exchange_rows import EXCHANGE_ROWS

@@ -7,9 +7,9 @@ it, gets an error, and the program is planned size by size.
 
 import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved, value_of
 
 OPERATORS = {"/": operator.truediv, "*": operator.mul, "+": operator.add, "**": operator.pow}

@@ -15,8 +15,9 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from ftp.dataclass import dataclass
 
 T = TypeVar("T")
 Terms = dict[tuple[int, ...], int]

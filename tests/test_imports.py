@@ -13,7 +13,7 @@ import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
 GROUND = (  # may be imported by all
-    "context dynamic_float dynamic_int errors paused_gc source torch_internals version"
+    "context dataclass dynamic_float dynamic_int errors paused_gc source torch_internals version"
 )
 ALLOWED = {
     "sharding": "",

@@ -1,7 +1,6 @@
 """CompiledStep: one program as a step, made ahead of time or loaded from a file."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ftp.api.definition import Definition, estimated_shapes
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned, planned_for
 from ftp.api.step import Step
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, raise_all
 from ftp.planning.known_passes import KnownPasses
 from ftp.planning.problem import Watch

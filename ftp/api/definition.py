@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -11,6 +11,7 @@ from ftp.api.arguments import Arguments, check_donated_once, check_signature, ch
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import returned_trees, with_given
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.planning.cost import Hardware

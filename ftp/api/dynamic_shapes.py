@@ -3,12 +3,13 @@ as torch.export takes them, or they have changed in earlier calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, raise_all
 from ftp.sharding.arguments import Shape, padded_names
 from ftp.sharding.pytree import NAMESPACE, flatten, kind_of

@@ -8,13 +8,14 @@ for sizes that a mesh axis divides, one for others. A plan has rank graphs (`Ran
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any
 
 from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.numbers_read import NumbersRead
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes, in_multiples, symbol
 from ftp.errors import CertificateError
 from ftp.runtime.program import Program

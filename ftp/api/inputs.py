@@ -1,12 +1,12 @@
 """Inputs: the arguments of a call, with a spec and a global shape for each leaf."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from ftp.api.arguments import Arguments
+from ftp.dataclass import dataclass
 from ftp.distributed.handed_out import HandedOut
 from ftp.planning.known_passes import KnownPasses
 from ftp.sharding.arguments import Shape

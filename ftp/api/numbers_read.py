@@ -2,10 +2,11 @@
 recordings differ only in numbers share plans.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from ftp.api.dynamic_shapes import Dynamic, Range
+from ftp.dataclass import dataclass
 from ftp.tracing.alike import Alike, RecordedOps, are_alike
 
 if TYPE_CHECKING:

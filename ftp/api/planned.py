@@ -1,7 +1,6 @@
 """Planned: a program, and a step's work before and after each of its calls."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import RENEWALS
+from ftp.dataclass import dataclass
 from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs
 from ftp.runtime.program import Program
 from ftp.sharding.arguments import Shape

@@ -1,7 +1,7 @@
 """Collectives over one mesh axis, on the element maps of all ranks along it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ftp.certification.element_map import (
 from ftp.certification.positions import Positions, overlaid
 from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True)

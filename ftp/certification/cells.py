@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ftp.certification.element_map import MeshAxis
 from ftp.certification.progression import Index, text_of
 from ftp.certification.ranks import MeshIndex, Ranks
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

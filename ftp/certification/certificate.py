@@ -3,12 +3,13 @@
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torch import fx
 
 from ftp.certification.ranks import Ranks
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.call import Meta, tensors

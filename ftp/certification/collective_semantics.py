@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from ftp.certification.cells import Cell
 from ftp.certification.element_map import ElementMap, MeshAxis, reshape
 from ftp.certification.packed_values import PackedValues
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 from ftp.ops.exchange import EXCHANGE
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 

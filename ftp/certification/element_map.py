@@ -9,7 +9,7 @@ data movement exactly, on all ranks at once, and assumes no layout.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ftp.certification.positions import Positions, concatenated, holes
 from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.progression import Index, divides
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import is_dynamic
 
 Position = int | Index  # equal on all ranks, or an array with a dim for each mesh axis

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +27,7 @@ from ftp.certification.op_matching import COPIES, Matcher
 from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
+from ftp.dataclass import dataclass
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis

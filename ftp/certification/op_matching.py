@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import fx
 
 from ftp.certification.element_map import common_position
 from ftp.certification.progression import Index
+from ftp.dataclass import dataclass
 from ftp.rules.op_kinds import RESHAPES
 
 aten = torch.ops.aten

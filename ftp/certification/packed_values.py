@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from ftp.certification.element_map import (
@@ -16,6 +16,7 @@ from ftp.certification.element_map import (
     zeros_like,
 )
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

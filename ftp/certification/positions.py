@@ -10,7 +10,7 @@ base or in a term.
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from ftp.certification.terms import (
     over,
     parts_of,
 )
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True, eq=False)

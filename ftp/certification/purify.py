@@ -8,7 +8,7 @@ sends, and writes to inputs that are not donated.
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 from ftp.ops.fused_optimizer import COUNT_UP, UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import written_arguments

@@ -7,7 +7,6 @@ side by side, as it does for programs that ftp did not write.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ftp.certification.certificate import Certificate, Operation, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.rank_code_run import open_after_a_run
 from ftp.certification.rank_graphs import RankGraphs
+from ftp.dataclass import dataclass
 from ftp.ops.axis_collectives import OPS
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.ops.mapped_arguments import mapped_arguments

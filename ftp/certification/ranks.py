@@ -1,11 +1,11 @@
 """The ranks' programs of a certificate, for all ranks of a mesh at once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import is_dynamic
 
 MeshIndex = tuple[int, ...]

@@ -5,7 +5,6 @@ the others hold nothing but holes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ftp.certification.progression import Progression
 from ftp.certification.ragged import Ragged
 from ftp.certification.terms import Term
+from ftp.dataclass import dataclass
 
 TermsByDims = Mapping[tuple[int, ...], Any]
 

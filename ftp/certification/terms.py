@@ -6,7 +6,6 @@ A term is a progression along one dim, a progression that ends in holes along se
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from ftp.certification.progression import (
     progression,
 )
 from ftp.certification.ragged import Ragged, has_formulas
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import is_dynamic
 
 

@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ftp.checkpoint.manifest import SAVING
+from ftp.dataclass import dataclass
 from ftp.errors import CheckpointError
 from ftp.torch_internals.process_groups import get_default_store
 

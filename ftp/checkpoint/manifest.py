@@ -3,12 +3,13 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ftp.checkpoint.safetensors_io import Header, is_shape, read_header
+from ftp.dataclass import dataclass
 from ftp.errors import CheckpointError, DamagedError
 from ftp.tensors.boxes import Box, Shape, first_overlap, whole
 

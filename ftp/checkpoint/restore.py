@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from ftp.checkpoint.manifest import SavedTensor
 from ftp.checkpoint.read_shards import exchange_parts, read_shards, with_reading_specs
 from ftp.checkpoint.source import Source, verify_hashes
+from ftp.dataclass import dataclass
 from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import (
     CheckpointError,

@@ -1,7 +1,7 @@
 """The source of a load: tensors in the files of a folder, and the check of the files' hashes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ftp.checkpoint.manifest import SavedFile, SavedTensor, check_header
 from ftp.checkpoint.safetensors_io import Header, file_hash, file_size, read_header
+from ftp.dataclass import dataclass
 from ftp.errors import DamagedError, raise_all
 from ftp.sharding.mesh import Mesh
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from ftp.checkpoint.manifest import (
     checkpoints,
 )
 from ftp.checkpoint.safetensors_io import OFFSETS, STORED, read_header, write_file, write_text
+from ftp.dataclass import dataclass
 from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import CheckpointError
 from ftp.sharding.mesh import Mesh, require_coordinate

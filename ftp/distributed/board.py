@@ -4,9 +4,9 @@ import base64
 import contextlib
 import json
 import zlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.distributed.store import Store
 from ftp.distributed.waiting import LINGER, named_ranks, shortened, wait_until
 from ftp.errors import MismatchError

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-from dataclasses import dataclass
 
+from ftp.dataclass import dataclass
 from ftp.distributed.store import Store
 from ftp.distributed.waiting import LINGER, RESTART, named_ranks, wait_until
 from ftp.sharding.mesh import Mesh

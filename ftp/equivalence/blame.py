@@ -4,7 +4,6 @@ import math
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 from typing import Any
@@ -19,6 +18,7 @@ from ftp.certification.lockstep.run import Rank
 from ftp.certification.residues.domain import Residues
 from ftp.certification.residues.value import Blind, Degenerate, Planes, separate
 from ftp.certification.residues.words import words
+from ftp.dataclass import dataclass
 from ftp.ops.exchange import EXCHANGE
 
 ATTEMPTS = 16

@@ -1,7 +1,6 @@
 """``equivalent``: prove that a program written per rank computes what a single-device one does."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -11,6 +10,7 @@ from torch import Tensor, fx
 from ftp.axis import Inside, entered
 from ftp.certification.certificate import Certificate, Recorded, Unreduced
 from ftp.certification.ranks import Ranks
+from ftp.dataclass import dataclass
 from ftp.equivalence.data_access import READS_VALUE
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.draws import without_python_draws

@@ -4,10 +4,11 @@ import ast
 import linecache
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.explicit.suggest import Wanted
 from ftp.report.memory import in_bytes
 from ftp.sharding.spec import PartitionSpec

@@ -8,13 +8,14 @@ import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.explicit.asked import (
     collectives_of,
     keeps_value,

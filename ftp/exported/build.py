@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from ftp import random
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.exported.module_calls import memory_of
 from ftp.exported.open_dims import OpenDims, SizeNodes

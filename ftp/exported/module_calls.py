@@ -3,12 +3,12 @@ reads a weight.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.torch_internals import pytree
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_float import OPERATORS, DynamicFloat, is_formula
 from ftp.dynamic_int import INT_FUNCTIONS, DynamicInt, Sizes, is_dynamic, symbol, value_of
 from ftp.errors import InputError, raise_all

@@ -3,7 +3,7 @@ modules' inputs and outputs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.exported.module_calls import ModuleCall, calls_of, modules_of, reader_of
 from ftp.functional.module_constraints import Constraint, Pins

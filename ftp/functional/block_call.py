@@ -26,13 +26,13 @@ that can run any number of times. A `BlockCall` makes one of the other:
 import gc
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError
 from ftp.functional.attributes import is_of_library
 from ftp.functional.block_state import BlockState, in_value, tensors_in, with_tensors

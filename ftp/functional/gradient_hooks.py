@@ -1,11 +1,11 @@
 """Gradient hooks of a model: run those of parameters, refuse others by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError, join_failures
 from ftp.sharding.pytree import flatten
 from ftp.torch_internals.fake_tensors import FakeTensor

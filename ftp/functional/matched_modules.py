@@ -1,11 +1,11 @@
 """The modules of a model that the patterns of ``constraints``, ``taps`` and ``remat`` match."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError, raise_all
 from ftp.sharding.patterns import match_patterns
 

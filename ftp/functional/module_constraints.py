@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
 from typing import Any, Literal, cast
@@ -12,6 +11,7 @@ from typing import Any, Literal, cast
 from torch import Tensor, nn
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, SpecError
 from ftp.functional.matched_modules import MatchedModule, matched_modules
 from ftp.ops.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed

@@ -4,12 +4,12 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import attributes_of, join

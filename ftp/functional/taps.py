@@ -2,11 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError
 from ftp.functional.matched_modules import MatchedModule, matched_modules
 from ftp.sharding.pytree import kind_of

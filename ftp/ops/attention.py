@@ -16,12 +16,12 @@ Source: Dao (2023), FlashAttention-2, sections 3.1 and 3.2.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.ops import tile_kernels
 from ftp.ops.define import define, register_fake
 from ftp.ops.tile_kernels import over_heads, repeated_heads

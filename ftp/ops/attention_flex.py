@@ -11,7 +11,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
 from ftp.ops.define import define, register_fake

@@ -9,12 +9,12 @@ are values.
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.ops import attention
 from ftp.ops.attention import Block, attend, blocks, sum_dtype
 from ftp.ops.define import define

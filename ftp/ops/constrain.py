@@ -6,13 +6,13 @@ import ast
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.ops.define import define
 from ftp.sharding.spec import P, Units, Zigzag

@@ -3,12 +3,13 @@ full score matrix.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.dense_attention import jvp_of, one_by_one, scores_of, weighted

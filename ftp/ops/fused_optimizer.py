@@ -6,12 +6,12 @@ updates become one call of that kernel, in place (`passes.fuse_optimizer_updates
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.ops.define import define, register_fake
 
 aten = torch.ops.aten

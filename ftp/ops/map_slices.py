@@ -7,12 +7,12 @@ other dims of a stack stay whole.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.choose import number_of
 from ftp.ops.define import define, register_fake
 

@@ -5,11 +5,12 @@ microbatch, and the ops after them once per step.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torch import Tensor, contiguous_format
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 
 

@@ -6,11 +6,11 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from ftp.dataclass import dataclass
 from ftp.ops.attention import Block, cuts_of, pieces_of
 from ftp.sharding.layout import pieces
 from ftp.sharding.local_pieces import Interval

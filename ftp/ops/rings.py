@@ -1,9 +1,9 @@
 """The ops that pass keys and values around a ring, each with its program of one rank."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.ops import attention_flex_ring, attention_ring, attention_varlen_ring
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD

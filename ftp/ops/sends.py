@@ -5,13 +5,13 @@ side by side in one process.
 
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.torch_internals.process_groups import resolve_process_group
 
 

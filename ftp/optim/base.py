@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, SpecError, raise_all
 from ftp.optim.slots import Slots
 from ftp.sharding.patterns import dotted, match_patterns

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.axis import is_inside
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, raise_all
 from ftp.ops.constrain import constrain
 from ftp.ops.map_slices import MAP_SLICES, interned

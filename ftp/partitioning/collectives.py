@@ -1,6 +1,5 @@
 """Collectives that a rank's program issues, as records; the all-gather for tensors of a device."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torch
 # Imported for its effect: graph passes then keep a collective that one rank has no use for.
 from torch.distributed import _functional_collectives  # noqa: F401
 
+from ftp.dataclass import dataclass
 from ftp.ops.define import define, like, register_fake
 from ftp.torch_internals.op_types import OpOverload
 from ftp.torch_internals.process_groups import resolve_process_group

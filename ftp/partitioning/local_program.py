@@ -1,10 +1,10 @@
 """The program of ranks with equal local shapes, and the offsets of their shards that it takes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.rank_tables import Table, chunk_table
 from ftp.sharding.layout import Chunk, Size, chunk_at, pieces_at, size_at

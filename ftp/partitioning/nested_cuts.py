@@ -1,8 +1,8 @@
 """The cuts of dims that several mesh axes share, or that are cut in units, on one rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.local_program import Coordinate
 from ftp.sharding.local_pieces import Piece, cut_pieces, is_factored
 from ftp.sharding.spec import PartitionSpec, Units

@@ -8,12 +8,13 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Conditions
 from ftp.partitioning.emit_reshards import (
     emit_chunks,

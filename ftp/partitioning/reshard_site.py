@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.collectives import Collective
 from ftp.planning.graph import PARAMETER, Node, Reshard
 from ftp.sharding.layout import Layout

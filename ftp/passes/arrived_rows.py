@@ -3,13 +3,13 @@ and most of the time fewer arrive.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.passes.copy_elimination import copied
 from ftp.rules.bind import rule_of_node

@@ -3,12 +3,13 @@
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT

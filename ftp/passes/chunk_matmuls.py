@@ -3,12 +3,12 @@ chunk is sent while another is computed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.passes.bucket_collectives import sort_graph
 from ftp.passes.copy_elimination import copied
 from ftp.planning.graph import BATCH, Graph, Node, Value

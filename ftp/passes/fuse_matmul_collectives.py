@@ -5,12 +5,12 @@ reduce-scatter (async TP).
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.passes.aliasing import ALL_GATHER
 from ftp.passes.bucket_collectives import sort_graph

@@ -5,11 +5,12 @@ inside, all-reduce across, gather inside. The slow link then carries one rank's 
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ftp.passes.bucket_collectives import MEMBER_BYTES, MemberNeeds, bucket_limit, sort_graph

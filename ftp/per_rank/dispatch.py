@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftp.axis import all_gather, axis_index
+from ftp.dataclass import dataclass
 from ftp.ops.exchange_rows import EXCHANGE_ROWS
 from ftp.ops.fill_up import filled_up
 from ftp.ops.linear import linear

@@ -3,7 +3,6 @@ forward and a backward program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.ancestors import ancestors
 from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.program import Port, RankCode, Shape, copied

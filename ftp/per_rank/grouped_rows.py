@@ -12,7 +12,6 @@ the gather of weights or the sending of rows that makes it. Equal rows are sent 
 import itertools
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.axis import all_gather
+from ftp.dataclass import dataclass
 from ftp.ops.written import written
 from ftp.per_rank.dispatch import Route, route_of
 from ftp.rules.bind import rule_of

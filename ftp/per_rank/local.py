@@ -7,7 +7,6 @@ collective runs twice.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from itertools import pairwise
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.ops.axis_collectives import OPS

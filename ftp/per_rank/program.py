@@ -3,13 +3,14 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.ops.ancestors import ancestors
 from ftp.ops.define import define, register_fake

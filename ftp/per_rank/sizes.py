@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import reduce
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch import SymInt, Tensor, fx
 from torch.fx.node import map_aggregate
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
 from ftp.dynamic_int import INT_FUNCTIONS, Sizes, is_dynamic
 from ftp.rules.call import Meta, formula_of

@@ -9,13 +9,14 @@ of an expert's best tokens, or experts chosen by how many tokens chose them.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.rules.bind import rule_of_node
 from ftp.rules.call import operands_of, tensors
 from ftp.torch_internals.op_types import OpOverload

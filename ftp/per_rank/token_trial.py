@@ -9,13 +9,13 @@ for each.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from ftp.dataclass import dataclass
 from ftp.errors import FtpError
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.mapped_arguments import evaluated

@@ -7,7 +7,6 @@ the rank's own rows, as ``x[mask]`` does in any function (``tracing/selected``).
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ftp.axis import (
     reduce_scatter,
 )
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError, TraceError
 from ftp.ops.fill_up import cut_off, filled_up
 from ftp.per_rank.sizes import number

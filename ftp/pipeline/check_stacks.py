@@ -8,12 +8,12 @@ certificates.
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError
 from ftp.ops.mapped_arguments import evaluated, mapped_arguments
 from ftp.ops.stack import STACK, UNSTACK

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, ScheduleError, SpecError, join_failures
 from ftp.pipeline.schedule import SCHEDULES, Action, Actions, check_work, simulate
 from ftp.pipeline.stacked import is_stack

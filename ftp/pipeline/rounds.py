@@ -6,12 +6,12 @@ next round. A round is one subgraph for each rank, then one exchange.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
 from ftp.pipeline.subgraphs import StageGraph, extracted

@@ -4,9 +4,9 @@ time that it takes.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+from ftp.dataclass import dataclass
 from ftp.errors import ScheduleError
 
 Kind = Literal["F", "I", "W", "B"]

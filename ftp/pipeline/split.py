@@ -6,13 +6,13 @@ of the nodes that compute its results and the values that it sends.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import PlanningError
 from ftp.ops.ancestors import ancestors
 from ftp.pipeline.schedule import Kind

@@ -7,12 +7,12 @@ Any other op reads the concatenated parts.
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.bind import rule_of_node

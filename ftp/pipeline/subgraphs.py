@@ -1,11 +1,11 @@
 """A pipeline's step as subgraphs: one per stage and action, and the values that cross stages."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.pipeline.schedule import Kind
 from ftp.rules.local_op import RankGraph, as_module
 

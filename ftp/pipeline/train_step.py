@@ -3,11 +3,11 @@ microbatch, and what follows once a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError, InputError, TraceError
 from ftp.ops.ancestors import ancestors
 from ftp.ops.mapped_arguments import mapped_arguments

@@ -9,12 +9,13 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.ancestors import ancestors
 from ftp.rules.local_op import as_module, copied
 

@@ -1,10 +1,11 @@
 """Plan one mesh axis after another, each over the local shapes that the axes before leave."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.errors import PlanningError
 from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.cost import Hardware

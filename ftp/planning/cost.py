@@ -3,11 +3,12 @@
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.rules.call import Meta
 from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
 from ftp.rules.rule import BoundRule

@@ -6,9 +6,10 @@ mesh axes folded so far.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.functional.remat import Region
 from ftp.ops.choose import BranchPath
 from ftp.rules.call import Meta, replaced, tensors

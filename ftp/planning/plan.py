@@ -1,8 +1,9 @@
 """The planner's input, specs, and its output, a plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.ops.constrain import Pin
 from ftp.planning.graph import Graph, Node

@@ -1,12 +1,12 @@
 """Traced program to plan, for steps, exported programs and the search."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_float import moved_number
 from ftp.dynamic_int import Sizes
 from ftp.ops.constrain import Pin

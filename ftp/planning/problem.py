@@ -1,9 +1,10 @@
 """The planning problem of one mesh axis, and its solution."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.planning.cost import Hardware
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.repeats import Ties

@@ -6,9 +6,10 @@ parallelism.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.notation import Dims
 from ftp.rules.op_kinds import PARTS

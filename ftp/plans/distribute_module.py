@@ -9,12 +9,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint

@@ -6,13 +6,13 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.per_rank.dispatch import dispatch

@@ -5,11 +5,12 @@ model code; declare inputs that arrive sharded by ``batch_specs``.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.ops.constrain import constrain

@@ -1,7 +1,6 @@
 """Module names of decoders, by code base."""
 
-from dataclasses import dataclass
-
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 
 

@@ -2,12 +2,13 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError, raise_all
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint

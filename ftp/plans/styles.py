@@ -3,12 +3,13 @@ activations. ``plans.parallelize_module`` and ``exported.styles`` both use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from typing import Any, cast
 
 from torch import nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint, Pins
 from ftp.ops.constrain import Gradient

@@ -6,10 +6,10 @@ import os
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.errors import ProgramFileError
 from ftp.ops.native import read_own
 

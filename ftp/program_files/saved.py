@@ -4,7 +4,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import optree
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import CodeWarning, FtpError, MeshError, ProgramFileError, ReportError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.rank_tables import classes

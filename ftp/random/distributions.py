@@ -8,12 +8,12 @@ are plain tensor code around two ops, and run eagerly, sharded, compiled and und
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError
 from ftp.ops.philox import (
     AS_TENSOR_OPS,

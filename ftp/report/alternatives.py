@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ftp.dataclass import dataclass
 from ftp.planning.attention_ways import axes_of_queries, cost_of
 from ftp.planning.cost import Hardware
 from ftp.planning.cost_network import form_of, layout_costs

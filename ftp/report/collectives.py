@@ -3,13 +3,14 @@ check of a test's claims about it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.collectives import Collective, Member
 from ftp.planning.graph import Node
 from ftp.report.memory import in_bytes

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.ops.constrain import pin_from_str
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.report.causes import Origins, Users, describe

@@ -1,12 +1,12 @@
 """Load balance: the rows that ranks exchange for a given batch, per rank and per expert."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.ancestors import ancestors
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.ops.grouped_mm import GROUPED_MM

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.partitioning.collectives import Collective
 from ftp.pipeline.schedule import Action, Kind, TimedAction, bubble, held_microbatches, simulate
 from ftp.planning.machine import GivenHardware

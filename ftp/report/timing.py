@@ -6,12 +6,12 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.fused_optimizer import COUNT_UP
 from ftp.ops.written import writes
 from ftp.partitioning.collectives import Collective

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.planning.graph import Graph, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.disagreement import reshard_of

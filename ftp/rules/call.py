@@ -1,13 +1,13 @@
 """One call of an op, with shapes and dtypes in place of tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.torch_internals.op_types import OpOverload
 

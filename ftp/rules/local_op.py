@@ -4,7 +4,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
+from ftp.dataclass import dataclass
 from ftp.rules.call import Call
 from ftp.rules.overloads import aten
 from ftp.rules.rule import BoundRule

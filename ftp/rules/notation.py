@@ -12,8 +12,8 @@ Operands stand before the arrow, results after it, with spaces between dims::
 """
 
 import re
-from dataclasses import dataclass
 
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 
 BATCH = "..."

@@ -4,11 +4,11 @@
 op that torch lacks gives a ``MissingOp``, which registries skip.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.torch_internals.op_types import OpOverloadPacket
 
 

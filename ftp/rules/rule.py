@@ -1,9 +1,10 @@
 """The sharding rule of one call: how its tensors' dims share factors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.ops.ring_pieces import Sees
 from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation

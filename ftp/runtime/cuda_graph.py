@@ -11,13 +11,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError
 from ftp.paused_gc import collection_paused
 from ftp.sharding.process_group import endings

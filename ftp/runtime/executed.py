@@ -1,11 +1,11 @@
 """The eager runner's form of a rank's graph: its order, and its writes in place."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.partitioning.local_program import LocalProgram
 from ftp.passes.arrived_rows import only_arrived

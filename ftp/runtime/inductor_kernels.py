@@ -7,12 +7,13 @@ headers.
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
+
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Shape, strides, dtype and storage of every value of a rank's graph under eager kernels."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
+from ftp.dataclass import dataclass
 from ftp.ops.written import written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode

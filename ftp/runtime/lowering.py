@@ -14,11 +14,12 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.passes.arrived_rows import only_arrived
 from ftp.passes.branch_order import mark
 from ftp.passes.bucket_collectives import (

@@ -1,11 +1,12 @@
 """The options of ``shard`` and ``spmd``, without their specs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.planning.machine import GivenHardware
 
 PROGRAMS = 64  # programs that a step keeps

@@ -4,7 +4,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.errors import ProgramFileError
 from ftp.passes.onednn_matmuls import Matmul
 from ftp.runtime import kept_code

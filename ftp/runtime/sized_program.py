@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import Conditions, is_dynamic
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.partitioning.local_program import Coordinate, LocalProgram

@@ -6,13 +6,14 @@ with an op that reads its result.
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.dataclass import dataclass
 from ftp.ops.choose import BranchPath
 from ftp.ops.fused_optimizer import COUNT_UP, UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from ftp.dataclass import dataclass
 from ftp.paused_gc import collection_paused
 from ftp.planning.axis_hardware import hardware_of
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds

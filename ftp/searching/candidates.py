@@ -4,10 +4,11 @@ The networks find them at a price of memory and in an order of the axes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.planning.cost import Hardware
 from ftp.planning.layers.repeats import KEPT, Folded
 from ftp.planning.problem import NotAlike

@@ -5,10 +5,10 @@ of one layer.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.planning.cost import Hardware
 from ftp.planning.layers.labels import label
 from ftp.planning.layers.repeats import Folded

@@ -1,13 +1,13 @@
 """The programs of candidates: without most of their repeated layers for estimates, and in full."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
 
 from torch import Tensor
 
 from ftp.api.shard import shard
+from ftp.dataclass import dataclass
 from ftp.functional.module_constraints import outputs_through
 from ftp.ops.constrain import constrain
 from ftp.planning.cost import Hardware

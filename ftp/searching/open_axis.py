@@ -3,8 +3,9 @@ may cut.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ftp.dataclass import dataclass
 from ftp.planning.axis_order import spec_layout
 from ftp.planning.from_fx import constraints, decompose
 from ftp.planning.graph import Node, Value

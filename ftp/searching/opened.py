@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.planning.graph import Graph, Node, Rewrite, Value
 from ftp.planning.layers.repeats import Folded, Ties
 from ftp.planning.problem import NotAlike

@@ -1,12 +1,12 @@
 """A loss and its gradient, traced and ready to be planned."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ftp.api.arguments import Arguments
+from ftp.dataclass import dataclass
 from ftp.planning.graph import Node
 from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.repeats import Folded, fold

@@ -4,10 +4,11 @@ of other plans.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.functional.module_constraints import Constraint
 from ftp.planning.cost import Hardware
 from ftp.report.lowered import Lowered

@@ -7,8 +7,8 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from ftp.dataclass import dataclass
 from ftp.errors import MeshError
 
 

@@ -9,10 +9,11 @@ no decision depends on one rank's shard.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from ftp.dataclass import dataclass
 from ftp.dynamic_int import is_dynamic, value_of
 
 

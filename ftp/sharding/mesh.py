@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import product
 from typing import Any, Literal, Self
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import MeshError
 from ftp.sharding.launcher import known_hosts
 from ftp.sharding.process_group import (

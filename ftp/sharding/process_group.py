@@ -5,7 +5,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from ftp.dataclass import dataclass
 from ftp.errors import CollectiveError, FtpError, MeshError
 from ftp.sharding.launcher import Launched, launched
 from ftp.torch_internals.process_groups import get_default_group, set_pg_timeout

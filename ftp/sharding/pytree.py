@@ -3,7 +3,6 @@
 import difflib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -13,6 +12,7 @@ import optree
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError, raise_all
 from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec

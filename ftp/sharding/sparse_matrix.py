@@ -3,13 +3,13 @@ vectors, which a spec can cut.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Never
 
 import optree
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError
 from ftp.source import at_line
 

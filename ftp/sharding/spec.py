@@ -1,10 +1,10 @@
 """PartitionSpec: which mesh axes cut which dim of a tensor."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 
 

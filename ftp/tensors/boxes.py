@@ -1,11 +1,11 @@
 """Boxes: the rectangular parts of a tensor that ranks hold, and their intersections."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
+from ftp.dataclass import dataclass
 from ftp.sharding.local_pieces import Piece, local_pieces
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec

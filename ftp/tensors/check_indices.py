@@ -13,13 +13,13 @@ values that ranks give.
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from ftp.dataclass import dataclass
 from ftp.distributed.calls import Calls
 from ftp.errors import InputError, raise_all
 from ftp.sharding.local_pieces import local_pieces

@@ -3,12 +3,12 @@
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import DonationError, PlacementError, raise_all
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec

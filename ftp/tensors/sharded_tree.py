@@ -16,13 +16,14 @@ shapes from all ranks' shards.
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.distributed.calls import calls
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import InputError, MismatchError, SpecError, raise_all

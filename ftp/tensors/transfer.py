@@ -4,13 +4,13 @@ bounded size.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.sharding.local_pieces import local_shape
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec

@@ -5,7 +5,7 @@ differs.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ftp.certification.checker import Checker
 from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
 from ftp.certification.ranks import MeshIndex
 from ftp.certification.unsound import Unsound
+from ftp.dataclass import dataclass
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.decompositions.registry import HALF

@@ -15,7 +15,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -23,6 +22,8 @@ from types import BuiltinFunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from ftp.dataclass import dataclass
 
 Compiled = Callable[[list[Any]], Sequence[Any]]  # takes a list and empties it
 _GUARDS: Any = importlib.import_module("torch._C._dynamo.guards")

@@ -9,7 +9,6 @@ it equals its formula.
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.rules.local_op import as_module, copied
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ results are made from the recorded metadata.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.proxy import Proxy
 
+from ftp.dataclass import dataclass
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.ops.written import written_arguments

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from ftp.axis import is_inside
+from ftp.dataclass import dataclass
 from ftp.ops.constrain import marked_gradients, probe
 from ftp.source import describe_line, is_editable, is_users
 from ftp.torch_internals.fake_tensors import FakeTensor

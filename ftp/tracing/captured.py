@@ -8,12 +8,13 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, StaleCaptureWarning
 from ftp.functional.module_program import ModuleProgram
 from ftp.source import describe_line, is_users

@@ -5,7 +5,6 @@ that the function takes by torch.func; a trace for a pipeline notes them as mean
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.microbatch_means import current_means, is_plain, means_of_trace
 from ftp.sharding.pytree import flatten, kind_of, leaf_names

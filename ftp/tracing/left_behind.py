@@ -4,12 +4,13 @@ does not renew them, so that the function must not read them at its next call.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
 from ftp.torch_internals.modes import disable_current_modes

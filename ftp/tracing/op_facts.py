@@ -4,12 +4,12 @@ and the ops that are always decomposed.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
 from ftp.rules.overloads import aten

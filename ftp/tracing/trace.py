@@ -7,7 +7,7 @@ separate fake tensor.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.grad_mode import _force_original_view_tracking
 
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to

@@ -10,7 +10,6 @@ compared numbers are sampled: each draw orders the numbers anew.
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from ftp.certification.residues.domain import Residues
 from ftp.certification.residues.field import Field
 from ftp.certification.residues.value import Blind, Degenerate, Planes, same
 from ftp.certification.residues.words import words
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError
 
 DRAWS, ORDERED_DRAWS = 4, 12  # ORDERED_DRAWS where numbers are compared

@@ -1,10 +1,11 @@
 """The result of each kind of exchange, as a function of the tensors that its group sends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from typing import Any
+
+from ftp.dataclass import dataclass
 
 SENDS = ("send", "recv")
 

@@ -7,7 +7,7 @@ outcome. Runs differ only in that order, so several run as a batch.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, permutations, product
 from typing import Any
 
@@ -19,6 +19,7 @@ from ftp.certification.residues.domain import FACTORIES, UNINITIALISED, Residues
 from ftp.certification.residues.field import Field, Ranking
 from ftp.certification.residues.value import Blind, Degenerate, Planes, order, same
 from ftp.certification.residues.words import words
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError, SpecError
 from ftp.torch_internals.functorch import unwrapped
 

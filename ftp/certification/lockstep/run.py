@@ -4,13 +4,14 @@ has not issued.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import fx
 
 from ftp.certification.lockstep.exchanges import SENDS, Issued, Mismatch, delivered
+from ftp.dataclass import dataclass
 from ftp.errors import CertificateError
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.ops.mapped_arguments import mapped_arguments

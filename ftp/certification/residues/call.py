@@ -5,13 +5,13 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ftp.certification.residues.field import Field
 from ftp.certification.residues.value import Planes, embed, move
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ are Cunningham's.
 
 import functools
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 from torch import Tensor
+
+from ftp.dataclass import dataclass
 
 # A Cunningham chain. Its primes are -1 modulo 8, 3 and 5, so that 2, 3 and 5 have square roots.
 CHAIN = (2245319, 4490639, 8981279, 17962559, 35925119, 71850239)

@@ -5,7 +5,6 @@ elements are infinite. Data movement, views and writes are torch's own op on eve
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ftp.certification.residues.field import Field, hashed, residue, sign
+from ftp.dataclass import dataclass
 
 
 class Blind(Exception):

@@ -10,9 +10,9 @@ same distance.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ftp.dataclass import dataclass
 from ftp.functional.remat import Region
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.planning.graph import Graph, Node, Value

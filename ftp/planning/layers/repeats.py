@@ -6,9 +6,10 @@ out. `unfold` copies its plan to them.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from ftp.dataclass import dataclass
 from ftp.ops.stack import UNSTACK
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.known_passes import KnownPasses

@@ -8,9 +8,10 @@ consistent: unary costs are finite, and no row of a table is all infinite.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
+
+from ftp.dataclass import dataclass
 
 Unary = Sequence[np.ndarray] | Mapping[int, np.ndarray]
 PairTables = Mapping[int, Mapping[int, np.ndarray]]

@@ -19,10 +19,10 @@ is limited in rounds and table entries.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from ftp.dataclass import dataclass
 from ftp.planning.solver.bounds import PairTables, Sweeps, Unary, feasible
 from ftp.planning.solver.order import Order, best_order, elimination_order, table_size
 from ftp.planning.solver.reduce import Infeasible, Network

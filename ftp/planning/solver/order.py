@@ -3,8 +3,8 @@
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from ftp.dataclass import dataclass
 from ftp.planning.solver.reduce import Network
 
 EXACT_WORK = 100  # times max_table: the most entries of all tables of an exact elimination

@@ -3,11 +3,12 @@
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from ftp.dataclass import dataclass
 
 
 class Infeasible(Exception):

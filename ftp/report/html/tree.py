@@ -3,12 +3,13 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from html import escape
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.report.memory import in_bytes
 from ftp.report.names import dtype_name
 from ftp.report.shard_grid import as_html

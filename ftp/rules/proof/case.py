@@ -1,12 +1,12 @@
 """One call of an op on whole tensors, and the rule that is to be proven for it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 import ftp.rules  # noqa: F401  the registry is empty without them
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced

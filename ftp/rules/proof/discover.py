@@ -10,13 +10,14 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.rules.bind import bind
 from ftp.rules.call import Call, Meta, tensors

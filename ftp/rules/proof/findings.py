@@ -6,12 +6,13 @@ import os
 import tempfile
 import warnings
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.ops.native import cache_folder, read_own
 from ftp.rules.notation import parse

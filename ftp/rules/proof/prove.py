@@ -3,12 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.rules.call import replaced, tensors

@@ -12,10 +12,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ftp.dataclass import dataclass
 
 
 @dataclass(frozen=True)

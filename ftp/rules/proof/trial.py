@@ -5,12 +5,12 @@ results.
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.dataclass import dataclass
 from ftp.rules.call import Meta, replaced, tensors
 from ftp.rules.proof.prove import chunk
 from ftp.rules.rule import BoundRule

@@ -4,13 +4,14 @@ stages.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ftp.dataclass import dataclass
 from ftp.pipeline.buffers import RankPair, arrivals, known_read, messages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, TimedAction

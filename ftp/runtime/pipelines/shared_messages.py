@@ -11,11 +11,11 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from ftp.dataclass import dataclass
 from ftp.distributed.interrupt import interrupts
 from ftp.pipeline.buffers import RankPair
 from ftp.runtime.pipelines.stage_programs import as_bytes

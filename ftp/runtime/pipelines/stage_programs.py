@@ -4,7 +4,7 @@ pipeline's. A value that crosses stages keeps the sharding that its producer giv
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.stacked import Stacks
 from ftp.pipeline.subgraphs import StageGraph, Stages

@@ -1,13 +1,13 @@
 """A program whose arguments belong to stages. It runs in rounds: subgraphs, then an exchange."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ftp.dataclass import dataclass
 from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs, as_bytes
 from ftp.runtime.pipelines.subgraph_planner import StoredValue

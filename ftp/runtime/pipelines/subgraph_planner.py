@@ -4,13 +4,14 @@ equal subgraphs share a program.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from ftp.dataclass import dataclass
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.subgraphs import StageGraph
 from ftp.planning.cost import Hardware

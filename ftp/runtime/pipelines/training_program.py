@@ -1,12 +1,12 @@
 """A train step over a pipeline as a program: the pipeline's step, then the update."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ftp.dataclass import dataclass
 from ftp.pipeline.train_step import TrainStep
 from ftp.runtime.pipelines.program import PipelineProgram
 from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs

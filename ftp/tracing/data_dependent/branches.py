@@ -6,13 +6,13 @@ Tensors that a branch captures become operands, so that they have a gradient.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ftp.axis import is_inside
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError, raise_all
 from ftp.functional.contents import bound_now
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs

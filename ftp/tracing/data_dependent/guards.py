@@ -10,9 +10,9 @@ import dis
 import functools
 import linecache
 import warnings
-from dataclasses import dataclass
 from types import CodeType, FrameType
 
+from ftp.dataclass import dataclass
 from ftp.source import is_users
 
 SourcePosition = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns

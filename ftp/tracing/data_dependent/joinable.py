@@ -6,9 +6,9 @@ afterwards.
 import ast
 import dis
 import functools
-from dataclasses import dataclass
 from types import CodeType, FrameType
 
+from ftp.dataclass import dataclass
 from ftp.tracing.data_dependent.guards import (
     asked_in,
     asks_for_any,

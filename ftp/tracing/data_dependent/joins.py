@@ -11,7 +11,7 @@ condition does not hold. If that is impossible, `Rerun` ends the run, and the pa
 import enum
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ftp.dataclass import dataclass
 from ftp.functional.writes import written_by
 from ftp.ops.assume import Condition
 from ftp.source import is_users, user_line

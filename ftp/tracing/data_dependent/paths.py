@@ -10,7 +10,7 @@ are those of the path that is taken.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from ftp.axis import is_inside
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError, raise_all
 from ftp.functional.remat import Region, current_region
 from ftp.ops.assume import Condition, is_listening

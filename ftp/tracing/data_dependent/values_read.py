@@ -8,7 +8,7 @@ traces the function again with the number. So each number that is read has its o
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ftp.axis import is_inside
 from ftp.context import set_within
+from ftp.dataclass import dataclass
 from ftp.errors import TraceError
 from ftp.functional.remat import current_region
 from ftp.ops.assume import assume, is_listening

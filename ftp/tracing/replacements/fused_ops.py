@@ -4,7 +4,6 @@ derivatives, and those with another kernel on the device that the program will r
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ftp.dataclass import dataclass
 from ftp.rules.op_kinds import ATTENTION
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.tracing.gpu_attention import with_gpu_attention

@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.axis import is_inside
+from ftp.dataclass import dataclass
 from ftp.ops.assume import assume
 from ftp.source import at_line, user_line
 from ftp.tracing.data_dependent.traced_number import TracedNumber

@@ -6,13 +6,14 @@ itself.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
