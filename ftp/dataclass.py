@@ -7,8 +7,8 @@ the time of importing ftp: a start defines two hundred classes and uses one meth
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-_OFF = {"init": False, "repr": False, "eq": False}
-_COMPILED_BY = {
+_OFF: dict[str, Any] = {"init": False, "repr": False, "eq": False}
+_COMPILED_BY: dict[str, dict[str, Any]] = {
     "__init__": {"init": True},
     "__repr__": {"repr": True},
     "__eq__": {"eq": True},
@@ -38,6 +38,7 @@ def _dataclass(
     """
 
     def define(cls: Any) -> Any:
+        cls.__doc__ = cls.__doc__ or cls.__name__  # else it would be the signature of ``__init__``
         dataclasses.dataclass(**_OFF, kw_only=kw_only)(cls)
         asked = {"__init__": True, "__repr__": repr, "__eq__": eq, "__hash__": eq and frozen}
         for name in _COMPILED_BY:
@@ -66,7 +67,11 @@ class _LazyMethod:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         cls, name = self.cls, self.name
-        names = {"__doc__": name, "__qualname__": cls.__qualname__, "__module__": cls.__module__}
+        names = {
+            "__doc__": cls.__doc__,
+            "__qualname__": cls.__qualname__,
+            "__module__": cls.__module__,
+        }
         if hasattr(cls, "__post_init__"):
             names["__post_init__"] = ""  # `__init__` calls it where there is one
         made = dataclasses.make_dataclass(

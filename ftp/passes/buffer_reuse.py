@@ -85,15 +85,15 @@ class _FakeValues(FakeTensorProp):
         return self.known[key]
 
     def _foreseen(self, n: fx.Node) -> Any:
-        """The fake result of a plain op, or of one that copies if it must, from metadata, or of a
-        sum over ranks; None for others.
+        """The fake result of a plain op, or of a composite one, from metadata, or of a sum over
+        ranks; None for others.
         """
         target: Any = n.target
         if target is WAIT or target is ALL_REDUCE:
             x = self.env[n.all_input_nodes[0]]
             is_known = type(x) is FakeTensor and not x._has_symbolic_sizes_strides
             return self.fake.like(x) if is_known and x.is_contiguous() else None
-        if not is_plain(target) and target not in _IF_IT_MUST:
+        if not is_plain(target) and target not in _COMPOSITE:
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
         with DisableTorchDispatch():
@@ -124,7 +124,10 @@ class _FakeValues(FakeTensorProp):
         return found
 
 
-_IF_IT_MUST = (aten.reshape.default, aten.contiguous.default)
+_COMPOSITE = (
+    aten.contiguous.default, aten.reshape.default, aten.silu_backward.default,
+    aten.where.ScalarOther,
+)  # fmt: skip
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:

@@ -70,8 +70,8 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
         if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
             return False
         operands = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
-        metas = [(n.meta["val"].shape, n.meta["val"].dtype) for n in operands]
-        call = (target, str(mapped_arguments(node, operands.__getitem__)), str(metas))
+        kinds = [(n.meta["val"].ndim, n.meta["val"].dtype) for n in operands]  # that promote
+        call = (target, str(mapped_arguments(node, operands.__getitem__)), str(kinds))
         if call not in dtypes:
             with mode:
                 args, kwargs = mapped_arguments(node, lambda n: n.meta["val"])
