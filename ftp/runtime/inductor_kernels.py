@@ -4,6 +4,7 @@ Inductor compiles each kernel separately, and each time the compiler spends most
 headers.
 """
 
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def compiled_together() -> Iterator[None]:
     wait, tried = AsyncCompile.wait, VecISA.check_build
 
     def keep(self: Any, argtypes: Sequence[str], source: str) -> _Pending:
-        return _Pending(tuple(argtypes), source)
+        return _Pending(tuple(argtypes), with_numbers_read_once(source))
 
     def note(self: Any, scope: dict[str, Any]) -> None:
         scopes.append(scope)
@@ -63,6 +64,27 @@ def compiled_together() -> Iterator[None]:
         scope.update(
             {name: made[value] for name, value in scope.items() if isinstance(value, _Pending)}
         )
+
+
+_SIGNATURE = re.compile(r"\bvoid\s+kernel\(([^()]*)\)\s*\{")
+
+
+def with_numbers_read_once(source: str) -> str:
+    """A kernel that reads inputs which are one integer, such as a rank's offsets, before its loops:
+    the compiler does not know that no store of a loop changes them.
+    """
+    found = _SIGNATURE.search(source)
+    # A kernel that writes integers may write to the memory of such an input.
+    if found is None or re.search(r"(?<!const )\bint64_t\s*\*", found[1]):
+        return source
+    head, body = source[: found.end()], source[found.end() :]
+    for name in re.findall(r"\bconst int64_t\* (\w+)", found[1]):
+        read = f"{name}[static_cast<int64_t>(0L)]"
+        if 0 < body.count(read) == len(re.findall(rf"\b{name}\b", body)):
+            # A tensor without elements, which no loop reads, has no memory.
+            head += f"\n    const int64_t {name}_0 = {name} ? *{name} : 0;"
+            body = body.replace(read, f"{name}_0")
+    return head + body
 
 
 @cache
