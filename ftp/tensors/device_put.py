@@ -92,7 +92,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 
     Args:
         tree: this rank's shards, placed or not; other leaves pass through.
-        mesh, specs: of the shards, as for ``device_put``.
+        mesh, specs: of the shards, as for ``device_put``; left out, those of the placed tensors.
 
     Returns:
         The tree of full tensors, copies that require no gradient.
@@ -104,9 +104,10 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
-    >>> ftp.device_get(ftp.device_put(torch.arange(3), mesh, ftp.P("tp")), mesh, ftp.P("tp"))
+    >>> ftp.device_get(ftp.device_put(torch.arange(3), mesh, ftp.P("tp")))
     tensor([0, 1, 2])
     """
+    mesh, specs = _of_placed(tree, mesh, specs)
     m = resolve(mesh)
     with raise_on_all_ranks(m):
         shards = sharded_tree(tree, m, specs, takes_sums=True)
@@ -116,6 +117,17 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     sent = [_kind(leaf.value) for leaf in shards.leaves]
     with _running("device_get", shards, sent) if is_collective else nullcontext():
         return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
+
+
+def _of_placed(tree: Any, mesh: AnyMesh | None, specs: Any) -> tuple[AnyMesh | None, Any]:
+    """The mesh and the specs, those of placed tensors where they are left out."""
+    leaves, treedef = flatten(tree)
+    places = [placement_of(leaf) for leaf in leaves]
+    if (known := next(filter(None, places), None)) is None:
+        return mesh, specs
+    if specs is None:
+        specs = treedef.unflatten([p.spec if p is not None else PartitionSpec() for p in places])
+    return known.mesh if mesh is None else mesh, specs
 
 
 def _is_unknown(leaf: Leaf) -> bool:

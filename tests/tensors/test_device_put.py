@@ -179,3 +179,19 @@ def test_digests_of_host_tensors_are_compared_on_the_device_of_the_mesh(monkeypa
     with pytest.raises(RuntimeError, match="meta"):  # which has no values to read
         compare_copies(leaves, [P(), P()], ["a", "b"], mesh, None)  # type: ignore[arg-type]
     assert seen == ["meta", "meta"]
+
+
+def test_device_get_takes_mesh_and_specs_of_placed_tensors():
+    mesh = ftp.simulated_mesh((2, 3), ("dp", "tp"))
+    tree = {"w": torch.arange(20.0).reshape(5, 4), "b": torch.ones(3), "step": 3}
+    specs = {"w": P("tp", "dp"), "b": P(), "step": P()}
+    placed = ftp.device_put(tree, mesh, specs)
+    for got in (ftp.device_get(placed), ftp.device_get(placed, mesh)):
+        assert torch.equal(got["w"], tree["w"]) and torch.equal(got["b"], tree["b"])
+        assert got["step"] == 3
+    beside = ftp.device_get({**placed, "new": torch.zeros(2)})
+    assert torch.equal(beside["new"], torch.zeros(2))
+    with pytest.raises(ftp.errors.PlacementError, match="placed with spec"):
+        ftp.device_get(placed, mesh, P())
+    with pytest.raises(ftp.errors.MeshError, match="No mesh is given"):
+        ftp.device_get(tree)
