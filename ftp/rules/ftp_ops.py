@@ -178,8 +178,11 @@ def _pieces(
     """
     pieces: Pieces = [(n, step)]
     for cut in cuts:
-        before, rest = _split(pieces, cut.outer)
-        middle, after = _split(rest, cut.size) if rest is not None else (None, None)
+        if len(pieces) == 1 and cut.outer == 1 and pieces[0][0] == cut.size:
+            before, middle, after = [], pieces, []  # as of other sizes where the size is one
+        else:
+            before, rest = _split(pieces, cut.outer)
+            middle, after = _split(rest, cut.size) if rest is not None else (None, None)
         if before is None or middle is None or after is None or cut.second is not None:
             return None
         within = _narrow(op, middle, cut.start, cut.length, offset)

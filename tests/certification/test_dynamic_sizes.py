@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from models import LlamaConfig, build
 from mutants import check_mutants_of
 from sized_steps import (
     LAYOUTS,
@@ -186,3 +187,23 @@ def test_formulas_that_give_other_numbers_are_refused():
     changed = tuple(other if o is op else o for o in found.operations)
     with program.ranks.sizes.noting((4,)), pytest.raises(CertificateError, match="its formulas"):
         check(replace(found, operations=changed))
+
+
+@pytest.mark.slow
+def test_random_bits_of_a_dim_of_one_element():
+    """They have the form of other sizes: a size is certified by its numbers where formulas do not
+    do.
+    """
+    fn, params = ftp.functionalize(build(LlamaConfig(vocab=8, dim=8, layers=1, heads=1, hidden=8)))
+    key, mesh = ftp.random.key(3), ftp.simulated_mesh((2,), ("cp",))
+
+    def loss(p, x):
+        kept = ftp.random.dropout(key, p["emb.weight"][x], 0.3)
+        return fn(p, x).square().mean() + kept.square().mean()
+
+    dims = {1: torch.export.Dim("S", min=1, max=64)}
+    step = ftp.shard(loss, mesh, P(), batch_specs=P(None, "cp"), certify=True, dynamic_shapes=dims)
+    for size in (15, 1):
+        x = torch.arange(2 * size).reshape(2, size) % 8
+        torch.testing.assert_close(step(params, x)[0], loss(params, x))
+    assert step.shapes.one_by_one == ()
