@@ -4,9 +4,9 @@ compiled step of all lengths beside the steps compiled for one length each.
     python benchmarks/new_shapes.py
 
 A 4-layer decoder, loss and gradients, on two simulated ranks; CPU seconds of this process, medians
-over the lengths. Compiled: an MLP, two sequences, loss and gradients, first at S = 200, on one
-rank; CPU time in turns, beside two steps of the same program for that length alone, of which the
-second shows the noise.
+over the lengths. The same decoder on a share of the tokens, a number that it reads. Compiled: an
+MLP, two sequences, loss and gradients, first at S = 200, on one rank; CPU time in turns, beside two
+steps of the same program for that length alone, of which the second shows the noise.
 """
 
 import statistics
@@ -56,6 +56,34 @@ def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, floa
         new.append(seconds(length))
         again.append(min(seconds(length) for _ in range(3)))
     return first, statistics.median(new), statistics.median(again)
+
+
+def numbers_read() -> tuple[float, float]:
+    """Median seconds of the first step at a length of which the function reads a share as a number,
+    and of the next one. Eight lengths come first: their plan serves the others.
+    """
+    cfg = LlamaConfig(layers=4, dim=64, hidden=128)
+    fn, params = ftp.functionalize(build(cfg))
+    loss_of = lm_loss(fn)
+
+    def loss(p: Any, batch: Any) -> torch.Tensor:
+        keep = int(0.75 * batch[0].shape[1])
+        return loss_of(p, tuple(x[:, :keep] for x in batch))
+
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.shard(loss, mesh, ftp.plan(params, specs(cuts(cfg), tp="tp")), batch_specs=P())
+
+    def seconds(length: int) -> float:
+        tokens = torch.zeros(2, length, dtype=torch.int64)
+        start = time.process_time()
+        step(params, (tokens, tokens))
+        return time.process_time() - start
+
+    for length in (16, 15, 17, 24, 9, 40, 31, 12):
+        seconds(length)
+    found = [(seconds(length), seconds(length)) for length in (50, 21, 37, 48, 43, 46, 11, 13, 28)]
+    new, again = zip(*found, strict=True)
+    return statistics.median(new), statistics.median(again)
 
 
 def compiled(width: int, lengths: Sequence[int]) -> None:
@@ -112,6 +140,8 @@ def main() -> None:
                 f"{axis} 2, {spec}, {is_dynamic}: {first:.2f}, {1e3 * new:.1f}, {1e3 * again:.1f},"
                 f" {1e3 * (new - again):.1f}"
             )
+    new, again = numbers_read()
+    print(f"tp 2, reads int(0.75 * S): a new length {1e3 * new:.1f}, again {1e3 * again:.1f} (ms)")
     print(
         "compiled, width, S: own step (ms), quartiles of the dynamic step's share, of another own"
         " step's"
