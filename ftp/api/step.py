@@ -48,6 +48,7 @@ from ftp.tensors.global_shapes import agreed_shapes, describe_held, without_addr
 from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import check_samples
 from ftp.torch_internals.autograd_state import below_autograd, forward_level, set_grad_enabled
+from ftp.torch_internals.process_groups import load_python_kernels
 from ftp.tracing.captured import check_unchanged
 from ftp.tracing.settings import is_cast, uncast
 from ftp.tracing.trace import Traced
@@ -405,6 +406,7 @@ def _without_autograd(program: Program) -> AbstractContextManager[Any]:
     """
     if forward_level() < 0 and program.runs_without_autograd:
         return below_autograd()
+    load_python_kernels()
     return nullcontext()
 
 

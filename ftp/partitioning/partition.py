@@ -42,6 +42,7 @@ from ftp.rules.local_op import LocalCut, LocalOp, RankGraph, as_module, localize
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.local_pieces import cut_pieces
 from ftp.sharding.spec import PartitionSpec
+from ftp.torch_internals.process_groups import load_python_kernels
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -61,6 +62,7 @@ class Partitioner:
     change: Callable[[fx.Graph], fx.Graph] | None = None
 
     def __post_init__(self):
+        load_python_kernels()  # passes and reports ask for fake results of collectives
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
         self._dynamic: dict[tuple[int, ...], list[tuple[Conditions, LocalProgram]]] = {}
         chunks: dict[Chunk, None] = {}

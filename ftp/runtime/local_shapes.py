@@ -15,6 +15,7 @@ from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.torch_internals.op_types import OpOverload
+from ftp.torch_internals.process_groups import load_python_kernels
 
 
 class LocalTensor(NamedTuple):
@@ -96,6 +97,7 @@ class _Shapes:
     """Follows a graph op by op under a fake tensor mode; ``known`` caches results by call."""
 
     def __init__(self, device: str, before: LocalShapes):
+        load_python_kernels()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = torch.device(device)
         self.before = before.values

@@ -1,7 +1,16 @@
 """torch's default process group, its store and groups by name. Read at torch 2.13."""
 
+from importlib import import_module
+
 from torch._C._distributed_c10d import PythonCallbackWork
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.distributed_c10d import _get_default_group as get_default_group
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_pg_timeout
+
+
+def load_python_kernels() -> None:
+    """Load what torch has of collectives in Python: their results on fake tensors, and autograd.
+    It takes a tenth of the time of importing ftp, and a step whose plan is found needs neither.
+    """
+    import_module("torch.distributed._functional_collectives")

@@ -208,3 +208,46 @@ def test_errors_of_the_planner_are_its_own(folder: Path):
     assert not plans(folder)
     with pytest.raises((PlanningError, ftp.FtpError)):
         step(torch.ones(4))
+
+
+TWO_RANKS = """
+import os, sys, torch, ftp
+from ftp import P
+rank = int(not os.fork())
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{os.environ['MEET']}", rank=rank, world_size=2
+)
+mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+x = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+FUNCTIONS = {  # by the collective that each needs
+    "all_reduce": (lambda x: x.square().sum(), P("tp"), P()),
+    "all_gather": (lambda x: x.square(), P("tp"), P()),
+    "reduce_scatter": (lambda x: x @ x.T, P(None, "tp"), P("tp")),
+}
+for name, (fn, given, asked) in FUNCTIONS.items():
+    step = ftp.spmd(fn, mesh, given, asked)
+    found = step(ftp.device_put(x, mesh, given))
+    is_loaded = "torch.distributed._functional_collectives" in sys.modules
+    assert torch.equal(ftp.device_get(found, mesh, asked), fn(x)), name
+    (planned,) = step._cache.programs.values()
+    if not rank:
+        print(name, type(planned.program).__name__, is_loaded)
+sys.stdout.flush()
+torch.distributed.barrier()
+if rank:
+    os._exit(0)
+assert not os.wait()[1]
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_found_loads_what_its_collectives_need(tmp_path: Path) -> None:
+    """torch's module of collectives is for fake results of gathers, which sums do without."""
+    for at in range(2):
+        env = {**os.environ, "FTP_CACHE": str(tmp_path), "MEET": str(tmp_path / f"meet {at}")}
+        found = own_process.run(TWO_RANKS, env=env)
+    assert found.stdout.splitlines() == [
+        "all_reduce KeptProgram False",
+        "all_gather KeptProgram True",
+        "reduce_scatter KeptProgram True",
+    ], found.stderr
