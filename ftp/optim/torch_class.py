@@ -51,6 +51,7 @@ class TorchClass:
                 raise InputError(
                     f"{cls.__name__}({key}=True) has no meaning in a program; leave it out."
                 )
+        self._of_meta: dict[Any, Slots] = {}
         self.prototype = self._make(torch.zeros(1, 1))
         # Whether the class counts its steps itself.
         self.owns_step = not issubclass(cls, torch.optim.SGD | torch.optim.Muon)
@@ -116,7 +117,18 @@ class TorchClass:
         )
 
     def first_slots(self, param: Tensor) -> Slots:
-        """The state before the first step: the value of each slot when a step first reads it."""
+        """The state before the first step: the value of each slot when a step first reads it. That
+        of a meta tensor is found once; specs, and the states of shards, ask for its shapes.
+        """
+        if not param.is_meta or not self.is_value_independent(param):
+            return self._first_slots(param)
+        key = param.shape, param.stride(), param.dtype
+        if key not in self._of_meta:
+            self._of_meta[key] = self._first_slots(param)
+        found = self._of_meta[key]
+        return Slots({slot: value.clone() for slot, value in found.items()}, found.like)
+
+    def _first_slots(self, param: Tensor) -> Slots:
         if self.owned and param.ndim > 2:  # a stack of matrices; Muon's momentum starts at zero
             of_one = self.first_slots(param.new_zeros(param.shape[-2:]))
             return Slots(
