@@ -102,15 +102,14 @@ def _is_users_frame(frame: FrameType) -> bool:
     return is_users(frame.f_code) and "__name__" in frame.f_globals
 
 
-@functools.cache
 def is_users(code: CodeType) -> bool:
-    return _is_users_file(code.co_filename)
+    return _is_users_file(code.co_filename)  # cached by file: the hash of code takes longer
 
 
 @functools.cache
-def is_ours(code: CodeType) -> bool:
-    """Whether code is torch's, optree's or ours."""
-    return code.co_filename.startswith(_OURS)
+def is_ours(file: str) -> bool:
+    """Whether a file's code is torch's, optree's or ours."""
+    return file.startswith(_OURS)
 
 
 def is_editable(name: str) -> bool:
@@ -118,6 +117,7 @@ def is_editable(name: str) -> bool:
     return _is_users_file(name) and not name.startswith(_SITE)
 
 
+@functools.cache
 def _is_users_file(name: str) -> bool:
     if name.startswith(_OURS) or (
         name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))

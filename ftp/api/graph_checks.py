@@ -70,9 +70,10 @@ def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
 
 def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
     failures: dict[str, None] = {}
+    held = dict(mesh.axes).items()
     for node in graph.nodes:
         axes = region_of(node.target, node.args)
-        fits = axes.items() <= dict(mesh.axes).items()
+        fits = axes.items() <= held
         if node.kind == "local":
             axes = dict(node.target.axes)
             fits = axes == mesh.axes

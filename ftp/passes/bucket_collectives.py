@@ -187,6 +187,8 @@ def reordered(graph: Graph, buckets: Buckets) -> Buckets:
     Otherwise the order of collectives would follow the dependencies of values, which differ on a
     rank with an empty shard.
     """
+    if not buckets.groups:
+        return buckets
     number_of = {name: number for number, group in enumerate(buckets.groups) for name in group}
     open_: dict[int, list[Node]] = {}
     ended: list[tuple[str, ...]] = []
@@ -288,6 +290,8 @@ def bucket_collectives_in(graph: fx.Graph, buckets: Buckets) -> None:
     if not (buckets.groups or buckets.seeds):
         return
     _fill_seeds(graph, buckets.seeds)
+    if not buckets.groups:
+        return
     issued = {
         node.meta.get("origin"): node
         for node in graph.nodes

@@ -29,7 +29,7 @@ from ftp.planning.graph import (
     unchanged,
     whole_rule,
 )
-from ftp.planning.graph_passes import live, merge_common
+from ftp.planning.graph_passes import key_of, live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
@@ -233,11 +233,12 @@ class _GraphBuilder:
         results: tuple[Meta, ...],
         source: str,
     ) -> BoundRule:
-        call = Call(target, replaced(args, Value, _meta), replaced(kwargs, Value, _meta), results)
-        key = (target, repr(call.args), repr(call.kwargs))  # repeated blocks make the same calls
-        if key not in self.rules:
-            self.rules[key] = self._rule(call, source)
-        return self.rules[key]
+        key = target, key_of(args, _meta), key_of(kwargs, _meta)  # repeated blocks make equal calls
+        found = self.rules.get(key)
+        if found is None:
+            args, kwargs = replaced((args, kwargs), Value, _meta)
+            found = self.rules[key] = self._rule(Call(target, args, kwargs, results), source)
+        return found
 
     def _rule(self, call: Call, source: str) -> BoundRule:
         line = source or "an unknown line"

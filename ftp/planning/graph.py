@@ -81,14 +81,17 @@ class Reshard:
         if pair == "SS":
             is_gathered = self.src.dim == self.dst.dim and self.parts is None
             return "all_gather" if is_gathered else "all_to_all"
-        return {
-            "PR": "all_reduce",
-            "PS": "reduce_scatter",
-            "SR": "all_gather",
-            "RS": "slice",
-            "RP": "contribute",
-            "SP": "pad",
-        }[pair]
+        return _OPS[pair]
+
+
+_OPS = {
+    "PR": "all_reduce",
+    "PS": "reduce_scatter",
+    "SR": "all_gather",
+    "RS": "slice",
+    "RP": "contribute",
+    "SP": "pad",
+}
 
 
 @dataclass(eq=False)

@@ -2,7 +2,7 @@
 parameters again for the backward pass.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -111,17 +111,32 @@ def keep_collectives(graph: Graph) -> Rewrite:
 
 
 def _key(tree: Any) -> Any:
-    if isinstance(tree, Value):
-        return (id(tree.node), tree.index)
+    return key_of(tree, _identity)
+
+
+def _identity(value: Value) -> tuple[int, int]:
+    return id(value.node), value.index
+
+
+def key_of(tree: Any, of_value: Callable[[Value], Any]) -> Any:
+    """Arguments as a key of a dict, in which numbers of different kinds differ.
+
+    Args:
+        of_value: gives the key of a value.
+    """
+    kind = type(tree)
+    if kind is Value:
+        return of_value(tree)
+    if kind is int or kind is str or kind is bool:
+        return kind, tree
     if isinstance(tree, (list, tuple)):
-        return tuple(map(_key, tree))
+        return tuple([key_of(t, of_value) for t in tree])
     if isinstance(tree, dict):
-        return tuple((k, _key(v)) for k, v in tree.items())
-    if type(tree) in (int, bool, str):
-        return (type(tree), tree)
-    if isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format | None):
-        return repr(tree)
-    return (type(tree).__name__, repr(tree))
+        return tuple([(k, key_of(v, of_value)) for k, v in tree.items()])
+    return repr(tree) if isinstance(tree, _NAMED) else (kind.__name__, repr(tree))
+
+
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
 def mark_dependencies(graph: Graph) -> None:

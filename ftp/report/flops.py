@@ -29,7 +29,7 @@ PIPELINED = (gather_matmuls, matmul_scatter, *RINGS)  # compute while they send
 
 def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
     """FLOPs of a matmul, attention or convolution by torch's own counter; 0 for any other op."""
-    if not _is_counted(node.target):
+    if not is_counted(node.target):
         return 0.0
 
     def shape(value: Any) -> Any:
@@ -47,7 +47,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
 
 
 @functools.cache
-def _is_counted(target: Any) -> bool:
+def is_counted(target: Any) -> bool:
+    """Whether calls of an op have FLOPs that are counted."""
     packet = getattr(target, "overloadpacket", None)
     is_own = target in (*PIPELINED, MAP_SLICES)
     return packet is not None and (is_own or is_attention(target) or packet in flop_registry)
@@ -57,7 +58,7 @@ def flops_of_call(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[Any]
 ) -> float:
     """`flops_of` a call, with shapes in place of tensors as arguments."""
-    if not _is_counted(target):
+    if not is_counted(target):
         return 0.0
     if target in (gather_matmuls, matmul_scatter):
         return 2.0 * multiplications(target, args)
@@ -67,9 +68,17 @@ def flops_of_call(
         if "backward" in op_name(target):
             return float(sdpa_backward_flop_count(*args[:4]))
         return float(sdpa_flop_count(*args[:3]))
-    out = tuple(results)
-    count = flop_registry[target.overloadpacket]
-    return float(count(*args, **kwargs, out_val=out[0] if len(out) == 1 else out))
+    call = target.overloadpacket, args, tuple(kwargs.items()), tuple(results)
+    try:
+        return _counted(*call)
+    except TypeError:  # arguments in lists
+        return _counted.__wrapped__(*call)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(packet: Any, args: Any, kwargs: Any, results: tuple[Any, ...]) -> float:
+    out = results[0] if len(results) == 1 else results
+    return float(flop_registry[packet](*args, **dict(kwargs), out_val=out))
 
 
 @functools.cache
@@ -82,7 +91,7 @@ def _flops_of_slice(key: str) -> float:
 
     total = 0.0
     for node in slice_program_of(key).gm.graph.nodes:
-        if node.op == "call_function" and _is_counted(node.target):
+        if node.op == "call_function" and is_counted(node.target):
             args, kwargs = mapped_arguments(node, shape)
             found = node.meta["val"]
             results = [shape(node)] if isinstance(found, torch.Tensor) else shape(node)

@@ -201,13 +201,16 @@ def measure(
     size: dict[int, int] = {}
     readers: dict[int, set[int]] = {}
     for node, values in shapes.values.items():
-        last = max((position[u] for u in node.users), default=position[node])
+        last, read = position[node], set()
+        for user in node.users:
+            last = max(last, position[user])
+            if user.op != "output":
+                read.add(phases[user])
         for held in values:
-            dies[held.storage] = max(dies.get(held.storage, 0), last, position[node])
-            size[held.storage] = held.storage_nbytes
-            readers.setdefault(held.storage, set()).update(
-                [phases[u] for u in node.users if u.op != "output"]
-            )
+            storage = held.storage
+            dies[storage] = max(dies.get(storage, 0), last)
+            size[storage] = held.storage_nbytes
+            readers[storage] = readers[storage] | read if storage in readers else read
     dies |= dict.fromkeys(kept, end)
     kind = _kinds(graph, shapes, roles, inputs, phases, collective, readers)
     of_branch = branches(graph)

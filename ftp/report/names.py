@@ -43,7 +43,15 @@ def without_numbers(text: str) -> str:
     >>> without_numbers("f32[4, 8]"), without_numbers("mm")
     ('f32[4, 8]', 'mm')
     """
+    line, mark, comment = text.partition("    # ")
+    return _without_numbers(line) + mark + _comment_without_numbers(comment)
+
+
+def _without_numbers(text: str) -> str:
     return _NUMBERED.sub(lambda m: _name_without_numbers(m.group()), text)
+
+
+_comment_without_numbers = lru_cache(maxsize=4096)(_without_numbers)  # layers share lines of code
 
 
 @lru_cache(maxsize=65536)

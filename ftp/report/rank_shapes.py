@@ -22,12 +22,11 @@ def on_busiest(
         offsets: per rank, the ints that the graph takes after its tensors.
     """
     numbers = shapes.numbers
+    read_by = {user for number in numbers for user in number.users}
     ops = [
         node
         for node in graph.nodes
-        if node in shapes.values
-        and any(x in numbers for x in node.all_input_nodes)
-        and flops_of(node, shapes)
+        if node in read_by and node in shapes.values and flops_of(node, shapes)
     ]
     if not ops:
         return shapes

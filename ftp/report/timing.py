@@ -6,12 +6,11 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ftp.dataclass import dataclass
 from ftp.ops.fused_optimizer import COUNT_UP
 from ftp.ops.written import writes
 from ftp.partitioning.collectives import Collective
@@ -26,8 +25,7 @@ from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class TimedOp:
+class TimedOp(NamedTuple):
     """One op or collective.
 
     Attributes:
@@ -213,7 +211,7 @@ def estimate(
             now = met = max(now, arrived)
         elif node.target is not operator.getitem and node in shapes.values:
             timed = _op(node, shapes, hardware, now, moved)
-            if any("arrived" in n.meta for n in (node, *node.all_input_nodes)):
+            if shapes is not most_shapes and _has_arrived(node):
                 unequal += _op(node, most_shapes, hardware, now, moved).seconds - timed.seconds
             moved = timed.nbytes if timed.flops else 0
             if timed.flops:
@@ -222,6 +220,11 @@ def estimate(
             ops.append(timed)
     end, waiting = max(now, link_free), waiting + max(0.0, link_free - now)
     return Cost(end, ops, collectives, hardware, waiting, ideal, end + unequal)
+
+
+def _has_arrived(node: fx.Node) -> bool:
+    """Whether how many rows an op gives or reads depends on values."""
+    return any("arrived" in n.meta for n in (node, *node.all_input_nodes))
 
 
 def _cheaper(
@@ -254,8 +257,8 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
     """The time of one op at ``now``; ``moved``: bytes of the last op if it is a matmul, or 0."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
-    reads = {o.storage for o in operands}
-    is_view = not writes(node) and all(r.storage in reads for r in results)
+    reads, written = {o.storage for o in operands}, writes(node)
+    is_view = not written and all(r.storage in reads for r in results)
     flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
     if not is_view:
         nbytes = sum(r.nbytes for r in results)
@@ -264,7 +267,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             nbytes = 2 * sum(r.nbytes for r in results)
         given = {r.storage for r in results}
         nbytes += sum(
-            held.nbytes for n in writes(node) if (held := shapes.values[n][0]).storage not in given
+            held.nbytes for n in written if (held := shapes.values[n][0]).storage not in given
         )
         flops = flops_of(node, shapes)
         work = {"compute": _arithmetic(node, operands, results, flops, hardware)}

@@ -8,7 +8,7 @@ from ftp.dataclass import dataclass
 from ftp.planning.graph import Graph, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.disagreement import reshard_of
-from ftp.report.flops import flops_of_call
+from ftp.report.flops import flops_of_call, is_counted
 from ftp.report.lint import Finding
 from ftp.report.names import Reported
 from ftp.rules.call import replaced
@@ -99,7 +99,7 @@ def work_of(
     """The work of a plan's graph on a mesh of ``axes``."""
     found = []
     for node in graph.nodes:
-        if node.kind != "op" or not (flops := _flops(node)):
+        if node.kind != "op" or not is_counted(node.target) or not (flops := _flops(node)):
             continue
         cut = {c.axis for c in node.cuts}
         whole = tuple(axis for axis, n in axes.items() if n > 1 and axis not in cut)

@@ -25,7 +25,7 @@ class Meta:
     @classmethod
     def of(cls, x: Any) -> "Meta":
         """The meta of a tensor, or of what has its shape and dtype; a number is a 0-d integer."""
-        if not isinstance(x, torch.Tensor | Meta):
+        if not isinstance(x, (torch.Tensor, Meta)):
             return cls((), torch.int64)
         return cls(tuple(map(formula_of, x.shape)), x.dtype)
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ftp.dataclass import dataclass
+from ftp.ops.meta_results import is_plain, meta_result
 from ftp.ops.written import written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
@@ -210,7 +211,9 @@ class _Shapes:
             args, kwargs = map_aggregate(
                 (args, kwargs), lambda a: next(left) if a is _OPERAND else a
             )  # type: ignore[misc]
-            out = target(*args, **kwargs)
+            is_simple = isinstance(target, OpOverload) and is_plain(target)
+            out = meta_result(target, args, kwargs) if is_simple else None
+            out = target(*args, **kwargs) if out is None else out
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
         found = []
         for one in out if isinstance(out, list | tuple) else (out,):

@@ -1,5 +1,6 @@
 """PartitionSpec: which mesh axes cut which dim of a tensor."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
 from typing import Any
@@ -156,6 +157,11 @@ def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
     return Units(axis, size, sizes)
 
 
+@functools.cache
+def _by_element(axis: str) -> Units:
+    return Units(axis, 1)
+
+
 Entry = None | str | Units | EllipsisType | tuple["str | Units", ...]
 
 
@@ -216,7 +222,7 @@ class PartitionSpec:
         if entry is None or entry is ...:
             return ()
         parts = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(p if isinstance(p, Units) else Units(p, 1) for p in parts)
+        return tuple([p if isinstance(p, Units) else _by_element(p) for p in parts])
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)

@@ -62,7 +62,7 @@ def _claimed(kind: type, python: type) -> Iterator[None]:
 def _by_user() -> bool:
     """Whether the code that asks is neither torch's nor ours; Python's own asks for its caller."""
     frame = sys._getframe(2)
-    while frame is not None and not is_ours(frame.f_code):
+    while frame is not None and not is_ours(frame.f_code.co_filename):
         if is_users(frame.f_code):
             return True
         frame = frame.f_back

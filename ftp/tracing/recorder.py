@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         """
         self._boundary = None
         if self._tracer is not None:
-            self._tracer.tensor_tracker.clear()
+            self._tracer.tensor_tracker.data.clear()  # its own goes one by one
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -209,9 +209,11 @@ class Recorder(TorchDispatchMode):
         """The call, if it can be cached, and its result, if it was replayed from the cache."""
         with DisableTorchFunction():  # ops that run on tensors in here are no calls of the program
             call = self._recall.call(func, args, kwargs, self._tracer)
-            if call and func not in ALWAYS and func not in FIXED:
+            out = self._recall.again(call, self._tracer) if call else None
+            if call and out is None and func not in ALWAYS and func not in FIXED:
                 self._recall.foresee(call, args, kwargs, self._tracer)
-            return call, self._recall.again(call, self._tracer) if call else None
+                out = self._recall.again(call, self._tracer)
+            return call, out
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
         """Give each node its own ``val`` before an in-place op, which may change its shape."""

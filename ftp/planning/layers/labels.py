@@ -223,7 +223,8 @@ def _refer(tree: Any, layer: int, layers: Layers) -> Any:
         return tuple([_refer(t, layer, layers) for t in tree])
     if isinstance(tree, dict):
         return tuple([(k, _refer(t, layer, layers)) for k, t in tree.items()])
-    return tree if isinstance(tree, str) else (type(tree).__name__, repr(tree))
+    kind = type(tree)
+    return (kind, tree) if kind in (int, bool, str) else (kind.__name__, repr(tree))
 
 
 def is_stack_of(node: Node, slices: int) -> bool:

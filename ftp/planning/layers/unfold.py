@@ -168,7 +168,8 @@ class _Unfolding:
                 copy.name, copy.cause = _renamed(node.name, names), _renamed(node.cause, names)
                 copy.region = None if node.region is None else regions.get(node.region, node.region)
             names[node.name] = copy.name
-            names[_flat(node.name)] = _flat(copy.name)
+            if "[" in node.name or "[" in copy.name:
+                names[_flat(node.name)] = _flat(copy.name)
             copies[node] = copy
             anchor, distance = self.anchors[node]
             if anchor is None:
