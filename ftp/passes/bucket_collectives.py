@@ -290,8 +290,8 @@ def bucket_collectives_in(graph: fx.Graph, buckets: Buckets) -> None:
     if not (buckets.groups or buckets.seeds):
         return
     _fill_seeds(graph, buckets.seeds)
-    if not buckets.groups:
-        return
+    if not buckets.groups and not predicates_of(graph):
+        return  # its nodes are in order
     issued = {
         node.meta.get("origin"): node
         for node in graph.nodes

@@ -20,9 +20,11 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.bool: "b1",
 }
-# A key or an index of a path (no shape: dtypes end in a digit), or a name with the number of an op.
+# A name with the number of an op, or a key or an index of a path (no shape: dtypes end in a digit).
+# Both alternatives begin with what few places have: most of a report's time is spent here.
 _NUMBERED = re.compile(
-    r"\['[^']*'\]|(?<=[a-z\]])\[\d+\]|\b[A-Za-z_][\w.]*_\d+(?=\b|_)|\b[A-Za-z]\w*\.\d+\b"
+    r"\b(?:[A-Za-z_][\w.]*_\d+(?=\b|_)|[A-Za-z]\w*\.\d+\b)"
+    r"|\[(?:'[^']*'\]|(?<=[a-z\]]\[)\d+\])"
 )
 _NUMBER = re.compile(r"[_.]?\d+")
 
