@@ -49,7 +49,8 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
     for place, turn in turns(graph, groups, limit).items():
         starts.setdefault(turn, []).append(graph.nodes[place])
     wanted = [one for at, node in enumerate(graph.nodes) for one in (*starts.get(at, ()), node)]
-    return Graph(after_operands(wanted), graph.outputs)
+    # An early gather may read an input that stands late, a constant: inputs keep their order.
+    return Graph(after_operands([*graph.inputs, *wanted]), graph.outputs)
 
 
 def turns(

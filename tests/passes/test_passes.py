@@ -350,6 +350,15 @@ def test_a_gather_is_under_way_while_the_one_before_is_read():
     assert sum(map(bool, gathers_at_products(made))) > 10
 
 
+def test_a_gather_that_runs_ahead_leaves_constants_in_their_order():
+    def columns_and_rows(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return w[[0, 1]], w[[1, 0]], w[:, [0, 1]], w
+
+    w = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    step = ftp.spmd(columns_and_rows, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())
+    compare(step(w), columns_and_rows(w))
+
+
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "all"])
 def test_prefetch_is_a_number_of_bytes(prefetch: Any):
     with pytest.raises(ftp.FtpError, match="a number of bytes"):
