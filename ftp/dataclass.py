@@ -39,15 +39,20 @@ def _dataclass(
 
     def define(cls: Any) -> Any:
         cls.__doc__ = cls.__doc__ or cls.__name__  # else it would be the signature of ``__init__``
-        dataclasses.dataclass(**_OFF, kw_only=kw_only)(cls)
+        # The standard library compares a class with its bases, and compiles what freezes it.
+        is_compared = any(map(dataclasses.is_dataclass, cls.__mro__[1:]))
+        dataclasses.dataclass(**_OFF, frozen=frozen and is_compared, kw_only=kw_only)(cls)
+        params = cls.__dataclass_params__
+        params.init, params.repr, params.eq = True, repr, eq
+        params.order, params.frozen = order, frozen
         asked = {"__init__": True, "__repr__": repr, "__eq__": eq, "__hash__": eq and frozen}
         for name in _COMPILED_BY:
             if asked.get(name, order) and name not in vars(cls):
                 setattr(cls, name, _LazyMethod(cls, name, frozen))
-        if eq and not frozen:
+        if eq and not frozen and "__hash__" not in vars(cls):
             cls.__hash__ = None
-        if frozen:
-            cls.__setattr__ = cls.__delattr__ = _refuse
+        if frozen and not is_compared:
+            _freeze(cls)
         return cls
 
     return define if cls is None else define(cls)
@@ -86,5 +91,18 @@ class _LazyMethod:
         return method.__get__(instance, owner)
 
 
-def _refuse(self: Any, name: str, *value: Any) -> None:
-    raise dataclasses.FrozenInstanceError(f"cannot change field {name!r}")
+def _freeze(cls: Any) -> None:
+    """Let instances refuse to change, and those of a subclass to change the fields."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if type(self) is cls or name in fields:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+        super(cls, self).__setattr__(name, value)
+
+    def __delattr__(self: Any, name: str) -> None:
+        if type(self) is cls or name in fields:
+            raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+        super(cls, self).__delattr__(name)
+
+    cls.__setattr__, cls.__delattr__ = __setattr__, __delattr__

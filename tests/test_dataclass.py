@@ -62,6 +62,7 @@ def answers(cls: Any) -> list[Any]:
         lambda: (dataclasses.asdict(c), dataclasses.astuple(c), vars(dataclasses.replace(c, x=5))),
         lambda: (vars(copy.copy(c)), vars(copy.deepcopy(c))),
         lambda: inspect.signature(cls),
+        lambda: repr(cls.__dataclass_params__),
         lambda: setattr(a, "x", 2),
         lambda: delattr(b, "y"),
         lambda: cls(),
@@ -121,6 +122,48 @@ def test_a_class_that_only_inherits_is_of_its_own_type() -> None:
 
     assert Plain(1) == Plain(1) and Plain(1) != base(1)
     assert repr(Plain(1)).startswith(f"{Plain.__qualname__}(x=1")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("decorator", [dataclass, dataclasses.dataclass])
+def test_a_user_derives_a_dataclass(decorator: Any, frozen: bool) -> None:
+    base, _ = made_by(decorator, frozen=frozen)
+
+    @dataclasses.dataclass(frozen=frozen)
+    class Mine(base):
+        own: int = 3
+
+    assert Mine(1, own=4) == Mine(1, own=4) != Mine(1) and Mine(1, own=4).own == 4
+    with pytest.raises(TypeError, match="frozen"):
+        dataclasses.dataclass(frozen=not frozen)(type("Other", (base,), {}))
+
+
+@pytest.mark.parametrize("decorator", [dataclass, dataclasses.dataclass])
+@pytest.mark.parametrize("which", [0, 1], ids=["base", "derived"])
+def test_a_subclass_of_a_frozen_class_has_attributes_of_its_own(decorator: Any, which: int) -> None:
+    class Named(made_by(decorator, frozen=True)[which]):
+        def __init__(self, x: int, name: str):
+            super().__init__(x)
+            self.name = name
+
+    one = Named(1, "a")
+    assert one.name == "a"
+    del one.name
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'x'"):
+        one.x = 2
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot delete field 'y'"):
+        del one.y
+
+
+def test_a_hash_of_the_class_itself_stays() -> None:
+    @dataclass
+    class Hashed:
+        x: int
+
+        def __hash__(self) -> int:
+            return 5
+
+    assert hash(Hashed(1)) == 5
 
 
 @dataclass(frozen=True)
