@@ -92,14 +92,16 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 
     Args:
         tree: this rank's shards, placed or not; other leaves pass through.
-        mesh, specs: of the shards, as for ``device_put``; left out, those of the placed tensors.
+        mesh, specs: of the shards, as for ``device_put``; left out, those of the placed tensors,
+            which must then be all that have dims, or none.
 
     Returns:
         The tree of full tensors, copies that require no gradient.
 
     Raises:
         SpecError: a spec that does not fit its tensor or the mesh.
-        PlacementError: a tensor that is placed with another spec or on another mesh.
+        PlacementError: a tensor that is placed with another spec or on another mesh; without
+            specs, one that is not placed beside others that are.
         MismatchError: ranks that call something else, or shards that do not belong to one tensor.
 
     >>> import ftp
@@ -107,9 +109,11 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     >>> ftp.device_get(ftp.device_put(torch.arange(3), mesh, ftp.P("tp")))
     tensor([0, 1, 2])
     """
-    mesh, specs = _of_placed(tree, mesh, specs)
-    m = resolve(mesh)
+    known = next(filter(None, map(placement_of, flatten(tree)[0])), None)
+    m = resolve(known.mesh if mesh is None and known is not None else mesh)
     with raise_on_all_ranks(m):
+        if specs is None and known is not None:
+            specs = _specs_of_placed(tree)
         shards = sharded_tree(tree, m, specs, takes_sums=True)
     if m.kind == "process" and any(map(_is_unknown, shards.leaves)):
         shards = agree_on_shapes(shards, "device_get")
@@ -119,15 +123,18 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
 
 
-def _of_placed(tree: Any, mesh: AnyMesh | None, specs: Any) -> tuple[AnyMesh | None, Any]:
-    """The mesh and the specs, those of placed tensors where they are left out."""
+def _specs_of_placed(tree: Any) -> Any:
+    """The specs of placed tensors. Others have no dims, or it is unknown how they are cut."""
     leaves, treedef = flatten(tree)
     places = [placement_of(leaf) for leaf in leaves]
-    if (known := next(filter(None, places), None)) is None:
-        return mesh, specs
-    if specs is None:
-        specs = treedef.unflatten([p.spec if p is not None else PartitionSpec() for p in places])
-    return known.mesh if mesh is None else mesh, specs
+    failures = [
+        f"{name} is a tensor of shape {tuple(leaf.shape)} that was never placed, unlike others of"
+        " the tree. Give specs: ftp.device_get(tree, specs=specs)."
+        for name, leaf, place in zip(leaf_names(tree, "tree"), leaves, places, strict=True)
+        if place is None and isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    raise_all(PlacementError, failures)
+    return treedef.unflatten([p.spec if p is not None else PartitionSpec() for p in places])
 
 
 def _is_unknown(leaf: Leaf) -> bool:
