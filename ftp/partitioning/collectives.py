@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 
 from ftp.dataclass import dataclass
 from ftp.ops.define import define, like, register_fake
@@ -12,7 +13,7 @@ from ftp.torch_internals.process_groups import resolve_process_group
 c10d = torch.ops._c10d_functional
 
 # Graph passes keep a collective that one rank has no use for.
-torch.fx.node.has_side_effect(c10d.wait_tensor.default)
+has_side_effect(c10d.wait_tensor.default)
 
 # gloo's call behind ``all_gather_into_tensor_out`` takes a GPU's tensors; its call behind
 # ``all_gather_into_tensor`` reads their memory as if it were the host's.
