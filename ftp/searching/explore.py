@@ -168,20 +168,22 @@ def refined(task: Searching, best: Candidate) -> Candidate:
     fits faster.
 
     Prices may leave memory below a limit unused. The largest parameters come first; the number of
-    plans tried depends on the size of the program.
+    plans tried depends on the size of the program. Of a small program the best of all changes is
+    made each time; of a large one, for which few plans are tried, every change that helps.
     """
     budget, base = task.tries, None
     while base is not best:
         base = best
         sizes = {pattern: task.net.nbytes(pattern) for pattern in best.patterns}
         for pattern in sorted(sizes, key=lambda p: -sizes[p]):
-            for spec in _promising_specs(task, pattern, base):
-                patterns = {**base.patterns, pattern: spec}
-                key = tuple(patterns.items()), tuple(base.along.items())
+            for spec in _promising_specs(task, pattern, base if task.is_small else best):
+                start = base if task.is_small else best
+                patterns = {**start.patterns, pattern: spec}
+                key = tuple(patterns.items()), tuple(start.along.items())
                 if key in task.tried or budget == 0:
                     continue
                 budget -= 1
-                best = min(best, task.with_patterns(base, patterns), key=partial(_rank, task))
+                best = min(best, task.with_patterns(start, patterns), key=partial(_rank, task))
     return best
 
 

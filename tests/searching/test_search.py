@@ -144,6 +144,27 @@ def test_zero_is_found_where_memory_forces_it():
     assert is_the_cheapest(found)
 
 
+def test_memory_left_below_a_limit_is_used_for_many_parameters_of_a_large_program():
+    """Few plans are tried of a large program: every change that helps is kept."""
+    params = {name: torch.empty(256, 256, device="meta") for name in "abcdef"}
+
+    def loss_fn(p, x):
+        for name in p:
+            x = x @ p[name]
+            for _ in range(8):
+                x = torch.sin(x)
+        return x.sum()
+
+    mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(64, 256, device="meta")
+    hardware = ftp.Hardware(link=ftp.Link(latency=1e-5, bandwidth=1e9))
+    given = loss_fn, params, mesh, P("dp"), x
+    free = ftp.search(*given, hardware=hardware)
+    zero = ftp.shard(loss_fn, mesh, P("dp"), batch_specs=P("dp"), hardware=hardware)
+    cut = zero.lower(params, x)
+    found = ftp.search(*given, hardware=hardware, memory=(free.memory + cut.memory) // 2)
+    assert found.cost < (free.cost + cut.cost()) / 2
+
+
 @pytest.mark.slow
 def test_all_prices_of_memory_share_a_network(monkeypatch: pytest.MonkeyPatch):
     """Prices change the costs of its values alone: its tables are built once."""
