@@ -39,7 +39,9 @@ def with_offset_tensors(graph: fx.Graph, numbers: Mapping[fx.Node, Any]) -> list
             node.args = (x, dim, 0, value.shape[dim])
         elif _reads_element(node, number):
             if number not in made:
-                made[number] = _new_input(graph, number, value.new_empty((), dtype=torch.int64))
+                with value.fake_mode:  # `new_empty` of a fake tensor would load DTensor
+                    fake = torch.empty((), dtype=torch.int64)
+                made[number] = _new_input(graph, number, fake)
             _read_from(node, made[number])
     return [torch.tensor(numbers[number]) for number in made]
 
