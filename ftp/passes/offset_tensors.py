@@ -74,8 +74,8 @@ _MADE_OF = (aten.full.default, aten.scalar_tensor.default)
 
 def _read_from(node: fx.Node, offset: fx.Node) -> None:
     """Let a node read a 0-d tensor in place of a number."""
-    if node.target in _WITH_TENSOR:
-        node.target, node.args = _WITH_TENSOR[node.target], (node.args[0], offset)  # type: ignore[index]
+    if (reading := _WITH_TENSOR.get(node.target)) is not None:
+        node.target, node.args = reading, (node.args[0], offset)
     else:
         dtype = node.meta["val"].dtype
         node.target, node.args, node.kwargs = aten._to_copy.default, (offset,), {"dtype": dtype}

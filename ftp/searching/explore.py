@@ -176,8 +176,8 @@ def refined(task: Searching, best: Candidate) -> Candidate:
         base = best
         sizes = {pattern: task.net.nbytes(pattern) for pattern in best.patterns}
         for pattern in sorted(sizes, key=lambda p: -sizes[p]):
-            for spec in _promising_specs(task, pattern, base if task.is_small else best):
-                start = base if task.is_small else best
+            start = base if task.is_small else best
+            for spec in _promising_specs(task, pattern, start):
                 patterns = {**start.patterns, pattern: spec}
                 key = tuple(patterns.items()), tuple(start.along.items())
                 if key in task.tried or budget == 0:

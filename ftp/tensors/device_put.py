@@ -93,7 +93,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     Args:
         tree: this rank's shards, placed or not; other leaves pass through.
         mesh, specs: of the shards, as for ``device_put``; left out, those of the placed tensors,
-            which must then be all that have dims, or none.
+            which must then be all or none.
 
     Returns:
         The tree of full tensors, copies that require no gradient.
@@ -113,7 +113,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     m = resolve(known.mesh if mesh is None and known is not None else mesh)
     with raise_on_all_ranks(m):
         if specs is None and known is not None:
-            specs = _specs_of_placed(tree)
+            specs = specs_of(tree)
         shards = sharded_tree(tree, m, specs, takes_sums=True)
     if m.kind == "process" and any(map(_is_unknown, shards.leaves)):
         shards = agree_on_shapes(shards, "device_get")
@@ -121,20 +121,6 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     sent = [_kind(leaf.value) for leaf in shards.leaves]
     with _running("device_get", shards, sent) if is_collective else nullcontext():
         return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
-
-
-def _specs_of_placed(tree: Any) -> Any:
-    """The specs of placed tensors. Others have no dims, or it is unknown how they are cut."""
-    leaves, treedef = flatten(tree)
-    places = [placement_of(leaf) for leaf in leaves]
-    failures = [
-        f"{name} is a tensor of shape {tuple(leaf.shape)} that was never placed, unlike others of"
-        " the tree. Give specs: ftp.device_get(tree, specs=specs)."
-        for name, leaf, place in zip(leaf_names(tree, "tree"), leaves, places, strict=True)
-        if place is None and isinstance(leaf, torch.Tensor) and leaf.dim()
-    ]
-    raise_all(PlacementError, failures)
-    return treedef.unflatten([p.spec if p is not None else PartitionSpec() for p in places])
 
 
 def _is_unknown(leaf: Leaf) -> bool:

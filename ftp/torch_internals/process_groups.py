@@ -1,5 +1,6 @@
 """torch's default process group, its store and groups by name. Read at torch 2.13."""
 
+from functools import cache
 from importlib import import_module
 
 from torch._C._distributed_c10d import PythonCallbackWork
@@ -9,6 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store as get_default
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_pg_timeout
 
 
+@cache
 def load_python_kernels() -> None:
     """Load what torch has of collectives in Python: their results on fake tensors, and autograd.
     It takes a tenth of the time of importing ftp, and a step whose plan is found needs neither.

@@ -189,11 +189,10 @@ def test_device_get_takes_mesh_and_specs_of_placed_tensors():
     for got in (ftp.device_get(placed), ftp.device_get(placed, mesh)):
         assert torch.equal(got["w"], tree["w"]) and torch.equal(got["b"], tree["b"])
         assert got["step"] == 3
-    beside = ftp.device_get({**placed, "count": torch.tensor(2)})
-    assert beside["count"] == 2
-    # A rank's shard would pass for the whole tensor.
-    with pytest.raises(ftp.errors.PlacementError, match=r"tree\['new'\] .* never placed"):
-        ftp.device_get({**placed, "new": placed["w"] * 2})
+    # A rank's shard, or its part of a sum, would pass for the whole tensor.
+    for new in (placed["w"] * 2, placed["w"].sum()):
+        with pytest.raises(ftp.errors.PlacementError, match=r"tree\['new'\] .* never placed"):
+            ftp.device_get({**placed, "new": new})
     beside = ftp.device_get({**placed, "new": torch.zeros(2)}, specs={**specs, "new": P()})
     assert torch.equal(beside["new"], torch.zeros(2))
     with pytest.raises(ftp.errors.PlacementError, match="placed with spec"):
