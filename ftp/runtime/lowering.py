@@ -77,6 +77,27 @@ class Decided:
             or self.spans
         )
 
+    @property
+    def description(self) -> str:
+        """The decisions as text that is equal on ranks which decided the same; ``graph`` is not
+        part of it, but for its nodes' numbers.
+        """
+        number = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        spans = ([name for s in group for name in (s.first, s.second)] for group in self.spans)
+        together = {
+            "bucket": self.buckets.groups,
+            "seeds": [sorted(self.buckets.seeds, key=number.__getitem__)],
+            "chunked": [self.chunks.reshards],
+            "fused": [sorted(self.joints, key=number.__getitem__)],
+            "narrowed": [sorted(self.narrowed, key=number.__getitem__)],
+            "spans": spans,
+        }
+        return "\n".join(
+            f"{kind}({', '.join(f'%{number[name]}' for name in names)})"
+            for kind, groups in together.items()
+            for names in groups
+        )
+
 
 def decide(
     graph: Graph,

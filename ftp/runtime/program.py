@@ -118,11 +118,14 @@ class Program:
         return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked, change)
 
     @cached_property
-    def _decided(self) -> tuple[Decided, Partitioner]:
+    def _decided(self) -> Decided:
         is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
         axes = self.mesh.axes if is_ascending else {}
-        decided = decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
-        return decided, self._partitioner_of(decided)
+        return decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
+
+    @cached_property
+    def _as_decided(self) -> Partitioner:
+        return self._partitioner_of(self._decided)
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
@@ -173,12 +176,16 @@ class Program:
 
     @property
     def description(self) -> str:
-        """The program as text that is equal on all ranks: the plan, and the options that decide
-        which collectives are issued in which order.
+        """The program as text that is equal on all ranks: the plan, in the order in which its
+        collectives are issued, those that are issued together, and the options.
+
+        Ranks that plan for themselves compare estimates, which are not equal to the last bit on
+        all processors: with another choice a rank would wait for other collectives.
         """
-        o = self.options
+        o, decided = self.options, self._decided
         return (
-            f"{describe_plan(self.plan)}\nbucket={o.bucket}, prefetch={o.prefetch},"
+            f"{describe_plan(replace(self.plan, graph=decided.graph))}\n{decided.description}"
+            f"\nbucket={o.bucket}, prefetch={o.prefetch},"
             f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
             f"{'' if self.gradients is None else f', gradients={self.gradients}'}"
             f"\nplanned for {describe_hardware(self.hardware)}"
@@ -194,9 +201,9 @@ class Program:
         """The partitioner in use: that of the plan itself, if the options ask for no other."""
         o = self.options
         is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
-        if is_plain and not (self.hardware.links and self._decided[0].spans):
+        if is_plain and not (self.hardware.links and self._decided.spans):
             return self.partitioner
-        return self._decided[1]
+        return self._as_decided
 
     def alike(self) -> list[list[list[int]]]:
         """Per mesh axis, its coordinates in groups within which all ranks have the same graph."""
@@ -204,7 +211,7 @@ class Program:
 
     def decide(self) -> None:
         """Decide what to do with collectives, for all ranks."""
-        assert self.partitioner is not None and self._decided is not None
+        assert self.partitioner is not None and self._as_decided is not None
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:

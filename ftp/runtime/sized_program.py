@@ -245,6 +245,10 @@ class SizedProgram(Program):
         return f"{self.ranks.program.fingerprint} at {sizes}"
 
     @property
+    def description(self) -> str:
+        return self.ranks.program.description  # which all sizes share, as decided once
+
+    @property
     def out_shapes(self) -> list[tuple[int, ...]]:
         return self.ranks.out_shapes(self.values)
 
