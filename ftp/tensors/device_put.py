@@ -102,7 +102,8 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         SpecError: a spec that does not fit its tensor or the mesh.
         PlacementError: a tensor that is placed with another spec or on another mesh; without
             specs, one that is not placed beside others that are.
-        MismatchError: ranks that call something else, or shards that do not belong to one tensor.
+        MismatchError: ranks that call something else, or shards that do not belong to one tensor;
+            tensors that are placed on some ranks only.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -117,9 +118,12 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         shards = sharded_tree(tree, m, specs, takes_sums=True)
     if m.kind == "process" and any(map(_is_unknown, shards.leaves)):
         shards = agree_on_shapes(shards, "device_get")
-    is_collective = m.kind == "process" and any(shards.specs)
+    # What no rank has placed is whole. Where others hold it placed, they wait for this rank.
+    is_plain = specs is None and any(isinstance(leaf.value, torch.Tensor) for leaf in shards.leaves)
+    is_collective = m.kind == "process" and (is_plain or any(shards.specs))
+    what = "device_get, none placed," if is_plain else "device_get"
     sent = [_kind(leaf.value) for leaf in shards.leaves]
-    with _running("device_get", shards, sent) if is_collective else nullcontext():
+    with _running(what, shards, sent) if is_collective else nullcontext():
         return with_tensors(shards.unflatten(_get(leaf, m) for leaf in shards.leaves))
 
 

@@ -545,6 +545,30 @@ def test_placement_that_fails_on_one_rank_fails_on_all(kind):
     assert max(first[1], second[1]) < 10
 
 
+def _one_sided_get(was_gathered):
+    """Rank 1 holds a shard that nobody placed, and names no specs."""
+    mesh, said = _mesh(), []
+    x = ftp.device_put(torch.arange(6.0), mesh, P("tp"))
+    if was_gathered:
+        ftp.device_get(x, mesh)
+    start = time.monotonic()
+    for _ in range(2):
+        try:
+            ftp.device_get(x if dist.get_rank() == 0 else x.clone(), mesh)
+        except ftp.errors.MismatchError as e:
+            said.append(str(e))
+    return said, time.monotonic() - start
+
+
+@pytest.mark.parametrize("was_gathered", [False, True])
+def test_a_shard_that_one_rank_has_not_placed_is_an_error_on_all(was_gathered):
+    for rank in launch(_one_sided_get, 2, was_gathered):
+        said, seconds = rank.value
+        assert len(said) == 2 and seconds < 10
+        told = "Rank 1 changes its program" if was_gathered else "device_get, none placed,"
+        assert all("ank 1" in text and told in text for text in said), said
+
+
 def _other_sources():
     """One rank gives values, the other a tensor of the same spec of which other bytes are sent."""
     mesh, rank = _mesh(), dist.get_rank()
