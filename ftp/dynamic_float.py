@@ -2,7 +2,7 @@
 value at one size, and the formula for others.
 
 They are arguments of ops, and nothing decides by them: code that asks for the value, or compares
-it, gets an error, and the program is planned size by size.
+it with a number, gets an error, and the program is planned size by size.
 """
 
 import math
@@ -57,6 +57,17 @@ class DynamicFloat:
 
     def _asked(self, *_: object) -> Any:
         raise TypeError(f"the value of {self!r} is asked for, which is another at every size")
+
+    def __eq__(self, other: object) -> bool:
+        if is_formula(other):
+            return type(other) is DynamicFloat and self._parts() == other._parts()
+        return self._asked() if isinstance(other, int | float | complex) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+    def _parts(self) -> tuple[str, tuple[type, type], Any, Any]:
+        return self.operator, (type(self.left), type(self.right)), self.left, self.right
 
     __float__ = __bool__ = __int__ = __index__ = _asked
     __lt__ = __gt__ = __le__ = __ge__ = _asked

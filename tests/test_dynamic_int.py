@@ -1,11 +1,13 @@
 """Formulas of dynamic sizes: their values, and one way of writing for equal ones."""
 
+import math
 import operator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ftp.dynamic_float import DynamicFloat
 from ftp.dynamic_int import Sizes, Symbol, is_dynamic
 
 _BY = st.integers(1, 12)
@@ -48,3 +50,24 @@ def test_a_formula_has_the_value_that_python_computes(multiple, steps, counts):
 def test_equal_quotients_are_written_alike(one, other):
     (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
     assert is_dynamic(one(s)) and one(s) == other(s)
+
+
+def test_formulas_of_floats_are_compared_with_formulas_alone():
+    (s,) = Sizes([Symbol("S", 8, 1, 512)]).symbols
+    x, same, whole = (DynamicFloat("/", left, s) for left in (1.0, 1.0, 1))
+    assert x == same and hash(x) == hash(same) and {x: 1}[same] == 1
+    assert x != whole and x != s and s != x and x != "S"
+    assert DynamicFloat("*", x, s) != DynamicFloat("*", 1.0, s)
+    asks = [
+        lambda: x == 0.125,
+        lambda: 0.125 != x,
+        lambda: x == 0,
+        lambda: x < 0.125,
+        lambda: 0.125 in (x,),
+        lambda: bool(x),
+        lambda: float(x),
+        lambda: math.sqrt(x),
+    ]
+    for ask in asks:
+        with pytest.raises(TypeError, match="which is another at every size"):
+            ask()
