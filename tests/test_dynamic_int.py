@@ -60,7 +60,7 @@ def test_formulas_of_floats_are_compared_with_formulas_alone():
     assert DynamicFloat("*", x, s) != DynamicFloat("*", 1.0, s)
     asks = [
         lambda: x == 0.125,
-        lambda: 0.125 != x,
+        lambda: x != 0.125,
         lambda: x == 0,
         lambda: x < 0.125,
         lambda: 0.125 in (x,),

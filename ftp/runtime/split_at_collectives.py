@@ -3,6 +3,7 @@ repeated layers, are compiled once. Little fusion is lost: an op before a collec
 with an op that reads its result.
 """
 
+import cmath
 import hashlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -161,9 +162,16 @@ def _stands_alone(node: fx.Node) -> bool:
         return _stands_alone(node.all_input_nodes[0])
     if node.target in AS_TENSOR_OPS:
         return is_drawn_by_itself(node)
+    if any(map(_has_no_text, (*node.args, *node.kwargs.values()))):
+        return True
     return node.target not in _MATMULS and (
         not isinstance(node.target, OpOverload) or node.target.namespace != "aten"
     )
+
+
+def _has_no_text(x: Any) -> bool:
+    """Whether an argument is a complex number that inductor writes as ``1-infj``, a name."""
+    return isinstance(x, complex) and not cmath.isfinite(x)
 
 
 def is_drawn_by_itself(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """Compiled programs: inductor's cache keeps their code."""
 
 import functools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -27,6 +28,21 @@ def test_inductor_finds_code_again(monkeypatch, tmp_path):
         found = counters["inductor"]
         assert not found["fxgraph_cache_bypass"]
         assert found["fxgraph_cache_hit"] >= is_again
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support")
+@pytest.mark.parametrize("number", [complex(1, -math.inf), complex(math.nan, math.nan)])
+def test_complex_numbers_without_a_text(number):
+    """Python reads ``(1-infj)`` as a name."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x, x * 2)
+        made = [z * number, torch.full_like(z, number), (z * 2).masked_fill(x > 0, number)]
+        return torch.view_as_real(torch.stack(made))
+
+    x = torch.tensor([-1.0, 2.0, 0.5], dtype=torch.float64)
+    got = ftp.spmd(fn, MESH, ftp.P(), ftp.P(), compile=True)(x)
+    torch.testing.assert_close(got, fn(x), equal_nan=True)
 
 
 @pytest.mark.slow
