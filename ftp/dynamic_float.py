@@ -2,17 +2,25 @@
 value at one size, and the formula for others.
 
 They are arguments of ops, and nothing decides by them: code that asks for the value, or compares
-it with a number, gets an error, and the program is planned size by size.
+it with a number, gets an error, and the program is planned size by size. Rounded, they are
+`DynamicInt`s.
 """
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from ftp.dataclass import dataclass
-from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved, value_of
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic, moved
 
-OPERATORS = {"/": operator.truediv, "*": operator.mul, "+": operator.add, "**": operator.pow}
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "/": operator.truediv,
+    "*": operator.mul,
+    "+": operator.add,
+    "-": operator.sub,
+    "**": operator.pow,
+}
 FUNCTIONS = ("sqrt", "log", "log2", "exp")  # of Python's math
 
 
@@ -37,9 +45,21 @@ class DynamicFloat:
     def __class__(self) -> type:
         return float
 
+    @property
+    def value(self) -> float:
+        """The value at the current sizes, as `Sizes.function` computes it."""
+        left = evaluated(self.left)
+        if self.operator in FUNCTIONS:
+            return getattr(math, self.operator)(left)
+        return OPERATORS[self.operator](left, evaluated(self.right))
+
     def ints(self) -> list[DynamicInt]:
         """The formulas of ints that it is computed from."""
         return [x for part in (self.left, self.right) if is_formula(part) for x in part.ints()]
+
+    def moved(self, to: Sizes) -> "DynamicFloat":
+        """See `ftp.dynamic_int.moved`."""
+        return DynamicFloat(self.operator, moved(self.left, to), moved(self.right, to))
 
     def written(self) -> str:
         """As `DynamicInt.written`."""
@@ -69,6 +89,18 @@ class DynamicFloat:
     def _parts(self) -> tuple[str, tuple[type, type], Any, Any]:
         return self.operator, (type(self.left), type(self.right)), self.left, self.right
 
+    def __floor__(self) -> Any:
+        return self.ints()[0].sizes.rounded("floor", self)
+
+    def __ceil__(self) -> Any:
+        return self.ints()[0].sizes.rounded("ceil", self)
+
+    def __trunc__(self) -> Any:
+        return self.ints()[0].sizes.rounded("trunc", self)
+
+    def __round__(self, digits: None = None) -> Any:
+        return self._asked() if digits is not None else self.ints()[0].sizes.rounded("round", self)
+
     __float__ = __bool__ = __int__ = __index__ = _asked
     __lt__ = __gt__ = __le__ = __ge__ = _asked
 
@@ -79,24 +111,11 @@ def is_formula(x: Any) -> bool:
 
 
 def evaluated(x: Any) -> Any:
-    """The number that a formula has at the sizes at hand, as `Sizes.function` computes it: for
-    what serves these sizes alone.
+    """The number that a formula has at the sizes at hand: for what serves these sizes alone.
 
     >>> from ftp.dynamic_int import Symbol
     >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
     >>> evaluated(s + 1), evaluated(DynamicFloat("/", 1.0, s + 1)), evaluated("S")
     (8, 0.125, 'S')
     """
-    if type(x) is not DynamicFloat:
-        return value_of(x)
-    left = evaluated(x.left)
-    if x.operator in FUNCTIONS:
-        return getattr(math, x.operator)(left)
-    return OPERATORS[x.operator](left, evaluated(x.right))
-
-
-def moved_number(x: Any, to: Sizes) -> Any:
-    """As `moved`, for floats too."""
-    if type(x) is not DynamicFloat:
-        return moved(x, to)
-    return DynamicFloat(x.operator, moved_number(x.left, to), moved_number(x.right, to))
+    return x.value if is_formula(x) else x

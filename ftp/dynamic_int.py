@@ -23,8 +23,13 @@ T = TypeVar("T")
 Terms = dict[tuple[int, ...], int]
 """A polynomial: of each product of atoms, named by their numbers, the coefficient."""
 
-INT_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"//": operator.floordiv, "%": operator.mod}
-"""The functions whose values are atoms."""
+ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round
+}  # fmt: skip
+INT_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "//": operator.floordiv, "%": operator.mod, **ROUNDINGS
+}  # fmt: skip
+"""The functions whose values are atoms: of two ints, or of a float computed from sizes."""
 
 
 class NotDivisible(Exception):
@@ -135,7 +140,7 @@ class Sizes:
             if kind == "symbol":
                 found = self._now[[s.name for s in self.given].index(of[0])]
             else:
-                found = INT_FUNCTIONS[kind](*map(value_of, of))
+                found = INT_FUNCTIONS[kind](*(x.value if _is_formula(x) else x for x in of))
             self._values[atom] = found
         return self._values[atom]
 
@@ -273,8 +278,8 @@ class Sizes:
 
     def function(self, formulas: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """A function from sizes to the values of formulas."""
-        texts = [x.written() if hasattr(type(x), "ints") else repr(x) for x in formulas]
-        needed = [part for x in formulas if hasattr(type(x), "ints") for part in x.ints()]
+        texts = [x.written() if _is_formula(x) else repr(x) for x in formulas]
+        needed = [part for x in filter(_is_formula, formulas) for part in x.ints()]
         return self.compiled(needed, f"({''.join(f'{text}, ' for text in texts)})")
 
     def _counts(self, values: Sequence[int]) -> list[int]:
@@ -291,12 +296,16 @@ class Sizes:
                 for a in product:
                     if a not in numbers:
                         numbers.add(a)
-                        stack += [x for x in self._atoms[a].of if is_dynamic(x)]
+                        of = filter(_is_formula, self._atoms[a].of)
+                        stack += [x for part in of for x in part.ints()]
         names = [f"a{self._numbers['symbol', s.name]}" for s in self.given]
         lines = [f"def f({', '.join(names)}):"]
         for a in sorted(numbers):  # an atom's number is higher than those of its arguments
             kind, of = self._atoms[a].kind, self._atoms[a].of
-            if kind != "symbol":
+            if kind in ROUNDINGS:
+                function = kind if kind == "round" else f"math.{kind}"
+                lines.append(f"    a{a} = {function}({of[0].written()})")
+            elif kind != "symbol":
                 x, y = (one.written() if is_dynamic(one) else str(one) for one in of)
                 lines.append(f"    a{a} = ({x}) {kind} ({y})")
         lines.append(f"    return {result}")
@@ -358,6 +367,10 @@ class Sizes:
                 return None
             found[tuple(left)] = c // by
         return self.formula(found)
+
+    def rounded(self, kind: str, x: Any) -> Any:
+        """An int that one of `ROUNDINGS` makes of a float computed from sizes."""
+        return self.formula({(self._atom(kind, (x,), -math.inf, math.inf),): 1})
 
     def remainder(self, x: Any, y: Any) -> Any:
         """``x % y``."""
@@ -450,6 +463,8 @@ class Sizes:
         kind, of = self.made_of(atom)
         if kind == "symbol":
             return of[0]
+        if kind in ROUNDINGS:
+            return f"{kind}({of[0]!r})"
         x, y = (repr(one) if str(one).isalnum() else f"({one!r})" for one in of)
         return f"({x}{kind}{y})"
 
@@ -475,7 +490,7 @@ class Conditions:
     def pins(self) -> bool:
         """Whether they hold for only one size."""
         return any(
-            question == "zero" and answer and x.is_polynomial()
+            question == "zero" and answer and x.is_of_few()
             for (question, x), answer in self._asked.items()
         )
 
@@ -498,7 +513,7 @@ class Conditions:
             )
         try:
             return bool(self._test(values))
-        except ZeroDivisionError:  # a divisor that must be positive
+        except (ArithmeticError, TypeError, ValueError):  # such as a division by zero
             return False
 
 
@@ -532,9 +547,10 @@ class DynamicInt:
         """The value at the current sizes."""
         return self.sizes.value(self.terms)
 
-    def is_polynomial(self) -> bool:
-        """Whether it is computed from sizes by sums and products only."""
-        return all(self.sizes.made_of(a)[0] == "symbol" for product in self.terms for a in product)
+    def is_of_few(self) -> bool:
+        """Whether few sizes give it one value: it has sums, products and rounded floats only."""
+        kinds = {self.sizes.made_of(a)[0] for product in self.terms for a in product}
+        return kinds <= {"symbol", *ROUNDINGS}
 
     def __repr__(self) -> str:
         return self.sizes.written(self.terms, self.sizes.described)
@@ -611,6 +627,11 @@ class DynamicInt:
     def __pos__(self) -> "DynamicInt":
         return self
 
+    __floor__ = __ceil__ = __trunc__ = __round__ = __pos__
+
+    def __abs__(self) -> Any:
+        return self if self >= 0 else -self
+
     def __sub__(self, other: Any) -> Any:
         return self + (-other)
 
@@ -657,6 +678,11 @@ def is_dynamic(x: Any) -> bool:
     return type(x) is DynamicInt
 
 
+def _is_formula(x: Any) -> bool:
+    """As `ftp.dynamic_float.is_formula`."""
+    return hasattr(type(x), "ints")
+
+
 def value_of(x: Any) -> Any:
     """The value at the sizes that a plan is made for; for prices, which may differ elsewhere."""
     return x.value if type(x) is DynamicInt else x
@@ -683,7 +709,9 @@ def _floor(x: float) -> float:
 
 def moved(x: Any, to: Sizes) -> Any:
     """A formula of other `Sizes` with the same names, as a formula of ``to``."""
-    if not is_dynamic(x) or x.sizes is to:
+    if not is_dynamic(x):
+        return x.moved(to) if _is_formula(x) else x
+    if x.sizes is to:
         return x
     memo = to.memo.setdefault(("moved", id(x.sizes)), {"of": x.sizes})
     if x not in memo:
@@ -702,8 +730,7 @@ def _moved_atom(of: Sizes, atom: int, to: Sizes) -> Any:
     if kind == "symbol":
         at = next(i for i, s in enumerate(of.given) if s.name == parts[0])
         return to.symbols[at] // of.given[at].multiple
-    x, y = (moved(part, to) for part in parts)
-    return INT_FUNCTIONS[kind](x, y)
+    return INT_FUNCTIONS[kind](*(moved(part, to) for part in parts))
 
 
 def in_multiples(sizes_of: Callable[[Mapping[str, int]], Sizes], make: Callable[[Sizes], T]) -> T:

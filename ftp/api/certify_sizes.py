@@ -12,8 +12,8 @@ from ftp.certification.all_sizes import symbolic_of
 from ftp.certification.certificate import Certificate
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
-from ftp.dynamic_float import evaluated, moved_number
-from ftp.dynamic_int import Conditions
+from ftp.dynamic_float import evaluated
+from ftp.dynamic_int import Conditions, moved
 from ftp.errors import CertificateError
 from ftp.paused_gc import collection_paused
 from ftp.rules.call import Meta
@@ -106,11 +106,11 @@ def _traced_formulas(program: SizedProgram) -> fx.Graph:
     def meta(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        return Meta(tuple(moved_number(of_trace.dynamic(s), sizes) for s in x.shape), x.dtype)
+        return Meta(tuple(moved(of_trace.dynamic(s), sizes) for s in x.shape), x.dtype)
 
     with of_trace.sizes.noting(program.values) as asked:
         for node in new.nodes:
-            given = map_aggregate((node.args, dict(node.kwargs)), lambda x: moved_number(x, sizes))
+            given = map_aggregate((node.args, dict(node.kwargs)), lambda x: moved(x, sizes))
             node._update_args_kwargs(*given)
             node.meta["val"] = tree_map(meta, node.meta.get("val"))
     sizes.ask_again(asked)

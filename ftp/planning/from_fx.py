@@ -10,8 +10,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from ftp.dynamic_float import is_formula, moved_number
-from ftp.dynamic_int import Sizes
+from ftp.dynamic_float import is_formula
+from ftp.dynamic_int import Sizes, moved
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.ops.choose import BranchPath
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
@@ -344,7 +344,7 @@ def size_in(sizes: Sizes) -> Callable[[Any], Any]:
     from ftp.tracing.symbolic import symbolic_of
 
     known = symbolic_of(sizes)
-    return lambda x: moved_number(known.dynamic(x), sizes)
+    return lambda x: moved(known.dynamic(x), sizes)
 
 
 def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.GraphModule:

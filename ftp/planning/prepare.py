@@ -7,8 +7,7 @@ from typing import Any
 from torch import fx
 
 from ftp.dataclass import dataclass
-from ftp.dynamic_float import moved_number
-from ftp.dynamic_int import Sizes
+from ftp.dynamic_int import Sizes, moved
 from ftp.ops.constrain import Pin
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
@@ -80,7 +79,7 @@ def prepare(
 
 
 def _size(sizes: Sizes, number: Callable[[Any], Any], x: Any) -> Any:
-    return moved_number(number(x), sizes)
+    return moved(number(x), sizes)
 
 
 def prepared_once(

@@ -7,34 +7,41 @@ a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 
 import functools
 import math
-import sys
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import sympy
 import torch
-from sympy.logic.boolalg import Boolean
 from torch import SymFloat, SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispatch
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
 from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from ftp.dynamic_float import FUNCTIONS, OPERATORS, DynamicFloat, evaluated, is_formula
-from ftp.dynamic_int import INT_FUNCTIONS, DynamicInt, IsOne, Sizes, is_dynamic, value_of
+from ftp.dynamic_int import (
+    INT_FUNCTIONS,
+    ROUNDINGS,
+    DynamicInt,
+    IsOne,
+    Sizes,
+    is_dynamic,
+    value_of,
+)
 from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
+from ftp.tracing.guards import Guards, is_number, says_one
 from ftp.tracing.python_numbers import python_numbers
 from ftp.tracing.replacements.replaced import replaced
 
-_TORCH = str(torch.__file__)
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 _SHOWN = 4  # conditions in a message
@@ -43,42 +50,6 @@ _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
 
 class NotSymbolic(Exception):
     """A number in a trace is no formula of the dynamic sizes that `Sizes` can hold."""
-
-
-class _Env(ShapeEnv):
-    """Notes the user's line of every guard, and questions of Python code that earlier guards
-    answer.
-    """
-
-    symbolic: "Symbolic"
-    line: Callable[[], str] = staticmethod(lambda: "")
-
-    def __init__(self) -> None:
-        super().__init__(specialize_zero_one=False, duck_shape=False)
-        self.lines: list[str] = []
-        self.is_pythons: list[bool] = []
-        self.answered: dict[Any, bool] = {}
-
-    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        found = super().evaluate_expr(orig_expr, *args, **kwargs)
-        is_new = len(self.lines) < len(self.guards)
-        while len(self.lines) < len(self.guards):
-            self.lines.append(self.line())
-            self.is_pythons.append(_is_pythons())
-        is_question = isinstance(orig_expr, Boolean) and bool(orig_expr.free_symbols)
-        if not is_new and is_question and orig_expr not in self.answered and _is_pythons():
-            self.answered[orig_expr] = bool(found)
-        return found
-
-
-def _is_pythons() -> bool:
-    """Whether Python code, rather than C++, evaluates the ``SymBool`` or ``SymInt``."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _TORCH:
-        if frame.f_code.co_name == "__torch_dispatch__":
-            return False
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in ("__bool__", "__int__", "__index__")
 
 
 class Symbolic:
@@ -96,13 +67,14 @@ class Symbolic:
     """
 
     def __init__(self, sizes: Sizes):
-        self.sizes, self.env, self._noted = sizes, _Env(), 0
+        self.sizes, self.env, self._noted = sizes, Guards(), 0
         self.env.symbolic = self
         self.keeps_ones = self._inner_keeps_ones = False
         self._depth = 0
         self._of_one: list[int] = []  # guards that are not noted
         self._symints: dict[DynamicInt, Any] = {}
         self._dynamic: dict[Any, Any] = {}
+        self._rounded: dict[Any, Any] = {}
         for symbol, x, now in zip(sizes.given, sizes.symbols, sizes.now, strict=True):
             source = ConstantSource(symbol.name)
             limits = ValueRanges(symbol.low, int(min(symbol.high, 2**40)))
@@ -143,8 +115,18 @@ class Symbolic:
         alone = self.sizes.alone(atom)
         if alone not in self._symints:
             kind, operands = self.sizes.made_of(atom)
-            self._symints[alone] = INT_FUNCTIONS[kind](*map(self.symint, operands))
+            made = INT_FUNCTIONS[kind](*map(self.symint, operands))
+            if kind in ROUNDINGS:
+                self._means(made.node.expr, alone)
+            self._symints[alone] = made
         return self._symints[alone]
+
+    def _means(self, e: Any, rounded: Any) -> None:
+        """Read torch's formula of a rounded float as ``rounded``. torch's own has lost the order of
+        sums and products, which decides a float's last bit, and so what it is rounded to.
+        """
+        if self._rounded.setdefault(e, rounded) != rounded:
+            raise NotSymbolic(f"{e}, which is rounded, is computed in two ways")
 
     def dynamic(self, x: Any) -> Any:
         """A size, or a float computed from sizes, as torch's shape functions give it.
@@ -200,6 +182,7 @@ class Symbolic:
 
     def inline(self, graph: fx.Graph) -> None:
         """Write the graph's symbolic numbers as formulas in the arguments of the nodes."""
+        self._note_rounded(graph)
         for node in graph.nodes:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
@@ -237,8 +220,14 @@ class Symbolic:
             return e
         if e.is_Integer or (e.is_Float and float(e).is_integer()):  # floats are compared with sizes
             return int(e)
+        name = type(e).__name__
+        if name in ("CeilToInt", "FloorToInt") and type(e.args[0]).__name__ == "IntTrueDiv":
+            x, y = map(self.of_formula, e.args[0].args)
+            return x // y if name == "FloorToInt" else -(-x // y)
+        if e in self._rounded:
+            return self._rounded[e]
         args = [self.of_formula(a) for a in e.args] if not e.is_Relational else []
-        match type(e).__name__:
+        match name:
             case "ToFloat":
                 return args[0]
             case "Add":
@@ -247,6 +236,8 @@ class Symbolic:
                 return math.prod(args)
             case "Pow" if isinstance(args[1], int) and not is_dynamic(args[1]) and args[1] >= 0:
                 return math.prod([args[0]] * args[1])
+            case "Abs":
+                return abs(args[0])
             case "FloorDiv" | "CleanDiv":
                 return args[0] // args[1]
             case "Mod" | "PythonMod":
@@ -256,14 +247,36 @@ class Symbolic:
                 # A formula stands for a number that it equals, and fits other dims of that size.
                 args.sort(key=lambda x: not is_dynamic(x))
                 return (min if kind == "Min" else max)(args)
-            case "CeilToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
-                x, y = (self.of_formula(a) for a in e.args[0].args)
-                return -(-x // y)
-            case "FloorToInt" | "TruncToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
-                x, y = (self.of_formula(a) for a in e.args[0].args)
-                return x // y
             case _:
                 raise NotSymbolic(f"the number {e}")
+
+    def _note_rounded(self, graph: fx.Graph) -> None:
+        """Read the ints that the graph makes of floats as formulas of these floats."""
+        for node in graph.nodes:
+            if node.target in _ROUNDED and isinstance(node.meta["val"], SymInt):
+                with suppress(NotSymbolic):  # where it is used, the reason is given
+                    rounded = node.target(self._as_computed(node.args[0]))
+                    self._means(node.meta["val"].node.expr, rounded)
+
+    def _as_computed(self, x: Any) -> Any:
+        """A float of the graph, computed in the order of its nodes."""
+        if not isinstance(x, fx.Node):
+            return x
+        if isinstance(x.meta["val"], SymInt):  # ints are exact in any order
+            return self.of_formula(x.meta["val"].node.expr)
+        if x.target in _SIGNS:
+            return DynamicFloat("*", _SIGNS[x.target], self._as_computed(x.args[0]))
+        name = _OPERATORS.get(x.target, getattr(x.target, "__name__", ""))
+        if name not in OPERATORS and name not in FUNCTIONS:
+            raise NotSymbolic(f"the number {x.meta['val']}")
+        return self._float(name, *map(self._as_computed, x.args))
+
+    def _float(self, name: str, *args: Any) -> DynamicFloat:
+        """A float, and the conditions under which Python computes it."""
+        if name in ("/", "log", "log2"):
+            for factor in _factors(args[-1]):
+                self.sizes.note("zero", factor, False)
+        return DynamicFloat(name, *args)
 
     def _of_float(self, e: Any) -> Any:
         """A float formula of torch's."""
@@ -274,18 +287,13 @@ class Symbolic:
         args = [self._of_float(a) for a in e.args]
         name = type(e).__name__.removeprefix("OpaqueUnaryFn_")
         if name in FUNCTIONS:
-            if name.startswith("log"):  # of zero it is an error of the function
-                for x in args[0].ints() if is_formula(args[0]) else ():
-                    self.sizes.note("zero", x, False)
-            return DynamicFloat(name, args[0])
+            return self._float(name, args[0])
         symbols = {"FloatTrueDiv": "/", "IntTrueDiv": "/", "FloatPow": "**", "Add": "+", "Mul": "*"}
         if name == "ToFloat":
             return DynamicFloat("*", 1.0, args[0])
         if name not in symbols:
             raise NotSymbolic(f"the number {e}")
-        for x in args[1].ints() if symbols[name] == "/" and is_formula(args[1]) else ():
-            self.sizes.note("zero", x, False)
-        return functools.reduce(functools.partial(DynamicFloat, symbols[name]), args)
+        return functools.reduce(functools.partial(self._float, symbols[name]), args)
 
     def refuse_ones(self) -> None:
         """Refuse a trace in which a size at hand is one or zero, and something was decided by it:
@@ -295,7 +303,7 @@ class Symbolic:
             IsOne: it is such a trace.
         """
         for at in range(self._noted, len(self.env.guards)):
-            if _says_one(self.env.guards[at].expr):
+            if says_one(self.env.guards[at].expr):
                 raise IsOne(f"{self.env.guards[at].expr} at {self.env.lines[at]}")
 
     def note_guards(self) -> list[str]:
@@ -304,7 +312,7 @@ class Symbolic:
         new = range(first, self._noted)
         for at in [*self._of_one, *new] if self.keeps_ones else new:
             if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
-                self._note(self.env.guards[at].expr, True)
+                self._note_guard(at)
             else:
                 self._of_one.append(at)
         if self._of_one:  # they may have answered what Python code asked later
@@ -313,6 +321,19 @@ class Symbolic:
         if self.env.deferred_runtime_asserts:
             raise NotSymbolic("a value that the trace does not know")
         return self.env.lines[first : self._noted]
+
+    def _note_guard(self, at: int) -> None:
+        e, line = self.env.guards[at].expr, self.env.lines[at]
+        try:
+            self._note(e, True)
+        except NotSymbolic as error:
+            if not (line and e.has(sizes_functions.TruncToInt)):
+                raise
+            raise NotSymbolic(
+                f"int() of a float that is computed from sizes is a plain number, at {line}."
+                " math.trunc(), floor() and ceil() of it, and round(), stay formulas: one plan"
+                " serves all sizes."
+            ) from error
 
     def _is_of_one(self, at: int) -> bool:
         """Whether a guard says that a dynamic dim is not of size one, and nothing else. C++ adds
@@ -347,7 +368,7 @@ class Symbolic:
 
     def _note_one_of(self, e: Any, answer: bool) -> None:
         """Note a part of an ``or`` that holds; that a size equals a number is the last choice."""
-        for part in sorted(e.args, key=_is_number):
+        for part in sorted(e.args, key=is_number):
             with suppress(ValueError, NotSymbolic):
                 self._note(part, answer)
                 return
@@ -376,6 +397,19 @@ class Symbolic:
         finally:
             self.env.line = outer
 
+
+def _factors(x: Any) -> Iterator[DynamicInt]:
+    """The sizes of which one is zero where the number ``x`` is; none of a sum of floats."""
+    if is_dynamic(x):
+        yield x
+    elif is_formula(x) and x.operator == "*":
+        yield from _factors(x.left)
+        yield from _factors(x.right)
+
+
+_OPERATORS: dict[Any, str] = {function: symbol for symbol, function in OPERATORS.items()}
+_ROUNDED = tuple(ROUNDINGS.values())
+_SIGNS = {torch.sym_float: 1.0, operator.neg: -1.0}
 
 # By the kind of a comparison with zero: what is asked of ``sign`` times the number, and the answer
 # of a comparison that holds.
@@ -421,21 +455,6 @@ def _named(name: str) -> Callable[[Any], Any]:
 
 
 _SYMBOLIC = {name: _named(name) for name in FUNCTIONS}
-
-
-def _says_one(condition: Any) -> bool:
-    """Whether a condition says that a size is one or zero; not that a number divides it."""
-    if type(condition).__name__ != "Equality":
-        return False
-    is_of_remainder = condition.has(sizes_functions.Mod, sizes_functions.PythonMod)
-    return not is_of_remainder and not {0, 1}.isdisjoint(condition.args)
-
-
-def _is_number(condition: Any) -> bool:
-    """Whether a condition says that a formula of sums and products has one value."""
-    return type(condition).__name__ == "Equality" and not condition.has(
-        sizes_functions.Mod, sizes_functions.PythonMod, sizes_functions.FloorDiv
-    )
 
 
 def symbolic_of(sizes: Sizes) -> Symbolic:

@@ -511,6 +511,42 @@ def window(params, x):
     return y[:, width:].square().sum() if width < 5 else y[:, -width].sum()
 
 
+def rounded_capacity(params, x):
+    rows = x.flatten(0, 1)
+    weight, at = (rows @ params)[:, 0].topk(math.ceil(1.25 * rows.shape[0] / 3))
+    return (rows[at] * weight[:, None]).square().sum()
+
+
+def rounded_window(params, x):
+    width, at = math.floor(x.shape[1] ** 0.5), torch.arange(x.shape[1])
+    mask = (at[:, None] - at).abs() <= width
+    y = F.scaled_dot_product_attention(x @ params, x, x, attn_mask=mask)
+    return y[:, width:].square().sum()
+
+
+def rounded_shares(params, x):
+    y = (x @ params)[:, : math.trunc(x.shape[1] * (1 - 0.25))]
+    z = torch.cat([y, x.new_zeros(2, round(0.3 * x.shape[1]), 4)], 1)
+    return z.cumsum(1).square().mean()
+
+
+@pytest.mark.cases_by_default(1)
+@pytest.mark.parametrize("options", [{}, {"certify": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("name", ["both", "context", "tp"])
+@pytest.mark.parametrize("fn", [rounded_capacity, rounded_window, rounded_shares])
+def test_floats_that_code_rounds(fn, name, options):
+    spec = P() if name == "tp" else P(None, "cp")
+    step = ftp.shard(fn, LAYOUTS[name][0], P(), batch_specs=spec, dynamic_shapes=DIMS, **options)
+    generator, params = torch.Generator().manual_seed(0), torch.eye(4, dtype=torch.float64) + 1
+    for size in [8, 12, 7, 9, 16, 21, 10, 24, 14, 40, 3, 2, 18, 30, 27, 33, 22]:
+        x = torch.randn(2, size, 4, generator=generator, dtype=torch.float64)
+        loss, grad = step(params, x)
+        want_grad, want = torch.func.grad_and_value(fn)(params, x)
+        assert torch.allclose(loss, want, rtol=1e-12)
+        assert torch.allclose(grad, want_grad, rtol=1e-11)
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
 def falls_short(params, x):
     """The first sizes equal the number that is read, later ones do not."""
     n = int(1.0 * x.shape[1])
@@ -536,6 +572,8 @@ def test_numbers_that_code_reads_from_sizes(fn, name, monkeypatch):
         assert torch.allclose(loss, want, rtol=1e-12)
         assert torch.allclose(grad, want_grad, rtol=1e-12)
     assert step.shapes.one_by_one and 1 <= step.shapes.plans < len(planned) < len(sizes)
+    if fn is not falls_short:
+        assert "int(" in step.shapes.one_by_one[0] and "math.trunc()" in step.shapes.one_by_one[0]
 
 
 def test_plans_are_kept_for_the_values_used_last(monkeypatch):
