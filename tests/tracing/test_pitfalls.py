@@ -79,6 +79,14 @@ LOSSES: dict[str, Pitfall] = {
         lambda a, t: F.cross_entropy(a, t, ignore_index=1),
         (x(7, 5), CLASSES.clamp(min=0)),
     ),
+    "cross_entropy, classes in uint8": (
+        lambda a, t, w: (
+            F.cross_entropy(a, t, w.detach(), ignore_index=2, label_smoothing=0.1)
+            + F.nll_loss(a, t, reduction="none").sin().sum()
+            + F.cross_entropy(a[0], t[0])
+        ),
+        (x(7, 5), CLASSES.clamp(min=0).to(torch.uint8), WEIGHTS),
+    ),
     "cross_entropy, pixels": (F.cross_entropy, (x(3, 5, 4), i(5, 3, 4))),
     "nll_loss, none": (lambda a, t: F.nll_loss(a, t, reduction="none"), (x(7, 5), CLASSES)),
     "binary_cross_entropy": (

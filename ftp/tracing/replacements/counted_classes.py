@@ -1,6 +1,10 @@
-"""``one_hot`` and ``bincount``: the size of their results depends on the largest class, a value."""
+"""``one_hot`` and ``bincount``, the size of whose results depends on a value, the largest class;
+losses of classes.
+"""
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +29,17 @@ def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (tensor.unsqueeze(-1) == classes).to(torch.int64)
 
 
+def _loss(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss of classes in uint8: torch's kernel takes a list of them, its fake kernel does not."""
+
+    def fn(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if target.dtype is torch.uint8 and target.ndim < 2:
+            target = target.long()
+        return loss(input, target, *args, **kwargs)
+
+    return fn
+
+
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """``torch.bincount`` with ``minlength`` counts: all values are known or assumed to be below."""
     if input.ndim == 1 and input.numel() and minlength == 0 and index_range(input) is None:
@@ -44,3 +59,10 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
         stacklevel=2,
     )
     return static.bincount(input, weights, minlength)
+
+
+OF_CLASSES: dict[Any, Callable[..., Tensor]] = {
+    F.one_hot: one_hot,
+    F.cross_entropy: _loss(F.cross_entropy),
+    F.nll_loss: _loss(F.nll_loss),
+}

@@ -44,7 +44,7 @@ from ftp.tracing.data_dependent.values_read import Level, captured_value, is_rea
 from ftp.tracing.nested_arguments import flat, map_leaves
 from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
-from ftp.tracing.replacements.counted_classes import bincount, one_hot
+from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
 from ftp.tracing.replacements.diagonals import fill_diagonal_
 from ftp.tracing.replacements.recurrent_layers import of_sequences
@@ -430,7 +430,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor._is_all_true: torch.all,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
-    F.one_hot: one_hot,
+    **OF_CLASSES,
     F.linear: _linear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
