@@ -81,7 +81,8 @@ LOSSES: dict[str, Pitfall] = {
     ),
     "cross_entropy, classes in uint8": (
         lambda a, t, w: (
-            F.cross_entropy(a, t, w.detach(), ignore_index=2, label_smoothing=0.1)
+            F.cross_entropy(a, t, w.detach(), ignore_index=2)
+            + F.cross_entropy(a, t, label_smoothing=0.1)
             + F.nll_loss(a, t, reduction="none").sin().sum()
             + F.cross_entropy(a[0], t[0])
         ),

@@ -18,15 +18,15 @@ from ftp.tracing.data_dependent.values_read import read
 from ftp.tracing.index_ranges import index_range
 
 
-def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    if num_classes == -1 and tensor.numel():
-        num_classes = read(tensor.max() + 1) or -1
-    if num_classes < 1 or tensor.dtype is not torch.int64:
-        return F.one_hot(tensor, num_classes)  # for its error
+def one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes == -1 and input.numel():
+        num_classes = read(input.max() + 1) or -1
+    if num_classes < 1 or input.dtype is not torch.int64:
+        return F.one_hot(input, num_classes)  # for its error
     # The layout marks these classes, so that check_inputs=True can find classes out of range
     # (ftp.tensors.check_indices).
-    classes = torch.arange(num_classes, layout=torch.strided, device=tensor.device)
-    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+    classes = torch.arange(num_classes, layout=torch.strided, device=input.device)
+    return (input.unsqueeze(-1) == classes).to(torch.int64)
 
 
 def _loss(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:

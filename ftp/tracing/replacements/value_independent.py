@@ -41,7 +41,7 @@ from ftp.tracing.data_dependent.traced_number import (
     without_numbers,
 )
 from ftp.tracing.data_dependent.values_read import Level, captured_value, is_reading, python_value
-from ftp.tracing.nested_arguments import flat, map_leaves
+from ftp.tracing.nested_arguments import flat, input_first, is_of_a_tensor, map_leaves
 from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
@@ -71,13 +71,14 @@ class unchecked(ModeOfBlocks):
         self._addresses, self._known = Addresses(), KnownValues()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = input_first(func, args, kwargs or {})
         if TracedNumber in types:
-            args, kwargs = arrays_stacked(args), arrays_stacked(kwargs or {})
-            if (found := sized_by_row_count(func, args, kwargs or {})) is not None:
+            args, kwargs = arrays_stacked(args), arrays_stacked(kwargs)
+            if (found := sized_by_row_count(func, args, kwargs)) is not None:
                 return found
-            if (found := beside_narrow(func, args, kwargs or {})) is not None:
+            if (found := beside_narrow(func, args, kwargs)) is not None:
                 return found
-            given, (args, kwargs) = (args, kwargs or {}), without_numbers(args, kwargs or {})
+            given, (args, kwargs) = (args, kwargs), without_numbers(args, kwargs)
             try:
                 return self._called(func, types, args, kwargs)
             except (TypeError, DataDependentOutputException):
@@ -86,11 +87,11 @@ class unchecked(ModeOfBlocks):
             args, kwargs = numbers_read(given)  # torch takes them as sizes
             types = ()
         try:
-            return self._called(func, types, args, kwargs or {})
+            return self._called(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             # torch takes tensors of one integer as sizes, but not as what its methods are of.
-            of = args[:1] if _is_of_a_tensor(func) else ()
-            given = [*args[len(of) :]], kwargs or {}
+            of = args[:1] if is_of_a_tensor(func) else ()
+            given = [*args[len(of) :]], kwargs
             args, kwargs = map_leaves(self._integer, given)
             if all(x is y for x, y in zip(flat(given), flat((args, kwargs)), strict=True)):
                 raise
@@ -105,11 +106,11 @@ class unchecked(ModeOfBlocks):
 
     def _called(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if Selected in types:
-            return apply(func, args, kwargs or {})
+            return apply(func, args, kwargs)
         if func in SELECTING and is_listening():
             if is_reading(Level.INTEGERS):
-                args, kwargs = slices_read((args, kwargs or {}))
-            found = selection(func, args, kwargs or {})
+                args, kwargs = slices_read((args, kwargs))
+            found = selection(func, args, kwargs)
             if found is not None:
                 return with_counts(func, found) if is_reading(Level.INTEGERS) else found
         if func in MATMULS and (found := matmul(args)) is not None:
@@ -119,13 +120,13 @@ class unchecked(ModeOfBlocks):
         if func in _BY_MEMORY:
             self._note_items(args[0])
         elif func in _OF_ITEMS:
-            lists = (x for x in (*args, *(kwargs or {}).values()) if not isinstance(x, Tensor))
+            lists = (x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor))
             self._note_items(tuple(lists))
         if func in _READING and (found := self._read(func, args[0])) is not None:
             return found
-        if func in _COMPARING and (found := self._compared(func, args, kwargs or {})) is not None:
+        if func in _COMPARING and (found := self._compared(func, args, kwargs)) is not None:
             return found
-        return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
+        return (_UNCHECKED.get(func) or func)(*args, **kwargs)
 
     def _note_items(self, data: Any) -> None:
         """Note captured tensors, of which torch copies the numbers."""
@@ -138,7 +139,8 @@ class unchecked(ModeOfBlocks):
 
     def _compared(self, func: Any, args: Any, kwargs: Any) -> bool | None:
         """The result of a comparison of tensors; None where torch computes it."""
-        if len(args) < 2 or args[0].shape != args[1].shape:
+        other = args[1] if len(args) > 1 else kwargs.get("other")
+        if not isinstance(other, Tensor) or args[0].shape != other.shape:
             return None
         return self._read(Tensor.__bool__, _COMPARING[func](*args, **kwargs).all())
 
@@ -181,11 +183,6 @@ _COMPARING = {
 }
 _OF_NUMBERS = (Tensor.item, Tensor.tolist, Tensor.numpy)
 _MOST_NUMBERS = 64  # of a list
-
-
-def _is_of_a_tensor(func: Any) -> bool:
-    """Whether the first argument of a function is a tensor, never a size."""
-    return func is F.pad or hasattr(Tensor, getattr(func, "__name__", ""))
 
 
 def _numbers(func: Any, x: Tensor) -> Any:

@@ -203,7 +203,7 @@ def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     if name in FACTORIES:
         return OF_ALL_ROWS[name](group, *args, **kwargs)
     if name in SIZED:
-        args = _infer_row_count(args, group)
+        args, kwargs = _infer_row_count([*args, *kwargs.values()], group), {}
     args, kwargs = without_numbers(args, kwargs)
     if name in OF_ALL_ROWS:
         args, kwargs = _by_torchs_names(args, kwargs)
