@@ -8,6 +8,7 @@ a guard becomes a condition of the trace's ``Sizes``, with the user's line.
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,8 +18,6 @@ import torch
 from torch import SymFloat, SymInt, fx
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispatch
-from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StrictMinMaxConstraint
 from torch.fx.node import map_aggregate
 from torch.utils._sympy import functions as sizes_functions
@@ -39,6 +38,7 @@ from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
 from ftp.tracing.guards import Guards, is_number, says_one
+from ftp.tracing.math_of_sizes import function_of, of_sizes
 from ftp.tracing.python_numbers import python_numbers
 from ftp.tracing.replacements.replaced import replaced
 
@@ -100,7 +100,7 @@ class Symbolic:
         """A size, or a float computed from sizes, for torch's shape functions."""
         if type(x) is DynamicFloat:
             if x.operator in FUNCTIONS:
-                return _function(x.operator, self.symint(x.left))
+                return function_of(x.operator, self.symint(x.left))
             left, right = (torch.sym_float(self.symint(part)) for part in (x.left, x.right))
             return OPERATORS[x.operator](left, right)
         if not is_dynamic(x):
@@ -126,7 +126,7 @@ class Symbolic:
         sums and products, which decides a float's last bit, and so what it is rounded to.
         """
         if self._rounded.setdefault(e, rounded) != rounded:
-            raise NotSymbolic(f"{e}, which is rounded, is computed in two ways")
+            raise NotSymbolic(f"{self.shown(e)}, which is rounded, is computed in two ways")
 
     def dynamic(self, x: Any) -> Any:
         """A size, or a float computed from sizes, as torch's shape functions give it.
@@ -176,9 +176,14 @@ class Symbolic:
         """Conditions on sizes that the function's code tests, with their lines; equations first."""
         given = zip(self.env.guards, self.env.lines, strict=True)
         guards = sorted(given, key=lambda each: type(each[0].expr).__name__ != "Equality")
-        found = [f"{g.expr} at {line}" if line else str(g.expr) for g, line in guards]
+        found = [self.shown(g.expr) + (f" at {line}" if line else "") for g, line in guards]
         first = list(dict.fromkeys(found))[:_SHOWN]
         return "; ".join(first) + ("; and others" if set(found) - set(first) else "")
+
+    def shown(self, e: Any) -> str:
+        """torch's formula, with the names of the sizes."""
+        of = {str(name): repr(x) for name, x in self._dynamic.items() if name.is_Symbol}
+        return re.sub(r"\w+", lambda word: of.get(word[0], word[0]), str(e))
 
     def inline(self, graph: fx.Graph) -> None:
         """Write the graph's symbolic numbers as formulas in the arguments of the nodes."""
@@ -248,7 +253,7 @@ class Symbolic:
                 args.sort(key=lambda x: not is_dynamic(x))
                 return (min if kind == "Min" else max)(args)
             case _:
-                raise NotSymbolic(f"the number {e}")
+                raise NotSymbolic(f"the number {self.shown(e)}")
 
     def _note_rounded(self, graph: fx.Graph) -> None:
         """Read the ints that the graph makes of floats as formulas of these floats."""
@@ -268,7 +273,7 @@ class Symbolic:
             return DynamicFloat("*", _SIGNS[x.target], self._as_computed(x.args[0]))
         name = _OPERATORS.get(x.target, getattr(x.target, "__name__", ""))
         if name not in OPERATORS and name not in FUNCTIONS:
-            raise NotSymbolic(f"the number {x.meta['val']}")
+            raise NotSymbolic(f"the number {self.shown(x.meta['val'])}")
         return self._float(name, *map(self._as_computed, x.args))
 
     def _float(self, name: str, *args: Any) -> DynamicFloat:
@@ -292,7 +297,7 @@ class Symbolic:
         if name == "ToFloat":
             return DynamicFloat("*", 1.0, args[0])
         if name not in symbols:
-            raise NotSymbolic(f"the number {e}")
+            raise NotSymbolic(f"the number {self.shown(e)}")
         return functools.reduce(functools.partial(self._float, symbols[name]), args)
 
     def refuse_ones(self) -> None:
@@ -364,7 +369,7 @@ class Symbolic:
             question, sign, means = _QUESTIONS[name]
             self.sizes.note(question, sign * x, means == answer)
         else:
-            raise NotSymbolic(f"the condition {e}")
+            raise NotSymbolic(f"the condition {self.shown(e)}")
 
     def _note_one_of(self, e: Any, answer: bool) -> None:
         """Note a part of an ``or`` that holds; that a size equals a number is the last choice."""
@@ -372,7 +377,7 @@ class Symbolic:
             with suppress(ValueError, NotSymbolic):
                 self._note(part, answer)
                 return
-        raise NotSymbolic(f"the condition {e}")
+        raise NotSymbolic(f"the condition {self.shown(e)}")
 
     @contextmanager
     def generic(self, line: Callable[[], str]) -> Iterator[None]:
@@ -383,8 +388,7 @@ class Symbolic:
         outer, self.env.line = self.env.line, line
         # Some ops take symbolic ints in their Python form only.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        of_sizes = {name: _of_sizes(name) for name in FUNCTIONS}
-        numbers = replaced(math, of_sizes)
+        numbers = replaced(math, {name: of_sizes(name) for name in FUNCTIONS})
         try:
             with (
                 oblivious,
@@ -421,40 +425,6 @@ _QUESTIONS = {
     "GreaterThan": ("positive", -1, False),
     "LessThan": ("positive", 1, False),
 }
-
-
-def _of_sizes(name: str) -> Callable[..., Any]:
-    """A function of Python's math that takes symbolic numbers too."""
-    plain = getattr(math, name)
-
-    def of(x: Any, *more: Any) -> Any:
-        if not isinstance(x, SymInt | SymFloat):
-            return plain(x, *more)
-        if more:  # log(x, base)
-            return of(x) / plain(*more)
-        if get_proxy_mode():
-            return handle_sym_dispatch(_SYMBOLIC[name], (x,), {})
-        return _function(name, x)
-
-    return of
-
-
-def _function(name: str, x: Any) -> Any:
-    """One of `FUNCTIONS` of a symbolic number."""
-    node: Any = torch.sym_float(x).node  # type: ignore[attr-defined]
-    expr = getattr(sizes_functions, f"OpaqueUnaryFn_{name}")(node.expr)
-    return SymFloat(SymNode(expr, node.shape_env, float, getattr(math, name)(node.hint)))
-
-
-def _named(name: str) -> Callable[[Any], Any]:
-    def of(x: Any) -> Any:
-        return _function(name, x)
-
-    of.__name__ = of.__qualname__ = name  # fx names nodes by it
-    return of
-
-
-_SYMBOLIC = {name: _named(name) for name in FUNCTIONS}
 
 
 def symbolic_of(sizes: Sizes) -> Symbolic:
