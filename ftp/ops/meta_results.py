@@ -77,9 +77,17 @@ class FakeOf:
         """A fake tensor of another tensor's shape, strides and dtype, on a device, by default the
         tensor's.
         """
+        return self.strided(x.shape, x.stride(), x.dtype, device or x.device)
+
+    def strided(
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FakeTensor:
         with DisableTorchDispatch(), DisableTorchFunction():
-            meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            return self(meta, device or x.device)
+            return self(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
     def contiguous(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

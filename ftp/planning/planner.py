@@ -139,13 +139,19 @@ def plan_few(
     hardware: Hardware = DEFAULT,
     decompose: Decompose | None = None,
     known: KnownPasses | None = None,
+    order: Sequence[str] | None = None,
 ) -> Plan | None:
     """``make_plan`` of ``graph`` without the layers that ``folded`` leaves out; None if the tied
     layers get different plans.
+
+    Args:
+        order: plan the axes in this order alone.
     """
     to = PlanFor(axes, data_axes, hardware, decompose=decompose, known=known or KnownPasses())
     with collection_paused():
         orders, fitting = axis_orders(graph, axes, specs)
+        if order in orders:
+            orders = [order]
         start = Progress.of(graph, fitting, list(batch_inputs))
         if folded is not None:
             start, specs = _of_few(start, folded), _few_specs(specs, folded)

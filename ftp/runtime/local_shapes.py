@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ftp.dataclass import dataclass
-from ftp.ops.meta_results import is_plain, meta_result
+from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.ops.written import written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
@@ -80,17 +80,14 @@ def annotate(shapes: LocalShapes, device: str) -> None:
     """Give every node whose result is one tensor a fake tensor of its shape, strides and dtype in
     ``meta["val"]``, as passes expect.
     """
-    mode, known = FakeTensorMode(), {}
+    fake, known = FakeOf(FakeTensorMode()), {}
     for node, values in shapes.values.items():
         if len(values) != 1:
             continue
         held = values[0]
         key = held.shape, held.stride, held.dtype
         if key not in known:
-            with disable_current_modes(), mode:
-                known[key] = torch.empty_strided(
-                    held.shape, held.stride, dtype=held.dtype, device=device
-                )
+            known[key] = fake.strided(*key, torch.device(device))
         node.meta["val"] = known[key]
 
 
@@ -100,6 +97,7 @@ class _Shapes:
     def __init__(self, device: str, before: LocalShapes):
         load_python_kernels()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = FakeOf(self.mode)
         self.device = torch.device(device)
         self.before = before.values
         self.storages = max(before.makers, default=0)
@@ -203,10 +201,7 @@ class _Shapes:
         self, target: Any, args: Any, kwargs: Any, operands: Sequence[LocalTensor]
     ) -> tuple[tuple[Any, ...], ...]:
         with disable_current_modes(), torch.no_grad(), self.mode:
-            fakes = [
-                torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device)
-                for h in operands
-            ]
+            fakes = [self.fake.strided(h.shape, h.stride, h.dtype, self.device) for h in operands]
             left = iter(fakes)
             args, kwargs = map_aggregate(
                 (args, kwargs), lambda a: next(left) if a is _OPERAND else a
@@ -274,8 +269,8 @@ class _DescribedCall:
 
 _OPERAND = "an operand"  # in place of the next operand's node
 
-# Results of torch's own ops by device and key: equal in all programs of a process, such as the many
-# that a search plans.
+# Results of torch's own ops and collectives by device and key: equal in all programs of a process,
+# such as the many that a search plans.
 _KNOWN: dict[torch.device, dict[Any, tuple[tuple[Any, ...], ...]]] = {}
 MOST_KNOWN = 20_000
 _PLAIN = {
@@ -284,7 +279,7 @@ _PLAIN = {
 
 
 def _is_torch_op(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target.namespace == "aten"
+    return isinstance(target, OpOverload) and target.namespace in ("aten", "_c10d_functional")
 
 
 def known_numbers(nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:

@@ -148,8 +148,8 @@ class Searching(LossPrograms):
         return candidate
 
     def with_patterns(self, candidate: Candidate, patterns: Patterns) -> Candidate:
-        """The candidate with other specs than a network chose."""
-        found = self.estimate_of(patterns, candidate.along)
+        """The candidate with other specs than a network chose, planned in the same order."""
+        found = self.estimate_of(patterns, candidate.along, self.order_of(candidate))
         return self.noted(replace(candidate, patterns=patterns, solved=None, estimate=found))
 
     def fits(self, candidate: Candidate) -> bool:
@@ -196,14 +196,26 @@ class Searching(LossPrograms):
             self.noted(replace(one, estimate=self._measured(one.patterns, one.along)))
         self.free = [self.tried[one.key] for one in self.free]
 
-    def estimate_of(self, patterns: Patterns, along: Along) -> Estimate:
-        known = self.tried.get((tuple(patterns.items()), tuple(along.items())))
-        return known.estimate if known else self._measured(patterns, along)
+    def order_of(self, candidate: Candidate) -> tuple[str, ...] | None:
+        """The order in which the axes of a candidate's program were planned, if it is known."""
+        known = self._programs.get((self.kept, *candidate.key))
+        return known and tuple(known[0].plan.axes)
 
-    def _measured(self, patterns: Patterns, along: Along) -> Estimate:
+    def estimate_of(
+        self, patterns: Patterns, along: Along, order: Sequence[str] | None = None
+    ) -> Estimate:
+        """The estimate of a plan, with its axes in the order that takes least time or, of a plan
+        not met before, in the given one.
+        """
+        known = self.tried.get((tuple(patterns.items()), tuple(along.items())))
+        return known.estimate if known else self._measured(patterns, along, order)
+
+    def _measured(
+        self, patterns: Patterns, along: Along, order: Sequence[str] | None = None
+    ) -> Estimate:
         key = (tuple(patterns.items()), tuple(along.items()))
         while (known := self._programs.get((self.kept, *key))) is None:
-            made = self.few(patterns, along, self.kept)
+            made = self.few(patterns, along, self.kept, order)
             if made is None:
                 self.keep_more()
             else:

@@ -15,11 +15,12 @@ from ftp.searching.marks import constrained_axes, marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
 from ftp.searching.opened import Opened, nbytes_of
 from ftp.sharding.layout import Layout
-from ftp.sharding.spec import PartitionSpec, Units
+from ftp.sharding.spec import PartitionSpec
 
 STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
 DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
+SMALL = 1 / 256  # of all parameters' bytes: too few to cut over a data axis in a plan that fits
 
 
 @collection_paused()
@@ -51,11 +52,11 @@ def fit(task: Searching) -> None:
     # Networks know no buckets: a small program may fit, or be faster, by changes of single specs.
     if task.is_small or not is_least:
         best = refined(task, improved(task, best))
-    if task.is_small and not task.fits(fastest):
-        best = min(best, refined(task, fastest), key=partial(_rank, task))
     if not task.fits(best) and task.bucket:
         task.leave_buckets()
         fit(task)
+    elif task.is_small and not task.fits(fastest):
+        refined(task, fastest)
 
 
 def _is_outdone(one: Candidate, others: Sequence[Candidate]) -> bool:
@@ -164,26 +165,30 @@ def improved(task: Searching, best: Candidate) -> Candidate:
 
 
 def refined(task: Searching, best: Candidate) -> Candidate:
-    """Change one pattern's spec at a time while that makes the program fit, or makes a program that
-    fits faster.
+    """Change one pattern's spec on one axis at a time while that makes the program fit, or makes a
+    program that fits faster.
 
     Prices may leave memory below a limit unused. The largest parameters come first; the number of
     plans tried depends on the size of the program. Of a small program the best of all changes is
-    made each time; of a large one, for which few plans are tried, every change that helps.
+    made each time; of a large one, for which few plans are tried, every change that helps. A change
+    that made a plan that fits slower is not tried again.
     """
     budget, base = task.tries, None
+    in_vain: set[tuple[str, PartitionSpec]] = set()
     while base is not best:
         base = best
-        sizes = {pattern: task.net.nbytes(pattern) for pattern in best.patterns}
-        for pattern in sorted(sizes, key=lambda p: -sizes[p]):
+        for pattern in task.net.sizes:
             start = base if task.is_small else best
             for spec in _promising_specs(task, pattern, start):
                 patterns = {**start.patterns, pattern: spec}
                 key = tuple(patterns.items()), tuple(start.along.items())
-                if key in task.tried or budget == 0:
+                if key in task.tried or (pattern, spec) in in_vain or budget == 0:
                     continue
                 budget -= 1
-                best = min(best, task.with_patterns(start, patterns), key=partial(_rank, task))
+                found = task.with_patterns(start, patterns)
+                if task.fits(start) and found.estimate.seconds >= start.estimate.seconds:
+                    in_vain.add((pattern, spec))
+                best = min(best, found, key=partial(_rank, task))
     return best
 
 
@@ -194,17 +199,28 @@ def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[PartitionSpec]:
-    """For a plan that fits, the specs with no more bytes than are free or than copies that are
-    gathered for their use may hold, of a large program those with as many or more; for one that
-    does not fit, those with as many or fewer.
+    """The specs to try for a pattern, those with fewest cuts first: with another cut on one axis,
+    of a large program, for which few plans are tried, on two.
+
+    For a plan that fits, those with no more bytes than are free or than copies that are gathered
+    for their use may hold, of a large program those with as many or more; for one that does not
+    fit, those with as many or fewer.
     """
-    whole = task.net.nbytes(pattern)
+    whole, own, fits = task.net.sizes[pattern], best.patterns[pattern], task.fits(best)
 
     def held(spec: PartitionSpec) -> int:
         return whole // math.prod(task.axes.get(axis, 1) for axis in spec.axes)
 
-    own, fits = best.patterns[pattern], task.fits(best)
-    specs = _other_specs(task, pattern, own)
+    axes = list(task.axes)
+    if fits and whole < SMALL * sum(task.net.sizes.values()):
+        axes = [axis for axis in axes if axis not in task.data_axes]
+    specs = _other_specs(task, pattern, own, axes)
+    if not task.is_small:
+        specs += [two for one in specs for two in _other_specs(task, pattern, one, axes)]
+    specs = sorted(
+        (s for s in dict.fromkeys(specs) if s != own and _divides(task, pattern, s)),
+        key=lambda s: (len(s.axes), len({*s.axes}.intersection(task.data_axes))),
+    )
     if not fits:
         return [spec for spec in specs if held(spec) <= held(own)]
     gathered = max(nbytes_of(Value(node)) for node in task.net.members(pattern))
@@ -213,28 +229,35 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
     return [spec for spec in specs if least <= held(spec) - held(own) <= free]
 
 
-def _other_specs(task: Searching, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:
-    """All specs that cut a pattern by the axes, those with fewest cuts first."""
-    choices: list[list[Layout | None]] = []
-    for axis, n in task.axes.items():
-        layouts = open_layouts(task.net, pattern, n, False)
-        shared = shared_heads(task.net, pattern, n)
-        layouts += [shared] if shared and axis not in task.data_axes else []
-        if axis in task.data_axes:
-            layouts = [*open_layouts(task.net, pattern, n, True), *layouts]
-        choices.append([None, *dict.fromkeys(layouts)])
+def _other_specs(
+    task: Searching, pattern: str, own: PartitionSpec, axes: Sequence[str]
+) -> list[PartitionSpec]:
+    """The specs that cut a pattern on one of the axes as ``own`` does not."""
     ndim = task.net.members(pattern)[0].results[0].ndim
-    found: dict[PartitionSpec, None] = {}
-    for chosen in itertools.product(*choices):
-        for order in itertools.permutations(range(len(chosen))):
-            entries: list[tuple[str | Units, ...]] = [()] * ndim
-            for at in order:
-                if (layout := chosen[at]) is not None:
-                    entries[layout.dim] += (entry_of(list(task.axes)[at], layout),)
-            found[PartitionSpec(*[e or None for e in entries])] = None
-    return sorted(
-        (s for s in found if s != own and _divides(task, pattern, s)), key=lambda s: len(s.axes)
-    )
+    found = []
+    for axis in axes:
+        others = [
+            tuple(part for part in own.parts(d) if getattr(part, "axis", part) != axis)
+            for d in range(ndim)
+        ]
+        found.append(PartitionSpec(*others))
+        for layout in _layouts(task, pattern, axis):
+            cuts = others[layout.dim]
+            for at in range(len(cuts) + 1):
+                dims = list(others)
+                dims[layout.dim] = (*cuts[:at], entry_of(axis, layout), *cuts[at:])
+                found.append(PartitionSpec(*dims))
+    return found
+
+
+def _layouts(task: Searching, pattern: str, axis: str) -> dict[Layout, None]:
+    """The cuts of a pattern that one axis may make."""
+    n, is_data = task.axes[axis], axis in task.data_axes
+    shared = shared_heads(task.net, pattern, n)
+    layouts = open_layouts(task.net, pattern, n, True) if is_data else []
+    layouts += open_layouts(task.net, pattern, n, False)
+    layouts += [shared] if shared and not is_data else []
+    return dict.fromkeys(layouts)
 
 
 def _divides(task: Searching, pattern: str, spec: PartitionSpec) -> bool:

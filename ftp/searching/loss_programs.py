@@ -48,10 +48,13 @@ class LossPrograms:
         return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
 
     def few(
-        self, patterns: Patterns, along: Along, kept: int
+        self, patterns: Patterns, along: Along, kept: int, order: Sequence[str] | None
     ) -> tuple[Program, Folded | None] | None:
         """The program with ``kept`` layers at each end of a run of equal ones (0: all), and the
         fold; None if the layers get different plans.
+
+        Args:
+            order: plan the axes in this order alone.
         """
         loss = self.prepared(along)
         specs = loss.specs(patterns)
@@ -66,6 +69,7 @@ class LossPrograms:
             hardware=self.hardware,
             decompose=decompose,
             known=self._known,
+            order=order,
         )
         if found is None:
             return None

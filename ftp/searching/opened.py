@@ -66,13 +66,18 @@ class Opened:
     def members(self, pattern: str) -> list[Node]:
         return [node for node in self.params if self.patterns[node] == pattern]
 
-    def nbytes(self, pattern: str) -> int:
-        """Bytes of the parameters of a pattern, those of layers left out among them."""
-        members = self.members(pattern)
-        if self.folded is not None:
-            of_layer = [n for n in members if self.folded.labels.get(n) == self.folded.stands_for]
-            members += of_layer * self.folded.left_out
-        return sum(nbytes_of(Value(node)) for node in members)
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the parameters of each pattern, those of layers left out among them; the largest
+        first.
+        """
+        found, few = dict.fromkeys(self.patterns.values(), 0), self.folded
+        for node, pattern in self.patterns.items():
+            count = 1
+            if few is not None and few.labels.get(node) == few.stands_for:
+                count += few.left_out
+            found[pattern] += nbytes_of(Value(node)) * count
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def nbytes_of(value: Value) -> int:
