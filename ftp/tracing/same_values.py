@@ -15,7 +15,8 @@ from ftp.tracing.data_dependent.known_values import are_written
 from ftp.tracing.op_facts import op_facts
 
 aten = torch.ops.aten
-_COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default, aten.alias.default)
+_EQUAL = (aten.clone.default, aten.detach.default, aten.alias.default)
+_COPIES = (*_EQUAL, aten._to_copy.default)
 
 
 def holds_same(a: Tensor, b: Tensor) -> bool:
@@ -37,7 +38,7 @@ def holds_same(a: Tensor, b: Tensor) -> bool:
         if pair in pairs or pair[0] == pair[1]:
             continue
         pairs[pair] = None
-        if copies := [node for node, _ in pair if node.target is aten.clone.default]:
+        if copies := [node for node, _ in pair if node.target in _EQUAL]:
             copy = max(copies)  # the last one, which may be a copy of the other
             reads.append((copy, [copy]))
             source = copy.all_input_nodes[0]
@@ -45,6 +46,8 @@ def holds_same(a: Tensor, b: Tensor) -> bool:
             stack.append((one, other, [*readers, copy]))
             continue
         mine, theirs = _inputs(pair[0]), _inputs(pair[1])
+        if mine is None and theirs is None:
+            mine, theirs = _inputs((left, False)), _inputs((right, False))
         if mine is None or theirs is None or not _is_same_call(left, right):
             return False
         reads += [(left, [left]), (right, [right])]

@@ -305,7 +305,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     symbolic, device_type = request.symbolic, request.device_type
     recorder = Recorder(device_type, request.line, request.within, described, symbolic)
     recorders.append(recorder)
-    paths = Paths(not request.within, request.checked, Joins)
+    paths = Paths(not request.within, request.checked, Joins, holds_same)
     reading = None if reads is None else Reading(reads, holds_same)
     gm, ran = _recorded(request, recorder, paths, reading)
     recording = None

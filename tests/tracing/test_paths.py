@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import ftp
 from ftp import P
@@ -94,7 +95,23 @@ def _clips(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
     return (w - grad).square().sum()
 
 
-FUNCTIONS = [_early_exit, _unsafe, _writes, _rows, _known, _after_cond, _clips]
+def _in_blocks(w: Tensor, x: Tensor, at: Tensor) -> Tensor:
+    """Blocks that run again decide as they did first."""
+
+    def turned(y: Tensor) -> Tensor:
+        if y.sum() > at:
+            y = y * 2
+        for i in range(2):
+            y = y.cos() if y.amax() > at * i else y.tanh()
+        return y
+
+    def both(y: Tensor) -> Tensor:
+        return ftp.remat(turned)(y * 1.5).sin() if at > 1 else turned(-y)
+
+    return checkpoint(both, x @ w, use_reentrant=False).square().sum()
+
+
+FUNCTIONS = [_early_exit, _unsafe, _writes, _rows, _known, _after_cond, _clips, _in_blocks]
 
 
 @pytest.mark.cases_by_default(4)
@@ -202,8 +219,13 @@ def _in_vmap(x):
 
 
 def _in_remat(x):
-    block = ftp.remat(lambda x: x if x.sum() > 0 else x.sin())
-    return torch.func.grad(lambda x: block(x).sum())(x)
+    def of_a_write(x):
+        n = x.sum()
+        y = x if n > 0 else x.sin()
+        n.zero_()
+        return y
+
+    return torch.func.grad(lambda x: ftp.remat(of_a_write)(x).sum())(x)
 
 
 def _other_when_run_again(x, calls=[]):  # noqa: B006

@@ -85,6 +85,7 @@ class Paths:
 
     Attributes:
         is_checked: whether assumptions are checked.
+        is_same: whether two tensors hold the same values.
         asked: per sequence of outcomes, the condition that is read next: one tensor for each run.
         runs: how often the function was run.
         joins: the joined statements, if runs join statements.
@@ -96,6 +97,7 @@ class Paths:
     can_fork: bool
     is_checked: bool
     new_joins: "Callable[[], Joins]"
+    is_same: Callable[[Tensor, Tensor], bool]
     runs: int = 0
     asked: dict[Outcomes, list[Tensor]] = field(default_factory=dict)
     _lines: dict[Outcomes, str] = field(default_factory=dict)
@@ -210,6 +212,14 @@ class Paths:
         self._outcomes = (*before, outcome)
         return outcome
 
+    def again(self, condition: Tensor) -> bool | None:
+        """The outcome that the run had for an equal condition; None if it had none."""
+        predicate = unwrapped(condition.detach().reshape(()) != 0)
+        for i, outcome in enumerate(self._outcomes):
+            if self.is_same(self.asked[self._outcomes[:i]][-1], predicate):
+                return outcome
+        return None
+
     def has_decided(self) -> bool:
         """Whether the run has read the outcome of a condition."""
         return bool(self._outcomes) or (self.joins is not None and self.joins.is_open)
@@ -261,15 +271,14 @@ class Paths:
 
 def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
     """The bool of a condition that ``frame`` reads, on the path of this run. None where a function
-    may not branch on values: in ``ftp.local``, under ``torch.vmap``, in a branch of ``torch.cond``
-    and in recomputed blocks.
+    may not branch on values: in ``ftp.local``, under ``torch.vmap``, in a branch of ``torch.cond``,
+    and in a recomputed block on another condition than in its first run.
     """
     paths = _current.get()
     if (
         paths is None
         or not (paths.can_fork and is_listening())
         or is_inside()
-        or current_region() is not None
         or condition.numel() != 1
         or is_batched(condition)
         or not is_fake(unwrapped(condition))
@@ -277,7 +286,7 @@ def decided(condition: Tensor, frame: FrameType | None) -> bool | None:
         return None
     if is_reading(Level.DECISIONS):
         return read(condition.detach().reshape(()) != 0)
-    return paths.decide(condition, frame)
+    return paths.decide(condition, frame) if current_region() is None else paths.again(condition)
 
 
 def where_taken(condition: Condition, claim: str) -> tuple[Condition, str]:

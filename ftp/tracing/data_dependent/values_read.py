@@ -168,6 +168,8 @@ def read(x: Tensor) -> Any:
     for known, value in reading.known:
         if known.shape == x.shape and reading.is_same(known, x):
             return value
+    if current_region() is not None:
+        return None
     value = reading.next(_plain(x))
     reading.known.append((x, value))
     return value
@@ -184,6 +186,8 @@ def read_count(mask: Tensor, count: Callable[[], Tensor]) -> int | None:
     for known, number in reading.counts:
         if reading.is_same(known, mask):
             return number
+    if current_region() is not None:
+        return None
     number = reading.next(_plain(count()))
     reading.counts.append((mask, number))
     return number
@@ -195,7 +199,6 @@ def _of(x: Tensor) -> Reading | None:
         reading is None
         or not is_listening()
         or is_inside()
-        or current_region() is not None
         or current_branch()
         or x.numel() > _MOST_ELEMENTS
         or is_batched(x)
