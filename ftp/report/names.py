@@ -44,8 +44,12 @@ def without_numbers(text: str) -> str:
     "params['layers.w'] for mm at a.py:7  x @ w"
     >>> without_numbers("f32[4, 8]"), without_numbers("mm")
     ('f32[4, 8]', 'mm')
+    >>> without_numbers("%x = P['a    # 1']    # a.py:7"), without_numbers("P['a    # 1'] for mm")
+    ("%x = P['a    # ']    # a.py:7", "P['a    # '] for mm")
     """
-    line, mark, comment = text.partition("    # ")
+    line, mark, comment = text.rpartition("    # ")
+    if not mark or line.count("'") % 2:  # in a name
+        return _without_numbers(text)
     return _without_numbers(line) + mark + _comment_without_numbers(comment)
 
 
