@@ -136,6 +136,21 @@ def tensors_around(fn: Callable[..., Any]) -> Iterator[Captured]:
 
 def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
     """The tensors and numbers that ``fn`` and the objects that it refers to hold."""
+    for reader, name, holder, key, value in _around(fn):
+        if _is_leaf(value):
+            yield Captured(f"{name!r}, which {reader} reads", value, holder, key)
+
+
+def caches_around(fn: Callable[..., Any]) -> list[Any]:
+    """The functions that `functools.lru_cache` or `functools.cache` made, around ``fn``."""
+    found = [fn, *(value for *_, value in _around(fn))]
+    return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+
+
+def _around(fn: Callable[..., Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
+    """What ``fn`` and the objects that it refers to hold: the reader, a name, the holder, the key
+    there, and the value.
+    """
     seen: set[int] = set()
     queue: list[tuple[str, str, Any]] = [("", "", fn)]
     for reader, name, visited in queue:  # the loop appends to it
@@ -145,10 +160,13 @@ def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
         reader = _described(visited) or reader
         for own, holder, key in _places_in(visited, name):
             value = _item(holder, key, None)
-            if isinstance(value, Tensor) or type(value) in NUMBERS:
-                yield Captured(f"{own!r}, which {reader} reads", value, holder, key)
-            else:
+            yield reader, own, holder, key, value
+            if not _is_leaf(value):
                 queue.append((reader, own, value))
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) or type(value) in NUMBERS
 
 
 def with_read(places: Sequence[Captured], read: Sequence[ReadTensor]) -> list[Captured]:

@@ -2,6 +2,7 @@
 does not renew them, so that the function must not read them at its next call.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
@@ -12,9 +13,10 @@ from torch import Tensor, fx
 
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError
-from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack, unwrapped
 from ftp.torch_internals.modes import disable_current_modes
-from ftp.tracing.captured import Captured, tensors_around
+from ftp.tracing.captured import Captured, caches_around, tensors_around
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.data_dependent.known_values import KnownValues
 
@@ -50,6 +52,27 @@ def left_behind(fn: Callable[..., Any]) -> LeftBehind:
             like[node] = _zeros_like(place.value) if value is None else value
         left.constants.append((place, like[node]))
     return left
+
+
+def forget_cached(fn: Callable[..., Any]) -> None:
+    """Clear the caches of `functools.lru_cache` around ``fn`` that hold tensors of a trace."""
+    for cache in caches_around(getattr(fn, "__wrapped__", fn)):
+        if cache.cache_info().currsize and _holds_traced(cache):
+            cache.cache_clear()
+
+
+def _holds_traced(cache: Any) -> bool:
+    seen, stack = set[int](), gc.get_referents(cache)
+    while stack:
+        if id(held := stack.pop()) in seen:
+            continue
+        seen.add(id(held))
+        if isinstance(held, Tensor):
+            if is_fake(unwrapped(held)):
+                return True
+        elif isinstance(held, dict | list | tuple) or type(held).__name__ == "_lru_list_elem":
+            stack += gc.get_referents(held)
+    return False
 
 
 def _zeros_like(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from ftp.tracing.functionalize_graph import (
     lift_attributes,
 )
 from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
-from ftp.tracing.left_behind import LeftBehind, check_unread, left_behind
+from ftp.tracing.left_behind import LeftBehind, check_unread, forget_cached, left_behind
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.replacements.libraries import patched_libraries
@@ -307,7 +307,11 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     recorders.append(recorder)
     paths = Paths(not request.within, request.checked, Joins, holds_same)
     reading = None if reads is None else Reading(reads, holds_same)
-    gm, ran = _recorded(request, recorder, paths, reading)
+    try:
+        gm, ran = _recorded(request, recorder, paths, reading)
+    finally:
+        if not request.within:
+            forget_cached(request.fn)
     recording = None
     if request.keeps_recording and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)

@@ -1,5 +1,6 @@
 """Tensors that a step's function leaves behind for its next call."""
 
+import functools
 import warnings
 from collections import deque
 from types import SimpleNamespace
@@ -181,3 +182,23 @@ def test_numbers_that_are_counted_and_change_the_program_are_warned_of(place):
     assert len(told) == bool(place)
     if place:
         assert told[0].startswith(f"{place!r}, which ") and "from" in told[0]
+
+
+@pytest.mark.parametrize("cached", [functools.cache, functools.lru_cache])
+def test_caches_hold_no_tensors_of_a_trace(cached):
+    """A trace of symbolic sizes fails at ``len``; the next ones must not read what it cached."""
+
+    @cached
+    def cosines(n, at=1):
+        return [torch.arange(n, dtype=torch.float64).cos() * at]
+
+    def loss(w, x):
+        return (cosines(len(x))[0][:, None] * (x @ w)).square().sum()
+
+    step = ftp.shard(loss, MESH, P("tp"))
+    w, _ = arguments()
+    for n in (2, 4, 3, 5, 2):
+        x = torch.ones(n, 4, dtype=torch.float64)
+        value, _ = step(w, x)
+        torch.testing.assert_close(value, loss(w, x))
+        cosines.cache_clear()  # of the tensors of torch, which the next trace would take
