@@ -27,6 +27,7 @@ NUMBERS = (int, float, bool)
 _COPIED = 4096  # most elements of a tensor whose values are compared at each call
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CACHE = type(functools.cache(repr))  # also of `functools.lru_cache`
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -144,7 +145,7 @@ def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
 def caches_around(fn: Callable[..., Any]) -> list[Any]:
     """The functions that `functools.lru_cache` or `functools.cache` made, around ``fn``."""
     found = [fn, *(value for *_, value in _around(fn))]
-    return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+    return [value for value in found if isinstance(value, _CACHE)]
 
 
 def _around(fn: Callable[..., Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
