@@ -21,7 +21,8 @@ from ftp.per_rank.program import LOCAL, program_of
 from ftp.rules.call import Meta
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.rules.index import is_sum_of_source
+from ftp.rules.decompositions.softmax import exponential_and_total
+from ftp.rules.index import is_of_difference, is_sum_of_source
 from ftp.rules.op_kinds import RESHAPES
 from ftp.tracing.decompose import decompose
 
@@ -72,7 +73,7 @@ class _Numbers:
         self.symbolic = symbolic
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
-        self.scattered: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}
         self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
@@ -115,16 +116,20 @@ class _Numbers:
         count = 1 if _is_tensor(node) else len(node.meta["val"])
         keys = [self.key(node.target, node.args, node.kwargs, i) for i in range(count)]
         if keys[0] not in self.classes:
-            if (summed := self.sum_of_scatter(node)) is not None:
-                keys = [summed]
+            if (law := _LAWS.get(node.target)) and (by_law := law(self, node)) is not None:
+                keys = [by_law]
             elif (repeated := self.repeated(node)) is not None:
                 return repeated
             elif (inner := self.decomposed(node)) is not None:
                 return inner
         made = [self.classes.setdefault(key, len(self.classes)) for key in keys]
-        if node.target is aten.scatter_add.default:
-            self.scattered[made[0]] = node
+        self.made.setdefault(made[0], node)
         return made
+
+    def by(self, x: Any, target: Any) -> Any:
+        """The call of ``target`` that makes a value; None if another op makes it."""
+        found = self.made.get(self.of[x]) if isinstance(x, fx.Node) else None
+        return found if found is not None and found.target is target else None
 
     def local(self, node: fx.Node) -> list[Any]:
         """The classes of the results of per-rank code. The certificate's program may lack results
@@ -182,16 +187,49 @@ class _Numbers:
         """The key of a sum over the dim along which ``scatter_add`` adds values to zeros: it is the
         sum of the values.
         """
-        if (
-            node.target is not aten.sum.dim_IntList
-            or (scatter := self.scattered.get(self.of[node.args[0]])) is None
-        ):
+        if (scatter := self.by(node.args[0], aten.scatter_add.default)) is None:
             return None
         onto, dim, index, source = scatter.args
         shapes = (_val(onto).shape, dim, _val(index).shape, _val(source).shape)
         if not is_zeros(onto) or not is_sum_of_source(shapes, node.args[1]):
             return None
         return self.key(node.target, (source, *node.args[1:]), node.kwargs, 0)
+
+    def exponential_again(self, node: Any) -> Any:
+        """The key of the exponential of a log-softmax as a quotient."""
+        found = exponential_and_total(
+            node.args[0],
+            lambda x: self.made.get(self.of.get(x)),
+            lambda x, y: self.of[x] == self.of[y],
+        )
+        return None if found is None else self.key(aten.div.Tensor, found, {}, 0)
+
+    def scatter_onto_rest(self, node: Any) -> Any:
+        """The key of ``zeros.scatter_add(dim, index, values) - p * row`` with one pass less."""
+        scatter, rest = (
+            self.by(node.args[0], aten.scatter_add.default),
+            self.by(node.args[1], aten.mul.Tensor),
+        )
+        if node.kwargs or scatter is None or rest is None or not is_zeros(scatter.args[0]):
+            return None
+        if len({_val(x) for x in (node, scatter, rest)}) > 1:
+            return None
+        minus = self.known(aten.neg.default, rest.args[1])
+        product = minus and self.known(aten.mul.Tensor, rest.args[0], minus)
+        return product and self.key(scatter.target, (product, *scatter.args[1:]), {}, 0)
+
+    def gather_before_difference(self, node: Any) -> Any:
+        """The key of ``(x - row).gather(dim, index)``, where ``row`` has one element along ``dim``,
+        with the difference taken last.
+        """
+        less = self.by(node.args[0], aten.sub.Tensor)
+        if less is None or less.kwargs or node.kwargs or not isinstance(less.args[1], fx.Node):
+            return None
+        shapes = [tuple(_val(x).shape) for x in (less, *less.args, node.args[2])]
+        if not is_of_difference(shapes, node.args[1]):
+            return None
+        gathered = self.known(node.target, less.args[0], *node.args[1:])
+        return gathered and self.key(less.target, (gathered, less.args[1]), {}, 0)
 
     def repeated(self, node: Any) -> list[Any] | None:
         """The classes of a view that repeats elements, of the sum that is its gradient, and of
@@ -257,6 +295,14 @@ class _Numbers:
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
         return self.run(gm.graph)
+
+
+_LAWS: dict[Any, Callable[[_Numbers, Any], Any]] = {
+    aten.sum.dim_IntList: _Numbers.sum_of_scatter,
+    aten.exp.default: _Numbers.exponential_again,
+    aten.sub.Tensor: _Numbers.scatter_onto_rest,
+    aten.gather.default: _Numbers.gather_before_difference,
+}  # each gives the key of an equal call, as `ftp.planning.algebra` writes it
 
 
 def _is_tensor(node: Any) -> bool:

@@ -18,6 +18,7 @@ from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
 from ftp.per_rank.program import LOCAL, RankCode, program_of
+from ftp.planning.algebra import simplified
 from ftp.planning.graph import (
     Graph,
     Node,
@@ -25,7 +26,6 @@ from ftp.planning.graph import (
     Value,
     identity_rule,
     in_turn,
-    rewired,
     unchanged,
     whole_rule,
 )
@@ -33,7 +33,6 @@ from ftp.planning.graph_passes import key_of, live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.rules.index import is_sum_of_source
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule
@@ -331,8 +330,8 @@ def decompose(
         assert builder.outputs is not None
         swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs) if v is not None})
     graph, merged = merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs]))
-    graph, summed = sum_of_scatter(graph)
-    return graph, in_turn(in_turn(copies, merged), summed)
+    graph, simpler = simplified(graph)
+    return graph, in_turn(in_turn(copies, merged), simpler)
 
 
 _traced: dict[Any, fx.GraphModule] = {}
@@ -366,42 +365,6 @@ def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.G
             del _traced[next(iter(_traced))]
         _traced[key] = gm
     return _traced[key]
-
-
-def sum_of_scatter(graph: Graph) -> Rewrite:
-    """Replace ``zeros.scatter(dim, index, values).sum(dim)`` by ``values.sum(dim)``, so that a cut
-    of the dim leaves no pending sum.
-    """
-    now: dict[Node, Node] = {}
-    for old in graph.nodes:
-        node = now[old] = rewired(old, now)
-        if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
-            continue
-        scatter = node.args[0].node
-        if scatter.target is not aten.scatter_add.default or not _is_zero(scatter.args[0].node):
-            continue
-        onto, dim, index, source = scatter.args
-        if not is_sum_of_source(
-            (onto.meta.shape, dim, index.meta.shape, source.meta.shape), node.args[1]
-        ):
-            continue
-        operand = source.meta
-        call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
-        rule = lookup(call)
-        assert rule is not None
-        node = now[old] = node.copy()
-        node.args, node.operands = (source, *node.args[1:]), (source,)
-        node.rule, node.sizes = rule, dict(rule.sizes)
-    return Graph(list(now.values()), [Value(now[v.node], v.index) for v in graph.outputs]), now
-
-
-def _is_zero(node: Node) -> bool:
-    if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
-        return True
-    return (
-        node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
-        and node.args[-1] == 0
-    )
 
 
 def _branch(node: fx.Node) -> BranchPath:

@@ -151,6 +151,22 @@ def is_sum_of_source(scatter: Sequence[Any], dims: Sequence[int] | None) -> bool
     return is_along and tuple(index) == tuple(source) and not others
 
 
+def is_of_difference(shapes: Sequence[Any], dim: int) -> bool:
+    """Whether ``(x - row).gather(dim, index)`` is ``x.gather(dim, index) - row``: the row has one
+    element along ``dim``.
+
+    Args:
+        shapes: of the difference, x, row and index.
+    """
+    whole, x, row, index = map(tuple, shapes)
+    if not len(whole) == len(x) == len(row) == len(index) > 0 or x != whole:
+        return False
+    at = dim % len(whole)
+    return row[at] == 1 and all(
+        whole[d] == row[d] == index[d] for d in range(len(whole)) if d != at
+    )
+
+
 # One index per row.
 along_dim(aten.index_select.default, "... d, k -> ... k {d}", linear=[(0,)], local=_read)
 along_dim(aten.index_add.default, "... d, k, ... k -> ... d {k}", linear=[(0, 2)], local=_add)

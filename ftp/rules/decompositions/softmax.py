@@ -1,6 +1,7 @@
 """Softmax, attention and losses as primitives."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,35 @@ def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (shifted - torch.log(torch.exp(shifted).sum(dim, True))).to(
         torch.float32 if half_to_float else x.dtype
     )
+
+
+def exponential_and_total(
+    x: Any, made: Callable[[Any], Any], is_same: Callable[[Any, Any], bool]
+) -> tuple[Any, Any] | None:
+    """The ``e`` and its sum ``total`` of a ``x`` that `log_softmax` computes of numbers of one
+    dtype: ``x.exp()`` is ``e / total``, without overflow, as no ``e`` is above 1. None for another
+    ``x``.
+
+    Args:
+        made: gives the call, with ``target`` and ``args``, that makes a value; None for an input
+            or a number.
+        is_same: whether two values are equal.
+    """
+
+    def arguments(value: Any, target: Any, count: int) -> Any:
+        call = made(value)
+        is_call = call is not None and call.target is target and not call.kwargs
+        return call.args if is_call and len(call.args) == count else (None,) * count
+
+    shifted, logarithm = arguments(x, aten.sub.Tensor, 2)
+    (total,) = arguments(logarithm, aten.log.default, 1)
+    e, dims, is_kept = arguments(total, aten.sum.dim_IntList, 3)
+    (again,) = arguments(e, aten.exp.default, 1)
+    wide, top = arguments(shifted, aten.sub.Tensor, 2)
+    of, dims_of_top, is_top_kept = arguments(top, aten.amax.default, 3)
+    if not (is_kept and is_top_kept) or list(dims) != list(dims_of_top) or again is None:
+        return None
+    return (e, total) if is_same(again, shifted) and is_same(of, wide) else None
 
 
 @decomposition(aten._softmax_backward_data.default)
