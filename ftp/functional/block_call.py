@@ -133,6 +133,14 @@ class BlockCall:
             if id(x) not in known:
                 picked.setdefault(id(x), i)
         self._picked = tuple(picked.values())
+        still = {
+            id(x)
+            for key, x in zip(self._copied, result.copies, strict=True)
+            if not self._inputs[key].requires_grad and watch.lacks_gradient(x)
+        }
+        self.without_gradient = [
+            n for n, i in enumerate(self._picked) if id(result.tensors[i]) in still
+        ]
         self._check_given(result, watch)
         self._first = _First(result, watch, self._picked)
         if before is not None and not are_same(before.numbers[1:], self._first.numbers[1:]):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.functional.attributes import CONSTANTS
-from ftp.functional.writes import written_by
+from ftp.functional.writes import writes_statistics, written_by
 from ftp.source import user_line
 from ftp.torch_internals.functorch import (
     custom_function_call,
@@ -87,6 +87,8 @@ class ValueNumbering(TorchFunctionMode):
         if first is not None:
             self.numbers.of_key.update(first.of_key)
         self._reads_floats = False
+        # Tensors to which all writes so far gave no gradient, by their ids, and their versions.
+        self._written_plainly: dict[int, int] = {}
         self.differs = ""  # the first line at which a value has no number of the first run
 
     def stands_for(self, new: Tensor, old: Tensor) -> None:
@@ -116,6 +118,16 @@ class ValueNumbering(TorchFunctionMode):
         """Whether a tensor has a number."""
         return self.numbers.of(x) is not None
 
+    def _plain_writes(self, func: Callable[..., Any], written: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors to which a call is about to write, if they get, and got, no gradient."""
+        if not written or (torch.is_grad_enabled() and not writes_statistics(func)):
+            return []
+        return [x for x in written if self._written_plainly.get(id(x), 0) == version(x)]
+
+    def lacks_gradient(self, x: Tensor) -> bool:
+        """Whether all writes to a tensor, which was new, gave it no gradient."""
+        return self._written_plainly.get(id(x)) == version(x)
+
     def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
         return sorted(tensors, key=self.of)
 
@@ -125,7 +137,9 @@ class ValueNumbering(TorchFunctionMode):
         inner_args, inner_kwargs = self.prepared(func, args, kwargs, written)
         runs = () if self.is_paused else self._with_around
         keys = [(each, each.key_of(func, args, kwargs, written)) for each in runs]
+        plain = self._plain_writes(func, written)
         made = func(*inner_args, **inner_kwargs)
+        self._written_plainly.update((id(x), version(x)) for x in plain)
         same = _given_as(made, args, inner_args)  # such as x.to(x.dtype)
         if func is Tensor.view_as:  # hooks of modules take one where a gradient is taken
             same = args[0]

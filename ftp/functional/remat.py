@@ -223,6 +223,9 @@ class _Remat(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.block, *tensors = inputs
         save_inputs(ctx, tensors, output)
+        if not is_transforming():  # a state without a gradient stays one
+            still = [output[i] for i in ctx.block.call.without_gradient]
+            ctx.mark_non_differentiable(*(x for x in output if not is_differentiable(x)), *still)
 
     @staticmethod
     @no_numbering()

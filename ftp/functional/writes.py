@@ -33,9 +33,14 @@ def written_by(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tens
     ):
         first = args[0] if args else kwargs.get("input")
         targets += first if isinstance(first, tuple | list) else [first]
-    elif name in ("batch_norm", "instance_norm") and (
+    elif writes_statistics(func) and (
         args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     ):
         at = 1 if func in (F.batch_norm, F.instance_norm) else 3
         targets += [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     return [t for t in targets if isinstance(t, Tensor)]
+
+
+def writes_statistics(func: Callable) -> bool:
+    """Whether a function's writes are running statistics, which have no gradient."""
+    return getattr(func, "__name__", "") in ("batch_norm", "instance_norm")

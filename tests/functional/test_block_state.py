@@ -1,5 +1,6 @@
 """What blocks of remat read and set outside of their arguments, against plain torch."""
 
+import copy
 import random
 import re
 from types import SimpleNamespace
@@ -387,3 +388,37 @@ def test_a_block_reads_a_captured_tensor_within_a_transform_of_its_own(inner: st
         step(given)[1],
     ):
         torch.testing.assert_close(found, expected)
+
+
+class _Averages(nn.Module):
+    """Normalizes twice, and averages what it sees without a gradient."""
+
+    def __init__(self, *, is_of_gradient: bool) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.is_of_gradient = is_of_gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(self.norm(x)) * 2).sin()
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.1)
+        if self.is_of_gradient:
+            self.mean.add_(y.mean(0))
+        return y * self.mean
+
+
+@pytest.mark.parametrize("is_of_gradient", [False, True])
+def test_state_without_a_gradient_stays_without_one(is_of_gradient):
+    """By torch.autograd alone, over several steps."""
+    plain = _Averages(is_of_gradient=is_of_gradient).double()
+    model = copy.deepcopy(plain)
+    for x in torch.randn(3, 5, 4, dtype=torch.float64):
+        for run in (plain, ftp.remat(model)):
+            run(x).square().sum().backward()
+        for a, b in zip(plain.buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.requires_grad == b.requires_grad
+            a.detach_(), b.detach_()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
