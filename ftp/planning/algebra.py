@@ -70,14 +70,14 @@ def scatter_onto_rest(graph: Graph) -> Rewrite:
     index, values)``, where nothing else uses the parts and ``row`` is smaller: in the gradient of a
     loss, neither zeros nor a difference of the size of the logits.
     """
-    users = graph.users()
+    users, kept = graph.users(), set(graph.outputs)
     now: dict[Node, Node] = {}
     nodes: list[Node] = []
     for old in graph.nodes:
         node = now[old] = rewired(old, now)
         parts = old.operands
         is_ours = old.target is aten.sub.Tensor and len(parts) == 2 and not old.kwargs
-        if is_ours and all(users[part] == [(old, i)] for i, part in enumerate(parts)):
+        if is_ours and all(len(users[part]) == 1 and part not in kept for part in parts):
             scatter, rest = (part.node for part in node.operands)
             if _is_scatter_less_product(node, scatter, rest):
                 p, row = rest.args
@@ -94,12 +94,13 @@ def gather_before_difference(graph: Graph) -> Rewrite:
     """Replace ``(x - row).gather(dim, index)`` by ``x.gather(dim, index) - row``, where ``row`` has
     one element along ``dim`` and nothing else uses the difference.
     """
-    users = graph.users()
+    users, kept = graph.users(), set(graph.outputs)
     now: dict[Node, Node] = {}
     nodes: list[Node] = []
     for old in graph.nodes:
         node = now[old] = rewired(old, now)
-        if old.target is aten.gather.default and len(users[old.operands[0]]) == 1:
+        is_only = old.target is aten.gather.default and len(users[old.operands[0]]) == 1
+        if is_only and old.operands[0] not in kept:
             less, (dim, index) = node.args[0].node, node.args[1:3]
             if _is_less_row(less, dim, index) and _is_beside(less, node):
                 x, row = less.args

@@ -94,8 +94,9 @@ def exponential_and_total(
 
     def arguments(value: Any, target: Any, count: int) -> Any:
         call = made(value)
-        is_call = call is not None and call.target is target and not call.kwargs
-        return call.args if is_call and len(call.args) == count else (None,) * count
+        if call is None or call.target is not target or call.kwargs or len(call.args) != count:
+            return (None,) * count
+        return call.args
 
     shifted, logarithm = arguments(x, aten.sub.Tensor, 2)
     (total,) = arguments(logarithm, aten.log.default, 1)
