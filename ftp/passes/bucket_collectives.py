@@ -54,6 +54,7 @@ def choose_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     without: Collection[str] = (),
     apart: Collection[str] = (),
+    ahead: int | None = None,
 ) -> Buckets:
     """Choose the collectives that share a bucket: those of one kind over one axis, each of at most
     ``member_bytes``, that do not need each other's results.
@@ -64,14 +65,15 @@ def choose_buckets(
     a bucket are consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts
     them at the place of the first. A bucket of gathers, or of reduce-scatters, is no larger than
     the largest of: the largest parameter that is gathered, the parameters of the largest layer up
-    to ``MEMBER_BYTES``, and ``FREE_BYTES``. A bucket of gathers ends before a layer that does not
-    fit in it as a whole.
+    to ``MEMBER_BYTES``, and ``FREE_BYTES``; a bucket of gathers is no larger than ``ahead``, the
+    limit of `prefetch`, if given. A bucket of gathers ends before a layer that does not fit in it
+    as a whole.
 
     Sizes are those of whole values for all-reduces, and of a rank's shards for the others. A
     constant made "like" another number does not depend on it. Reshards named in ``without`` are
     left alone; those in ``apart`` share buckets with one another only.
     """
-    sizes = _BucketSizes(graph, member_bytes, bucket_bytes, apart)
+    sizes = _BucketSizes(graph, member_bytes, bucket_bytes, apart, ahead)
     filling = _Filling()
     seeds = {}
     waits = waits_for(graph)
@@ -101,7 +103,14 @@ def choose_buckets(
 class _BucketSizes:
     """The kinds of collectives that may share a bucket, and the largest bucket of each kind."""
 
-    def __init__(self, graph: Graph, member_bytes: int, bucket_bytes: int, apart: Collection[str]):
+    def __init__(
+        self,
+        graph: Graph,
+        member_bytes: int,
+        bucket_bytes: int,
+        apart: Collection[str],
+        ahead: int | None,
+    ):
         self._bucket_bytes, self._apart = bucket_bytes, apart
         self._layers = _layers(graph)
         self._of_kind: dict[Any, int] = {}
@@ -115,6 +124,7 @@ class _BucketSizes:
             self._of_layer[key] = self._of_layer.get(key, 0) + _nbytes(node)
         largest_layer = min(max(self._of_layer.values(), default=0), MEMBER_BYTES)
         self._largest = max(largest_gathered(graph), largest_layer, FREE_BYTES)
+        self._ahead = self._largest if ahead is None else ahead
 
     def kind(self, node: Node) -> tuple[Any, ...] | None:
         found = _kind(node)
@@ -123,7 +133,9 @@ class _BucketSizes:
     def limit(self, kind: Any) -> int:
         """Bytes of the largest bucket of a kind."""
         limit = bucket_limit(self._of_kind[kind], self._bucket_bytes)
-        return limit if kind[0] == "all_reduce" else min(limit, self._largest)
+        if kind[0] == "all_reduce":
+            return limit
+        return min(limit, self._largest, *([self._ahead] if kind[0] == "all_gather" else ()))
 
     def added(self, node: Node, last: Node) -> int:
         """Bytes that a bucket needs room for to take ``node`` after its last member: of the whole

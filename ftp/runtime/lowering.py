@@ -133,7 +133,7 @@ def decide(
     buckets = Buckets((), {})
     if options.bucket:
         without = (*chunked.reshards, *fused, *apart, *inside)
-        buckets = choose_buckets(graph, without=without, apart=narrowed)
+        buckets = choose_buckets(graph, without=without, apart=narrowed, ahead=options.prefetch)
         buckets = faster_buckets(graph, buckets, hardware, options.prefetch)
     prefetched = prefetch(graph, buckets.groups, options.prefetch)
     buckets = reordered(prefetched, buckets)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
+from ftp.report.lowered import Lowered
 
 WIDTH = 160  # a weight of 1 x 1 filters is larger than what may travel with statistics
 
@@ -242,3 +243,25 @@ def test_a_pack_ends_before_a_gather_that_needs_a_member_and_was_moved_ahead():
     issued = [c.op for c in lowered.collectives]
     assert issued == ["all_reduce", "reduce_scatter", "all_reduce"]
     assert all(len(c.members) <= 1 for c in lowered.collectives)
+
+
+@pytest.mark.parametrize("most", [0, 4096, 3 * 4096])
+def test_a_small_prefetch_bounds_the_buckets_of_gathers(most: int):
+    """24 matrices of 4 KiB travelled in buckets of 64 KiB."""
+
+    def chain(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for name in params:
+            x = torch.tanh(x @ params[name])
+        return x.sum()
+
+    params = {f"w{i:02}": torch.empty(32, 32, device="meta") for i in range(24)}
+    slow = ftp.Hardware(link=ftp.Link(latency=1e-3))
+    step = ftp.spmd(
+        chain, ftp.AbstractMesh((4,), ("dp",)), (P("dp"), P("dp")), hardware=slow, prefetch=most
+    )
+    found = step.lower(params, torch.empty(8, 32, device="meta"))
+    plain = Lowered(found._program.with_options(bucket=False))
+    gathers = [c for c in found.collectives if c.op == "all_gather"]
+    assert max(c.nbytes for c in gathers) == max(most, 4096)
+    assert len(gathers) == 24 * 4096 / max(most, 4096)
+    assert int(found.memory) <= int(plain.memory) + 2 * most  # what arrives, and its copies
