@@ -57,7 +57,7 @@ def choose_buckets(
     ahead: int | None = None,
 ) -> Buckets:
     """Choose the collectives that share a bucket: those of one kind over one axis, each of at most
-    ``member_bytes``, that do not need each other's results.
+    ``member_bytes``, that do not need each other's results, nor a cond that needs another's.
 
     A bucket holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
     reduce-scatter is issued at the place of the bucket's last member. A bucket ends before a
@@ -85,9 +85,11 @@ def choose_buckets(
         filling.needs.follow(node, waits[node])
         if node.own_axes:  # per-rank code may issue collectives itself
             filling.close(list(filling.open))
-        if node.kind != "reshard" or node.target.op in LOCAL_STEPS:
+        is_local = node.kind != "reshard" or node.target.op in LOCAL_STEPS
+        if node.branch or not is_local:  # the ops of a cond run together, after its predicate
+            filling.close_before(node)
+        if is_local:
             continue
-        filling.close_before(node)
         kind = sizes.kind(node)
         if kind is None or _nbytes(node) > member_bytes or node.name in without:
             continue
@@ -359,11 +361,17 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         for i, (node, fact) in enumerate(zip(members, facts, strict=True)):
             part = graph.call_function(operator.getitem, (parts, i))
             shape = [fact.shape[0] // n, *fact.shape[1:]] if scatters else list(fact.shape)
-            part = graph.call_function(aten.reshape.default, (part, shape))
+            shaped = graph.call_function(aten.reshape.default, (part, shape))
             for user in list(node.users):
                 assert user.target is WAIT
-                user.replace_all_uses_with(part)
+                for reader in list(user.users) if gathers else ():
+                    is_own = reader.meta.get("origin") == node.meta["origin"]
+                    if is_own and reader.target is aten.reshape.default:
+                        reader.update_arg(0, part)  # to copy it once, not twice
+                user.replace_all_uses_with(shaped)
                 graph.erase_node(user)
+            if not shaped.users:
+                graph.erase_node(shaped)
             graph.erase_node(node)
     bucket.meta.update(last.meta)
     count = sum(sizes) * n

@@ -10,6 +10,8 @@ from ftp.planning.cost import Hardware, measured_seconds
 from ftp.planning.graph import Graph
 
 LESS = 1e-9  # a smaller part of the step is rounding
+# The least part of the step that buckets save, together: less may be an error of the estimate.
+WORTH = 1e-2
 ROUNDS = 2  # in which each bucket is tried
 
 
@@ -42,7 +44,7 @@ def faster_buckets(
         changed = [step.try_change(change) for change in changes]
         if not any(changed):
             break
-    if not any(step.kept) and _TimedStep(plain(), hardware, 0).seconds < step.seconds * (1 - LESS):
+    if step.seconds > _TimedStep(plain(), hardware, 0).seconds * (1 - WORTH):
         return Buckets((), {})
     groups = (group for group, is_kept in zip(buckets.groups, step.kept, strict=True) if is_kept)
     return replace(buckets, groups=tuple(groups))

@@ -190,6 +190,21 @@ def test_zero3_gathers_by_layer_and_holds_less_than_data_parallelism(n: int):
     assert Counter(layer for found in of_layer for layer in found) == dict.fromkeys("0123", 2)
 
 
+def test_a_bucketed_gather_of_a_later_dim_is_copied_once():
+    def chain(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for name in params:
+            x = torch.tanh(x @ params[name])
+        return x.sum()
+
+    params = {f"w{i}": torch.empty(32, 32, device="meta") for i in range(3)}
+    slow = ftp.Hardware(link=ftp.Link(latency=1e-3))
+    mesh, specs = ftp.AbstractMesh((4,), ("dp",)), (P(None, "dp"), P("dp"))
+    found = ftp.spmd(chain, mesh, specs, hardware=slow).lower(params, torch.empty(8, 32))
+    assert [len(c.members) for c in found.collectives] == [3, 1]
+    copies = [op for op in found.cost().ops if op.op == "reshape.default" and op.nbytes]
+    assert [op.nbytes for op in copies] == [2 * 4 * 32 * 32] * 3
+
+
 def test_axes_are_merged_where_their_links_are_as_fast():
     w, x = {"w": torch.empty(256, 512)}, torch.empty(16, 256)
     mesh = ftp.AbstractMesh((4, 2), ("dp", "cp"))

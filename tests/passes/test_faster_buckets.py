@@ -65,9 +65,90 @@ def drawn(seed: int) -> Iterator[Any]:
     "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 24))]
 )
 def test_a_drawn_step_with_buckets_is_estimated_no_longer_than_without(seed: int):
-    """To half a percent: the choice is made from the plan, the figure is of the graph that runs."""
     for program in drawn(seed):
-        assert program.cost() <= without_buckets(program).cost() * (1 + 5e-3)
+        assert program.cost() <= without_buckets(program).cost() * (1 + 1e-6)
+
+
+def drawn_with_branches(seed: int) -> Any:
+    """A drawn step of blocks with a ``torch.cond``, many small parameters or a wide product, under
+    data parallelism or ZeRO-3 of drawn dims, with ``chunks``, a small ``prefetch`` and links that
+    were measured.
+    """
+    draw = random.Random(seed)
+    width, kinds = draw.choice([256, 512, 1024]), draw.choices(["cond", "many", "wide"], k=3)
+    axes = draw.choice([{"dp": 2}, {"dp": 4}, {"dp": 2, "cp": 2}])
+    data = tuple(axes)
+
+    def block(kind: str, p: Any, x: torch.Tensor) -> torch.Tensor:
+        if kind == "cond":
+            given = x, p["a"], p["b"]
+            return torch.cond(
+                x.sum() > 0,
+                lambda x, a, b: x + torch.tanh(x @ a),
+                lambda x, a, b: x + torch.tanh(x @ a @ b),
+                given,
+            )
+        if kind == "many":
+            for i in range(5):
+                x = torch.sin(x * p[f"s{i}"])
+            return x + x @ p["a"]
+        return x + torch.nn.functional.silu(x @ p["up"]) @ p["down"]
+
+    def step(params: Any, x: torch.Tensor) -> Any:
+        def loss(params: Any) -> torch.Tensor:
+            h = x
+            for i, kind in enumerate(kinds):
+                h = block(kind, params[i], h)
+            return h.square().mean()
+
+        grads = torch.func.grad(loss)(params)
+        return [{n: p[n] - 0.1 * g[n] for n in p} for p, g in zip(params, grads, strict=True)]
+
+    square, vectors = dict.fromkeys("ab", (width, width)), {f"s{i}": (width,) for i in range(5)}
+    wide = {"up": (width, 4 * width), "down": (4 * width, width)}
+    shapes = {"cond": square, "many": {"a": (width, width), **vectors}, "wide": wide}
+    params = [
+        {n: torch.empty(shape, device="meta") for n, shape in shapes[kind].items()}
+        for kind in kinds
+    ]
+    zero = draw.random() < 0.7
+    specs = [
+        {
+            n: P(*draw.sample([data] + [None] * (x.dim() - 1), x.dim())) if zero else P()
+            for n, x in p.items()
+        }
+        for p in params
+    ]
+
+    def curve(factor: float) -> tuple[tuple[float, float], ...]:
+        return tuple((size, factor * (1e-4 + size / 1e9)) for size in (1e3, 1e5, 1e7))
+
+    ops = ("all_reduce", "all_gather", "reduce_scatter")
+    beside = draw.choice([0.5, 3.0])
+    measured = {op: ((1e-5, curve(1.0)), (1e-2, curve(beside))) for op in ops}
+    link = ftp.Link(1e-4, 1e9, measured=measured, hidden=draw.choice([1.0, 0.3]))
+    hardware = draw.choice([None, "h100", "cpu", ftp.Hardware(link=link, overhead=4e-6)])
+    mesh = ftp.AbstractMesh(tuple(axes.values()), tuple(axes))
+    made = ftp.spmd(
+        step,
+        mesh,
+        (specs, P(data)),
+        specs,
+        hardware=hardware,
+        prefetch=draw.choice([None, 0, 10000]),
+        chunks=draw.choice([1, 2]),
+        donate=draw.choice([(), (0,)]),
+    )
+    return made.lower(params, torch.empty(16, draw.choice([64, 256]), width, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 100))]
+)
+def test_a_drawn_step_with_branches_is_estimated_no_longer_than_without(seed: int):
+    """To a fiftieth, as waits within a branch are timed roughly: one of 100 is longer, by 1.1 %."""
+    program = drawn_with_branches(seed)
+    assert program.cost() <= without_buckets(program).cost() * (1 + 2e-2)
 
 
 SMALL = LlamaConfig(vocab=1024, dim=256, layers=2, heads=4, hidden=1024)

@@ -313,7 +313,7 @@ def with_options(made: ftp.Lowered, **options: Any) -> ftp.Lowered:
 @pytest.mark.parametrize("plan", ["zero", "zero×tp"])
 def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
     plain = lowered(plan, 2, prefetch=0, bucket=False)[0]
-    packed = with_options(plain, bucket=True).collectives
+    packed = with_options(plain, bucket=True, prefetch=None).collectives
     for op in ("all_gather", "reduce_scatter"):
         before, after = ([c for c in found if c.op == op] for found in (plain.collectives, packed))
         assert len(after) <= 4 < len(before) / 3
