@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import Rank, launch
+from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
 from ftp import P
@@ -93,3 +94,49 @@ def test_ranks_of_one_host_run_the_buckets_that_one_of_them_chose(tmp_path):
     env = {"FTP_CACHE": str(tmp_path)}
     for _ in range(2):
         assert _said(launch(_estimating_otherwise, 2, "step", env=env)) == {""}
+
+
+def _wrong_numbers(folder: str) -> list[str]:
+    """The forms of a step whose buckets give other numbers than torch: on two ranks, or on four
+    whose order over both axes is not ascending.
+    """
+    wanted, by_torch = expected()
+    params, x = arguments()
+    dist.init_process_group("gloo")
+    ranks = [0, 1] if dist.get_world_size() == 2 else [[0, 2], [1, 3]]
+    axes = ("dp", "cp")[: torch.tensor(ranks).dim()]
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=axes)
+    wrong = []
+
+    def check(form: str, run: Any, given: Any, rtol: float) -> None:
+        loss, grads = run(*given)
+        whole = ftp.device_get(grads)
+        near = [torch.allclose(loss, wanted, rtol=rtol)]
+        near += [torch.allclose(whole[n], by_torch[n], rtol=rtol, atol=rtol) for n in by_torch]
+        if not all(near):
+            wrong.append(form)
+
+    for zero in (P(), P(axes), P(None, axes)):
+        specs = {n: zero if v.dim() >= len(zero) else P("dp") for n, v in params.items()}
+        placed = ftp.device_put(params, mesh, specs), ftp.device_put(x, mesh, P(axes))
+        for options in ({}, {"reduce_dtype": torch.bfloat16}, {"compile": True}):
+            form, rtol = f"{zero} {options}", 1e-2 if "reduce_dtype" in options else 1e-12
+            if "compile" in options and (len(axes) > 1 or len(zero) < 2):
+                continue
+            step = ftp.shard(loss_fn, mesh, specs, batch_specs=P(axes), **options)
+            check(form, step, placed, rtol)
+            lowered = step.lower(*placed)
+            if max(len(c.members) for c in lowered.collectives) < 2:
+                wrong.append(f"{form}: no bucket")
+            path = f"{folder}/{len(zero)}{len(options)}{dist.get_rank()}"
+            lowered.save(path)
+            check(f"{form} from a file", ftp.load_program(path, mesh), placed, rtol)
+    ftp.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_numbers_are_those_of_torch(n: int, tmp_path):
+    ranks = launch(_wrong_numbers, n, str(tmp_path), env={"FTP_PLANS": "0"})
+    assert [r.exit for r in ranks] == [0] * n, ranks
+    assert [r.value for r in ranks] == [[]] * n
