@@ -126,12 +126,17 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = {v for node in gm.graph.nodes for w in writes(node) for v in _views_behind(w)}
 
+    # A write through y.conj() leaves a conjugate, of which torch takes no real parts.
+    conjugates = any(v.target is aten._conj.default for v in written)
+
     class Replay(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             recorder.replayed = n.meta
             try:
                 if n.target is aten.unfold.default and n in written:
                     return _windows(n.meta["source"], *self.fetch_args_kwargs_from_env(n)[0])
+                if conjugates and n.target is aten.view_as_real.default and n not in written:
+                    return torch.view_as_real(self.fetch_args_kwargs_from_env(n)[0][0].clone())
                 return super().run_node(n)
             except RuntimeError as error:
                 if meaning_of(error) is not Meaning.WRITES_STRIDED_VIEW:

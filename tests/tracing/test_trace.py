@@ -780,10 +780,21 @@ def write_through_a_view(h):
     h.view(2, 2, 3)[1, :, 2].copy_(h[:2, 0])
 
 
+def write_through_conjugates(h):
+    z = torch.complex(2 * h, (h * 1).cos())
+    z.conj()[1:].mul_(1 + 2j)
+    z.mH[0].copy_(z[:, 1].exp())
+    h.copy_(z.real * z.imag)
+
+
+WRITES = [
+    write_through_conjugates, write_row, write_columns, write_diagonal_of_transposed,
+    write_through_a_view,
+]  # fmt: skip
+
+
 @pytest.mark.cases_by_default(6)
-@pytest.mark.parametrize(
-    "write", [write_row, write_columns, write_diagonal_of_transposed, write_through_a_view]
-)
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
 def test_writes_to_views_have_gradients(write, spec):
     def loss(w, x):
