@@ -9,7 +9,7 @@ from ftp.distributed.channel import Channel
 from ftp.distributed.interrupt import interrupt
 from ftp.distributed.roll_call import Answer, RollCall
 from ftp.distributed.store import Store, holder
-from ftp.distributed.waiting import RESTART, shortened, wait_until
+from ftp.distributed.waiting import RESTART, indented, shortened, wait_until
 from ftp.errors import CollectiveError, FtpError
 from ftp.sharding.mesh import require_alive
 
@@ -53,8 +53,10 @@ class Faults:
         """Raise if the mesh takes no more calls."""
         require_alive(self._channel.mesh)
         if self.failure is not None:
-            self.is_told = True
-            raise type(self.failure)(str(self.failure))
+            text, was_told, self.is_told = str(self.failure), self.is_told, True
+            if was_told and RESTART not in text:
+                text = f"The mesh has failed, and takes no more calls.{RESTART}\n  {indented(text)}"
+            raise type(self.failure)(text)
 
     def give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
         """Take no more calls, and tell the other ranks."""
