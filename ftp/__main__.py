@@ -3,6 +3,7 @@ of a certificate (``certify``), and the proof of a program written per rank (``p
 """
 
 import argparse
+import gc
 import inspect
 import itertools
 import json
@@ -26,6 +27,7 @@ from ftp.cli import CONTRACT, function_of, of_config, of_file, parse_mesh, repor
 from ftp.dataclass import dataclass
 from ftp.equivalence.equivalent import equivalent
 from ftp.errors import FtpError, ReportError, Undecided
+from ftp.paused_gc import collection_paused
 from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta
@@ -283,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "certify":
         return _certify(options.file)
     if options.command == "report":
-        return _report(options)
+        with collection_paused():
+            return _report(options)
     if options.command == "prove":
         return _prove(options.target, options.save)
     table = rows(options.pattern)
@@ -389,4 +392,5 @@ if __name__ == "__main__":
         # The reader, such as `head`, has closed the pipe; nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    gc.freeze()  # the collections at exit would visit all that the command has made
     sys.exit(code)

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -25,6 +26,17 @@ def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
         for i, a in enumerate(target._schema.arguments)
         if a.alias_info is not None and a.alias_info.is_write
     )
+
+
+@functools.cache
+def is_in_place(target: Any) -> bool:
+    """Whether an op writes to its first argument alone, returns it, and leaves its shape as it
+    is.
+    """
+    if [at for at, _ in written_arguments(target)] != [0]:
+        return False
+    returned = [result.alias_info is not None for result in target._schema.returns]
+    return returned == [True] and torch.Tag.inplace_view not in target.tags
 
 
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -207,10 +207,10 @@ class TorchClass:
             clone.grad = grad.to(clone.dtype)
         opt = self._set_up(clones, slots)
         before = [dict(opt.state[clone]) for clone in clones]
-        traceable_step(opt)
+        new = traceable_step(opt)
         return [
-            (clone, self._kept(mine, was, opt.state[clone]))
-            for clone, mine, was in zip(clones, slots, before, strict=True)
+            (param, self._kept(mine, was, opt.state[clone]))
+            for param, clone, mine, was in zip(new, clones, slots, before, strict=True)
         ]
 
     def _set_up(self, clones: list[Tensor], slots: Sequence[Slots]) -> torch.optim.Optimizer:

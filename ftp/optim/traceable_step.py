@@ -3,7 +3,7 @@ record it.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,20 +12,57 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ftp.ops.fused_optimizer import fused_kernels, update_of, written
+from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
+from ftp.torch_internals.optimizers import unprofiled_step
+from ftp.tracing.repeated_steps import RepeatedSteps, steps_of_trace
 
 # Classes whose formulas read no values only with capturable=True.
 CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)
 
 
-def traceable_step(opt: torch.optim.Optimizer) -> None:
-    """``opt.step()``, with 0-d tensors for its numbers."""
+def traceable_step(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """``opt.step()``, with 0-d tensors for its numbers; the new parameters."""
+    (group,) = opt.param_groups
     if type(opt) is torch.optim.Adafactor:
         _adafactor(opt)
-        return
-    mode = _FusedByParameter() if opt.param_groups[0].get("fused") else _TensorScalars()
+        return group["params"]
+    is_fused = bool(group.get("fused"))
+    steps = None if is_fused or not _is_by_parameter(opt) else steps_of_trace()
+    mode = _FusedByParameter() if is_fused else _TensorScalars()
     with mode, _capturable_on_every_device(type(opt)):
+        if steps is not None:
+            return _step_by_parameter(opt, steps)
         opt.step()
+    return group["params"]
+
+
+def _is_by_parameter(opt: torch.optim.Optimizer) -> bool:
+    """Whether a step of several parameters is a step of each, in their order, of one trace."""
+    tensors = [x for p in opt.param_groups[0]["params"] for x in (p, p.grad)]
+    tensors += [x for state in opt.state.values() for x in state.values()]
+    is_torchs = type(opt).__module__.startswith("torch.optim.") and unprofiled_step(type(opt))
+    return bool(is_torchs) and all(type(x) is FakeTensor for x in tensors)
+
+
+def _step_by_parameter(opt: torch.optim.Optimizer, steps: RepeatedSteps) -> list[Tensor]:
+    (group,), step = opt.param_groups, unprofiled_step(type(opt))
+    options = [value for value in group.values() if isinstance(value, Tensor)]
+    new_params = []
+    for param in group["params"]:
+        state = opt.state[param]
+
+        def of_one(param: Tensor = param) -> Mapping[str, Tensor]:
+            opt.param_groups = [{**group, "params": [param]}]
+            step(opt)
+            return {"param": param, **opt.state[param]}
+
+        given = [param, param.grad, *state.values(), *options]
+        new = dict(steps.take(tuple(state), given, of_one))
+        new_params.append(new.pop("param", param))
+        state.update(new)
+    opt.param_groups = [group]
+    return new_params
 
 
 class _TensorScalars(TorchFunctionMode):

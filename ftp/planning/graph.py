@@ -7,6 +7,7 @@ mesh axes folded so far.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ftp.dataclass import dataclass
@@ -224,7 +225,7 @@ class Graph:
                 node.name, n = f"{base}_{n}", n + 1
             names.add(node.name)
 
-    @property
+    @cached_property
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
 

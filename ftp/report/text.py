@@ -9,6 +9,7 @@ import numpy as np
 from ftp.ops.constrain import pin_from_str
 from ftp.partitioning.collectives import Collective
 from ftp.planning.graph import Graph, Node, Value
+from ftp.report.flops import op_name
 from ftp.report.names import dtype_name, without_numbers
 
 LOCAL = ("slice", "contribute", "pad")  # reshards that send nothing
@@ -47,7 +48,7 @@ def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
     name = (
         f"constrain[{pin_from_str(node.target)}]"
         if node.kind == "constrain"
-        else str(node.target).removeprefix("aten.")
+        else op_name(node.target)
     )
     comment = f"    # {node.source}" if node.source else ""
     inside = [

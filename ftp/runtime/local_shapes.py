@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from ftp.dataclass import dataclass
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
-from ftp.ops.written import written_arguments
+from ftp.ops.written import is_in_place, written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 from ftp.torch_internals.modes import disable_current_modes
@@ -132,7 +132,7 @@ class _Shapes:
                 continue
             elif getattr(node.target, "__name__", "") == "getitem":
                 held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
-            elif node.target is WAIT:
+            elif node.target is WAIT or is_in_place(node.target):
                 held = values[node.args[0]]  # type: ignore[index]
             elif self._is_unchanged(node, values):
                 held = self.before[node]

@@ -95,10 +95,11 @@ NEEDED = {
     "torch.nn.modules.batchnorm": "_NormBase",
     "torch.nn.modules.transformer": "_detect_is_causal_mask",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.overrides": "_get_current_function_mode_stack _pop_mode_temporarily",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
-    " is_traceable_wrapper_subclass",
+    " _get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
     "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
     " tree_map tree_map_only tree_unflatten",

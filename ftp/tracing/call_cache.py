@@ -6,7 +6,6 @@ same op, shapes and numbers records the same nodes, so they are copied, and the 
 results are made from the recorded metadata.
 """
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -19,7 +18,7 @@ from torch.fx.proxy import Proxy
 from ftp.dataclass import dataclass
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
-from ftp.ops.written import written_arguments
+from ftp.ops.written import is_in_place
 from ftp.rules.call import replaced
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
@@ -41,6 +40,7 @@ class _Made:
 
 
 _PLACES = (_Input, _Made)
+CALLED = "called"  # in a node's metadata: the op that named it, if another one has replaced it
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,13 @@ class Recall:
         self._known: dict[Any, _KnownCall | None] = {}
 
     def call(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
     ) -> TracedCall | None:
-        """The call, or None for a call that is never replayed."""
-        in_place = func._schema.is_mutable
-        if in_place and not _is_in_place(func):
+        """The call, or None for a call that is never replayed; ``func``: an op, or what with the
+        arguments' shapes decides the nodes.
+        """
+        in_place = isinstance(func, OpOverload) and func._schema.is_mutable
+        if in_place and not is_in_place(func):
             return None
         found: list[Any] = [func, torch.get_default_dtype()]
         given: list[FakeTensor] = []
@@ -128,7 +130,7 @@ class Recall:
         known = self._known.get(call.key)
         if known is None:
             return None
-        tracker, graph = tracer.tensor_tracker, tracer.graph
+        graph = tracer.graph
         nodes: list[fx.Node] = []
         made: list[FakeTensor | None] = []
         if known.in_place and call.inputs[0].meta.get("val") is call.given[0]:
@@ -152,7 +154,7 @@ class Recall:
                         source = (call.given if type(shared) is _Input else made)[shared.at]
                     tensor = node.meta["val"] = self._tensor(record.val, source)
                     written = call.given[0] if known.in_place else tensor
-                    tracker[written] = _ProxyTensor(Proxy(node, tracer), None)
+                    track(written, node, tracer)
                 made.append(tensor)
         if known.in_place:
             return call.given[0]
@@ -225,16 +227,9 @@ class Recall:
             self._known[call.key] = _known(call, result, nodes, tracer)
 
 
-@functools.cache
-def _is_in_place(func: OpOverload) -> bool:
-    """Whether the op writes to its first argument alone, returns it, and leaves its shape as it
-    is.
-    """
-    return (
-        [at for at, _ in written_arguments(func)] == [0]
-        and len(func._schema.returns) == 1
-        and torch.Tag.inplace_view not in func.tags
-    )
+def track(tensor: FakeTensor, node: fx.Node, tracer: Any) -> None:
+    """Let ops on a tensor read a node."""
+    tracer.tensor_tracker[tensor] = _ProxyTensor(Proxy(node, tracer), None)
 
 
 _PLAIN = {int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -328,7 +323,8 @@ def _record(
         return None
     args, kwargs = mapped_arguments(node, places.__getitem__)
     target: Any = node.target
-    called = target.overloadpacket if isinstance(target, OpOverload) else target
+    called = node.meta.get(CALLED, target)
+    called = called.overloadpacket if isinstance(called, OpOverload) else called
     name = tracer.graph._target_to_str(called.__name__)
     return _Record(target, name, args, kwargs, taken)
 

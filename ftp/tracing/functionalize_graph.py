@@ -35,7 +35,7 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     if not any(writes(n) for n in gm.graph.nodes):
         return gm
     _check_overlaps(gm.graph)
-    if not _rename_writes(gm.graph, recorder.mode):
+    if not rename_writes(list(gm.graph.nodes), recorder.mode):
         gm = _replay_functional(gm, recorder)
     raise_all(
         TraceError,
@@ -49,17 +49,17 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     return gm
 
 
-def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
+def rename_writes(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> bool:
     """Replace in-place ops on values without views by ops that return the new value. False, with
-    the graph unchanged, where other writes remain.
+    the nodes unchanged, where other writes remain. They are all that may share memory.
     """
     sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in nodes:
         for storage in storages(node):
             sharing.setdefault(storage, []).append(node)
     new_targets: dict[fx.Node, OpOverload] = {}
     dtypes: dict[tuple[OpOverload, str, str], torch.dtype] = {}
-    for node in graph.nodes:
+    for node in nodes:
         if not (written := writes(node)):
             continue
         group = [n for s in storages(written[0]) for n in sharing[s]]
@@ -81,13 +81,13 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
             return False
         new_targets[node] = target
     latest: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    for node in nodes:
         if any(n in latest for n in node.all_input_nodes):
             node.args = map_arg(node.args, lambda n: _newest(latest, n))
             node.kwargs = map_arg(node.kwargs, lambda n: _newest(latest, n))
         if node in new_targets:
             node.target = new_targets[node]
-            latest[node.args[0]] = node
+            latest[node.args[0]] = node  # type: ignore[index]
     return True
 
 

@@ -35,6 +35,7 @@ from ftp.torch_internals.modes import (
     DisableTorchFunction,
     TorchDispatchMode,
     disable_current_modes,
+    get_current_function_mode_stack,
     is_traceable_wrapper_subclass,
 )
 from ftp.torch_internals.op_types import OpOverload
@@ -92,7 +93,7 @@ class Recorder(TorchDispatchMode):
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
         self.mode = mode_for(env)
-        self._recall = Recall(self.mode)
+        self.recall = Recall(self.mode)
         self.device = torch.device(device_type if _is_available(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
@@ -103,7 +104,7 @@ class Recorder(TorchDispatchMode):
         self._phase = 0
         self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
         self._lines: dict[int, str] = {}
-        self._tracer: Any = None
+        self.tracer: Any = None
         self._graph: fx.Graph | None = None
         self._last: fx.Node | None = None
         self._boundary: FrameType | None = None
@@ -117,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> FakeTensor:
         if strides is None and self.symbolic is None and not self._within:
-            return self._recall.fake.contiguous(shape, dtype, self.device)
+            return self.recall.fake.contiguous(shape, dtype, self.device)
         if self.symbolic is not None:
             shape = [self.symbolic.symint(s) for s in shape]
         options: Any = {"dtype": dtype, "device": self.device}
@@ -131,11 +132,12 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self._tracer = keep_unused_numbers()  # there are none
-        self._graph = self._tracer.graph
+        self.tracer = keep_unused_numbers()  # there are none
+        self._graph = self.tracer.graph
         self._last = None
         self._numbered = get_sequence_nr()
         self._boundary = sys._getframe(2)
+        self.modes = get_current_function_mode_stack()
         with set_within(_current, self), self:
             yield
 
@@ -148,8 +150,8 @@ class Recorder(TorchDispatchMode):
         refers to its tracer.
         """
         self._boundary = None
-        if self._tracer is not None:
-            self._tracer.tensor_tracker.data.clear()  # its own goes one by one
+        if self.tracer is not None:
+            self.tracer.tensor_tracker.data.clear()  # its own goes one by one
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -186,11 +188,20 @@ class Recorder(TorchDispatchMode):
             out = _called(func, args, kwargs)
             _check_strided(func, out, line)
             if call:
-                self._recall.learn(call, out, _since(before, root), self._tracer)
-        newest = root._prev
-        for node in _since(self._last, root):
+                self.recall.learn(call, out, since(before, root), self.tracer)
+        self._annotate(meta)
+        return out
+
+    def _annotate(self, meta: Mapping[str, Any]) -> None:
+        assert self._graph is not None
+        for node in since(self._last, self._graph._root):
             node.meta.update(meta)
-        self._last = newest
+        self._last = self._graph._root._prev
+
+    def again(self, call: TracedCall) -> Any:
+        """Replay what one line of the function calls; None where it is not cached."""
+        out = self.recall.again(call, self.tracer)
+        self._annotate(self._meta(self._line()))
         return out
 
     def _meta(self, line: str) -> dict[str, Any]:
@@ -208,18 +219,18 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[TracedCall | None, Any]:
         """The call, if it can be cached, and its result, if it was replayed from the cache."""
         with DisableTorchFunction():  # ops that run on tensors in here are no calls of the program
-            call = self._recall.call(func, args, kwargs, self._tracer)
-            out = self._recall.again(call, self._tracer) if call else None
+            call = self.recall.call(func, args, kwargs, self.tracer)
+            out = self.recall.again(call, self.tracer) if call else None
             if call and out is None and func not in ALWAYS and func not in FIXED:
-                self._recall.foresee(call, args, kwargs, self._tracer)
-                out = self._recall.again(call, self._tracer)
+                self.recall.foresee(call, args, kwargs, self.tracer)
+                out = self.recall.again(call, self.tracer)
             return call, out
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
         """Give each node its own ``val`` before an in-place op, which may change its shape."""
         for tensor in args:
-            if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
-                node = self._tracer.tensor_tracker[tensor].proxy.node
+            if type(tensor) is FakeTensor and tensor in self.tracer.tensor_tracker:
+                node = self.tracer.tensor_tracker[tensor].proxy.node
                 if node.meta.get("val") is tensor:
                     with disable_current_modes(), self.mode:
                         node.meta["val"] = tensor.detach()
@@ -267,10 +278,10 @@ class Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1]
 
     def _capture(self, tensor: Tensor, fake: FakeTensor) -> None:
-        proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
+        proxy = self.tracer.create_proxy("placeholder", "captured", (), {})
         proxy.node.meta["ftp_constant"] = len(self.constants)
         self.constants.append(tensor)
-        track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+        track_tensor_tree(fake, proxy, constant=None, tracer=self.tracer)
 
     def number(self, size: Any) -> Any:
         """A dynamic size as the symbolic number that ops of the recording take."""
@@ -315,6 +326,10 @@ class Recorder(TorchDispatchMode):
 _current: ContextVar[Recorder | None] = ContextVar("ftp_recorder", default=None)
 
 
+def current_recorder() -> Recorder | None:
+    return _current.get()
+
+
 def note_read(tensors: Iterable[Tensor]) -> None:
     """Note tensors that a function which was traced by itself has read as numbers."""
     if (recorder := _current.get()) is not None:
@@ -322,7 +337,7 @@ def note_read(tensors: Iterable[Tensor]) -> None:
             recorder.note_read(tensor)
 
 
-def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
+def since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
     """The nodes of a graph after ``last``, or all."""
     nodes = []
     node = root._prev
