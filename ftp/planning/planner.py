@@ -22,7 +22,8 @@ from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Watch
 
-FEW_NODES = 128  # at most, over all orders of the axes but the first, to plan in every order
+FEW_NODES = 128  # at most, to plan in every order of the axes
+FEW_IN_ALL = 320  # at most, over all orders but the first
 WORTH = 0.01  # share of a plan's seconds that another order than the first must save
 
 
@@ -94,7 +95,8 @@ def _in_best_order(
     The axes planned first do not know what the others will cut: a value may be gathered twice.
     """
     best, (ways, plan) = orders[0], made(orders[0])
-    if len(graph.nodes) * (len(orders) - 1) > FEW_NODES or plan.alike:
+    count = len(graph.nodes)
+    if count > FEW_NODES or count * (len(orders) - 1) > FEW_IN_ALL or plan.alike:
         return best, (ways, plan)
     least = cost_of(plan, hardware).seconds
     for order in orders[1:]:

@@ -23,6 +23,7 @@ from ftp import P
 from ftp.errors import PlanningError
 from ftp.planning import cost_network as network
 from ftp.planning import planner
+from ftp.planning.attention_ways import cost_of
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.sharding.layout import PARTIAL, R
 from ftp.sharding.pytree import flatten
@@ -363,6 +364,25 @@ def test_the_best_order_of_axes_is_kept(order):
     assert [(c.op, c.axes, c.nbytes) for c in lowered.collectives] == [
         ("all_gather", ("a",), 1024 * 256 * 4)
     ]
+
+
+def test_the_best_of_six_orders_is_kept_for_a_step():
+    """Three matmuls: in the order of the mesh alone, one mesh's plan took 19 % longer."""
+    shapes = {"a": (64, 128), "b": (128, 256), "c": (256, 64)}
+    params = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    specs = {"a": P("k", ("j", "i")), "b": P("k", "j"), "c": P(("i", "k"))}
+
+    def loss(p, x):
+        return (torch.tanh(torch.tanh(x @ p["a"]) @ p["b"]) @ p["c"]).square().mean()
+
+    def seconds(order):
+        mesh = ftp.AbstractMesh((2, 2, 2), order)
+        step = ftp.shard(loss, mesh, specs, batch_specs=P("j"), hardware="h100")
+        lowered = step.lower(params, torch.empty(64, 64, device="meta"))
+        return cost_of(lowered.plan, ftp.Hardware.h100()).seconds
+
+    found = [seconds(order) for order in itertools.permutations("ijk")]
+    assert max(found) <= min(found) * (1 + planner.WORTH)
 
 
 def test_shapes_of_tables_stay_small():
