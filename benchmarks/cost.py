@@ -105,6 +105,7 @@ UNSEEN = ("ZeRO-3", "sequence parallel", "CNN", "dropout")
 def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     mesh = ftp.make_mesh((world,), ("tp",))
+    torch.manual_seed(0)  # ranks draw equal parameters
     loss_fn, params, patterns, of_batch, data = MADE[name]()
     specs = ftp.plan(params, patterns)
     optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
