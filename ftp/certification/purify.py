@@ -21,6 +21,7 @@ from ftp.ops.fused_optimizer import COUNT_UP, UPDATES
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import written_arguments
 from ftp.rules.local_op import RankGraph
+from ftp.rules.op_kinds import ONTO_FIRST
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
@@ -160,9 +161,12 @@ class _Purified:
         made = self.new.call_function(pure, *mapped_arguments(node, self.read))
         made.meta = {**node.meta, "in_place": True}
         first: Any = node.args[0]
+        others: list[fx.Node] = []
+        map_arg((node.args[1:], node.kwargs), others.append)
         if any(
-            self.memory[x] is self.memory[first] and self.part[x] is not self.part[first]
-            for x in node.all_input_nodes
+            self.memory[x] is self.memory[first]
+            and (self.part[x] is not self.part[first] or pure in ONTO_FIRST)
+            for x in others
         ):
             raise Unsound(f"{node.name} writes to memory of which it reads another part")
         self.write(first, made, node)
@@ -242,7 +246,9 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _pure_form(target: Any) -> Any:
-    """The pointwise op that computes what ``target`` writes to its first operand."""
+    """The op that computes what ``target`` writes to its first operand: pointwise, or of some
+    elements.
+    """
     name = target._schema.name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
     if (
@@ -255,4 +261,5 @@ def _pure_form(target: Any) -> Any:
     same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
         (a.name, str(a.type)) for a in target._schema.arguments
     ]
-    return found if same and torch.Tag.pointwise in found.tags else None
+    is_known = torch.Tag.pointwise in found.tags or found in ONTO_FIRST
+    return found if same and is_known else None

@@ -17,6 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, families, is_view, last_uses
+from ftp.rules.op_kinds import ONTO_FIRST
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
 from ftp.torch_internals.op_types import OpOverload
@@ -138,8 +139,9 @@ _COMPOSITE = (
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
-    """Let elementwise ops of a graph that the caller owns write their result to the memory of an
-    operand of equal shape, strides and dtype that no later node reads.
+    """Let elementwise ops of a graph that the caller owns, and those that change some elements,
+    write their result to the memory of an operand of equal shape, strides and dtype that no later
+    node reads.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
     output in an input's memory is a new tensor object. The graph must come from `with_values`.
@@ -196,7 +198,9 @@ def in_place(node: fx.Node) -> Any:
 
 @functools.cache
 def _in_place_form(target: Any) -> Any:
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload):
+        return None
+    if torch.Tag.pointwise not in target.tags and target not in ONTO_FIRST:
         return None
     name = target._schema.name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), f"{name}_", None)

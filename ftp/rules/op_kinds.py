@@ -29,6 +29,12 @@ VIEWS_AND_COPIES = VIEWS | {aten._to_copy.default, aten.clone.default}
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no plan avoids
 _NAMESPACES = frozenset(("aten", "prims", "ftp", "c10d", "_c10d_functional", "_dtensor"))
 BY_SLICE = frozenset({MAP_SLICES})  # functions of slices; each slice is sent to its owner
+ONTO_FIRST = frozenset(
+    {
+        aten.scatter_add.default, aten.scatter.src, aten.scatter.value, aten.index_add.default,
+        aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_put.default,
+    }
+)  # they change some elements of a copy of their first operand  # fmt: skip
 MATMULS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,
