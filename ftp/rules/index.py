@@ -117,12 +117,27 @@ def _write(op: LocalOp) -> fx.Node:
         return op.default()
     dim, after = _dim(op)
     x, _, index, *rest = op.args
+    if op.target is aten.index_copy.default and op.call.operands[1].shape == (1,):
+        return _write_one(op, x, index, rest[0])
     if op.target not in (aten.scatter.src, aten.scatter.value):  # these take no negative indices
         index = _from_the_front(op, index, op.rule.sizes["d"])
     at, held = op.to_local("d", index)
     at = op.emit(aten.where.ScalarOther, held, at, op.sizes["d"])
     made = op.emit(op.target, _with_extra(op, x, after), dim, at, *rest)
     return _without_last(op, made, dim, op.sizes["d"])
+
+
+def _write_one(op: LocalOp, x: fx.Node, index: fx.Node, row: fx.Node) -> fx.Node:
+    """Write one row. A rank that does not hold it writes what its first row is, so that ``x`` may
+    be written in place.
+    """
+    if not op.sizes["d"]:
+        return op.emit(aten.alias.default, x)
+    dim, after = _dim(op)
+    at, held = held_rows(op, "d", index)
+    before = op.emit(aten.index_select.default, x, dim, at)
+    row = op.emit(aten.where.self, unsqueezed(op, held, 0, after), row, before)
+    return op.emit(op.target, x, dim, at, row)
 
 
 # One index per element.

@@ -61,6 +61,28 @@ def test_a_cache_that_a_step_is_given_is_not_copied():
     assert peaks[0,] < cache * 1.1 and peaks[()] > 2 * cache
 
 
+@pytest.mark.parametrize(("ranks", "size"), [(2, 10), (3, 7), (4, 3)])
+def test_one_row_of_a_cut_cache_is_written_where_it_is(ranks, size):
+    """Also where a rank holds no row."""
+    spec = P(None, "sp")
+
+    def write(cache, x, at):
+        cache = cache.index_copy(1, at, x)
+        return cache, cache.sin().sum()
+
+    mesh = ftp.simulated_mesh((ranks,), ("sp",))
+    step = ftp.spmd(write, mesh, (spec, P(), P()), (spec, P()), donate=(0,), certify=True)
+    cache = expected = torch.zeros(2, size, 3, dtype=torch.float64)
+    for i in range(size):
+        x, at = torch.full((2, 1, 3), i + 1.0, dtype=torch.float64), torch.tensor([i])
+        cache, total = step(cache.clone(), x, at)
+        expected, wanted = write(expected, x, at)
+        assert torch.equal(cache, expected)
+        torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    targets = [n.target for n in step.lower(cache, x, at).executed.nodes]
+    assert aten.index_copy_.default in targets and aten.slice.Tensor not in targets
+
+
 def test_what_an_op_reads_beside_is_not_written():
     graph = fx.Graph()
     x, at = graph.placeholder("x"), graph.placeholder("at")
