@@ -30,7 +30,6 @@ from ftp.program_files.saved import (
     LoadedProgram,
     computed_section,
     decoding,
-    is_ascending,
     plan_section,
     ranks_section,
     versions,
@@ -85,7 +84,7 @@ def key_of(
     except FtpError:
         return ""
     content = [
-        versions(), own_code(), mesh.shape, mesh.axis_names, mesh.device_type, is_ascending(mesh),
+        versions(), own_code(), mesh.shape, mesh.axis_names, mesh.device_type, mesh.is_ascending,
         mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, writer.pool, places, list(names),
         list(is_state), repr(list(in_specs)), repr(list(out_specs)),
         repr(_without_hardware(options)), describe_hardware(hardware),

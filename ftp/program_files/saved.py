@@ -132,7 +132,7 @@ def _parts(
     }
     header = {
         **versions(),
-        "mesh": [list(mesh.shape), list(mesh.axis_names), mesh.device_type, is_ascending(mesh)],
+        "mesh": [list(mesh.shape), list(mesh.axis_names), mesh.device_type, mesh.is_ascending],
         "function": signature.function,
     }
     return header, sections
@@ -175,11 +175,6 @@ def computed_section(program: Program) -> bytes:
     writer = Writer()
     data = [writer.of(_plain(getattr(program, name))) for name in _COMPUTED]
     return _json({"program": data, "pool": writer.pool})
-
-
-def is_ascending(mesh: Mesh) -> bool:
-    """Whether the mesh's ranks are in ascending order, as programs that merge axes need."""
-    return list(mesh.ranks) == sorted(mesh.ranks)
 
 
 def _plain(value: Any) -> Any:
@@ -256,7 +251,7 @@ def _loaded(
             f"{container.name} holds a program for a mesh of {axes} on {device_type}; this mesh"
             f" is {mesh}. Load it on such a mesh, or save the program for this one."
         )
-    if ascending and not is_ascending(mesh):
+    if ascending and not mesh.is_ascending:
         raise MeshError(
             f"{container.name} holds a program for a mesh whose ranks are in ascending order; those"
             f" of {mesh} are {list(mesh.ranks)[:8]}. Save the program for this mesh."

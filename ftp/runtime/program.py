@@ -119,8 +119,7 @@ class Program:
 
     @cached_property
     def _decided(self) -> Decided:
-        is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
-        axes = self.mesh.axes if is_ascending else {}
+        axes = self.mesh.axes if self.mesh.is_ascending else {}
         return decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
 
     @cached_property

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from few_or_many import slow_after
+from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
 import ftp.runtime.pipelines.messages
@@ -109,6 +110,31 @@ def test_equals_one_device(name):
         assert measured == len(pipe.actions(shape[axes.index("pp")])[0])
     held = [sum(torch.Size(s).numel() for s in rank.value[2]) for rank in ranks]
     assert max(held) < 0.8 * sum(x.numel() for x in optree.tree_leaves(model.params()))
+
+
+def _out_of_order(ranks):
+    dist.init_process_group("gloo")
+    mesh, model, rows = DeviceMesh("cpu", ranks, mesh_dim_names=("pp", "dp", "cp")), Model(2), 8
+    pipe, params, batch_spec = ftp.Pipeline("pp", 2), model.params(), P(("dp", "cp"))
+    specs = pipe.place(params, plan_of(params, lambda name: P()), mesh)
+    step = ftp.shard(model.loss, mesh, specs, batch_specs=batch_spec, pipeline=pipe)
+    batch = ftp.device_put(model.batch(rows), mesh, batch_spec)
+    loss, grads = step(ftp.device_put(params, mesh, specs), *batch)
+    whole = ftp.device_get(grads, mesh, specs)
+    ftp.destroy_process_group()
+    return loss, optree.tree_leaves(whole)
+
+
+@pytest.mark.slow
+def test_ranks_in_another_order_on_one_stage():
+    """Collectives over both axes are merged where ranks ascend: here on no stage."""
+    due_loss, due = Model(2).on_one_device(2, 8)
+    for rank in launch(_out_of_order, 8, [[[0, 1], [2, 3]], [[4, 6], [5, 7]]]):
+        assert rank.error is None, rank.error
+        loss, grads = rank.value
+        torch.testing.assert_close(loss, due_loss, rtol=1e-12, atol=1e-12)
+        for a, b in zip(grads, optree.tree_leaves(due), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def ordered(model, shape, pipe):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import fx
@@ -170,7 +171,10 @@ def within_stage(mesh: Mesh, axis: str) -> Mesh:
     rest = tuple(name for name in mesh.axis_names if name != axis)
     if mesh.kind == "process" and rest:
         assert mesh.torch is not None
-        return resolve(mesh.torch[rest])
+        ranks = np.array(mesh.ranks).reshape(mesh.shape)
+        stages = np.moveaxis(ranks, mesh.axis_names.index(axis), 0).reshape(mesh.axes[axis], -1)
+        is_ascending = bool((np.diff(stages) > 0).all())  # equal on all ranks, as plans are
+        return replace(resolve(mesh.torch[rest]), is_ascending=is_ascending)
     kind = "simulated" if mesh.kind == "process" else mesh.kind
     return Mesh(tuple(mesh.axes[name] for name in rest), rest, mesh.device_type, kind)
 
