@@ -40,6 +40,7 @@ from ftp.torch_internals.pytree import tree_map
 from ftp.tracing.guards import Guards, is_number, says_one
 from ftp.tracing.math_of_sizes import function_of, of_sizes
 from ftp.tracing.python_numbers import python_numbers
+from ftp.tracing.replacements.pools import max_pool1d
 from ftp.tracing.replacements.replaced import replaced
 
 SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
@@ -395,6 +396,7 @@ class Symbolic:
                 enable_python_dispatcher(),
                 numbers,
                 replaced(*SLICES),
+                replaced(torch, {"max_pool1d": max_pool1d}),
                 python_numbers(),
             ):
                 yield

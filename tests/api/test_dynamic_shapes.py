@@ -325,12 +325,22 @@ def one_size_apart(params, tokens):
     return x.square().mean() * (2 if tokens.shape[1] == 7 else 3)
 
 
+def pooled(params, tokens):
+    x = (params["emb"][tokens] @ params["up"]).transpose(1, 2)
+    with torch.no_grad():
+        scale = F.max_pool1d(x, tokens.shape[1]).mean() + F.max_pool1d(x, 2, padding=1).sum()
+    return F.max_pool1d(x, 3, 1, 1).square().mean() * scale
+
+
 @pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(
     "fn",
-    [halves, next_tokens, padded_blocks, chunks, statistics, functions_of_the_size, one_size_apart],
+    [
+        halves, next_tokens, padded_blocks, chunks, statistics, functions_of_the_size,
+        one_size_apart, pooled,
+    ],
     ids=lambda f: f.__name__,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", slow_after(1, ["context", "tp"]))
 def test_sizes_as_people_use_them(fn, name):
     mesh, specs, spec = LAYOUTS[name]
