@@ -21,7 +21,13 @@ def simplified(graph: Graph) -> Rewrite:
     """The graph after all rewrites, without what they leave unused."""
     found = unchanged(graph)[1]
     targets = {node.target for node in graph.nodes}
-    for target, rewrite in _REWRITES:
+    rewrites = (
+        (aten.scatter_add.default, sum_of_scatter),
+        (aten.log.default, exponential_again),
+        (aten.scatter_add.default, scatter_onto_rest),
+        (aten.gather.default, gather_before_difference),
+    )  # by an op that it needs
+    for target, rewrite in rewrites:
         if target in targets:
             graph, now = rewrite(graph)
             graph = live(graph)
@@ -129,14 +135,6 @@ def _is_scatter_less_product(node: Node, scatter: Node, rest: Node) -> bool:
     is_smaller = len(row.meta.shape) == len(whole.meta.shape) and row.meta.shape != whole.meta.shape
     alike = len({(m.dtype, tuple(m.shape)) for m in (*metas, whole.meta)}) == 1
     return is_smaller and alike and _is_beside(scatter, node) and _is_beside(rest, node)
-
-
-_REWRITES = (
-    (aten.scatter_add.default, sum_of_scatter),
-    (aten.log.default, exponential_again),
-    (aten.scatter_add.default, scatter_onto_rest),
-    (aten.gather.default, gather_before_difference),
-)  # by an op that it needs
 
 
 def _is_beside(node: Node, user: Node) -> bool:

@@ -268,7 +268,7 @@ MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
         {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 1},
     ),
     "the other way round": (("cp", "dp"), None, P("dp", "cp"), {"all_reduce": 1}),
-    "sequence parallelism": (("dp", "tp"), "tp", P("dp"), {"all_reduce": 6}),
+    "sequence parallelism": (("dp", "tp"), "tp", P("dp"), {"all_reduce": 5}),
 }
 
 
