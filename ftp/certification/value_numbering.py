@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ftp.certification.certificate import Certificate, Ref
+from ftp.certification.certificate import Certificate, Operation, Ref
 from ftp.errors import CertificateError, raise_all
 from ftp.ops.ancestors import ancestors
 from ftp.ops.choose import CHOOSE
@@ -18,7 +18,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
-from ftp.rules.call import Meta
+from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.decompositions.softmax import exponential_and_total
@@ -46,13 +46,7 @@ def check_traced(
     """
     numbers = _Numbers(symbolic)
     for op in certificate.operations:
-        for index in range(len(op.results)):
-            key = (
-                ("input", op.name)
-                if op.target is None
-                else numbers.key(op.target, op.args, op.kwargs, index)
-            )
-            numbers.of[Ref(op.name, index)] = numbers.classes.setdefault(key, len(numbers.classes))
+        numbers.operation(op)
     inputs = iter([o for o in certificate.operations if o.target is None])
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -74,6 +68,7 @@ class _Numbers:
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
         self.made: dict[Any, Any] = {}
+        self.metas: dict[Ref, Meta] = {}  # of the certificate's values
         self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
@@ -95,6 +90,26 @@ class _Numbers:
             return {k: self.numbered(v) for k, v in tree.items()}
         return tree
 
+    def operation(self, op: Operation) -> None:
+        """Number the results of an operation of the certificate. Laws hold for it too: of equal ops
+        the planner may rewrite some, and leave others.
+        """
+        refs = [Ref(op.name, index) for index in range(len(op.results))]
+        self.metas.update(zip(refs, op.results, strict=True))
+        by_law = self.by_law(op)
+        for ref in refs:
+            if op.target is None:
+                key = ("input", op.name)
+            else:
+                key = by_law or self.key(op.target, op.args, op.kwargs, ref.index)
+            self.of[ref] = self.classes.setdefault(key, len(self.classes))
+        self.made.setdefault(self.of[refs[0]], op)
+
+    def by_law(self, call: Any) -> Any:
+        """The key of an equal call, by a law of algebra; None where none holds."""
+        law = _LAWS.get(call.target)
+        return None if law is None else law(self, call)
+
     def run(self, graph: fx.Graph) -> list[Any]:
         for node in graph.nodes:
             if node.op == "output":
@@ -115,12 +130,12 @@ class _Numbers:
             return self.local(node)
         count = 1 if _is_tensor(node) else len(node.meta["val"])
         keys = [self.key(node.target, node.args, node.kwargs, i) for i in range(count)]
-        if keys[0] not in self.classes:
-            if (law := _LAWS.get(node.target)) and (by_law := law(self, node)) is not None:
-                keys = [by_law]
-            elif (repeated := self.repeated(node)) is not None:
+        if (by_law := self.by_law(node)) is not None:
+            keys = [by_law]
+        elif keys[0] not in self.classes:
+            if (repeated := self.repeated(node)) is not None:
                 return repeated
-            elif (inner := self.decomposed(node)) is not None:
+            if (inner := self.decomposed(node)) is not None:
                 return inner
         made = [self.classes.setdefault(key, len(self.classes)) for key in keys]
         self.made.setdefault(made[0], node)
@@ -128,8 +143,21 @@ class _Numbers:
 
     def by(self, x: Any, target: Any) -> Any:
         """The call of ``target`` that makes a value; None if another op makes it."""
-        found = self.made.get(self.of[x]) if isinstance(x, fx.Node) else None
+        found = self.maker(x)
         return found if found is not None and found.target is target else None
+
+    def maker(self, x: Any) -> Any:
+        """The call that makes a value; None for a number."""
+        return self.made.get(self.of[x]) if isinstance(x, fx.Node | Ref) else None
+
+    def meta(self, x: Any) -> Meta:
+        """The shape and dtype of a value, or of the one result of a call."""
+        if isinstance(x, Ref):
+            return self.metas[x]
+        return x.results[0] if isinstance(x, Operation) else _val(x)
+
+    def is_zeros(self, x: Any) -> bool:
+        return (made := self.maker(x)) is not None and is_zeros(made)
 
     def local(self, node: fx.Node) -> list[Any]:
         """The classes of the results of per-rank code. The certificate's program may lack results
@@ -190,17 +218,15 @@ class _Numbers:
         if (scatter := self.by(node.args[0], aten.scatter_add.default)) is None:
             return None
         onto, dim, index, source = scatter.args
-        shapes = (_val(onto).shape, dim, _val(index).shape, _val(source).shape)
-        if not is_zeros(onto) or not is_sum_of_source(shapes, node.args[1]):
+        shapes = (self.meta(onto).shape, dim, self.meta(index).shape, self.meta(source).shape)
+        if not self.is_zeros(onto) or not is_sum_of_source(shapes, node.args[1]):
             return None
         return self.key(node.target, (source, *node.args[1:]), node.kwargs, 0)
 
     def exponential_again(self, node: Any) -> Any:
         """The key of the exponential of a log-softmax as a quotient."""
         found = exponential_and_total(
-            node.args[0],
-            lambda x: self.made.get(self.of.get(x)),
-            lambda x, y: self.of[x] == self.of[y],
+            node.args[0], self.maker, lambda x, y: self.of[x] == self.of[y]
         )
         return None if found is None else self.key(aten.div.Tensor, found, {}, 0)
 
@@ -210,26 +236,33 @@ class _Numbers:
             self.by(node.args[0], aten.scatter_add.default),
             self.by(node.args[1], aten.mul.Tensor),
         )
-        if node.kwargs or scatter is None or rest is None or not is_zeros(scatter.args[0]):
+        if node.kwargs or scatter is None or rest is None or not self.is_zeros(scatter.args[0]):
             return None
-        if len({_val(x) for x in (node, scatter, rest)}) > 1:
+        p, row = rest.args
+        if not isinstance(row, fx.Node | Ref) or self.meta(row).dtype != self.meta(node).dtype:
+            return None  # a mask has no negative, and that of an unsigned number is large
+        if len({self.meta(x) for x in (node, scatter, rest)}) > 1:
             return None
-        minus = self.known(aten.neg.default, rest.args[1])
-        product = minus and self.known(aten.mul.Tensor, rest.args[0], minus)
-        return product and self.key(scatter.target, (product, *scatter.args[1:]), {}, 0)
+        product = self.result(aten.mul.Tensor, p, self.result(aten.neg.default, row))
+        return self.key(scatter.target, (product, *scatter.args[1:]), {}, 0)
 
     def gather_before_difference(self, node: Any) -> Any:
         """The key of ``(x - row).gather(dim, index)``, where ``row`` has one element along ``dim``,
         with the difference taken last.
         """
         less = self.by(node.args[0], aten.sub.Tensor)
-        if less is None or less.kwargs or node.kwargs or not isinstance(less.args[1], fx.Node):
+        if (
+            less is None
+            or less.kwargs
+            or node.kwargs
+            or not isinstance(less.args[1], fx.Node | Ref)
+        ):
             return None
-        shapes = [tuple(_val(x).shape) for x in (less, *less.args, node.args[2])]
+        shapes = [tuple(self.meta(x).shape) for x in (less, *less.args, node.args[2])]
         if not is_of_difference(shapes, node.args[1]):
             return None
-        gathered = self.known(node.target, less.args[0], *node.args[1:])
-        return gathered and self.key(less.target, (gathered, less.args[1]), {}, 0)
+        gathered = self.result(node.target, less.args[0], *node.args[1:])
+        return self.key(less.target, (gathered, less.args[1]), {}, 0)
 
     def repeated(self, node: Any) -> list[Any] | None:
         """The classes of a view that repeats elements, of the sum that is its gradient, and of
@@ -270,6 +303,13 @@ class _Numbers:
             return None
         found = self.known(aten.squeeze.dim, few, dim + 1)
         return found and self.known(REPEAT_EACH, found, shapes[0][dim + 1], dim)
+
+    def result(self, target: Any, *args: Any) -> Ref:
+        """The result of a call, which no program need make."""
+        key = self.by_law(Call(target, args, {}, ())) or self.key(target, args, {}, 0)
+        number = self.classes.setdefault(key, len(self.classes))
+        self.of[found := Ref(f"class {number}")] = number
+        return found
 
     def known(self, target: Any, of: Any, *args: Any) -> Ref | None:
         """The result of a call, if the certificate's program makes the call."""

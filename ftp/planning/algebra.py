@@ -53,6 +53,7 @@ def sum_of_scatter(graph: Graph) -> Rewrite:
             (onto.meta.shape, dim, index.meta.shape, source.meta.shape), node.args[1]
         ):
             now[old] = _changed(node, node.target, source, *node.args[1:])
+            now[old].kwargs = node.kwargs
     return Graph(list(now.values()), [Value(now[v.node], v.index) for v in graph.outputs]), now
 
 
@@ -105,8 +106,8 @@ def gather_before_difference(graph: Graph) -> Rewrite:
     nodes: list[Node] = []
     for old in graph.nodes:
         node = now[old] = rewired(old, now)
-        is_only = old.target is aten.gather.default and len(users[old.operands[0]]) == 1
-        if is_only and old.operands[0] not in kept:
+        is_gather = old.target is aten.gather.default and not old.kwargs
+        if is_gather and len(users[old.operands[0]]) == 1 and old.operands[0] not in kept:
             less, (dim, index) = node.args[0].node, node.args[1:3]
             if _is_less_row(less, dim, index) and _is_beside(less, node):
                 x, row = less.args
@@ -134,6 +135,7 @@ def _is_scatter_less_product(node: Node, scatter: Node, rest: Node) -> bool:
     (whole, row), metas = rest.operands, (scatter.results[0], rest.results[0], node.results[0])
     is_smaller = len(row.meta.shape) == len(whole.meta.shape) and row.meta.shape != whole.meta.shape
     alike = len({(m.dtype, tuple(m.shape)) for m in (*metas, whole.meta)}) == 1
+    alike = alike and row.meta.dtype == whole.meta.dtype  # a mask has no negative
     return is_smaller and alike and _is_beside(scatter, node) and _is_beside(rest, node)
 
 

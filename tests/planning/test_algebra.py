@@ -151,12 +151,67 @@ def a_gather_of_fewer_rows(w, x, y):
     return (z - z.sum(1, True)).gather(1, y[:3, None]).square().sum()
 
 
+def _onehot_less(z, y, row):
+    ones = torch.ones_like(y[:, None], dtype=z.dtype)
+    return (torch.zeros_like(z).scatter_add(1, y[:, None], ones) - z.detach() * row).square().sum()
+
+
+def a_row_that_is_a_mask(w, x, y):
+    z = (x @ w).softmax(1)
+    return z.square().sum() + _onehot_less(z, y, (y > 4)[:, None])
+
+
+def a_row_without_negatives(w, x, y):
+    z = (x @ w).softmax(1)
+    return z.square().sum() + _onehot_less(z, y, (y % 3)[:, None].to(torch.uint8))
+
+
+def sums_over_all(w, x, y):
+    z = x @ w
+    z = z - z.amax(keepdim=True)
+    return (z - z.exp().sum(None, True).log()).exp().square().sum() + z.log_softmax(1).sum()
+
+
+def a_sum_in_another_dtype(w, x, y):
+    z = x @ w
+    counts = torch.zeros_like(z, dtype=torch.int32).scatter_add(1, y[:, None], y[:, None].int())
+    return z.log_softmax(1).sum() / (2 + counts.sum(1, dtype=torch.float64).sum())
+
+
+def a_gather_with_options(w, x, y):
+    z = x @ w
+    gathered = torch.gather(z - z.sum(1, True), 1, y[:, None], sparse_grad=True)
+    return gathered.detach().sum() * z.log_softmax(1).sum()
+
+
+def a_block_without_the_softmax(w, x, y):
+    z = (x @ w).log_softmax(1)
+    return ftp.remat(lambda z: F.nll_loss(z, y) + (z.exp() * z).sum())(z)
+
+
+def a_block_of_the_softmax(w, x, y):
+    z = ftp.remat(lambda w: (x @ w).log_softmax(1))(w)
+    return F.nll_loss(z, y) + (z.exp() * z).sum()
+
+
+def a_difference_used_again_in_one_place(w, x, y):
+    def block(w):
+        z = x @ w
+        less = z - z.mean(1, True)
+        return less.gather(1, y[:, None]).square().sum() + less.sum() + z.log_softmax(1).mean()
+
+    return ftp.remat(block)(w)
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         exponential_of_another_sum, sum_over_rows, half_a_logarithm, large_without_a_maximum,
         rows_of_infinities, probabilities_beside, a_scatter_that_is_used_twice,
         a_scatter_with_a_rest, a_gather_of_a_difference, a_gather_of_rows, a_gather_of_fewer_rows,
+        a_row_that_is_a_mask, a_row_without_negatives, sums_over_all, a_sum_in_another_dtype,
+        a_gather_with_options, a_block_without_the_softmax, a_block_of_the_softmax,
+        a_difference_used_again_in_one_place,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["tp2"])

@@ -104,7 +104,9 @@ def exponential_and_total(
     (again,) = arguments(e, aten.exp.default, 1)
     wide, top = arguments(shifted, aten.sub.Tensor, 2)
     of, dims_of_top, is_top_kept = arguments(top, aten.amax.default, 3)
-    if not (is_kept and is_top_kept) or list(dims) != list(dims_of_top) or again is None:
+    if not (is_kept and is_top_kept) or list(dims or ()) != list(dims_of_top or ()):
+        return None
+    if again is None:
         return None
     return (e, total) if is_same(again, shifted) and is_same(of, wide) else None
 
