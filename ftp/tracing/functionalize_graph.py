@@ -125,9 +125,8 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
             gm.graph.erase_node(read)
     placeholders = gm.graph.find_nodes(op="placeholder")
     written = {v for node in gm.graph.nodes for w in writes(node) for v in _views_behind(w)}
-
     # A write through y.conj() leaves a conjugate, of which torch takes no real parts.
-    conjugates = any(v.target is aten._conj.default for v in written)
+    conjugated = {n: found for n in gm.graph.nodes if (found := [*_behind_conjugates(n)])}
 
     class Replay(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -135,9 +134,10 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
             try:
                 if n.target is aten.unfold.default and n in written:
                     return _windows(n.meta["source"], *self.fetch_args_kwargs_from_env(n)[0])
-                if conjugates and n.target is aten.view_as_real.default and n not in written:
-                    return torch.view_as_real(self.fetch_args_kwargs_from_env(n)[0][0].clone())
-                return super().run_node(n)
+                found = super().run_node(n)
+                for memory in conjugated.get(n, ()):
+                    self.env[memory].copy_(self.env[memory].clone())
+                return found
             except RuntimeError as error:
                 if meaning_of(error) is not Meaning.WRITES_STRIDED_VIEW:
                     raise
@@ -148,7 +148,7 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
 
     def flat(*values: Tensor) -> Any:
         with recorder.recording():
-            replay = Replay(gm)
+            replay = Replay(gm, garbage_collect_values=not conjugated)
             replay.extra_traceback = False  # errors name the user's line
             return replay.run(*values)
 
@@ -201,6 +201,14 @@ def _views_behind(value: fx.Node) -> Iterator[fx.Node]:
         yield memory
         shared = (n for n in memory.all_input_nodes if storages(n) & storages(value))
         memory = next(shared, None)
+
+
+def _behind_conjugates(node: fx.Node) -> Iterator[fx.Node]:
+    """The values whose conjugates a node writes to."""
+    for value in writes(node):
+        views = [*_views_behind(value)]
+        if any(view.target is aten._conj.default for view in views):
+            yield views[-1]
 
 
 def _overlaps(view: fx.Node) -> bool:

@@ -78,7 +78,7 @@ def _logs_at_places(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
 def _embedded(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     (at,) = torch.nonzero(ids.flatten() > 0, as_tuple=True)
     rows = F.embedding(ids.flatten()[at], w) + x.flatten(0, 1)[at]
-    return rows.tanh().sum() + torch.masked_select(x @ w, x > 0).exp().sum()
+    return rows.tanh().sum() + torch.masked_select(x @ w, mask=x > 0).exp().sum()
 
 
 def _by_dtype(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:

@@ -784,7 +784,10 @@ def write_through_conjugates(h):
     z = torch.complex(2 * h, (h * 1).cos())
     z.conj()[1:].mul_(1 + 2j)
     z.mH[0].copy_(z[:, 1].exp())
-    h.copy_(z.real * z.imag)
+    real = torch.view_as_real(z)
+    z.conj().mul_(1 + 0.5j)
+    z.add_(0.5)
+    h.copy_(real.prod(-1) + z.real.sin())
 
 
 WRITES = [

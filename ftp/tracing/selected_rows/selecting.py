@@ -30,8 +30,8 @@ def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _read(*args)
     if func in _SPLIT:
         return split(*args, **kwargs)
-    if func in _MASKED and len(args) == 2 and not kwargs:
-        x, mask = torch.broadcast_tensors(*args)
+    if func in _MASKED and len(args) + len(kwargs) == 2 and set(kwargs) <= {"mask"}:
+        x, mask = torch.broadcast_tensors(*args, *kwargs.values())
         return select(x, group_of(mask)) if is_selection(mask, x) else None
     if func in _UNIQUE:
         return _unique(*args, **kwargs) if func in _UNIQUE[:2] else _consecutive(*args, **kwargs)
