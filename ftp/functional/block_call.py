@@ -26,6 +26,7 @@ that can run any number of times. A `BlockCall` makes one of the other:
 import gc
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MappingView, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -181,8 +182,11 @@ class BlockCall:
             self._passes(outer, inner)
         for content in result.written:
             put_in(content.of, with_tensors(content.held, by_id))
+        plain = {id(results[n]) for n in self.without_gradient if not results[n].requires_grad}
         for key, x in zip(self._copied, result.copies, strict=True):
-            self._inputs[key].copy_(by_id[id(x)])
+            new = by_id[id(x)]
+            with torch.no_grad() if id(new) in plain else nullcontext():
+                self._inputs[key].copy_(new)
         self._numbering = None
         if result.error is not None:
             raise result.error

@@ -26,6 +26,7 @@ from ftp.torch_internals.functorch import (
     is_functorch_wrapped_tensor,
 )
 from ftp.torch_internals.modes import DisableTorchFunction, get_current_function_mode_stack
+from ftp.torch_internals.pytree import tree_leaves
 from ftp.torch_internals.storages import version
 
 ANY = "any value"  # the number of a value that was computed unseen, or of such ones
@@ -87,8 +88,10 @@ class ValueNumbering(TorchFunctionMode):
         if first is not None:
             self.numbers.of_key.update(first.of_key)
         self._reads_floats = False
-        # Tensors to which all writes so far gave no gradient, by their ids, and their versions.
+        # Memory to which all writes so far gave no gradient, by the ids of tensors that are no
+        # views, and its versions; and tensors that were made without a gradient.
         self._written_plainly: dict[int, int] = {}
+        self._made_plainly: dict[int, tuple[ref[Tensor], int]] = {}
         self.differs = ""  # the first line at which a value has no number of the first run
 
     def stands_for(self, new: Tensor, old: Tensor) -> None:
@@ -118,15 +121,31 @@ class ValueNumbering(TorchFunctionMode):
         """Whether a tensor has a number."""
         return self.numbers.of(x) is not None
 
-    def _plain_writes(self, func: Callable[..., Any], written: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors to which a call is about to write, if they get, and got, no gradient."""
-        if not written or (torch.is_grad_enabled() and not writes_statistics(func)):
+    def _is_plain(self, func: Callable[..., Any], args: Any, kwargs: Any, to: Any = ()) -> bool:
+        """Whether a call computes, and writes ``to`` tensors, what has no gradient."""
+        return func in _DETACHING or all(
+            any(x is written for written in to) or self._was_made_plainly(x)
+            if isinstance(x, Tensor)
+            else not callable(x)
+            for x in tree_leaves((args, kwargs))
+        )
+
+    def _was_made_plainly(self, x: Tensor) -> bool:
+        then, when = self._made_plainly.get(id(x), (None, 0))
+        return then is not None and then() is x and version(x) == when
+
+    def _plain_writes(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The memory to which a call is about to write, where it gets, and got, no gradient."""
+        gives = torch.is_grad_enabled() and not writes_statistics(func)
+        if not written or (gives and not self._is_plain(func, args, kwargs, written)):
             return []
-        return [x for x in written if self._written_plainly.get(id(x), 0) == version(x)]
+        return [x for x in map(_memory, written) if self.lacks_gradient(x)]
 
     def lacks_gradient(self, x: Tensor) -> bool:
         """Whether all writes to a tensor, which was new, gave it no gradient."""
-        return self._written_plainly.get(id(x)) == version(x)
+        return self._written_plainly.get(id(x), 0) == version(x)
 
     def in_order(self, tensors: list[Tensor]) -> list[Tensor]:
         return sorted(tensors, key=self.of)
@@ -137,9 +156,12 @@ class ValueNumbering(TorchFunctionMode):
         inner_args, inner_kwargs = self.prepared(func, args, kwargs, written)
         runs = () if self.is_paused else self._with_around
         keys = [(each, each.key_of(func, args, kwargs, written)) for each in runs]
-        plain = self._plain_writes(func, written)
+        plain = self._plain_writes(func, args, kwargs, written)
         made = func(*inner_args, **inner_kwargs)
         self._written_plainly.update((id(x), version(x)) for x in plain)
+        is_seen = torch.is_grad_enabled() and not (written or self.is_paused)
+        if is_seen and isinstance(made, Tensor) and self._is_plain(func, args, kwargs):
+            self._made_plainly[id(made)] = ref(made), version(made)
         same = _given_as(made, args, inner_args)  # such as x.to(x.dtype)
         if func is Tensor.view_as:  # hooks of modules take one where a gradient is taken
             same = args[0]
@@ -176,9 +198,8 @@ class ValueNumbering(TorchFunctionMode):
         """Take note of what a function has returned."""
 
     def _write(self, x: Tensor, number: str) -> None:
-        with DisableTorchFunction():
-            base = x._base
-        for written in (x,) if base is None else (x, base):
+        memory = _memory(x)
+        for written in (x,) if memory is x else (x, memory):
             self.numbers.set(written, number)
 
     def note(self, made: Any, key: tuple[Hashable, ...]) -> None:
@@ -216,6 +237,12 @@ class ValueNumbering(TorchFunctionMode):
         if isinstance(x, np.ndarray | np.generic):
             return np.ndarray, x.tobytes() if x.size <= _SMALL else x.shape
         return x if type(x) in _VALUES else type(x)
+
+
+def _memory(x: Tensor) -> Tensor:
+    """The tensor that a view is of; of others, themselves."""
+    with DisableTorchFunction():
+        return x if x._base is None else x._base
 
 
 def _given_as(made: Any, args: Sequence[Any], inner: Sequence[Any]) -> Tensor | None:
@@ -272,4 +299,5 @@ def no_numbering() -> Iterator[None]:
             each.is_paused = False
 
 
+_DETACHING = (torch.detach, Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 _VALUES = CONSTANTS | {complex, type(...), torch.layout, torch.memory_format}

@@ -397,24 +397,34 @@ class _Averages(nn.Module):
         super().__init__()
         self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("most", torch.zeros(2, 4))
+        self.register_buffer("calls", torch.zeros(()))
         self.is_of_gradient = is_of_gradient
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.linear(self.norm(x)) * 2).sin()
         with torch.no_grad():
             self.mean.lerp_(y.mean(0), 0.1)
+            self.most[0].copy_(y.amax(0))
+        self.most[1].mul_(0.9).add_(y.detach().amax(0) * 0.1)
+        self.calls.data.add_(1)
+        self.calls.add_(1)
         if self.is_of_gradient:
             self.mean.add_(y.mean(0))
-        return y * self.mean
+            self.most[1].add_(y.mean(0))
+            self.most[0].copy_(y.detach().amax(0))
+        return y * self.mean + self.most.sum(0) / self.calls
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("is_of_gradient", [False, True])
-def test_state_without_a_gradient_stays_without_one(is_of_gradient):
+def test_state_without_a_gradient_stays_without_one(is_of_gradient, is_nested):
     """By torch.autograd alone, over several steps."""
     plain = _Averages(is_of_gradient=is_of_gradient).double()
     model = copy.deepcopy(plain)
+    block = ftp.remat(model)
     for x in torch.randn(3, 5, 4, dtype=torch.float64):
-        for run in (plain, ftp.remat(model)):
+        for run in (plain, ftp.remat(lambda x: block(x)) if is_nested else block):
             run(x).square().sum().backward()
         for a, b in zip(plain.buffers(), model.buffers(), strict=True):
             torch.testing.assert_close(a, b)
