@@ -144,13 +144,34 @@ def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
 
 def caches_around(fn: Callable[..., Any]) -> list[Any]:
     """The functions that `functools.lru_cache` or `functools.cache` made, around ``fn``."""
-    found = [fn, *(value for *_, value in _around(fn))]
+    found = [fn, *(value for *_, value in _around(fn, _members))]
     return [value for value in found if isinstance(value, _CACHE)]
 
 
-def _around(fn: Callable[..., Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
+def _members(visited: Any) -> Iterator[Any]:
+    """The functions of an object's classes, and the caches of a module's functions."""
+    if isinstance(visited, types.ModuleType):
+        yield from (value for value in [*vars(visited).values()] if isinstance(value, _CACHE))
+        return
+    program = visited.modules if isinstance(visited, ModuleProgram) else ()
+    own = visited if isinstance(visited, type) else type(visited)
+    kinds = dict.fromkeys((own, *(type(m.module) for m in program)))
+    for cls in dict.fromkeys(cls for kind in kinds for cls in kind.__mro__):
+        if cls.__module__.partition(".")[0] not in _LIBRARIES:
+            for value in [*vars(cls).values()]:
+                if isinstance(value, property):
+                    value = value.fget
+                elif isinstance(value, staticmethod | classmethod):
+                    value = value.__func__
+                if isinstance(value, types.FunctionType | _CACHE):
+                    yield value
+
+
+def _around(
+    fn: Callable[..., Any], members: Callable[[Any], Iterable[Any]] = lambda _: ()
+) -> Iterator[tuple[str, str, Any, Any, Any]]:
     """What ``fn`` and the objects that it refers to hold: the reader, a name, the holder, the key
-    there, and the value.
+    there, and the value; and what else are ``members`` of each.
     """
     seen: set[int] = set()
     queue: list[tuple[str, str, Any]] = [("", "", fn)]
@@ -164,6 +185,9 @@ def _around(fn: Callable[..., Any]) -> Iterator[tuple[str, str, Any, Any, Any]]:
             yield reader, own, holder, key, value
             if not _is_leaf(value):
                 queue.append((reader, own, value))
+        for value in members(visited):
+            yield reader, name, {}, "", value
+            queue.append((reader, name, value))
 
 
 def _is_leaf(value: Any) -> bool:

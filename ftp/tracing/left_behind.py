@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def _holds_traced(cache: Any) -> bool:
                 return True
         elif isinstance(held, dict | list | tuple) or type(held).__name__ == "_lru_list_elem":
             stack += gc.get_referents(held)
+        elif not isinstance(held, type | ModuleType | FunctionType):
+            stack += getattr(held, "__dict__", {}).values()
     return False
 
 

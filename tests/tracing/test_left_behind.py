@@ -202,3 +202,41 @@ def test_caches_hold_no_tensors_of_a_trace(cached):
         value, _ = step(w, x)
         torch.testing.assert_close(value, loss(w, x))
         cosines.cache_clear()  # of the tensors of torch, which the next trace would take
+
+
+@functools.cache
+def _positions(n):
+    return SimpleNamespace(at=torch.arange(n, dtype=torch.float64))
+
+
+class _Rotary(torch.nn.Module):
+    @functools.lru_cache  # noqa: B019
+    def angles(self, n):
+        return torch.arange(n, dtype=torch.float64).sin()
+
+    @staticmethod
+    @functools.cache
+    def scale(n):
+        return {"by": torch.full((n,), 2.0, dtype=torch.float64)}
+
+    def forward(self, x):
+        n = len(x)
+        return (x.T * self.angles(n) * self.scale(n)["by"] + _positions(n).at).T
+
+
+class _Holder:
+    def __init__(self):
+        self.rotary = _Rotary()
+
+    def apply(self, x):
+        return self.rotary(x)
+
+
+def test_caches_of_methods_hold_no_tensors_of_a_trace():
+    holder, (w, x) = _Holder(), arguments()
+    functional, params = ftp.functionalize(holder.rotary)
+    for fn in (holder.apply, lambda x: holder.apply(x), lambda x: functional(params, x)):
+        value, _ = ftp.shard(lambda w, x, fn=fn: fn(x @ w).sum(), MESH, P("tp"))(w, x)
+        torch.testing.assert_close(value, holder.apply(x @ w).sum())
+        for cache in (_positions, _Rotary.angles, _Rotary.scale):
+            cache.cache_clear()
