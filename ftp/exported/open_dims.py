@@ -38,9 +38,11 @@ class OpenDims:
     Attributes:
         ranges: ``{torch's symbol: (name, size to plan for, least, largest)}``. Open sizes are
             formulas of the symbols.
+        graph: the exported program's.
     """
 
     ranges: Mapping[Any, tuple[str, int, int, int]]
+    graph: fx.Graph = field(compare=False)
 
     @classmethod
     def of(cls, program: "ExportedProgram", ranks: int) -> "OpenDims":
@@ -70,7 +72,7 @@ class OpenDims:
             value = _typical(max(low, _GENERIC), high, ranks, taken)
             taken.add(value)
             ranges[s] = (_named(s, sizes), value, low, high)
-        return cls(ranges)
+        return cls(ranges, program.graph)
 
     def sizes(self, multiples: Mapping[str, int] = MappingProxyType({})) -> Sizes:
         """The sizes to trace or plan with; those in ``multiples`` {name: factor} are multiples."""
@@ -96,8 +98,11 @@ class OpenDims:
         from ftp.tracing.symbolic import symbolic_of
 
         symbolic = symbolic_of(sizes)
-        for theirs, ours in zip(self.ranges, sizes.symbols, strict=True):
-            symbolic.stands_for(theirs, ours)
+        if "open dims" not in sizes.memo:
+            sizes.memo["open dims"] = self
+            for theirs, ours in zip(self.ranges, sizes.symbols, strict=True):
+                symbolic.stands_for(theirs, ours)
+            symbolic.note_rounded(self.graph)
         return tuple(map(symbolic.dynamic, numbers))
 
     def check(self, sizes: Sizes) -> None:

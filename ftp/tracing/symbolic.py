@@ -188,7 +188,7 @@ class Symbolic:
 
     def inline(self, graph: fx.Graph) -> None:
         """Write the graph's symbolic numbers as formulas in the arguments of the nodes."""
-        self._note_rounded(graph)
+        self.note_rounded(graph)
         for node in graph.nodes:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
@@ -256,7 +256,7 @@ class Symbolic:
             case _:
                 raise NotSymbolic(f"the number {self.shown(e)}")
 
-    def _note_rounded(self, graph: fx.Graph) -> None:
+    def note_rounded(self, graph: fx.Graph) -> None:
         """Read the ints that the graph makes of floats as formulas of these floats."""
         for node in graph.nodes:
             if node.target in _ROUNDED and isinstance(node.meta["val"], SymInt):

@@ -1,6 +1,7 @@
 """Programs exported with dynamic_shapes: a rank's program equals one device at every size."""
 
 import io
+import math
 import warnings
 
 import pytest
@@ -251,3 +252,27 @@ def test_a_layout_of_a_module_on_an_open_dim():
     made = ranks_of(program, TP, styles)
     for n in (4, 10):
         equal_one_device(made, TP, model, torch.randn(n, 4).double())
+
+
+class Padded(nn.Module):
+    """Its result is longer by a size that is a rounded float."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+
+    def forward(self, x):
+        more = math.ceil(x.shape[1] * 0.1 * 10)
+        rest = x.new_ones(1, 1, 6).expand(x.shape[0], more, 6)
+        return torch.cat([self.linear(x), rest], 1) * round(x.shape[1] / 2)
+
+
+def test_results_of_sizes_that_are_rounded():
+    model = Padded().double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    program = export(model, (x,), {"x": {1: Dim("S", min=2, max=400)}})
+    made = ranks_of(program, TP, {"linear.weight": P("tp"), "linear.bias": P("tp")})
+    sizes = [n for n in range(2, 400) if math.ceil(n * 0.1 * 10) != n][:2]
+    assert sizes
+    for size in (9, 2, 57, *sizes):
+        equal_one_device(made, TP, model, torch.randn(2, size, 8, dtype=torch.float64))
