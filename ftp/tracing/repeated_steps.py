@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from ftp.ops.written import writes
 from ftp.torch_internals.modes import (
     DisableTorchFunction,
     disable_current_modes,
@@ -61,8 +62,9 @@ class RepeatedSteps:
             return results
         makers = {name: x.proxy.node for name, x in found.items() if x.proxy.node not in inputs}
         self._names[call.key] = list(makers)
+        before = [node for node in inputs if not writes(node)]  # others write to other memory
         with disable_current_modes():
-            if not rename_writes([*inputs, *nodes], recorder.mode):
+            if not rename_writes([*before, *nodes], recorder.mode):
                 return results
         for node, target in zip(nodes, called, strict=True):
             if node.target is not target:  # it writes no more

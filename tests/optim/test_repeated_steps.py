@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import ftp
 from ftp import P
+from ftp.errors import TraceError
 from ftp.optim import traceable_step as module
 from ftp.tracing.call_cache import Recall
 
@@ -133,6 +134,30 @@ def test_new_parameters_may_be_written_to(monkeypatch: pytest.MonkeyPatch):
     found = step(params, grads, opt.init(params))
     torch.testing.assert_close(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_gradients_that_were_written_to(monkeypatch: pytest.MonkeyPatch):
+    """Views of one see the write; a write to an argument is refused."""
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=0.1)
+
+    def update(params, grads, state):
+        flat = torch.stack([x["up"] for x in grads])
+        grads = [{**x, "up": flat[i]} for i, x in enumerate(grads)]
+        grads[0]["up"].mul_(2)
+        new, _ = opt.update(grads, state, params)
+        return new, flat * 1
+
+    with_copies, without, copies = both(update, opt, monkeypatch)
+    assert with_copies == without
+    assert copies == (LAYERS - 1) * 2  # each row begins elsewhere in its memory
+
+    def writes(params, grads, state):
+        grads[0]["up"].mul_(2)
+        return opt.update(grads, state, params)
+
+    monkeypatch.undo()
+    with pytest.raises(TraceError, match="is changed in place"):
+        lowered(writes, opt)
 
 
 def test_a_mode_of_the_user_sees_each_update(monkeypatch: pytest.MonkeyPatch):
