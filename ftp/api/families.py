@@ -154,7 +154,8 @@ class Family:
         if len(self.traces) == MOST_TRACES or (pins and self.alone > len(self.traces)):
             symbolic = trace.traced.symbolic
             assert symbolic is not None
-            raise NotDynamic(f"the function asks for sizes: {symbolic.described()}.")
+            asked = symbolic.described() or "; ".join(trace.sizes.conditions)
+            raise NotDynamic(f"the function asks for sizes: {asked}.")
         if not pins:
             self.traces.append(trace)
 

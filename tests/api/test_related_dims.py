@@ -107,3 +107,15 @@ def test_few_conditions_are_shown_the_equation_first():
         step(torch.ones(2), torch.ones(4, size))
     (said,) = step.shapes.one_by_one
     assert said.startswith("the function asks for sizes: Eq(") and said.count(" at ") <= 4, said
+
+
+def test_a_quotient_by_a_negative_size_is_named_where_it_allows_one_size():
+    def fn(x):
+        return x.sum() * (100 // (x.shape[1] - 13))
+
+    dims = {1: torch.export.Dim("S", min=2, max=300)}
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("cp",)), P(None, "cp"), P(), dynamic_shapes=dims)
+    with pytest.warns(UserWarning, match=r"asks for sizes: .*S - 9 == 0"):
+        step(torch.ones(2, 9))
+    for size in (9, 12, 20):
+        assert step(torch.ones(2, size)) == fn(torch.ones(2, size))
