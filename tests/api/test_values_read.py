@@ -147,6 +147,22 @@ def test_no_rows():
     torch.testing.assert_close(step(W, X, k), expected(_sorted_rows, W, X, k))
 
 
+def test_a_block_of_autograd_counts_its_rows():
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        def counted(y: Tensor) -> Tensor:
+            chosen = y[y[:, 0] > 0]
+            return chosen.sum() * len(chosen)
+
+        return ftp.remat(counted)(x @ w)
+
+    def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return expected(loss, w, x)
+
+    step = ftp.spmd(both, ftp.simulated_mesh((2,), ("tp",)), (P("tp"), P()), (P(), P("tp")))
+    for x in (X, -X):
+        torch.testing.assert_close(step(W, x), expected(loss, W, x))
+
+
 def test_a_value_is_planned_once():
     traced = []
 

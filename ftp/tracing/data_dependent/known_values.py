@@ -57,8 +57,8 @@ class KnownValues:
         tracer: Any = mode.tracer
         with DisableTorchFunction():
             held = tracer.tensor_tracker.get(tensor)
-        if held is None or not self._is_constant(held.proxy.node):
-            return None
+            if held is None or not self._is_constant(held.proxy.node):
+                return None
         with (
             disable_current_modes(),
             temporarily_clear_interpreter_stack(),
