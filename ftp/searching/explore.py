@@ -213,7 +213,7 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
 
     axes = list(task.axes)
     if fits and whole < SMALL * sum(task.net.sizes.values()):
-        axes = [axis for axis in axes if axis not in task.data_axes]
+        axes = [axis for axis in axes if axis not in task.data_axes or axis in own.axes]
     specs = _other_specs(task, pattern, own, axes)
     if not task.is_small:
         specs += [two for one in specs for two in _other_specs(task, pattern, one, axes)]

@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+from torch.nn import functional as F
 
 import ftp
 from ftp import P
@@ -471,6 +472,30 @@ def test_a_small_program_is_refined_with_few_plans(monkeypatch: pytest.MonkeyPat
     found = ftp.search(loss_fn, params, mesh, P("dp"), x, hardware="h100")
     assert found.patterns["out.weight"] == P("dp", "tp")
     assert len(planned) <= 22 and sum(order is None for order in planned) <= 4
+
+
+def test_a_small_parameter_is_not_left_cut_where_whole_it_fits_and_is_faster():
+    shapes = {"up": (128, 512), "down": (512, 128), "g": (128,), "b": (512,), "gate": (128, 512)}
+    with torch.device("meta"):
+        params = {"layers": [{name: torch.empty(shape) for name, shape in shapes.items()}]}
+        params |= {"emb": torch.empty(512, 128), "head": torch.empty(128, 512)}
+        tokens = torch.empty(16, 64, dtype=torch.int64)
+
+    def loss(p, x, y):
+        h, layer = p["emb"][x], p["layers"][0]
+        n = F.layer_norm(h, (128,), layer["g"])
+        up = n @ layer["up"] + layer["b"]
+        h = h + (F.silu(n @ layer["gate"]) * up) @ layer["down"]
+        return F.cross_entropy((h @ p["head"]).flatten(0, 1), y.flatten())
+
+    mesh, memory = ftp.AbstractMesh((4,), ("dp",)), 5113530
+    given = params, mesh, P("dp"), tokens, tokens
+    found = ftp.search(loss, *given, memory=memory, hardware="h100")
+    whole = found.specs(params)
+    whole["layers"][0]["b"] = P()
+    step = ftp.shard(loss, mesh, whole, batch_specs=P("dp"), hardware="h100")
+    lowered = step.lower(params, tokens, tokens)
+    assert int(lowered.memory) > memory or found.cost <= lowered.cost()
 
 
 def test_stacked_experts_are_cut_by_expert():
