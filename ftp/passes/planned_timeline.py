@@ -4,20 +4,32 @@ It is an estimate from the plan, which is equal on all ranks, where ``lowered.co
 that one rank runs. Events are in the order of ``schedule``.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ftp.ops.choose import number_of
-from ftp.passes.planned_prices import NodePrices, is_issued, left_out_of, seconds_of_view
-from ftp.passes.prefetch_parameters import collective_bytes, turns
+import torch
+
+from ftp.passes.prefetch_parameters import (
+    LOCAL_STEPS,
+    collective_bytes,
+    held_bytes,
+    turns,
+)
 from ftp.planning.cost import Hardware
 from ftp.planning.graph import Graph, Node
-from ftp.rules.op_kinds import VIEWS
+from ftp.rules.op_kinds import (
+    ATTENTION,
+    CONVOLUTIONS,
+    STACKS,
+    VIEWS,
+    is_matmul,
+    multiplications,
+)
+from ftp.sharding.layout import estimated
 
 AT_END = 1 << 60
-# How many views a reshard takes of its operand and of its result, its copies left out.
-_VIEWS = {"all_gather": (2, 3), "reduce_scatter": (3, 2)}
 
 
 class PlannedEvent(NamedTuple):
@@ -92,14 +104,12 @@ class _NodeNeeds(NamedTuple):
         readers: nodes that read gathered parameters.
         outputs: of the graph.
         ahead: gathers of parameters.
-        conds: of `_conds`.
     """
 
     operands: Sequence[Sequence[int]]
     readers: Sequence[int]
     outputs: Sequence[int]
     ahead: Collection[int]
-    conds: Mapping[int, int]
 
     def without(self, freed: Iterable[int]) -> "_NodeNeeds":
         """The same where some nodes do not need their operands."""
@@ -124,78 +134,30 @@ def timelines(
         limit: of `prefetch`.
     """
     bucket_named = {name: bucket for bucket, group in enumerate(groups) for name in group}
-    prices = list(map(NodePrices(hardware), graph.nodes))
-    left_out = left_out_of(graph.nodes, prices)
-    issued = [i for i, node in enumerate(graph.nodes) if is_issued(node) and i not in left_out]
-    for i in left_out.union(issued):
-        prices[i] = 0.0
+    issued = [i for i, node in enumerate(graph.nodes) if _is_issued(node)]
     names = {i: graph.nodes[i].name for i in issued}
     bucket_of = {i: bucket_named[name] for i, name in names.items() if name in bucket_named}
-    ahead = turns(graph, (), limit)
-    needs, moved_by = _needs(graph, ahead), _moved_by(issued, bucket_of, ahead)
-    alone = _places(needs, {i: ahead.get(i, i) for i in issued}, {})
-    together = turns(graph, groups, limit)
-    in_buckets = _places(needs, {i: together.get(i, i) for i in issued}, bucket_of)
+    last = {bucket: i for i, bucket in bucket_of.items()}
+    apart, together = turns(graph, (), limit), turns(graph, groups, limit)
+    alone = {i: 2 * apart.get(i, i) for i in issued}
+    in_buckets = {
+        i: 2 * (together[i] if i in together else last[bucket_of[i]] if i in bucket_of else i)
+        for i in issued
+    }
+    needs, moved_by = _needs(graph, apart), _moved_by(issued, bucket_of, apart)
     freed = needs.without(i for i, node in enumerate(graph.nodes) if node.name in seeds)
+    prices = list(map(_NodePrices(hardware), graph.nodes))
     orders = _order(freed, alone, moved_by), _order(freed, in_buckets, moved_by)
-    sizes = {i: collective_bytes(graph.nodes[i]) for i in issued}
-    checked = seconds_of_view(hardware) * (len(graph.inputs) + len(graph.outputs))
-
-    def events(*order: Any) -> PlannedTimeline:
-        made = _EventsOfPlan(graph.nodes, sizes, prices, hardware, *order).made()
-        call = PlannedEvent(None, True, None, None, checked, None)
-        return made._replace(events=[call, *made.events])
 
     def plain() -> PlannedTimeline:
         order = _order(needs, alone, {})
-        return events(order, order, {}, {})
+        return _EventsOfPlan(graph.nodes, prices, hardware, order, order, {}, {}).made()
 
-    return plain, events(*orders, bucket_of, moved_by)
-
-
-def _conds(nodes: Sequence[Node]) -> dict[int, int]:
-    """Per node of an outermost cond, its choices included, the cond's first node: they stand
-    together.
-    """
-    first: dict[int, int] = {}
-    found: dict[int, int] = {}
-    for i, node in enumerate(nodes) if any(node.branch for node in nodes) else ():
-        number = node.branch[0][0] if node.branch else number_of(node.target, node.args)
-        if number >= 0:
-            found[i] = first.setdefault(number, i)
-    return found
+    return plain, _EventsOfPlan(graph.nodes, prices, hardware, *orders, bucket_of, moved_by).made()
 
 
-def _places(
-    needs: _NodeNeeds, turn: dict[int, int], bucket_of: Mapping[int, int]
-) -> dict[int, int]:
-    """The place at which each collective is issued, as an even number: of those before one node,
-    the order is that of the plan, a bucket being at its last member. What a bucket of gathers
-    needs is issued before it.
-
-    Args:
-        turn: per collective the node before which it is issued.
-    """
-    last = {bucket: i for i, bucket in bucket_of.items()}
-    until = [AT_END] * len(needs.operands)
-    for i in range(len(until) - 1, -1, -1) if bucket_of else ():
-        if i in needs.ahead:
-            turn[i] = min(turn[i], until[i])
-        elif i in bucket_of:
-            turn[i] = last[bucket_of[i]]
-        before = turn.get(i, until[i])
-        for operand in needs.operands[i]:
-            until[operand] = min(until[operand], before)
-    count = len(needs.operands)
-    return {
-        i: 2 * (at * count + (last[bucket_of[i]] if i in bucket_of else i))
-        for i, at in turn.items()
-    }
-
-
-def _own_place(i: int, count: int) -> int:
-    """The place at which a collective is issued that nothing moves."""
-    return 2 * (i * count + i)
+def _is_issued(node: Node) -> bool:
+    return node.kind == "reshard" and node.target.op not in LOCAL_STEPS
 
 
 def _moved_by(
@@ -222,10 +184,9 @@ def _needs(graph: Graph, ahead: Collection[int]) -> _NodeNeeds:
         if not gathered.isdisjoint(read):
             if node.target in VIEWS:
                 gathered.add(i)
-            elif not is_issued(node):
+            elif not _is_issued(node):
                 readers.append(i)
-    outputs = [number[value.node] for value in graph.outputs]
-    return _NodeNeeds(operands, readers, outputs, ahead, _conds(graph.nodes))
+    return _NodeNeeds(operands, readers, [number[value.node] for value in graph.outputs], ahead)
 
 
 def _order(
@@ -237,17 +198,15 @@ def _order(
     """
     moved_at = {at: moved.get(i) for i, at in reversed(list(issued.items()))}
     ahead = sorted({issued[i] for i in needs.ahead})
-    unit = {i: _own_place(first, len(needs.operands)) for i, first in needs.conds.items()}
-    fixed = {at for i, at in issued.items() if i not in needs.ahead and i not in unit}
-    fixed = sorted(fixed.union(unit.values()))
+    fixed = sorted({at for i, at in issued.items() if i not in needs.ahead})
     found = [AT_END] * len(needs.operands)
     moved_by: list[int | None] = [None] * len(needs.operands)
     for i in needs.readers:
-        if (next_ := bisect_right(ahead, 2 * i * len(needs.operands))) < len(ahead):
+        if (next_ := bisect_right(ahead, 2 * i)) < len(ahead):
             found[i], moved_by[i] = ahead[next_], moved_at[ahead[next_]]
     latest: list[int] = []
     for i, operands in enumerate(needs.operands):
-        until = unit[i] if i in unit else issued.get(i, -1)
+        until = issued.get(i, -1)
         for operand in operands:
             if latest[operand] > until:
                 until = latest[operand]
@@ -263,8 +222,6 @@ def _order(
         turn, bucket = found[i], moved_by[i]
         if i in issued:
             turn, bucket = issued[i], moved.get(i)
-        elif i in unit:
-            turn, bucket = found[i], moved_by[i] = _own_place(i, len(found)), None
         for operand in needs.operands[i]:
             if turn < found[operand]:
                 found[operand], moved_by[operand] = turn, bucket
@@ -277,7 +234,6 @@ class _EventsOfPlan:
     def __init__(
         self,
         nodes: Sequence[Node],
-        sizes: Mapping[int, int],
         prices: Sequence[float],
         hardware: Hardware,
         apart: _IssueOrder,
@@ -285,10 +241,9 @@ class _EventsOfPlan:
         bucket_of: Mapping[int, int],
         moved_by: Mapping[int, int | None],
     ):
-        self._nodes, self._sizes, self._prices, self._hardware = nodes, sizes, prices, hardware
+        self._nodes, self._prices, self._hardware = nodes, prices, hardware
         self._apart, self._together = apart, together
         self._bucket_of, self._moved_by = bucket_of, moved_by
-        self._view = seconds_of_view(hardware)
         self._placed: list[tuple[tuple[int, bool, int], PlannedEvent]] = []
         self._transfers: list[PlannedTransfer] = []
 
@@ -299,18 +254,16 @@ class _EventsOfPlan:
         return PlannedTimeline(_joined([event for _, event in self._placed]), self._transfers)
 
     def _compute(self) -> None:
-        """Add what is computed. Nodes of one turn, one after another, are one event; but what a
-        collective that stands between them gives is waited for in between.
-        """
+        """Add what is computed; nodes that follow one another and have one turn are one event."""
         seconds, since, own = 0.0, 0, None
         turns = zip(self._apart.turns, self._together.turns, self._apart.moved_by, strict=True)
         for i, (turn, price) in enumerate(zip(turns, self._prices, strict=True)):
-            if not price and i not in self._sizes:
+            if not price:
                 continue
-            if turn != own or not price:
+            if turn != own:
                 if own is not None:
                     self._add(_when(*own), False, since, seconds)
-                own, since, seconds = turn if price else None, 2 * i * len(self._nodes), 0.0
+                own, since, seconds = turn, 2 * i, 0.0
             seconds += price
         if own is not None:
             self._add(_when(*own), False, since, seconds)
@@ -340,26 +293,19 @@ class _EventsOfPlan:
     ) -> None:
         """Add the collective of some reshards, with copies before it and after its waits."""
         number, nodes = len(self._transfers), [self._nodes[i] for i in members]
-        first, sizes = nodes[0], [self._sizes[i] for i in members]
+        first, sizes = nodes[0], list(map(collective_bytes, nodes))
         op, n, total, is_bucket = first.target.op, first.target.n, sum(sizes), len(nodes) > 1
         self._transfers.append(PlannedTransfer(op, total, n, first.target.axes))
-        views_before, views_after = _VIEWS.get(op, (0, 0))
-        before, views_after = len(nodes) * views_before * self._view, views_after + is_bucket
-        if is_bucket:
-            before += self._copy(total // n if op == "all_gather" else total)
-            before += (len(nodes) + 1) * self._view
+        before = self._copy(total // n if op == "all_gather" else total) if is_bucket else 0.0
         if op == "reduce_scatter":
             inner = [size for size, m in zip(sizes, nodes, strict=True) if m.target.dst.dim > 0]
             before += sum(map(self._copy, inner))
         self._add(starts, True, 2 * members[0], before, unless, starts=number)
         began = min(start.at for start in starts)
-        is_first = True  # a bucket has one wait, for the member that is needed first
-        for end, size, node in sorted(zip(ends, sizes, nodes, strict=True), key=_earliest):
-            after = views_after * self._view
-            if op == "all_gather" and (is_bucket or node.target.src.dim > 0):
-                after += self._copy(size)
-            self._add(end, False, began, after, unless, awaits=number if is_first else None)
-            is_first = False
+        for size, node, end in zip(sizes, nodes, ends, strict=True):
+            copies = is_bucket + (node.target.src.dim > 0) if op == "all_gather" else 0
+            after = copies * self._copy(size) if copies else 0.0
+            self._add(end, False, began, after, unless, awaits=number)
 
     def _add(
         self,
@@ -381,8 +327,42 @@ class _EventsOfPlan:
         return self._hardware.issued(2 * nbytes / self._hardware.memory)
 
 
-def _earliest(member: tuple[Sequence[_When], int, Node]) -> int:
-    return min(when.at for when in member[0])
+class _NodePrices:
+    """Seconds of computation of a node, on a rank's shards."""
+
+    def __init__(self, hardware: Hardware):
+        self._hardware = hardware
+        self._known: dict[Any, float] = {}
+
+    def __call__(self, node: Node) -> float:
+        if node.kind in ("input", "constrain") or node.target in VIEWS or node.target in STACKS:
+            return 0.0
+        if node.kind == "reshard":
+            if _is_issued(node) or node.target.op == "slice":
+                return 0.0
+            return self._hardware.issued(2 * held_bytes(node) / self._hardware.memory)
+        dtype = node.results[0].dtype if node.results else torch.float32
+        what = node.target if node.kind == "op" else node.name
+        key = what, dtype, node.rule.dims, *node.sizes.values()
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._hardware.issued(self._work(node, dtype))
+        return known
+
+    def _work(self, node: Node, dtype: torch.dtype) -> float:
+        sizes = {factor: estimated(size) for factor, size in node.sizes.items()}
+        elements = sum(math.prod(sizes[f] for dim in dims for f in dim) for dims in node.rule.dims)
+        moving = elements * dtype.itemsize / self._hardware.memory
+        if node.kind != "op" or not is_matmul(node.target):
+            return moving
+        wanted = [len(dims) > 0 for dims in node.rule.results]
+        operations = 2 * multiplications(node.target, sizes, wanted)
+        reached = 1.0
+        if node.target in ATTENTION:
+            reached = self._hardware.attention
+        elif node.target in CONVOLUTIONS:
+            reached = self._hardware.convolution
+        computing = operations / (reached * self._hardware.flops_of(dtype))
+        return self._hardware.matmul(computing, moving)
 
 
 def _when(apart: int, together: int, bucket: int | None) -> list[_When]:
