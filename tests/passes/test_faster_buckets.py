@@ -146,7 +146,7 @@ def drawn_with_branches(seed: int) -> Any:
     "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 100))]
 )
 def test_a_drawn_step_with_branches_is_estimated_no_longer_than_without(seed: int):
-    """To a fiftieth, as the choice is made from the plan, and the figure is of the graph that runs."""
+    """To a fiftieth: the choice is made from the plan, the figure is of the graph that runs."""
     program = drawn_with_branches(seed)
     assert program.cost() <= without_buckets(program).cost() * (1 + 2e-2)
 
