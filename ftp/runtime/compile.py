@@ -13,6 +13,7 @@ from torch._guards import TracingContext, tracing
 
 from ftp.errors import CodeWarning
 from ftp.ops.philox import AS_TENSOR_OPS
+from ftp.partitioning.collectives import OVER_GLOO, gather_over_gloo
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.offset_tensors import with_offset_tensors
@@ -72,13 +73,15 @@ def eager(
 
 
 def _direct(graph: fx.Graph) -> fx.Graph:
-    """Replace small ops, whose call costs more than their work, by their cheapest call: collectives
-    in shared memory without the dispatcher, ``x.data`` for ``x.detach()`` (a third of an op's time,
-    not half).
+    """Replace small ops, whose call costs more than their work, by their cheapest call: ftp's own
+    collectives without the dispatcher, ``x.data`` for ``x.detach()`` (a third of an op's time, not
+    half).
     """
     for node in graph.nodes:
         if (issue := directly(node)) is not None:
             node.target = issue
+        elif node.target is OVER_GLOO:
+            node.target = gather_over_gloo
         elif node.target is aten.detach.default:
             node.target, node.args = getattr, (node.args[0], "data")
     return graph

@@ -25,8 +25,8 @@ from ftp.sharding.process_group import gpu_uuid
 from ftp.torch_internals.process_groups import resolve_process_group
 
 
-def with_device_gathers(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """The graph with each all-gather as the op that its group's backend runs on the device."""
+def with_gathers_of_backends(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """The graph with each all-gather as the op for its group's backend."""
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     gathers = [node for node in graph.nodes if node.target is gather]
     if all(gather_of(node.args[-1], device) is gather for node in gathers):

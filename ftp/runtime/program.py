@@ -39,7 +39,7 @@ from ftp.runtime.process_groups import (
     check_symmetric,
     faster_by_onednn,
     memory_of,
-    with_device_gathers,
+    with_gathers_of_backends,
     with_product_groups,
 )
 from ftp.runtime.renewed_outputs import renewed
@@ -302,8 +302,8 @@ class Program:
         if self.options.cuda_graph:
             check_recordable(graph, device)
         if mesh.kind == "process":
-            graph = with_device_gathers(graph, device)
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
+            graph = with_gathers_of_backends(graph, device)
         return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
 
     def _recorded(self, run: Run) -> Run:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 # inside it.
 _ISSUED = {
     "c10d::allreduce_": "all_reduce",
-    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::_allgather_base_": "all_gather",
     "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "c10d::alltoall_base_": "all_to_all",
 }

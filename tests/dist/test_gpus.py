@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import launch
-from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftp
 from ftp import P
@@ -24,8 +22,6 @@ from ftp.checkpoint.write_shards import Writing
 from ftp.distributed.calls import calls
 from ftp.distributed.interrupt import interrupt
 from ftp.distributed.unfinished import Unfinished
-from ftp.partitioning.collectives import gather_of
-from ftp.runtime import process_groups
 from ftp.sharding.mesh import resolve
 from ftp.sharding.mesh_groups import set_timeout
 
@@ -74,62 +70,6 @@ def test_processes_with_one_gpu_between_them_are_told():
             " it, slowly:"
             " torch.distributed.init_process_group('gloo') first."
         ), rank.error
-
-
-# Gathers over gloo.
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "is_other"),
-    [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)],
-)
-def test_gloo_gathers_tensors_of_gpus_by_the_call_that_takes_them(
-    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, is_other: bool
-):
-    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
-    monkeypatch.setattr("ftp.partitioning.collectives.resolve_process_group", lambda name: group)
-    other = torch.ops.ftp.all_gather_over_gloo.default
-    assert (gather_of("0", torch.device(device)) is other) == is_other
-
-
-class _Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def _gathers(how: str) -> set[str]:
-    """A step whose gathers go as they do on GPUs, on two ranks over gloo."""
-    process_groups.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
-    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
-    cfg = LlamaConfig(vocab=64, layers=1)
-    constraints = sequence_parallel() if how == "sequence" else None
-    fn, full = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=constraints)
-    of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
-    of_batch = P("tp") if how == "fsdp" else P()
-    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=of_batch)
-    batch = lm_batch(cfg, 4, 8)
-    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
-    step(params, data)
-    with _Seen() as seen:
-        loss, grads = step(params, data)
-    due, expected = torch.func.grad_and_value(lm_loss(fn))(full, batch)[::-1]
-    torch.testing.assert_close(loss, due)
-    torch.testing.assert_close(ftp.device_get(grads, mesh, of_params), expected)
-    ftp.destroy_process_group()
-    return {op for op in seen.ops if "all_gather" in op}
-
-
-@pytest.mark.cases_by_default(1)
-@pytest.mark.parametrize("how", ["fsdp", "sequence"])
-def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
-    for rank in launch(_gathers, 2, how):
-        assert rank.exit == 0, rank.error
-        assert rank.value == {"ftp.all_gather_over_gloo.default"}
 
 
 # A rank that is missing, where no collective says so.

@@ -1,0 +1,87 @@
+"""All-gathers over gloo go by the call that neither corrupts memory nor takes a GPU's tensors for the
+host's.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launch import launch
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ftp
+from ftp import P
+from ftp.partitioning.collectives import OVER_GLOO, gather_of
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_gathers_go_by_an_op_for_their_backend(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str
+):
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
+    monkeypatch.setattr("ftp.partitioning.collectives.resolve_process_group", lambda name: group)
+    assert (gather_of("0", torch.device(device)) is OVER_GLOO) == (backend == "gloo")
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers(how: str, compiled: bool) -> set[str]:
+    """The ops by which a step on two ranks gathers."""
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    cfg = LlamaConfig(vocab=64, layers=1)
+    constraints = sequence_parallel() if how == "sequence" else None
+    fn, full = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=constraints)
+    of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
+    of_batch = P("tp") if how == "fsdp" else P()
+    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=of_batch, compile=compiled)
+    batch = lm_batch(cfg, 4, 8)
+    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
+    step(params, data)
+    with _Seen() as seen:
+        loss, grads = step(params, data)
+    due, expected = torch.func.grad_and_value(lm_loss(fn))(full, batch)[::-1]
+    torch.testing.assert_close(loss, due)
+    torch.testing.assert_close(ftp.device_get(grads, mesh, of_params), expected)
+    ftp.destroy_process_group()
+    return {op for op in seen.ops if "all_gather" in op}
+
+
+@pytest.mark.cases_by_default(1)
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["fsdp", "sequence"])
+def test_steps_gather_by_the_op_for_gloo(how: str, compiled: bool):
+    for rank in launch(_gathers, 2, how, compiled):
+        assert rank.exit == 0, rank.error
+        assert rank.value == {"_c10d_functional.all_gather_into_tensor_out.default"}
+
+
+def _many_gathers() -> None:
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    x = torch.arange(192.0)
+    step = ftp.spmd(
+        lambda *xs: tuple(x * 2 for x in xs), mesh, (P("tp"),) * 30, out_specs=(P(),) * 30,
+        bucket=False,
+    )  # fmt: skip
+    given = ftp.device_put((x,) * 30, mesh, (P("tp"),) * 30)
+    for _ in range(4000):
+        for y in step(*given):
+            assert torch.equal(y, x * 2)
+    ftp.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_gathers_leave_the_memory_of_others_as_it_is():
+    for rank in launch(_many_gathers, 2):
+        assert rank.exit == 0, rank.error
