@@ -9,12 +9,8 @@ from torch import Tensor, fx
 
 from ftp.sharding.pytree import flatten
 from ftp.torch_internals.op_types import OpOverload, decomposition_table
-from ftp.tracing.functionalize_graph import (
-    clean,
-    constants_last,
-    functional_form,
-    lift_attributes,
-)
+from ftp.tracing.clean_graph import clean
+from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
 from ftp.tracing.recorder import Recorder, record
 
 if TYPE_CHECKING:

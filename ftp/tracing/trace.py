@@ -31,6 +31,7 @@ from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import ReadTensor
 from ftp.tracing.captured_values import CapturedValues
 from ftp.tracing.check_traced import check_leaves, check_results, check_unwritten
+from ftp.tracing.clean_graph import clean
 from ftp.tracing.counted_numbers import numbers_around, warn_of_counted
 from ftp.tracing.data_dependent.assumptions import Assumptions
 from ftp.tracing.data_dependent.branches import check_writes
@@ -45,12 +46,7 @@ from ftp.tracing.data_dependent.values_read import (
     reading_to,
 )
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
-from ftp.tracing.functionalize_graph import (
-    clean,
-    constants_last,
-    functional_form,
-    lift_attributes,
-)
+from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
 from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
 from ftp.tracing.left_behind import LeftBehind, check_unread, forget_cached, left_behind
 from ftp.tracing.recorder import Recorder, record

@@ -1,5 +1,5 @@
-"""All-gathers over gloo go by the call that neither corrupts memory nor takes a GPU's tensors for the
-host's.
+"""All-gathers over gloo go by the call that neither corrupts the heap nor takes a GPU's tensors for
+the host's.
 """
 
 from types import SimpleNamespace

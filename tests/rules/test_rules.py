@@ -39,7 +39,7 @@ from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.registry import RULES, make, rule
 from ftp.rules.rule import BoundRule, Rule
 from ftp.testing import check_rule
-from ftp.tracing.functionalize_graph import _dim_arguments, from_the_front
+from ftp.tracing.clean_graph import _dim_arguments, from_the_front
 
 aten = torch.ops.aten
 PROVABLE = sorted((op for op in set(RULES) - ELSEWHERE if op.namespace in NAMESPACES), key=str)
