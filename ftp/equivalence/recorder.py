@@ -18,6 +18,7 @@ from ftp.equivalence.data_access import READS_VALUE, DataAccess
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
 from ftp.ops.grouped_mm import as_matmuls
+from ftp.ops.tensor_lists import PREFIX, one_by_one
 from ftp.ops.written import written
 from ftp.source import is_users, user_line, user_lines
 from ftp.torch_internals.autograd_state import current_autograd_node, get_sequence_nr
@@ -177,8 +178,9 @@ class ProgramRecorder(TorchDispatchMode):
         if outs and func.namespace == "aten":
             return self._into(func, args, kwargs, outs)
         name = func._schema.name.split("::")[1]
-        if name.startswith("_foreach_") and func.namespace == "aten":
-            return self._one_by_one(name.removeprefix("_foreach_"), args, kwargs)
+        if name.startswith(PREFIX) and func.namespace == "aten":
+            with self:
+                return one_by_one(name.removeprefix(PREFIX), args, kwargs)
         if name in _MOVES_IN_PLACE:
             return self._moved_in_place(func, args, kwargs)
         is_known = name in KNOWN or (name.endswith("_") and name.removesuffix("_") in KNOWN)
@@ -207,21 +209,6 @@ class ProgramRecorder(TorchDispatchMode):
         if not func._schema.returns:
             return None
         return outs[0] if len(outs) == 1 else tuple(outs)
-
-    def _one_by_one(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """An op of lists of tensors, as ops of their elements."""
-        if name.startswith(("addcmul", "addcdiv")) and len(args) == 4:
-            args, kwargs = args[:3], {"value": args[3]}  # no operand by position of one tensor's op
-        is_plain = hasattr(aten, name)
-        op = getattr(aten, name if is_plain else name.removesuffix("_"))
-        found = []
-        with self:
-            for i, x in enumerate(args[0]):
-                given = [a[i] if isinstance(a, list | tuple) else a for a in args]
-                named = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-                made = op(*given, **named)
-                found.append(made if is_plain else x.copy_(made))
-        return None if name.endswith("_") else found
 
     def _moved_in_place(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A tensor that becomes a view of itself, as by ``squeeze_``."""

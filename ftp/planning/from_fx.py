@@ -4,6 +4,8 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count, product
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -385,5 +387,5 @@ def _candidate(call: Call) -> str:
     def dims(metas: Sequence[Meta], letters: Any) -> str:
         return ", ".join(" ".join(f"[{next(letters)}]" for _ in m.shape) or "()" for m in metas)
 
-    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    letters = ("".join(x) for n in count(1) for x in product(ascii_lowercase, repeat=n))
     return f"{dims(call.operands, letters)} -> {dims(call.results, letters)}"

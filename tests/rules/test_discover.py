@@ -231,6 +231,15 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+def test_more_dims_than_letters(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FTP_DISCOVERY", "0")
+    step = ftp.spmd(
+        lambda *xs: torch.ops.aten._foreach_exp(xs), ftp.simulated_mesh((2,), ("dp",)), strict=True
+    )
+    with pytest.raises(PlanningError, match=r"\[y\] \[z\], \[aa\] \[ab\] -> \[ac\] \[ad\], "):
+        step(*(floats(2, 2) for _ in range(14)))
+
+
 def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     found = discover(call(aten.mm.default, floats(16, 32), floats(32, 5)))
     (written,) = (tmp_path / "discovery").iterdir()

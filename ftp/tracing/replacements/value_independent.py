@@ -21,6 +21,7 @@ import ftp.tracing.selected_rows.writes  # noqa: F401  (they fill the tables of 
 from ftp.axis import is_inside
 from ftp.errors import TraceError
 from ftp.functional.modes_of_blocks import ModeOfBlocks
+from ftp.ops import tensor_lists
 from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
 from ftp.source import at_line, describe_line, users_frame
@@ -428,6 +429,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
     **OF_CLASSES,
+    **tensor_lists.FUNCTIONS,
     F.linear: _linear,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
