@@ -109,7 +109,8 @@ class Node:
         region: the recomputed region (``remat``) that it is part of.
         branch: the branch of a ``torch.cond`` that it is part of.
         cause: the purpose of a reshard: a parameter path, a constraint, an op.
-        pending: per result the ``(axis, op)`` of its pending reductions.
+        pending: per result the ``(axis, op)`` of its pending reductions. Like ``sizes`` and
+            ``cuts``, it is replaced and never changed: copies of the node share it.
         own_axes: axes on which the node fixes its layouts itself: those of per-rank code, and of
             nodes that enter or leave it.
         rank_axes: axes along which its results belong to one rank, inside per-rank code. On them
@@ -129,7 +130,7 @@ class Node:
     phase: int = 0
     region: Region | None = None
     cause: str = ""
-    sizes: dict[str, Size] = field(default_factory=dict)
+    sizes: Mapping[str, Size] = field(default_factory=dict)
     cuts: list[FactorCut] = field(default_factory=list)
     pending: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     operands: tuple["Value", ...] = ()
@@ -139,7 +140,7 @@ class Node:
     followed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
-        self.sizes = self.sizes or dict(self.rule.sizes)
+        self.sizes = self.sizes or self.rule.sizes
         self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
 
     def __repr__(self) -> str:
@@ -154,9 +155,7 @@ class Node:
     def copy(self) -> "Node":
         """A copy; changes to it leave this node as it is."""
         made = object.__new__(Node)
-        made.__dict__.update(self.__dict__)
-        made.sizes, made.cuts = dict(self.sizes), list(self.cuts)
-        made.pending = {i: list(pending) for i, pending in self.pending.items()}
+        made.__dict__ = self.__dict__.copy()
         made.followed = {}
         return made
 
@@ -176,11 +175,14 @@ class Node:
     def replace_operands(self, new: Sequence["Value"]) -> None:
         if not self.operands:
             return
-        fresh = iter(new)
+        old, self.operands, self.followed = self.operands, tuple(new), {}
+        if self.args == old:  # nothing but tensors
+            self.args = self.operands
+            return
+        fresh = iter(self.operands)
         self.args = replaced(self.args, Value, lambda _: next(fresh))
         if self.kwargs:
             self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
-        self.operands, self.followed = tuple(new), {}
 
 
 class Value(NamedTuple):

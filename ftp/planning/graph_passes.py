@@ -17,7 +17,8 @@ def live(graph: Graph) -> Graph:
     wanted = {v.node for v in graph.outputs}
     for node in reversed(graph.nodes):
         if node in wanted:
-            wanted.update([v.node for v in node.operands])
+            for value in node.operands:
+                wanted.add(value.node)
     return Graph([n for n in graph.nodes if n.kind == "input" or n in wanted], graph.outputs)
 
 

@@ -30,7 +30,7 @@ def insert_reshards(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | Non
     Args:
         outputs: the layout in which each output is returned; None: open.
     """
-    emitter = _Emitter(graph, plan)
+    emitter = _Emitter(plan)
     users = graph.users()
     required: dict[Value, list[Layout]] = {}
     for value, layout in zip(graph.outputs, outputs, strict=True):
@@ -92,26 +92,27 @@ def spec_of_cuts(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec
 def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
     for index, layout in enumerate(strategy.results):
         if layout.kind == "P":
-            node.pending.setdefault(index, []).append((axis, layout.op))
+            before = node.pending.get(index, [])
+            node.pending = {**node.pending, index: [*before, (axis, layout.op)]}
     for cut in (strategy.cut, strategy.ring_cut, strategy.aligned_cut):
         if cut is None:
             continue
         factor, outer, inner, is_zigzag = cut
         extent = div(node.sizes[factor], mul(outer, inner))
         assert extent is not None
-        node.cuts.append(FactorCut(axis, factor, outer, extent, inner, is_zigzag))
-        node.sizes[factor] = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
+        node.cuts = [*node.cuts, FactorCut(axis, factor, outer, extent, inner, is_zigzag)]
+        size = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
+        node.sizes = {**node.sizes, factor: size}
 
 
 class _Emitter:
     """Emits each copy of a value once."""
 
-    def __init__(self, graph: Graph, plan: AxisPlan):
+    def __init__(self, plan: AxisPlan):
         self.plan = plan
         self.nodes: list[Node] = []
         self.rewired: dict[Node, list[Value]] = {}
         self.made: dict[tuple[Value, Layout], Value] = {}
-        self.shapes = {v: v.node.shape(v.index) for node in graph.nodes for v in node.values}
 
     def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
         """``value`` in the layout ``need``, by the reshards that the plan chose."""
@@ -134,7 +135,7 @@ class _Emitter:
     def _reshard(
         self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None
     ) -> Value:
-        shape = self.shapes[value]
+        shape = value.shape
         if dst.kind == "S" and cut_extent(shape[dst.dim], dst) is None and user is not None:
             # Cuts over earlier axes gave the same parts by another formula: 4 rows cut in 3 are the
             # rows of 2 cut in 3, twice.

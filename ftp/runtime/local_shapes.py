@@ -127,6 +127,8 @@ class _Shapes:
                 )
             elif node.op == "output":
                 break
+            elif self._is_unchanged(node, values):
+                held = self.before[node]
             elif _is_arithmetic(node, numbers):
                 numbers[node] = _computed(node, numbers)
                 continue
@@ -134,8 +136,6 @@ class _Shapes:
                 held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
             elif node.target is WAIT or is_in_place(node.target):
                 held = values[node.args[0]]  # type: ignore[index]
-            elif self._is_unchanged(node, values):
-                held = self.before[node]
             else:
                 held = self._call(node, values, numbers)
             values[node] = held

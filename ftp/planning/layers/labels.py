@@ -56,8 +56,8 @@ def label(graph: Graph, of_inputs: Mapping[Node, int], slices: int) -> Layers:
     """
     users = Counter(value.node for node in graph.nodes for value in node.operands)
     shared: set[Node] = set()
-    _labelled(graph, of_inputs, slices, users, shared)  # finds the shared nodes
-    return _labelled(graph, of_inputs, slices, users, shared)
+    found = _labelled(graph, of_inputs, slices, users, shared)
+    return _labelled(graph, of_inputs, slices, users, shared) if shared else found
 
 
 def _labelled(

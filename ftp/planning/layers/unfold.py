@@ -39,6 +39,21 @@ class _Anchor(NamedTuple):
     distance: int
 
 
+class _Place(NamedTuple):
+    """A node of the layer that stands for the left-out ones, and the places of its copies.
+
+    Attributes:
+        originals: per left-out layer the node of the whole graph; None for a node that planning
+            added.
+        numbers, distance: the copies' sort keys.
+    """
+
+    node: Node
+    originals: list[Node] | None
+    numbers: list[int]
+    distance: int
+
+
 class _Unfolding:
     """Puts copies of layer ``stands_for`` in the place of the layers that were left out.
 
@@ -52,13 +67,20 @@ class _Unfolding:
         self.folded, self.planned, self.layers, self.gap = folded, planned, layers, folded.gap
         self.number = {node: i for i, node in enumerate(folded.whole.nodes)}
         self.order: dict[Node, tuple[int, int]] = {}
-        self.anchors = self._anchors()
+        self.places = self._places()
         self.copies = [self._copied_layer(step) for step in range(self.gap.count)]
 
     def whole(self) -> tuple[Graph, list[int]] | None:
         for layer, copies in enumerate(self.copies, self.gap.start):
             for node, copy in copies.items():
-                copy.replace_operands([self._operand(v, layer) for v in node.operands])
+                copy.replace_operands(
+                    [
+                        Value(copies[v.node], v.index)
+                        if v.node in copies
+                        else self._operand(v, layer)
+                        for v in node.operands
+                    ]
+                )
         for node in self.planned.nodes:
             here = self.layers.of.get(node)
             if here is not None:
@@ -140,14 +162,32 @@ class _Unfolding:
             self.order[node] = number, distance
         return anchors
 
-    def _counterpart(self, node: Node, step: int) -> Node:
-        """The whole graph's node that corresponds to an original ``node``, ``step`` + 1 layers
-        on.
+    def _places(self) -> list[_Place]:
+        """Where the copies of the nodes of layer ``stands_for`` go."""
+        t, anchors, places = self.folded.stands_for, self._anchors(), []
+        for node in self.layers.nodes[t]:
+            originals = self._counterparts(node) if node in self.folded.origin else None
+            anchor, distance = anchors[node]
+            if anchor is None:
+                number, distance = self.order[node]
+                numbers = [number] * self.gap.count
+            elif abs(self.layers.of.get(anchor, t) - t) <= 1:
+                numbers = [self.number[moved] for moved in self._counterparts(anchor)]
+            else:
+                numbers = [self.number[self.folded.origin[anchor]]] * self.gap.count
+            places.append(_Place(node, originals, numbers, distance))
+        return places
+
+    def _counterparts(self, node: Node) -> list[Node]:
+        """Per left-out layer, the whole graph's node that corresponds to an original ``node``: one
+        layer on for the first, and so on.
         """
+        origin, whole, count = self.folded.origin[node], self.folded.layers, self.gap.count
         layer = self.layers.of.get(node)
-        origin = self.folded.origin[node]
-        whole = self.folded.layers
-        return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
+        if layer is None:
+            return [origin] * count
+        at = whole.at[origin]
+        return [nodes[at] for nodes in whole.nodes[layer + 1 : layer + 1 + count]]
 
     def _copied_layer(self, step: int) -> dict[Node, Node]:
         """The copy of each node of layer ``stands_for`` in left-out layer number ``step``. Operands
@@ -156,11 +196,10 @@ class _Unfolding:
         copies: dict[Node, Node] = {}
         names: dict[str, str] = {}
         regions: dict[Region, Region] = {}
-        t = self.folded.stands_for
-        for node in self.layers.nodes[t]:
+        for node, originals, numbers, distance in self.places:
             copy = node.copy()
-            if node in self.folded.origin:
-                there = self._counterpart(node, step)
+            if originals is not None:
+                there = originals[step]
                 copy.name, copy.source, copy.region = there.name, there.source, there.region
                 if node.region is not None and there.region is not None:
                     regions[node.region] = there.region
@@ -171,13 +210,7 @@ class _Unfolding:
             if "[" in node.name or "[" in copy.name:
                 names[_flat(node.name)] = _flat(copy.name)
             copies[node] = copy
-            anchor, distance = self.anchors[node]
-            if anchor is None:
-                self.order[copy] = self.order[node]
-            else:
-                is_near = abs(self.layers.of.get(anchor, t) - t) <= 1
-                moved = self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]
-                self.order[copy] = self.number[moved], distance
+            self.order[copy] = numbers[step], distance
         return copies
 
     def _assembled(self) -> tuple[Graph, list[int]] | None:
