@@ -45,6 +45,8 @@ def only_arrived(graph: fx.Graph, exchanges: Collection[Any]) -> fx.Graph:
     Args:
         exchanges: the targets of exchanges of rows.
     """
+    if not any(graph.find_nodes(op="call_function", target=target) for target in exchanges):
+        return graph
     rows, unfit, sizes = _read(graph, exchanges)
     fits = {held.of for node, held in rows.items() if node.target in exchanges} - unfit
     if not fits:

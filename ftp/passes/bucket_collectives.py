@@ -116,9 +116,8 @@ class _BucketSizes:
         self._bucket_bytes, self._apart = bucket_bytes, apart
         self._layers = _layers(graph)
         self._of_kind: dict[Any, int] = {}
-        for node in graph.nodes:
-            kind = self.kind(node) if node.kind == "reshard" else None
-            if kind and (nbytes := _nbytes(node)) <= member_bytes:
+        for node in graph.reshards.values():
+            if (kind := self.kind(node)) and (nbytes := _nbytes(node)) <= member_bytes:
                 self._of_kind[kind] = self._of_kind.get(kind, 0) + nbytes
         self._of_layer: dict[Any, int] = {}
         for node, layer in self._layers.items():
@@ -262,7 +261,7 @@ def _layers(graph: Graph) -> dict[Node, Any]:
     names = {node: node.name for node in graph.inputs}
     numbers = numbered(names)
     found: dict[Node, Any] = {}
-    for node in graph.nodes:
+    for node in graph.reshards.values():
         if is_ahead(node) and node.target.op == "all_gather":
             origin = node
             while origin.operands:

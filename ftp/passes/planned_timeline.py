@@ -134,7 +134,7 @@ def timelines(
         limit: of `prefetch`.
     """
     bucket_named = {name: bucket for bucket, group in enumerate(groups) for name in group}
-    issued = [i for i, node in enumerate(graph.nodes) if _is_issued(node)]
+    issued = [i for i, node in graph.reshards.items() if _is_issued(node)]
     names = {i: graph.nodes[i].name for i in issued}
     bucket_of = {i: bucket_named[name] for i, name in names.items() if name in bucket_named}
     last = {bucket: i for i, bucket in bucket_of.items()}

@@ -30,7 +30,7 @@ def collective_bytes(node: Node) -> int:
 
 def largest_gathered(graph: Graph) -> int:
     """Bytes of the largest parameter that a rank gathers; 0 if none."""
-    return max((held_bytes(node) for node in graph.nodes if is_ahead(node)), default=0)
+    return max((held_bytes(node) for node in graph.reshards.values() if is_ahead(node)), default=0)
 
 
 def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
@@ -60,7 +60,7 @@ def turns(
     limit = largest_gathered(graph) if limit is None else limit
     bucket_of = {name: tuple(group) for group in groups for name in group}
     units: dict[tuple[str, ...], list[int]] = {}
-    for at, node in enumerate(graph.nodes):
+    for at, node in graph.reshards.items():
         if is_ahead(node):
             units.setdefault(bucket_of.get(node.name, (node.name,)), []).append(at)
     places = list(units.values())

@@ -231,6 +231,11 @@ class Graph:
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
 
+    @cached_property
+    def reshards(self) -> dict[int, Node]:
+        """The reshards by their place among the nodes."""
+        return {at: n for at, n in enumerate(self.nodes) if n.kind == "reshard"}
+
     def copied(self) -> "Rewrite":
         """A copy of the graph and its nodes, and the copy of each node."""
         copies: dict[Node, Node] = {}
