@@ -14,8 +14,10 @@ from ftp.distributed.channel import Channel
 from ftp.distributed.neighbours import Neighbours
 from ftp.distributed.store import Store, calls_back, cloned, wait
 from ftp.distributed.waiting import LINGER, QUESTIONS
+from ftp.torch_internals.gloo_workers import await_idle
 from ftp.torch_internals.process_groups import get_default_group, get_default_store
 
+_IDLE = 5.0  # seconds for gloo's workers to get a processor, on a busy machine
 _LOOK_AGAIN = 0.5  # seconds between two looks at an agreement that this rank has not joined
 
 
@@ -82,6 +84,7 @@ class Watcher:
         else:
             self._wake()
         self._thread.join(1.0)
+        await_idle(_IDLE)
 
     def _wake(self) -> None:
         if os.getpid() != self._pid:

@@ -1,12 +1,15 @@
-"""Ranks whose loops end at different steps, on gloo processes."""
+"""How ranks end: their loops at different steps, their processes on a busy machine."""
 
+import os
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from few_or_many import slow_after
-from launch import launch
+from launch import free_port, launch
 
 import ftp
 from ftp import P
@@ -65,3 +68,63 @@ def _a_rank_works_on_alone(size):
 def test_a_rank_may_end_while_another_works_alone(size):
     runs = launch(_a_rank_works_on_alone, 2, size)
     assert [run.error for run in runs] == [None, None]
+
+
+# gloo's workers run only when nothing else wants the one processor, as may be on a busy machine.
+_STARVE = """
+workers, tasks = [], [int(task) for task in os.listdir("/proc/self/task")]
+while len(workers) < 2:  # each names itself when it starts
+    workers = [t for t in tasks if "pt_gloo_runloop" in open(f"/proc/self/task/{t}/comm").read()]
+for task in tasks:
+    os.sched_setaffinity(task, {min(os.sched_getaffinity(0))})
+for worker in workers:
+    os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
+"""
+_STEPS = f"""
+import os, torch, ftp
+from ftp import P
+
+mesh = ftp.make_mesh((2,), ("dp",), device_type="cpu")
+step = ftp.spmd(lambda x: x * 2, mesh, P("dp"), P())
+x = ftp.device_put(torch.ones(12), mesh, P("dp"))
+step(x)
+{_STARVE}
+for _ in range(3):
+    y = step(x)
+"""
+_WORKERS = f"""
+import os, torch
+import torch.distributed as dist
+from ftp.torch_internals.gloo_workers import await_idle
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{_STARVE}
+outs = [torch.empty(12) for _ in range(200)]
+for out in outs:
+    dist.all_gather_into_tensor(out, torch.ones(12), async_op=True)
+assert await_idle(60.0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "ranks", "times"), [(_STEPS, 2, 3), (_WORKERS, 1, 4)])
+def test_processes_end_well_where_workers_wait_for_a_processor(program, ranks, times):
+    for _ in range(times):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env={
+                    **os.environ,
+                    **address,
+                    "WORLD_SIZE": str(ranks),
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                },
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate(timeout=120)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * ranks, said
