@@ -43,6 +43,11 @@ def is_transforming() -> bool:
     return bool(get_interpreter_stack())
 
 
+def is_within_one_gradient() -> bool:
+    """Whether one transform of torch.func is running, which takes a gradient."""
+    return [*_running().values()] == [TransformType.Grad]
+
+
 def _running() -> dict[int, TransformType]:
     """The transforms that run, by level."""
     return {one.level(): one.key() for one in get_interpreter_stack() or ()}

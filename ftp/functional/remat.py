@@ -12,7 +12,12 @@ from ftp.dataclass import dataclass
 from ftp.errors import InputError
 from ftp.functional.block_call import BlockCall
 from ftp.functional.block_values import no_numbering
-from ftp.functional.captures import ReadsState, is_transforming, on_top
+from ftp.functional.captures import (
+    ReadsState,
+    is_transforming,
+    is_within_one_gradient,
+    on_top,
+)
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.sharding.pytree import kind_of
@@ -223,9 +228,11 @@ class _Remat(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.block, *tensors = inputs
         save_inputs(ctx, tensors, output)
+        still = [output[i] for i in ctx.block.call.without_gradient]
         if not is_transforming():  # a state without a gradient stays one
-            still = [output[i] for i in ctx.block.call.without_gradient]
             ctx.mark_non_differentiable(*(x for x in output if not is_differentiable(x)), *still)
+        elif still and is_within_one_gradient():  # others take derivatives under no_grad too
+            ctx.mark_non_differentiable(*still)
 
     @staticmethod
     @no_numbering()

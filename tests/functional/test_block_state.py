@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ftp
 from ftp import P
@@ -432,3 +433,33 @@ def test_state_without_a_gradient_stays_without_one(is_of_gradient, is_nested):
             a.detach_(), b.detach_()
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("is_of_gradient", [False, True])
+def test_state_without_a_gradient_stays_without_one_in_grad(is_of_gradient, is_nested):
+    """By torch.func.grad: two calls of one block in a loss, eager and in a step."""
+
+    def run(w, state, x):
+        y = F.batch_norm(x @ w, state["mean"], state["var"], training=True)
+        with torch.no_grad():
+            state["most"].lerp_(y.amax(0), 0.1)
+        if is_of_gradient:
+            state["most"].add_(y.amax(0))
+        return y.sin() + state["most"]
+
+    def grads(w, buffers, x, remat=ftp.remat):
+        def loss(w):
+            state = {k: v.clone() for k, v in buffers.items()}
+            inner = remat(run)
+            block = remat(lambda *args: inner(*args)) if is_nested else inner
+            return block(w, state, block(w, state, x)).square().sum(), state
+
+        return torch.func.grad(loss, has_aux=True)(w)
+
+    w, x = torch.randn(2, 4, 4, dtype=torch.float64)
+    buffers = {k: torch.rand(4, dtype=torch.float64) for k in ("mean", "var", "most")}
+    expected = grads(w, buffers, x, remat=lambda fn: fn)
+    torch.testing.assert_close(grads(w, buffers, x), expected)
+    step = ftp.spmd(lambda *args: grads(*args), ftp.simulated_mesh((2,), ("tp",)))
+    torch.testing.assert_close(step(w, buffers, x), expected)
