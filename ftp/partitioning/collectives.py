@@ -22,18 +22,22 @@ OVER_GLOO = define(like("all_gather_over_gloo", c10d.all_gather_into_tensor.defa
 register_fake(OVER_GLOO, c10d.all_gather_into_tensor.default)
 
 
-def gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
+def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
     whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
     return c10d.all_gather_into_tensor_out.default(shard, n, group, out=whole)
 
 
-torch.library.impl(OVER_GLOO._name, "CompositeExplicitAutograd", gather_over_gloo)
+torch.library.impl(OVER_GLOO._name, "CompositeExplicitAutograd", _gather_over_gloo)
+
+
+def is_over_gloo(group: Any, device: torch.device) -> bool:
+    """Whether a process group's collectives of tensors on ``device`` go over gloo."""
+    return resolve_process_group(group)._get_backend(device).name() == "gloo"
 
 
 def gather_of(group: Any, device: torch.device) -> OpOverload:
     """The functional all-gather to call for tensors on ``device``."""
-    backend = resolve_process_group(group)._get_backend(device).name()
-    return OVER_GLOO if backend == "gloo" else c10d.all_gather_into_tensor.default
+    return OVER_GLOO if is_over_gloo(group, device) else c10d.all_gather_into_tensor.default
 
 
 @dataclass(frozen=True)

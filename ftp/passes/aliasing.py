@@ -12,6 +12,7 @@ from ftp.torch_internals.op_types import OpOverload
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+ALL_REDUCE_ = torch.ops._c10d_functional.all_reduce_.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so

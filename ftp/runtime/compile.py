@@ -13,7 +13,6 @@ from torch._guards import TracingContext, tracing
 
 from ftp.errors import CodeWarning
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.partitioning.collectives import OVER_GLOO, gather_over_gloo
 from ftp.passes.buffer_reuse import has_shape_of, in_place, python_forms, with_values
 from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.offset_tensors import with_offset_tensors
@@ -24,6 +23,7 @@ from ftp.rules.local_op import as_module
 from ftp.runtime import kept_code
 from ftp.runtime.direct_code import forward_of
 from ftp.runtime.divided_work import divided
+from ftp.runtime.gloo_calls import call_directly
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.local_shapes import known_numbers
 from ftp.runtime.lowering import for_eager, for_inductor, ordered
@@ -57,7 +57,7 @@ def eager(
             is freed after its last use.
     """
     inputs = _dense(inputs, donated)
-    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()))
+    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()), inputs)
     written = outline_branches(written) if host else written
     if not empties:
         forward = forward_of(written)
@@ -72,16 +72,15 @@ def eager(
     return run
 
 
-def _direct(graph: fx.Graph) -> fx.Graph:
+def _direct(graph: fx.Graph, inputs: Sequence[Any]) -> fx.Graph:
     """Replace small ops, whose call costs more than their work, by their cheapest call: ftp's own
     collectives without the dispatcher, ``x.data`` for ``x.detach()`` (a third of an op's time, not
     half).
     """
+    call_directly(graph, inputs)
     for node in graph.nodes:
         if (issue := directly(node)) is not None:
             node.target = issue
-        elif node.target is OVER_GLOO:
-            node.target = gather_over_gloo
         elif node.target is aten.detach.default:
             node.target, node.args = getattr, (node.args[0], "data")
     return graph
@@ -118,7 +117,7 @@ def compiled(
     graph, subgraphs, held = subgraphs_of(graph, inputs, donated, choose)
     keys = [subgraph.key() for subgraph in subgraphs]
     made = _compiled_once(dict(zip(keys, subgraphs, strict=True)), code or {})
-    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
+    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]), inputs)
     forward = forward_of(outline_branches(called) if host else called)
     # The code is compiled for dense inputs.
     return lambda given: forward(*_dense(given, tensors), *held)

@@ -17,6 +17,7 @@ from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
+from ftp.passes.aliasing import WAIT
 from ftp.passes.onednn_matmuls import Matmul
 from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
@@ -31,6 +32,7 @@ from ftp.rules.op_kinds import may_call_autograd
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing, written_by
+from ftp.runtime.gloo_calls import arrived
 from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.options import DEFAULT, Options
@@ -361,7 +363,7 @@ class Program:
         was compiled.
         """
         node = failing(error)
-        if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if node is not None and node.target in (WAIT, arrived):
             node = node.args[0]
         made = node.meta.get("collective") if isinstance(node, fx.Node) else None
         if made is None:

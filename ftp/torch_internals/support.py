@@ -74,7 +74,8 @@ NEEDED = {
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
     "torch.cpu": "_init_amx _is_amx_tile_supported",
-    "torch.distributed.distributed_c10d": "ProcessGroup._device_types ProcessGroup._get_backend"
+    "torch.distributed.distributed_c10d": "ProcessGroup._allgather_base"
+    " ProcessGroup._device_types ProcessGroup._get_backend"
     " _get_default_group _get_default_store _resolve_process_group _set_pg_timeout",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ftp
 from ftp import P
 from ftp.partitioning.collectives import OVER_GLOO, gather_of
+from ftp.runtime import compile
 
 pytestmark = pytest.mark.dist
 
@@ -37,8 +38,10 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gathers(how: str, compiled: bool) -> set[str]:
-    """The ops by which a step on two ranks gathers."""
+def _gathers(how: str, compiled: bool, is_gpu: bool) -> set[str]:
+    """The ops by which a step on two ranks gathers; as it does on GPUs if ``is_gpu``."""
+    if is_gpu:
+        compile.call_directly = lambda graph, inputs: None
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     cfg = LlamaConfig(vocab=64, layers=1)
     constraints = sequence_parallel() if how == "sequence" else None
@@ -55,16 +58,18 @@ def _gathers(how: str, compiled: bool) -> set[str]:
     torch.testing.assert_close(loss, due)
     torch.testing.assert_close(ftp.device_get(grads, mesh, of_params), expected)
     ftp.destroy_process_group()
-    return {op for op in seen.ops if "all_gather" in op}
+    return {op for op in seen.ops if "allgather" in op or "all_gather" in op}
 
 
-@pytest.mark.cases_by_default(1)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.cases_by_default(2)
 @pytest.mark.parametrize("how", ["fsdp", "sequence"])
-def test_steps_gather_by_the_op_for_gloo(how: str, compiled: bool):
-    for rank in launch(_gathers, 2, how, compiled):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_steps_gather_by_the_call_that_keeps_memory_whole(how: str, compiled: bool, is_gpu: bool):
+    op = "ftp.all_gather_over_gloo.default" if is_gpu else "c10d._allgather_base_.default"
+    for rank in launch(_gathers, 2, how, compiled, is_gpu):
         assert rank.exit == 0, rank.error
-        assert rank.value == {"_c10d_functional.all_gather_into_tensor_out.default"}
+        assert rank.value == {op}
 
 
 def _many_gathers() -> None:

@@ -1,0 +1,74 @@
+"""Collectives over gloo by calls of their process group, without torch's functional ops: those keep
+each call in a table until it is waited for, which takes longer than the call itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed import ReduceOp
+
+from ftp.partitioning.collectives import OVER_GLOO, is_over_gloo
+from ftp.passes.aliasing import ALL_REDUCE, ALL_REDUCE_, WAIT
+from ftp.torch_internals.process_groups import (
+    AllgatherOptions,
+    AllreduceOptions,
+    resolve_process_group,
+)
+
+Issued = tuple[torch.Tensor, Any]
+"""The result of an issued collective, and torch's work to wait for before it is read."""
+
+_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+
+
+def call_directly(graph: fx.Graph, inputs: Sequence[Any]) -> None:
+    """Replace the collectives of a CPU's graph over gloo, and the waits for them, by direct calls.
+
+    Args:
+        inputs: of the graph.
+    """
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    if device is None or device.type != "cpu":
+        return
+    for node in graph.nodes:
+        issue = _issue(node, device)
+        if issue is not None and all(user.target is WAIT for user in node.users):
+            node.target = issue
+            for wait in node.users:
+                wait.target = arrived
+
+
+def arrived(issued: Issued) -> torch.Tensor:
+    """The result of an issued collective, once it is there."""
+    result, work = issued
+    work.wait()
+    return result
+
+
+def _issue(node: fx.Node, device: torch.device) -> Callable[..., Issued] | None:
+    """A function that issues a node's collective; None for another node."""
+    if node.target is OVER_GLOO:
+        return _gather
+    if node.target not in (ALL_REDUCE, ALL_REDUCE_) or node.args[1] not in _OPS:
+        return None
+    if node.meta["collective"].dtype.is_complex or not is_over_gloo(node.args[2], device):
+        return None
+    options = AllreduceOptions()
+    options.reduceOp = _OPS[node.args[1]]
+    is_in_place = node.target is ALL_REDUCE_
+
+    def reduce(x: torch.Tensor, op: str, group: Any) -> Issued:
+        y = x if is_in_place else x.clone(memory_format=torch.contiguous_format)
+        return y, resolve_process_group(group).allreduce([y], options)
+
+    return reduce
+
+
+_GATHERED = AllgatherOptions()
+
+
+def _gather(shard: torch.Tensor, n: int, group: Any) -> Issued:
+    whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
+    return whole, resolve_process_group(group)._allgather_base(whole, shard, _GATHERED)
