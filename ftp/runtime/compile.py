@@ -57,7 +57,7 @@ def eager(
             is freed after its last use.
     """
     inputs = _dense(inputs, donated)
-    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()), inputs)
+    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()))
     written = outline_branches(written) if host else written
     if not empties:
         forward = forward_of(written)
@@ -72,12 +72,12 @@ def eager(
     return run
 
 
-def _direct(graph: fx.Graph, inputs: Sequence[Any]) -> fx.Graph:
+def _direct(graph: fx.Graph) -> fx.Graph:
     """Replace small ops, whose call costs more than their work, by their cheapest call: ftp's own
     collectives without the dispatcher, ``x.data`` for ``x.detach()`` (a third of an op's time, not
     half).
     """
-    call_directly(graph, inputs)
+    call_directly(graph)
     for node in graph.nodes:
         if (issue := directly(node)) is not None:
             node.target = issue
@@ -117,7 +117,7 @@ def compiled(
     graph, subgraphs, held = subgraphs_of(graph, inputs, donated, choose)
     keys = [subgraph.key() for subgraph in subgraphs]
     made = _compiled_once(dict(zip(keys, subgraphs, strict=True)), code or {})
-    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]), inputs)
+    called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = forward_of(outline_branches(called) if host else called)
     # The code is compiled for dense inputs.
     return lambda given: forward(*_dense(given, tensors), *held)

@@ -9,6 +9,7 @@ from torch import fx
 
 from ftp.ops.written import writes
 from ftp.passes.aliasing import families
+from ftp.runtime.gloo_calls import arrived
 from ftp.torch_internals.op_types import OpOverload
 
 
@@ -37,7 +38,8 @@ def written_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         is_known = (
             node.op != "call_function"
             or isinstance(node.target, OpOverload)
-            or node.target is getattr
+            or node.target in (getattr, arrived)
+            or node.meta.get("in_place") is False
         )
         written |= {root[x] for x in (writes(node) if is_known else node.all_input_nodes)}
     return {node for node, first in root.items() if first in written}

@@ -2,15 +2,15 @@
 each call in a table until it is waited for, which takes longer than the call itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.distributed import ReduceOp
 
-from ftp.partitioning.collectives import OVER_GLOO, is_over_gloo
-from ftp.passes.aliasing import ALL_REDUCE, ALL_REDUCE_, WAIT
+from ftp.partitioning.collectives import OVER_GLOO
+from ftp.passes.aliasing import ALL_REDUCE_, WAIT
 from ftp.torch_internals.process_groups import (
     AllgatherOptions,
     AllreduceOptions,
@@ -23,18 +23,12 @@ Issued = tuple[torch.Tensor, Any]
 _OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
-def call_directly(graph: fx.Graph, inputs: Sequence[Any]) -> None:
-    """Replace the collectives of a CPU's graph over gloo, and the waits for them, by direct calls.
-
-    Args:
-        inputs: of the graph.
-    """
-    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
-    if device is None or device.type != "cpu":
-        return
+def call_directly(graph: fx.Graph) -> None:
+    """Replace the collectives of a graph that are marked ``direct``, and the waits for them."""
     for node in graph.nodes:
-        issue = _issue(node, device)
+        issue = _issue(node) if node.meta.get("direct") else None
         if issue is not None and all(user.target is WAIT for user in node.users):
+            node.meta["in_place"] = node.target is ALL_REDUCE_
             node.target = issue
             for wait in node.users:
                 wait.target = arrived
@@ -47,13 +41,11 @@ def arrived(issued: Issued) -> torch.Tensor:
     return result
 
 
-def _issue(node: fx.Node, device: torch.device) -> Callable[..., Issued] | None:
-    """A function that issues a node's collective; None for another node."""
+def _issue(node: fx.Node) -> Callable[..., Issued] | None:
+    """A function that issues a node's collective; None if none is known."""
     if node.target is OVER_GLOO:
         return _gather
-    if node.target not in (ALL_REDUCE, ALL_REDUCE_) or node.args[1] not in _OPS:
-        return None
-    if node.meta["collective"].dtype.is_complex or not is_over_gloo(node.args[2], device):
+    if node.args[1] not in _OPS or node.meta["collective"].dtype.is_complex:
         return None
     options = AllreduceOptions()
     options.reduceOp = _OPS[node.args[1]]

@@ -15,7 +15,8 @@ from ftp.distributed.calls import exchange
 from ftp.errors import MeshError
 from ftp.ops.native import cache_folder
 from ftp.ops.symmetric_memory import gather_matmuls, lack, matmul_scatter
-from ftp.partitioning.collectives import gather_of
+from ftp.partitioning.collectives import OVER_GLOO, is_over_gloo
+from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE
 from ftp.passes.copy_elimination import copied
 from ftp.passes.onednn_matmuls import Matmul, measured
 from ftp.runtime.shared_memory import SharedGroup, shared_groups
@@ -25,16 +26,22 @@ from ftp.sharding.process_group import gpu_uuid
 from ftp.torch_internals.process_groups import resolve_process_group
 
 
-def with_gathers_of_backends(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """The graph with each all-gather as the op for its group's backend."""
-    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    gathers = [node for node in graph.nodes if node.target is gather]
-    if all(gather_of(node.args[-1], device) is gather for node in gathers):
+def for_backends(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """The graph with each all-gather by the op for its backend, and with a CPU's collectives
+    over gloo marked ``direct``: see `gloo_calls.call_directly`.
+    """
+    over_gloo = [
+        node
+        for node in graph.nodes
+        if node.target in (ALL_REDUCE, ALL_GATHER) and is_over_gloo(node.args[-1], device)
+    ]
+    if not over_gloo:
         return graph
-    new, _ = copied(graph)
-    for node in new.nodes:
-        if node.target is gather:
-            node.target = gather_of(node.args[-1], device)
+    new, copies = copied(graph)
+    for node in map(copies.__getitem__, over_gloo):
+        node.meta["direct"] = device.type == "cpu"
+        if node.target is ALL_GATHER:
+            node.target = OVER_GLOO
     return new
 
 

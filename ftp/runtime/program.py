@@ -40,8 +40,8 @@ from ftp.runtime.process_groups import (
     check_recordable,
     check_symmetric,
     faster_by_onednn,
+    for_backends,
     memory_of,
-    with_gathers_of_backends,
     with_product_groups,
 )
 from ftp.runtime.renewed_outputs import renewed
@@ -305,7 +305,7 @@ class Program:
             check_recordable(graph, device)
         if mesh.kind == "process":
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
-            graph = with_gathers_of_backends(graph, device)
+            graph = for_backends(graph, device)
         return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
 
     def _recorded(self, run: Run) -> Run:
