@@ -41,6 +41,9 @@ def arrived(issued: Issued) -> torch.Tensor:
     return result
 
 
+WAITS = (WAIT, arrived)
+
+
 def _issue(node: fx.Node) -> Callable[..., Issued] | None:
     """A function that issues a node's collective; None if none is known."""
     if node.target is OVER_GLOO:

@@ -26,9 +26,12 @@ from ftp.sharding.process_group import gpu_uuid
 from ftp.torch_internals.process_groups import resolve_process_group
 
 
-def for_backends(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """The graph with each all-gather by the op for its backend, and with a CPU's collectives
-    over gloo marked ``direct``: see `gloo_calls.call_directly`.
+def for_backends(graph: fx.Graph, device: torch.device, *, host: bool) -> fx.Graph:
+    """The graph with each all-gather by the op for its backend, and with a CPU's collectives over
+    gloo marked ``direct``: see `gloo_calls.call_directly`.
+
+    Args:
+        host: the host runs the graph; else a recording of its ops, which no direct call is, runs.
     """
     over_gloo = [
         node
@@ -39,7 +42,7 @@ def for_backends(graph: fx.Graph, device: torch.device) -> fx.Graph:
         return graph
     new, copies = copied(graph)
     for node in map(copies.__getitem__, over_gloo):
-        node.meta["direct"] = device.type == "cpu"
+        node.meta["direct"] = host and device.type == "cpu"
         if node.target is ALL_GATHER:
             node.target = OVER_GLOO
     return new

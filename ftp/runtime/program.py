@@ -17,7 +17,6 @@ from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.local_program import LocalProgram
 from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
-from ftp.passes.aliasing import WAIT
 from ftp.passes.onednn_matmuls import Matmul
 from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
@@ -32,7 +31,7 @@ from ftp.rules.op_kinds import may_call_autograd
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing, written_by
-from ftp.runtime.gloo_calls import arrived
+from ftp.runtime.gloo_calls import WAITS
 from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.options import DEFAULT, Options
@@ -305,7 +304,7 @@ class Program:
             check_recordable(graph, device)
         if mesh.kind == "process":
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
-            graph = for_backends(graph, device)
+            graph = for_backends(graph, device, host=self._has_host)
         return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
 
     def _recorded(self, run: Run) -> Run:
@@ -363,7 +362,7 @@ class Program:
         was compiled.
         """
         node = failing(error)
-        if node is not None and node.target in (WAIT, arrived):
+        if node is not None and node.target in WAITS:
             node = node.args[0]
         made = node.meta.get("collective") if isinstance(node, fx.Node) else None
         if made is None:
