@@ -20,7 +20,7 @@ from ftp.torch_internals.process_groups import (
 Issued = tuple[torch.Tensor, Any]
 """The result of an issued collective, and torch's work to wait for before it is read."""
 
-_OPS = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
+_OPS: dict[Any, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
 
 def call_directly(graph: fx.Graph) -> None:
