@@ -17,7 +17,7 @@ from ftp.torch_internals.process_groups import (
     resolve_process_group,
 )
 
-Issued = tuple[torch.Tensor, Any]
+UnderWay = tuple[torch.Tensor, Any]
 """The result of an issued collective, and torch's work to wait for before it is read."""
 
 _OPS: dict[Any, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
@@ -34,7 +34,7 @@ def call_directly(graph: fx.Graph) -> None:
                 wait.target = arrived
 
 
-def arrived(issued: Issued) -> torch.Tensor:
+def arrived(issued: UnderWay) -> torch.Tensor:
     """The result of an issued collective, once it is there."""
     result, work = issued
     work.wait()
@@ -44,7 +44,7 @@ def arrived(issued: Issued) -> torch.Tensor:
 WAITS = (WAIT, arrived)
 
 
-def _issue(node: fx.Node) -> Callable[..., Issued] | None:
+def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
     """A function that issues a node's collective; None if none is known."""
     if node.target is OVER_GLOO:
         return _gather
@@ -54,7 +54,7 @@ def _issue(node: fx.Node) -> Callable[..., Issued] | None:
     options.reduceOp = _OPS[node.args[1]]
     is_in_place = node.target is ALL_REDUCE_
 
-    def reduce(x: torch.Tensor, op: str, group: Any) -> Issued:
+    def reduce(x: torch.Tensor, op: str, group: Any) -> UnderWay:
         y = x if is_in_place else x.clone(memory_format=torch.contiguous_format)
         return y, resolve_process_group(group).allreduce([y], options)
 
@@ -64,6 +64,6 @@ def _issue(node: fx.Node) -> Callable[..., Issued] | None:
 _GATHERED = AllgatherOptions()
 
 
-def _gather(shard: torch.Tensor, n: int, group: Any) -> Issued:
+def _gather(shard: torch.Tensor, n: int, group: Any) -> UnderWay:
     whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
     return whole, resolve_process_group(group)._allgather_base(whole, shard, _GATHERED)
