@@ -48,6 +48,11 @@ CASES: dict[str, Callable[[list[Tensor]], Any]] = {
     "norm": lambda xs: lists._foreach_norm(xs),
     "norm_inf": lambda xs: lists._foreach_norm(xs, float("inf"), torch.float64),
     "lerp_by_name": lambda xs: lists._foreach_lerp_(xs, _sines(xs), weight=0.2),
+    "mul_by_name": lambda xs: lists._foreach_mul(self=xs, scalars=[1.0, 2.0, 3.0]),
+    "addcdiv_by_name": lambda xs: lists._foreach_addcdiv(
+        xs, tensor1=xs, tensor2=_sines(xs), scalars=torch.tensor([1.0, 2.0, 3.0])
+    ),
+    "lerp_by_names": lambda xs: lists._foreach_lerp_(xs, tensors1=_sines(xs), weights=tuple(xs)),
     "max": lambda xs: lists._foreach_max(xs),
     "pow_of_number": lambda xs: lists._foreach_pow(2.0, xs),
     "maximum": lambda xs: lists._foreach_maximum(xs, _sines(xs)),
@@ -94,19 +99,17 @@ def test_gradients_of_many_parameters_are_clipped():
     torch.testing.assert_close(_sharded(fn), fn(*_given()))
 
 
-def test_numbers_by_their_name_are_taken():
-    def fn(*xs: Tensor) -> Sequence[Tensor]:
-        return lists._foreach_mul(xs, scalars=[1.0, 2.0, 3.0])
-
-    step = ftp.spmd(fn, MESH)
-    with pytest.warns((ftp.errors.DiscoveryWarning, ftp.errors.ReplicationWarning)):
-        made = step(*_given())
-    torch.testing.assert_close(list(made), list(fn(*_given())))
-
-
-def test_lists_that_torch_refuses():
-    def fn(*xs: Tensor) -> Sequence[Tensor]:
-        return lists._foreach_add(xs, xs[:2])
-
-    with pytest.raises(RuntimeError, match="same number of tensors, got 3 and 2"):
-        _sharded(fn)
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda xs: lists._foreach_add(xs, xs[:2]), "same number of tensors, got 3 and 2"),
+        (lambda xs: lists._foreach_add(xs, other=xs + xs), "same number of tensors, got 3 and 6"),
+        (lambda xs: lists._foreach_mul(xs, HALF[None]), "expected to be 0 dim"),
+        (lambda xs: lists._foreach_addcmul(xs, xs, xs, torch.ones(4)), "3 scalars"),
+        (lambda xs: lists._foreach_maximum_([x.int() for x in xs], xs), "can't be cast"),
+    ],
+    ids=["short", "long", "dims", "scalars", "dtypes"],
+)
+def test_lists_that_torch_refuses(fn: Callable[..., Any], words: str):
+    with pytest.raises(RuntimeError, match=words):
+        _sharded(lambda *xs: fn(xs))
