@@ -19,8 +19,11 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema d
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with an operand, according to its schema."""
-    return node.op == "call_function" and gives_view(node.target)
+    """Whether a node's result may share memory with an operand, according to its schema; for a
+    direct call (see `call_directly`), to its ``meta["in_place"]``.
+    """
+    is_fresh = node.op != "call_function" or node.meta.get("in_place") is False
+    return not is_fresh and gives_view(node.target)
 
 
 @functools.cache

@@ -68,9 +68,10 @@ def test_a_failed_gather_has_written_to_no_donated_input():
         x = graph.placeholder("x")
         sent = graph.call_function(target, (x, *args))
         sent.meta |= {"direct": True, "collective": _Sum}
-        graph.output(graph.call_function(WAIT, (sent,)))
+        arrived = graph.call_function(WAIT, (sent,))
+        graph.output(graph.call_function(aten.mul_.Tensor, (arrived, 2)))
         call_directly(graph)
-        return [node.name for node in written_by(list(graph.nodes)[:2]) if node.op == "placeholder"]
+        return [node.name for node in written_by(list(graph.nodes)[:4]) if node.op == "placeholder"]
 
     assert graph(torch.ops.ftp.all_gather_over_gloo.default, 2, "0") == []
     assert graph(ALL_REDUCE, "sum", "0") == []
