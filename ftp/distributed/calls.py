@@ -28,6 +28,7 @@ from ftp.sharding.process_group import (
     current_world,
     failed,
     own_timeouts,
+    releases,
     talks_nccl,
     timeouts,
 )
@@ -317,6 +318,14 @@ class Calls:
             self._endings.announce(self.call, self._exchanges.turns)
         return self.failure is not None, None if self._faults.is_told else self.failure
 
+    def close(self) -> None:
+        """End this rank's threads and connections, once there are no more calls."""
+        if self._unfinished is not None:
+            self._unfinished.stop()
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._channel.close()
+
     def check(self) -> None:
         """Raise if the mesh takes no more calls."""
         self._faults.check()
@@ -385,4 +394,10 @@ def _end() -> tuple[bool, FtpError | None]:
     return any(has_failed for has_failed, _ in ends), untold
 
 
+def _close() -> None:
+    for mesh in [mesh for mesh in _calls if mesh.kind == "process"]:
+        _calls.pop(mesh).close()
+
+
 failed.append(_end)
+releases.append(_close)

@@ -65,6 +65,10 @@ class Channel:
                 self._connected()
             return Store(self._connection, seconds)
 
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
     @contextlib.contextmanager
     def asking(self, seconds: float) -> Iterator[Store]:
         """`store`; raises CollectiveError if the process that holds it does not answer."""

@@ -28,15 +28,19 @@ class Neighbours:
     """
 
     def __init__(self, pids: Mapping[int, int], gone: Callable[[int, int], None]):
-        self._read, self._write = os.pipe()
+        self._read, write = os.pipe()
+        self._write: int | None = write
         self._thread = threading.Thread(
             target=self._run, args=(dict(pids), gone), name="ftp-neighbours", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        os.write(self._write, b"\0")
-        self._thread.join(1.0)
+        if self._write is not None:
+            os.write(self._write, b"\0")
+            os.close(self._write)
+            self._write = None
+            self._thread.join(1.0)
 
     def _run(self, pids: Mapping[int, int], gone: Callable[[int, int], None]) -> None:
         poll, ranks = select.poll(), {}
@@ -57,5 +61,5 @@ class Neighbours:
                     poll.unregister(handle)
                     gone(ranks[handle], pids[ranks[handle]])
         finally:
-            for handle in ranks:
+            for handle in (self._read, *ranks):
                 os.close(handle)

@@ -23,6 +23,9 @@ _FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 31 bits
 _LOOK = 0.5  # seconds between two polls of a store that cannot call back
 
 
+_Questions = queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]] | None]
+
+
 class NoAnswer(RuntimeError):
     """The process that holds the store did not answer in time."""
 
@@ -32,14 +35,18 @@ class Connection:
 
     def __init__(self, timeout: float):
         store: Any = get_default_store()
-        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = (
-            queue.SimpleQueue()
-        )
+        self._questions: _Questions = queue.SimpleQueue()
         # A daemon thread, as it may wait forever. While idle it waits in Python, so that the end of
         # the interpreter stops it.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_serve, args=(store, timeout, self._questions), name="ftp-store", daemon=True
-        ).start()
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, unless the store does not answer it."""
+        self._questions.put(None)
+        self._thread.join(_LEAST)
 
     def ask(self, question: Callable[[c10d.Store], Any], seconds: float) -> Any:
         answer: Future[Any] = Future()
@@ -57,11 +64,11 @@ class Connection:
 def _serve(
     store: c10d.Store,
     timeout: float,
-    questions: "queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]]",
+    questions: "_Questions",
 ) -> None:
     own = None
-    while True:
-        answer, question = questions.get()
+    while (asked := questions.get()) is not None:
+        answer, question = asked
         if not answer.set_running_or_notify_cancel():
             continue
         try:
@@ -69,7 +76,7 @@ def _serve(
             answer.set_result(question(own))
         except BaseException as e:
             answer.set_exception(e)
-        del answer, question
+        del asked, answer, question
 
 
 def cloned(store: Any, timeout: float) -> c10d.Store:

@@ -48,6 +48,7 @@ class Unfinished:
 
     def stop(self) -> None:
         self._stop.set()
+        atexit.unregister(self.stop)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -48,8 +48,9 @@ class Watcher:
             get_default_group(), lambda _: self._wake() if not self._stop.is_set() else None
         )
         self._pid = os.getpid()
-        self._store: Any = get_default_store()
-        self._thread = threading.Thread(target=self._run, name="ftp-agreement", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(get_default_store(),), name="ftp-agreement", daemon=True
+        )
         self._thread.start()
         # A daemon thread inside the store's C++ code while the interpreter goes down would abort
         # the process.
@@ -75,6 +76,7 @@ class Watcher:
 
     def stop(self) -> None:
         self._stop.set()
+        atexit.unregister(self.stop)
         if os.getpid() != self._pid:  # a forked process, without the threads
             return
         if self._neighbours is not None:
@@ -92,12 +94,12 @@ class Watcher:
         with contextlib.suppress(RuntimeError):
             self._channel.notify(self._channel.store(1.0), [self._channel.mesh.rank])
 
-    def _run(self) -> None:
+    def _run(self, shared: Any) -> None:
         channel = self._channel
         notification = channel.notification(channel.mesh.rank)
         # The process that holds the store may have ended: then nobody can be answered any more.
         with contextlib.suppress(RuntimeError):
-            own = cloned(self._store, self._timeout)
+            own = cloned(shared, self._timeout)
             polls = not calls_back(own)
             while True:
                 if not wait(own, notification, self._stop):

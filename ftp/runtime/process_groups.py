@@ -22,7 +22,7 @@ from ftp.passes.onednn_matmuls import Matmul, measured
 from ftp.runtime.shared_memory import SharedGroup, shared_groups
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.mesh_groups import product_group
-from ftp.sharding.process_group import gpu_uuid
+from ftp.sharding.process_group import gpu_uuid, releases
 from ftp.torch_internals.process_groups import resolve_process_group
 
 
@@ -128,8 +128,6 @@ def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGrou
         for axes in dict.fromkeys(wanted)
         if math.prod(mesh.axes[axis] for axis in axes) > 1
     }
-    for old in [old for old in _memory if old.world != mesh.world]:
-        del _memory[old]
     known = _memory.setdefault(mesh, {})
     if missing := {axes: group for axes, group in groups.items() if axes not in known}:
         made = shared_groups(mesh, missing)
@@ -138,6 +136,7 @@ def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGrou
 
 
 _memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
+releases.append(_memory.clear)
 
 
 def faster_by_onednn(

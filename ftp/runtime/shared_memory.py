@@ -27,6 +27,7 @@ from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.process_group import releases
 from ftp.torch_internals.op_types import OpOverload
 
 c10d = torch.ops._c10d_functional
@@ -39,10 +40,8 @@ _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _SHIFT = range(5)
 class SharedGroup:
     """The memory of one process group, and this rank's place in it."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, world: int, memory: mmap.mmap, library: ctypes.CDLL
-    ):
-        self.group, self.world, self.ranks, self.rank = group, world, group.size(), group.rank()
+    def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap, library: ctypes.CDLL):
+        self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self._global_ranks = dist.get_process_group_ranks(group)
         self._options = group._get_backend(torch.device("cpu")).options
         self._run = library.ftp_collective
@@ -172,6 +171,7 @@ class SharedGroup:
 
 
 _groups: dict[str, SharedGroup] = {}
+releases.append(_groups.clear)
 
 
 def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, SharedGroup]:
@@ -181,13 +181,11 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
     Args:
         groups: of this rank, by names that are equal on all ranks.
     """
-    for name in [name for name, old in _groups.items() if old.world != mesh.world]:
-        del _groups[name]  # of a process group that is destroyed
     made = with_shared_memory(
         mesh,
         groups,
         lambda key: HEADER_BYTES * (1 + groups[key].size()) + 2 * SLOT_BYTES * groups[key].size(),
-        lambda key, memory, library: SharedGroup(groups[key], mesh.world, memory, library),
+        lambda key, memory, library: SharedGroup(groups[key], memory, library),
     )
     found: dict[str, SharedGroup] = {groups[k].group_name: group for k, group in made.items()}
     _groups.update(found)

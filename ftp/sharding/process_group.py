@@ -43,6 +43,10 @@ _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
 endings: list[Callable[[], None]] = []
 """Called before the default process group ends, to release objects that would keep it alive."""
+releases: list[Callable[[], None]] = [resolved_meshes.clear, product_groups.clear]
+"""Called before the default process group ends, or when the next one is first met, to release what
+belongs to it: threads, connections, groups, memory.
+"""
 failed: list[Callable[[], tuple[bool, FtpError | None]]] = []
 """Called when the default process group ends. Each returns whether a mesh has failed, so that ranks
 cannot wait for each other, and the reason if no exception has been raised for it.
@@ -135,9 +139,15 @@ def destroy_process_group() -> None:
             failures.append(e)
     if dist.is_initialized():
         failures += _wait_for_all()
+        _release()
         dist.destroy_process_group()
     if failures:
         raise failures[0]
+
+
+def _release() -> None:
+    for release in releases:
+        release()
 
 
 def _wait_for_all() -> list[Exception]:
@@ -188,9 +198,8 @@ def current_world() -> int:
         )
     group = get_default_group()
     if not _worlds or _worlds[-1]() is not group:
-        resolved_meshes.clear()
-        product_groups.clear()
         _worlds.append(weakref.ref(group))
+        _release()
     return len(_worlds) - 1
 
 

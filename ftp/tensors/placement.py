@@ -11,6 +11,7 @@ from torch import nn
 from ftp.dataclass import dataclass
 from ftp.errors import DonationError, PlacementError, raise_all
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.process_group import releases
 from ftp.sharding.spec import PartitionSpec
 
 
@@ -95,12 +96,27 @@ def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) 
     with _noting:
         old = _latest[: 1 - _LATEST]
         _latest = (*_latest[1 - _LATEST :], made)
+    _separate(old)
+    return made
+
+
+def _separate(old: Sequence[Returned]) -> None:
+    """Remember one by one what was remembered together."""
     for one in old:
         known, one.facts = one.facts, None
         for ref, fact in zip(one.refs, known or (), strict=True):
             if (tensor := ref()) is not None:
                 remember(tensor, fact, one.call)
-    return made
+
+
+def _release() -> None:
+    global _latest
+    with _noting:
+        old, _latest = _latest, ()
+    _separate(old)
+
+
+releases.append(_release)
 
 
 def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """How ranks end: their loops at different steps, their processes on a busy machine."""
 
+import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -128,3 +130,45 @@ def test_processes_end_well_where_workers_wait_for_a_processor(program, ranks, t
         ]
         said = [process.communicate(timeout=120)[1] for process in processes]
         assert [process.returncode for process in processes] == [0] * ranks, said
+
+
+def _worlds(ports):
+    """Threads and open files in each of a few worlds, the second of which torch's
+    `destroy_process_group` ends, the others ftp's; the error of the first world's step in each later one; and
+    ftp's threads at the end.
+    """
+    counts, errors, first = [], [], None
+    for world, port in enumerate(ports):
+        os.environ["MASTER_PORT"] = str(port)
+        ftp.init_process_group(device_type="cpu")
+        mesh = ftp.make_mesh((2,), ("dp",), device_type="cpu")
+        step = ftp.spmd(lambda x: (x * 2, x.sum()), mesh, (P("dp"),), (P(), P()))
+        x = ftp.device_put(torch.arange(12.0), mesh, P("dp"))
+        assert step(x)[1] == 66.0
+        if first is None:
+            first = step, x
+        else:
+            with pytest.raises(ftp.FtpError) as error:
+                first[0](first[1])
+            errors.append(str(error.value))
+        gc.collect()
+        counts.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
+        if world == 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        else:
+            ftp.destroy_process_group()
+        del mesh, step, x
+    return counts, errors, [t.name for t in threading.enumerate() if t.name.startswith("ftp")]
+
+
+@pytest.mark.slow
+def test_the_end_of_a_world_ends_its_threads_and_closes_its_files():
+    ports = [free_port() for _ in range(4)]
+    for run in launch(_worlds, 2, ports, env={"FTP_SHM": "1"}):
+        assert run.error is None, run.error
+        counts, errors, threads = run.value
+        # The first world's step is held all the time, and with it the groups of its mesh.
+        assert counts[1] == counts[2] == counts[3], counts
+        assert len(errors) == 3 and all("is destroyed" in error for error in errors), errors
+        assert threads == []

@@ -21,6 +21,7 @@ from ftp.pipeline.buffers import RankPair
 from ftp.runtime.pipelines.stage_programs import as_bytes
 from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
 from ftp.sharding.mesh import Mesh
+from ftp.sharding.process_group import releases
 
 _LINE = 64  # bytes of a cache line: each slot begins with one
 
@@ -126,7 +127,7 @@ def message_queues(
 
     def made(_: str, memory: mmap.mmap, library: ctypes.CDLL) -> dict[RankPair, MessageQueue]:
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        _memories.append((mesh.world, whole))
+        _memories.append(whole)
         return {
             pair: MessageQueue(
                 group, pair, whole[start : start + size], whole.data_ptr(), rounded[pair], library
@@ -135,16 +136,16 @@ def message_queues(
             if group.rank() in pair
         }
 
-    _memories[:] = [(world, held) for world, held in _memories if world == mesh.world]
     found = with_shared_memory(mesh, {axis: group}, lambda _: total, made)
     return found.get(axis, {})
 
 
-_memories: list[tuple[object, torch.Tensor]] = []  # by world; they begin with the word that stops
+_memories: list[torch.Tensor] = []  # they begin with the word that stops
+releases.append(_memories.clear)
 
 
 def _stop() -> None:
-    for _, memory in _memories:
+    for memory in _memories:
         memory[:8].view(torch.int64).fill_(1)
 
 
