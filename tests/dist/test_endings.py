@@ -134,8 +134,8 @@ def test_processes_end_well_where_workers_wait_for_a_processor(program, ranks, t
 
 def _worlds(ports):
     """Threads and open files in each of a few worlds, the second of which torch's
-    `destroy_process_group` ends, the others ftp's; the error of the first world's step in each later one; and
-    ftp's threads at the end.
+    `destroy_process_group` ends, the others ftp's; the error of the first world's step
+    in each later one; and ftp's threads at the end.
     """
     counts, errors, first = [], [], None
     for world, port in enumerate(ports):
