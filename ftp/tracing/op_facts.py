@@ -25,6 +25,7 @@ class OpFacts:
     is_random: bool
     of_one_dtype: bool
     needs_elements: bool
+    promotes: bool
     reads_value: bool
     is_lift: bool
     is_mutable: bool
@@ -36,6 +37,7 @@ def op_facts(func: OpOverload) -> OpFacts:
         torch.Tag.nondeterministic_seeded in func.tags,
         func in _ONE_DTYPE,
         func in (aten.max.default, aten.min.default),
+        func in _PROMOTING,
         func in (aten._local_scalar_dense.default, aten.allclose.default),
         func in _LIFTS,
         func._schema.is_mutable,
@@ -99,6 +101,19 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
 }
 
 
+# Ops in place whose kernels refuse a result that the tensor's dtype cannot hold, while shape
+# functions cast it: their operands, or numbers like them.
+_PROMOTING: dict[OpOverload, Callable[..., Sequence[Any]]] = {
+    aten.add_.Tensor: lambda other, *_: (other,),
+    aten.sub_.Tensor: lambda other, *_: (other,),
+    aten.mul_.Tensor: lambda other, *_: (other,),
+    aten.mul_.Scalar: lambda other, *_: (other,),
+    aten.addcmul_.default: lambda first, second, *_: (first, second),
+    aten.addcdiv_.default: lambda first, second, *_: (first, second),
+    aten.logit_.default: lambda *_: (1.0,),
+}
+
+
 # Autograd nodes (torch 2.13) whose formulas read values to raise an error: for a second derivative
 # at zeros, or for a gradient that does not exist as the loss depends on singular vectors' phase.
 _CHECKING = (
@@ -141,6 +156,19 @@ def check_elements(func: OpOverload, x: Tensor, line: str) -> None:
             f"{func} takes the extremum of a tensor of shape {tuple(x.shape)}{located(line)} which"
             " has no elements: torch refuses it."
         )
+
+
+def check_result(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    """Refuse an op in place whose result the tensor's dtype cannot hold, as torch's kernels do."""
+    x, *operands = args
+    for operand in _PROMOTING[func](*operands):
+        dtype = torch.result_type(x, operand)
+        if not torch.can_cast(dtype, x.dtype):
+            made, held = (str(d).removeprefix("torch.") for d in (dtype, x.dtype))
+            raise TraceError(
+                f"{func} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
+                " which torch refuses. Convert the tensor with .to(dtype) first."
+            )
 
 
 def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:

@@ -48,6 +48,7 @@ from ftp.tracing.op_facts import (
     OpFacts,
     check_dtypes,
     check_elements,
+    check_result,
     checks_in_gradient,
     is_deterministic,
     op_facts,
@@ -368,6 +369,8 @@ def _check(
         check_dtypes(func, args, line)
     if facts.needs_elements:
         check_elements(func, args[0], line)
+    if facts.promotes:
+        check_result(func, args, line)
 
 
 def _check_strided(func: OpOverload, out: Any, line: str) -> None:

@@ -399,6 +399,26 @@ def test_in_place_ops_keep_their_dtype():
     ]
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y: x.mul_(0.5),
+        lambda x, y: x.mul_(y),
+        lambda x, y: x.addcmul_(x, y),
+        lambda x, y: x.logit_(),
+        lambda x, y: y.add_(1j),
+        lambda x, y: y.sub_(y * 1j),
+        lambda x, y: (x > 0).mul_(2),
+    ],
+)
+def test_a_result_that_an_in_place_op_cannot_hold_is_refused_as_in_torch(fn):
+    x, y = torch.ones(3, dtype=torch.int64), torch.ones(3)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        fn(x.clone(), y.clone())
+    with pytest.raises(TraceError, match=r"to a tensor of dtype .* at .*test_trace\.py:"):
+        traced(lambda x, y: fn(x.clone(), y.clone()), x, y)
+
+
 def test_an_in_place_op_whose_namesake_takes_something_else():
     x = torch.randn(2, 3, dtype=torch.float64)
     same(lambda x: torch.exp(x).pow_(3), x)
