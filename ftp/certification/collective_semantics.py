@@ -163,7 +163,6 @@ COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
 def collective_count(graph: fx.Graph) -> int:
     """The number of collectives in a rank's graph; a recorded graph's sends and receives count."""
     return sum(
-        n.target in (*COLLECTIVES, c10d.all_reduce_.default)
-        or (n.target is EXCHANGE and n.args[0] != "barrier")
+        n.target in COLLECTIVES or (n.target is EXCHANGE and n.args[0] != "barrier")
         for n in graph.nodes
     )

@@ -152,8 +152,6 @@ class _Purified:
             senders = self.memory[node.args[0].args[0]].senders  # type: ignore[union-attr,index]
             if node.args[0] in senders:
                 senders.remove(node.args[0])
-            if self.part[node] in self.content:  # summed in place
-                self.content[self.part[node]] = self.env[node]
 
     def in_place(self, node: fx.Node) -> None:
         target: Any = node.target
@@ -174,8 +172,6 @@ class _Purified:
         self.write(first, made, node)
         self.env[node] = made
         self.share_memory(node, first, True)
-        if _is_collective(node):
-            self.memory[first].senders.append(node)
 
     def count_up(self, node: fx.Node) -> None:
         numbers, by = node.args
@@ -250,8 +246,8 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _pure_form(target: Any) -> Any:
-    """The op that computes what ``target`` writes to its first operand: pointwise, of some
-    elements, or an all-reduce.
+    """The op that computes what ``target`` writes to its first operand: pointwise, or of some
+    elements.
     """
     name = target._schema.name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
@@ -265,5 +261,5 @@ def _pure_form(target: Any) -> Any:
     same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
         (a.name, str(a.type)) for a in target._schema.arguments
     ]
-    is_known = torch.Tag.pointwise in found.tags or found in (*ONTO_FIRST, c10d.all_reduce.default)
+    is_known = torch.Tag.pointwise in found.tags or found in ONTO_FIRST
     return found if same and is_known else None

@@ -139,9 +139,9 @@ _COMPOSITE = (
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
-    """Let elementwise ops of a graph that the caller owns, all-reduces, and ops that change some
-    elements, write their result to the memory of an operand of equal shape, strides and dtype that
-    no later node reads.
+    """Let elementwise ops of a graph that the caller owns, and those that change some elements,
+    write their result to the memory of an operand of equal shape, strides and dtype that no later
+    node reads.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
     output in an input's memory is a new tensor object. The graph must come from `with_values`.
@@ -200,7 +200,7 @@ def in_place(node: fx.Node) -> Any:
 def _in_place_form(target: Any) -> Any:
     if not isinstance(target, OpOverload):
         return None
-    if torch.Tag.pointwise not in target.tags and target not in (*ONTO_FIRST, ALL_REDUCE):
+    if torch.Tag.pointwise not in target.tags and target not in ONTO_FIRST:
         return None
     name = target._schema.name.split("::")[1]
     packet = getattr(getattr(torch.ops, target.namespace), f"{name}_", None)
