@@ -12,18 +12,17 @@ from ftp.torch_internals.op_types import OpOverload
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-ALL_REDUCE_ = torch.ops._c10d_functional.all_reduce_.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result may share memory with an operand, according to its schema; for a
-    direct call (see `call_directly`), to its ``meta["in_place"]``.
+    """Whether a node's result may share memory with an operand, according to its schema; that of a
+    direct call (see `call_directly`) does not.
     """
-    is_fresh = node.op != "call_function" or node.meta.get("in_place") is False
-    return not is_fresh and gives_view(node.target)
+    is_call = node.op == "call_function" and not node.meta.get("direct")
+    return is_call and gives_view(node.target)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def written_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
             node.op != "call_function"
             or isinstance(node.target, OpOverload)
             or node.target in (getattr, arrived)
-            or node.meta.get("in_place") is False
+            or node.meta.get("direct")
         )
         written |= {root[x] for x in (writes(node) if is_known else node.all_input_nodes)}
     return {node for node, first in root.items() if first in written}

@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed import ReduceOp
 
 from ftp.partitioning.collectives import OVER_GLOO
-from ftp.passes.aliasing import ALL_REDUCE, ALL_REDUCE_, WAIT
+from ftp.passes.aliasing import WAIT
 from ftp.torch_internals.process_groups import (
     AllgatherOptions,
     AllreduceOptions,
@@ -24,18 +24,15 @@ _OPS: dict[Any, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceO
 
 
 def call_directly(graph: fx.Graph) -> None:
-    """Replace the collectives of a graph that are marked ``direct``, and the waits for them; other
-    sums in place, by those of any strides.
+    """Replace the collectives of a graph that are marked ``direct``, and the waits for them. A
+    direct call writes to none of its operands.
     """
     for node in graph.nodes:
         issue = _issue(node) if node.meta.get("direct") else None
         if issue is not None and all(user.target is WAIT for user in node.users):
-            node.meta["in_place"] = node.target is ALL_REDUCE_
             node.target = issue
             for wait in node.users:
                 wait.target = arrived
-        elif node.target is ALL_REDUCE_:
-            node.target = _sum_in_place
 
 
 def arrived(issued: UnderWay) -> torch.Tensor:
@@ -56,22 +53,12 @@ def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
         return None
     options = AllreduceOptions()
     options.reduceOp = _OPS[node.args[1]]
-    is_in_place = node.target is ALL_REDUCE_
 
     def reduce(x: torch.Tensor, op: str, group: Any) -> UnderWay:
-        is_whole = is_in_place and x.is_contiguous()
-        y = x if is_whole else x.clone(memory_format=torch.contiguous_format)
+        y = x.clone(memory_format=torch.contiguous_format)
         return y, resolve_process_group(group).allreduce([y], options)
 
     return reduce
-
-
-def _sum_in_place(x: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    """A sum that needs no memory where ``x`` is contiguous. Its strides follow those of arguments,
-    which a later call may give in another order, on one rank or on all: gloo adds memory as it
-    lies, and NCCL refuses it.
-    """
-    return (ALL_REDUCE_ if x.is_contiguous() else ALL_REDUCE)(x, op, group)
 
 
 _GATHERED = AllgatherOptions()

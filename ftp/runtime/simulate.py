@@ -131,10 +131,6 @@ def _all_reduce(tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
     return [total] * len(tensors)
 
 
-def _all_reduce_in_place(tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
-    return [x.copy_(total) for x, total in zip(tensors, _all_reduce(tensors, op), strict=True)]
-
-
 def _all_gather(tensors: list[torch.Tensor], n: int) -> list[torch.Tensor]:
     return [torch.cat(tensors)] * n
 
@@ -164,7 +160,6 @@ def _matmul_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
 
 COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
     c10d.all_reduce.default: _all_reduce,
-    c10d.all_reduce_.default: _all_reduce_in_place,
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
 }

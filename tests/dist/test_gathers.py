@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import launch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
-from torch.utils._python_dispatch import TorchDispatchMode
+from seen_ops import SeenOps
 
 import ftp
 from ftp import P
@@ -28,16 +28,6 @@ def test_gathers_go_by_an_op_for_their_backend(
     assert (gather_of("0", torch.device(device)) is OVER_GLOO) == (backend == "gloo")
 
 
-class _Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def _gathers(how: str, compiled: bool, is_gpu: bool) -> set[str]:
     """The ops by which a step on two ranks gathers; as it does on GPUs if ``is_gpu``."""
     if is_gpu:
@@ -52,7 +42,7 @@ def _gathers(how: str, compiled: bool, is_gpu: bool) -> set[str]:
     batch = lm_batch(cfg, 4, 8)
     params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
     step(params, data)
-    with _Seen() as seen:
+    with SeenOps() as seen:
         loss, grads = step(params, data)
     due, expected = torch.func.grad_and_value(lm_loss(fn))(full, batch)[::-1]
     torch.testing.assert_close(loss, due)

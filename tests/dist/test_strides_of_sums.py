@@ -1,4 +1,4 @@
-"""Sums in place of values whose strides differ between calls or ranks."""
+"""Sums of values whose strides differ between calls or ranks."""
 
 import pytest
 import torch

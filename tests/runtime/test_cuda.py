@@ -12,9 +12,9 @@ import pytest
 import torch
 from launch import launch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
+from seen_ops import SeenOps
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import ftp
@@ -139,18 +139,6 @@ def test_a_recording_that_fails_is_named_and_spoils_no_later_one():
         torch.testing.assert_close(good(x * i).cpu(), torch.full((4,), i * i + 1.0))
 
 
-class Seen(TorchDispatchMode):
-    """The ops that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def decoder(
     mesh: Any, dtype: torch.dtype, how: str = "", **options: Any
 ) -> tuple[ftp.Step, Any, Any, Any]:
@@ -172,7 +160,7 @@ def test_attention_runs_a_fused_kernel():
     step, full, batch, (loss_fn, of_params) = decoder(mesh, torch.bfloat16)
     params, batch = ftp.device_put((full, batch), mesh, (of_params, P()))
     step(params, batch)
-    with Seen() as seen:
+    with SeenOps() as seen:
         loss, _ = step(params, batch)
     assert any("_scaled_dot_product" in op and "backward" in op for op in seen.ops)
     torch.testing.assert_close(loss, loss_fn(params, batch), rtol=0.02, atol=0.02)
