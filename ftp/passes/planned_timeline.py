@@ -147,7 +147,10 @@ def timelines(
     needs, moved_by = _needs(graph, apart), _moved_by(issued, bucket_of, apart)
     freed = needs.without(i for i, node in enumerate(graph.nodes) if node.name in seeds)
     prices = list(map(_NodePrices(hardware), graph.nodes))
-    orders = _order(freed, alone, moved_by), _order(freed, in_buckets, moved_by)
+    orders = (
+        _order(freed, alone, moved_by),
+        _order(freed, in_buckets, moved_by, _terms(graph, bucket_of, needs)),
+    )
 
     def plain() -> PlannedTimeline:
         order = _order(needs, alone, {})
@@ -189,11 +192,27 @@ def _needs(graph: Graph, ahead: Collection[int]) -> _NodeNeeds:
     return _NodeNeeds(operands, readers, [number[value.node] for value in graph.outputs], ahead)
 
 
+def _terms(graph: Graph, members: Iterable[int], needs: _NodeNeeds) -> list[int]:
+    """What the sums in buckets add."""
+    found = []
+    for i in members:
+        if i not in needs.ahead:
+            i = needs.operands[i][0]
+            while graph.nodes[i].target in VIEWS:
+                i = needs.operands[i][0]
+            found.append(i)
+    return found
+
+
 def _order(
-    needs: _NodeNeeds, issued: Mapping[int, int], moved: Mapping[int, int | None]
+    needs: _NodeNeeds,
+    issued: Mapping[int, int],
+    moved: Mapping[int, int | None],
+    terms: Iterable[int] = (),
 ) -> _IssueOrder:
     """The order of `schedule`: a node runs before the first collective that needs it. What only
-    outputs need runs after the collective that follows the last one that they depend on. A reader
+    outputs need runs after the collective that follows the last one that they depend on; what
+    ``terms`` need, the terms of buckets of sums, after the one that follows them. A reader
     of gathered parameters runs before the next gather starts.
     """
     moved_at = {at: moved.get(i) for i, at in reversed(list(issued.items()))}
@@ -211,8 +230,8 @@ def _order(
             if latest[operand] > until:
                 until = latest[operand]
         latest.append(until)
-    for i in needs.outputs:
-        until, next_ = latest[i], bisect_right(fixed, latest[i])
+    for i, until in [*((i, latest[i]) for i in needs.outputs), *((i, 2 * i) for i in terms)]:
+        next_ = bisect_right(fixed, until)
         after = fixed[next_] if next_ < len(fixed) else AT_END
         if after + 1 < found[i]:
             found[i], moved_by[i] = after + 1, moved_at.get(until)

@@ -3,16 +3,20 @@ between.
 """
 
 import operator
+from bisect import bisect_left
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from ftp.ops.ancestors import ancestors
 from ftp.ops.fused_optimizer import UPDATES, written
-from ftp.passes.aliasing import ALL_REDUCE, WAIT, is_view
+from ftp.passes.aliasing import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
 from ftp.passes.buffer_reuse import in_place
 from ftp.passes.copy_elimination import put_in_order
+
+aten = torch.ops.aten
 
 
 def schedule_in(graph: fx.Graph) -> None:
@@ -23,7 +27,8 @@ def schedule_in(graph: fx.Graph) -> None:
     being in their order, or before an output. Outputs that depend on earlier collectives only are
     placed between the start of a collective and the first use of its result. In a train step these
     are the matmuls for the weights' gradients and the weights' updates; a gradient's memory is free
-    after the update.
+    after the update. A term of a bucket of sums keeps its place among collectives, so that what it
+    is computed from, such as a layer's activations, does not wait for the bucket's last term.
 
     A gather of parameters depends on no computation. It starts after all nodes that stand before it
     in the graph and read gathered parameters, so that a rank holds no more gathered parameters than
@@ -49,6 +54,10 @@ def schedule_in(graph: fx.Graph) -> None:
         for node in dict.fromkeys(graph.output_node().all_input_nodes)
     }
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
+    starts = [position[unit[0]] for unit in units]
+    for term in _bucketed_terms(nodes):
+        if term not in due:
+            due[term], final[term] = {term}, bisect_left(starts, position[term]) - 1
     pending = sorted(due, key=lambda node: (final[node], position[node]))
     order: dict[fx.Node, None] = {}
 
@@ -89,6 +98,21 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
             [number.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)]
         )
     return latest
+
+
+def _bucketed_terms(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The terms of sums that are issued as one: what the bucket's ``cat`` reads views of."""
+    sums = [node for node in nodes if node.target in (ALL_REDUCE, REDUCE_SCATTER)]
+    sums = [node for node in sums if "collective" in node.meta and node.meta["collective"].members]
+    rows = [_viewed(node.args[0]) for node in sums]  # type: ignore[arg-type]
+    packed = [row.args[0] for row in rows if row.target is aten.cat.default]
+    return [_viewed(term) for terms in packed for term in terms]  # type: ignore[union-attr]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while node.all_input_nodes and (is_view(node) or node.target is aten.reshape.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:

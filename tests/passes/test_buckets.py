@@ -169,6 +169,25 @@ def test_memory_grows_by_no_more_than_a_bucket(specs: P):
     assert int(found.memory) <= int(plain.memory) + largest
 
 
+@pytest.mark.parametrize("remat", [{}, {"*": "nothing"}], ids=["kept", "recomputed"])
+def test_a_bucket_holds_its_terms_and_not_what_they_are_computed_from(remat: dict[str, Any]):
+    """Terms over dp wait for their bucket while sums over tp go on: activations must not wait."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(6)]
+    fn, params = ftp.functionalize(nn.Sequential(*layers), remat=remat)
+    cut = {"*.0.weight": P("tp"), "*.0.bias": P("tp"), "*.2.weight": P(None, "tp")}
+    mesh, specs = ftp.AbstractMesh((2, 2), ("dp", "tp")), ftp.plan(params, cut)
+    found, plain = (
+        ftp.shard(
+            lambda p, x: fn(p, x).square().mean(), mesh, specs, batch_specs=P("dp"), bucket=bucket
+        ).lower(params, torch.empty(2048, 64))
+        for bucket in (True, False)
+    )
+    largest = max(c.nbytes for c in found.collectives if len(c.members) > 1)
+    assert len(found.collectives) < len(plain.collectives)
+    of_a_layer = 3 * 1024 * 64 * 4  # what a rank's product for a weight may read a while longer
+    assert int(found.memory) <= int(plain.memory) + largest + of_a_layer
+
+
 @pytest.mark.parametrize("n", slow_after(1, [4, 2]))
 def test_zero3_gathers_by_layer_and_holds_less_than_data_parallelism(n: int):
     cfg = LlamaConfig(vocab=512, dim=128, layers=4, heads=4, hidden=256)
