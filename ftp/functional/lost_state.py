@@ -36,16 +36,31 @@ def check_state(
     read: Collection[int],
     kept: "KeptAttributes",
 ) -> None:
-    """Refuse attributes that carry a tensor to the next call; warn of counters."""
+    """Refuse attributes that carry a tensor to the next call, or one of an earlier call's graph;
+    warn of counters.
+    """
     now = {held.path: held for held in attributes_of(modules)}
     kept.check_new(model, before, now)
     for path, (_, value, _) in before.items():
         new = now[path].value if path in now else value
         if isinstance(value, Tensor):
-            if new is not value and id(value) in read:
+            if id(value) not in read:
+                continue
+            if new is not value:
                 raise TraceError(impure(model, f"attribute {path!r}", "replaces"))
+            if value.grad_fn is not None:
+                raise TraceError(_of_earlier_call(model, path))
         elif _is_counter(path, value) and not (_is_counter(path, new) and new == value):
             _warn(model, f"changes attribute {path!r} from {value!r} to {new!r}", repr(value))
+
+
+def _of_earlier_call(model: str, path: str) -> str:
+    return (
+        f"{model} reads attribute {path!r}, which an earlier call of the model computed from its"
+        " parameters. fn would keep those values, and parameters would lose the gradient that flows"
+        " through it. Empty the attribute before functionalize, or give it a model that has not"
+        " run, copy.deepcopy(model)."
+    )
 
 
 def _is_counter(path: str, value: Any) -> bool:

@@ -108,6 +108,27 @@ def _scratch(m, y):
     return m.by_name["y"] + m.slotted.last
 
 
+def test_a_tensor_that_an_earlier_call_computed_from_parameters_is_an_error():
+    """timm's LeViT keeps the biases of its attention from the first call in eval mode on."""
+
+    def cached(m, y):
+        if "w" not in m.by_name:
+            m.by_name["w"] = 2 * m.weight
+        return m.by_name["w"].sum() * y
+
+    model = Keeping(cached)
+    model(torch.ones(3))
+    fn, params = functionalize(model)
+    where = r"Keeping reads attribute \"by_name\['w'\]\", which an earlier call"
+    with pytest.raises(TraceError, match=where):
+        fn(params, torch.ones(3))
+    model.by_name.clear()
+    with torch.no_grad():  # torch would give no gradient through it either
+        model(torch.ones(3))
+    fn, params = functionalize(model)
+    assert torch.equal(fn(params, torch.ones(3)), model(torch.ones(3)))
+
+
 @pytest.mark.filterwarnings("ignore::ftp.errors.StaleCaptureWarning")
 def test_places_that_each_call_writes_before_it_reads_them():
     fn, params = functionalize(Keeping(_scratch))
