@@ -242,6 +242,26 @@ def test_few_decisions_by_a_captured_tensor_follow_it():
         torch.testing.assert_close(step(x)[0], loss(x))
 
 
+def test_more_decisions_by_captured_tensors_are_known():
+    """diffusers' samplers ask of each time, a captured number, whether it is the last."""
+    times = torch.tensor([66, 33, 0])
+
+    def loss(w, x):
+        for time in times:
+            x = x.sin() if time - 33 >= 0 else x * 2
+            x = x @ w
+        return x.square().mean()
+
+    def known(w, x):
+        x = ((x.sin() @ w).sin() @ w) * 2 @ w
+        return x.square().mean()
+
+    w, x = torch.rand(4, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
+    step, same = (ftp.shard(f, MESH, P(None, "tp")) for f in (loss, known))
+    assert len(step.lower(w, x).graph.graph.nodes) == len(same.lower(w, x).graph.graph.nodes)
+    torch.testing.assert_close(step(w, x), same(w, x), rtol=0, atol=0)
+
+
 def test_ranks_whose_tables_differ_have_other_programs():
     x = torch.ones(4, dtype=torch.float64)
 

@@ -7,6 +7,8 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import TraceError
+from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.replacements import reshaped_views
 
 
 def view_of_transposed(x: Tensor) -> Tensor:
@@ -119,3 +121,23 @@ def test_equals_plain_torch(fn):
     value = fn(given)
     (slope,) = torch.autograd.grad(value, given)
     torch.testing.assert_close(step_of(fn)(X), (slope, value.detach()))
+
+
+def test_many_changes_ask_for_the_memory_of_each_node_a_few_times(monkeypatch):
+    """Of each change and each node it was asked once: a diffusion sampler took minutes."""
+    asked = []
+
+    def noted(node):
+        asked.append(node)
+        return storages(node)
+
+    monkeypatch.setattr(reshaped_views, "storages", noted)
+
+    def loss(x):
+        for _ in range(50):
+            x = x.clone().unsqueeze_(0).sin().squeeze_(0)
+        return x.sum()
+
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    nodes = ftp.shard(loss, mesh, P()).lower(torch.ones(4)).graph.graph.nodes
+    assert 50 < len(asked) < 20 * len(nodes)

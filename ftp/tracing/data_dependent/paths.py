@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 MOST = 32  # paths of one function, and decisions on one path
 MOST_UNJOINED = 8  # paths after which statements are joined
+MOST_OF_CAPTURED = 4  # paths after which conditions of captured tensors are known
 
 Outcomes = tuple[bool, ...]
 
@@ -195,10 +196,14 @@ class Paths:
             return known
         if self.joins and (joined := self.joins.begin(predicate, frame)) is not None:
             return joined
-        if max(self._ways, len(before)) >= self._most:
+        ways = max(self._ways, len(before))
+        if MOST_OF_CAPTURED <= ways <= self._most < MOST and not self.knows_captured:
+            conditions = (predicate, *(first for first, *_ in self.asked.values()))
+            self.knows_captured = any(of_captured(c, bool) is not None for c in conditions)
+            if self.knows_captured:
+                raise Rerun
+        if ways >= self._most:
             if self._most < MOST:
-                conditions = (predicate, *(first for first, *_ in self.asked.values()))
-                self.knows_captured = any(of_captured(c, bool) is not None for c in conditions)
                 raise Rerun
             raise value_error(
                 f"The function decides by values in more than {MOST} ways at {line}: each is traced"
