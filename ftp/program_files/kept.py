@@ -142,28 +142,45 @@ def kept_or_planned(
         found = (_found(path, mesh, traced, facts) for path in (for_all, own))
         return next((program for program in found if program is not None), None)
 
-    with _one_at_a_time(folder / f"{key}{host}.lock"):
-        program = kept()
-        if program is None and handed_out is not None and mesh.hosts[at] != mesh.hosts[0]:
-            content = handed_out.take()
-            # Another key means another function: the ranks' agreement reports the difference.
-            if content.startswith(key.encode()):
-                with contextlib.suppress(FtpError, OSError):
-                    write_file(for_all, content[len(key) :])
-                    trim(folder, LIMIT)
-                program = kept()
-        if program is None:
-            program = make()
-            # A plan that cannot be written, as on a full disk, is made again at the next start.
+    def sent() -> Program | None:
+        if handed_out is None or mesh.hosts[at] == mesh.hosts[0]:
+            return None
+        content = handed_out.take()
+        # Another key means another function: the ranks' agreement reports the difference.
+        if content.startswith(key.encode()):
             with contextlib.suppress(FtpError, OSError):
-                if not program.trial_rules:
-                    content, is_for_all = _content(program)
-                    write_file(for_all if is_for_all else own, content)
-                    trim(folder, LIMIT)
+                write_file(for_all, content[len(key) :])
+                trim(folder, LIMIT)
+        return kept()
+
+    def planned() -> Program:
+        program = make()
+        # A plan that cannot be written, as on a full disk, is made again at the next start.
+        with contextlib.suppress(FtpError, OSError):
+            if not program.trial_rules:
+                content, is_for_all = _content(program)
+                write_file(for_all if is_for_all else own, content)
+                trim(folder, LIMIT)
+        return program
+
+    # Files are written whole, so ranks read them side by side.
+    before, program = (_file_at(for_all), _file_at(own)), kept()
+    if program is None:
+        lock = folder / f"{key}{host}.lock"
+        with _one_at_a_time(lock, lambda: (_file_at(for_all), _file_at(own)) != before):
+            program = kept() or sent() or planned()
     if handed_out is not None and handed_out.gives:
         with contextlib.suppress(OSError):
             handed_out.give(key.encode() + read_own(for_all))
     return program
+
+
+def _file_at(path: Path) -> int | None:
+    """The number of the file at a path; another file that takes its place has another one."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _content(program: Program) -> tuple[bytes, bool]:
@@ -214,9 +231,9 @@ class KeptProgram(LoadedProgram):
 
 
 @contextlib.contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    """A lock among the ranks of a host. The kernel frees it when a rank ends; after ``_PATIENCE``
-    seconds a rank continues without it.
+def _one_at_a_time(path: Path, is_needless: Callable[[], bool]) -> Iterator[None]:
+    """A lock among the ranks of a host. The kernel frees it when a rank ends; a rank that waits
+    continues without it once ``is_needless``, and after ``_PATIENCE`` seconds.
     """
     try:
         import fcntl
@@ -232,6 +249,8 @@ def _one_at_a_time(path: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
+                if is_needless():
+                    break
                 time.sleep(0.005)
         yield
     finally:

@@ -176,6 +176,38 @@ def test_what_is_wrong_with_a_file_costs_a_plan(folder: Path):
         assert not found()
 
 
+def test_ranks_read_a_plan_side_by_side(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """While another rank of the host holds the lock: a rank asks for it only to plan, and waits no
+    longer than until the plan is there.
+    """
+    fcntl = pytest.importorskip("fcntl")
+    asked, flock = [], fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (asked.append(1), flock(*given)))
+
+    def found() -> bool:
+        return run(ftp.shard(loss, TP, {"w": P(None, "tp")}), {"w": W}, X)[1]
+
+    assert not found() and len(asked) == 1
+    (path,) = plans(folder)
+    (lock,) = folder.glob("*.lock")
+    whole = path.read_bytes()
+    with lock.open() as held:
+        flock(held, fcntl.LOCK_EX)
+        assert found() and len(asked) == 1
+        for there in (lambda: None, lambda: path.write_bytes(b"damaged")):
+            path.unlink()
+            there()
+
+            def plan_of_another_rank(_: float) -> None:
+                path.with_suffix(".draft").write_bytes(whole)
+                path.with_suffix(".draft").rename(path)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(kept.time, "sleep", plan_of_another_rank)
+                assert found()
+    assert len(asked) == 1 + 2 * 2
+
+
 def test_the_switch(folder: Path, monkeypatch: pytest.MonkeyPatch):
     step = ftp.shard(loss, TP, {"w": P(None, "tp")})
     monkeypatch.setenv(KEEP, "0")
