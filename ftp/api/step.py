@@ -339,7 +339,9 @@ class Step:
                 "hardware": describe_hardware(self._definition.hardware_on(())),
             }
             record.agree(number, {**facets, "specs": str(specs)})
-            everyone = [json.loads(text) for text in record.exchange("arguments", held)]
+            texts = record.exchange("arguments", held)
+            read = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most are equal
+            everyone = [read[text] for text in texts]
             mesh = replace(self.mesh, hosts=_several(host for *_, host in everyone))
             self._definition = replace(self._definition, mesh=mesh)
             state = self._definition.state

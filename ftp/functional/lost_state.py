@@ -224,15 +224,28 @@ def _fills(value: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _kept(kind: type[nn.Module]) -> tuple[str, ...]:
     """The attributes that methods of a class assign, other than ``__init__``, and read."""
+    methods = [
+        function.__code__
+        for owner in kind.__mro__
+        if owner not in (nn.Module, object)
+        for name, held in vars(owner).items()
+        if (function := _function_of(held)) is not None and name != "__init__"
+    ]
+    if not any(map(_may_store, methods)):  # as most: to read all instructions takes a while
+        return ()
     stored: set[str] = set()
     loaded: set[str] = set()
-    for owner in kind.__mro__:
-        if owner in (nn.Module, object):
-            continue
-        for name, held in vars(owner).items():
-            if (function := _function_of(held)) is not None and name != "__init__":
-                _attributes(function.__code__, stored, loaded)
+    for code in methods:
+        _attributes(code, stored, loaded)
     return tuple(sorted(name for name in stored & loaded if not hasattr(kind, name)))
+
+
+def _may_store(code: CodeType) -> bool:
+    """Whether code assigns an attribute, or functions in it do. Every second byte of code is an
+    instruction.
+    """
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return dis.opmap["STORE_ATTR"] in code.co_code[::2] or any(map(_may_store, inner))
 
 
 def _function_of(held: Any) -> FunctionType | None:

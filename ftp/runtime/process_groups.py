@@ -26,22 +26,25 @@ from ftp.sharding.process_group import gpu_uuid, releases
 from ftp.torch_internals.process_groups import resolve_process_group
 
 
-def for_backends(graph: fx.Graph, device: torch.device, *, host: bool) -> fx.Graph:
+def for_backends(
+    graph: fx.Graph, device: torch.device, *, host: bool, is_own: bool = False
+) -> fx.Graph:
     """The graph with each all-gather by the op for its backend, and with a CPU's collectives over
     gloo marked ``direct``: see `gloo_calls.call_directly`.
 
     Args:
         host: the host runs the graph; else a recording of its ops, which no direct call is, runs.
+        is_own: the caller owns the graph, which is changed in place.
     """
-    over_gloo = [
-        node
-        for node in graph.nodes
-        if node.target in (ALL_REDUCE, ALL_GATHER) and is_over_gloo(node.args[-1], device)
-    ]
-    if not over_gloo:
+
+    def is_over(node: fx.Node) -> bool:
+        is_kind = node.target in (ALL_REDUCE, ALL_GATHER)
+        return is_kind and is_over_gloo(node.args[-1], device)
+
+    if not any(map(is_over, graph.nodes)):
         return graph
-    new, copies = copied(graph)
-    for node in map(copies.__getitem__, over_gloo):
+    new = graph if is_own else copied(graph)[0]
+    for node in filter(is_over, new.nodes):
         node.meta["direct"] = host and device.type == "cpu"
         if node.target is ALL_GATHER:
             node.target = OVER_GLOO

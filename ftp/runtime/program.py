@@ -296,15 +296,15 @@ class Program:
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """The function that runs this rank's graph; ``given`` are its first inputs."""
-        mesh, device = self.mesh, mesh_device(self.mesh)
-        graph = as_backends_take(with_product_groups(program.gm.graph, mesh))
+        mesh, device, ours = self.mesh, mesh_device(self.mesh), program.gm.graph
+        graph = as_backends_take(with_product_groups(ours, mesh))
         if self.options.async_tp:
             check_symmetric(graph, mesh)
         if self.options.cuda_graph:
             check_recordable(graph, device)
         if mesh.kind == "process":
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
-            graph = for_backends(graph, device, host=self._has_host)
+            graph = for_backends(graph, device, host=self._has_host, is_own=graph is not ours)
         return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
 
     def _recorded(self, run: Run) -> Run:

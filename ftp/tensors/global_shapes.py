@@ -169,8 +169,9 @@ def _agreed_shape(
     shape = tuple(
         known if known is not None else _assembled([h["local"] for h in tensors], spec, mesh)
     )
+    dues = due(spec, shape) if any(len(shape) == len(h["local"]) for h in tensors) else ()
     for rank, h in enumerate(tensors):
-        wanted = due(spec, shape)[rank] if len(shape) == len(h["local"]) else None
+        wanted = dues[rank] if len(shape) == len(h["local"]) else None
         if wanted != tuple(h["local"]):
             failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, wanted, is_loaded))
             return shape

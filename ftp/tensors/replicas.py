@@ -115,8 +115,8 @@ def check_samples(
     failures = []
     for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
         samples = [leaves[i].get("sample") for leaves in everyone if isinstance(leaves[i], dict)]
-        if len(samples) == mesh.size() and None not in samples:
-            found = dict(zip(mesh.ranks, _kinds(samples), strict=True))
+        if len(samples) == mesh.size() and None not in samples and any(kinds := _kinds(samples)):
+            found = dict(zip(mesh.ranks, kinds, strict=True))
             failures += _odd_ranks(found, spec, name, mesh, when)
     if failures:
         seed = "Where ranks draw a value, seed them alike: torch.manual_seed."

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch._guards import GuardSource, Source
+from torch.utils import _config_module
+from torch.utils._config_module import get_assignments_with_compile_ignored_comments
 
 from ftp.torch_internals import deferred_symbols
 
@@ -136,6 +138,18 @@ class _Finder(MetaPathFinder):
         return None if there is None else ModuleSpec(fullname, _Loader(there, None))
 
 
+class _IgnoredOptions:
+    """The options of a module that do not change compiled code, which torch reads from comments in
+    the module's source. Only the compiler asks for them.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._module = module
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(get_assignments_with_compile_ignored_comments(self._module))
+
+
 _finder = _Finder()
 
 
@@ -152,6 +166,7 @@ def defer() -> None:
         setattr(torch, full.rpartition(".")[2], module)
     sys.meta_path.insert(0, _finder)
     deferred_symbols.defer()
+    setattr(_config_module, get_assignments_with_compile_ignored_comments.__name__, _IgnoredOptions)
     # make_fx assumes that the compiler has loaded this module.
     importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
 

@@ -32,6 +32,8 @@ class _StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         own = self.__name__
+        if name == "__path__" and own == SHAPES:  # asked at each ``from ... import``
+            raise AttributeError(name)
         if sys.modules.get(own) is self:
             full = f"{own}.{name}"
             # The import system asks for the path of a package before it imports a part of it.

@@ -100,6 +100,7 @@ NEEDED = {
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.overrides": "_get_current_function_mode_stack _pop_mode_temporarily",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    "torch.utils._config_module": "get_assignments_with_compile_ignored_comments",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " _get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
     "torch.utils._ordered_set": "OrderedSet",

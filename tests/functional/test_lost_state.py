@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.functional import lost_state
 from ftp.functional.attributes import attributes_of
 from ftp.functional.functionalize import functionalize
 
@@ -246,3 +247,25 @@ def test_modules_that_share_a_list_share_it_in_a_call():
     torch.testing.assert_close(value, expected)
     found = torch.autograd.grad(expected, list(model.parameters()))
     torch.testing.assert_close(list(grads.values()), list(found))
+
+
+def test_the_code_of_a_model_that_assigns_no_attribute_is_not_read(monkeypatch: pytest.MonkeyPatch):
+    """To read them takes a millisecond a method; most models assign in ``__init__`` alone."""
+
+    class Plain(nn.Module):
+        def forward(self, x):
+            return sum(y.sin() for y in [x, x])
+
+    class Assigns(Plain):
+        def forward(self, x):
+            def keep():
+                self.cache = x
+
+            return keep() or self.cache
+
+    read, own = [], lost_state.dis.get_instructions
+    monkeypatch.setattr(
+        lost_state.dis, "get_instructions", lambda code: (read.append(code), own(code))[1]
+    )
+    assert lost_state._kept(Plain) == () and not read
+    assert lost_state._kept(Assigns) == ("cache",) and read

@@ -1,5 +1,6 @@
 """torch's compiler is loaded where it is used, and works then as if it had been loaded before."""
 
+import own_process  # type: ignore[import-not-found]
 import pytest
 from own_process import check  # type: ignore[import-not-found]
 
@@ -97,6 +98,25 @@ print(read_by_a_trace(), own.max_autotune is config.max_autotune)
 
 def test_a_trace_reads_inductors_options_without_their_module_and_as_they_are_set():
     check(OPTIONS, ["False False", "True", "True", "True True"])
+
+
+IGNORED = """
+import tokenize, torch
+read, own = [], tokenize.tokenize
+tokenize.tokenize = lambda given: (read.append(1), own(given))[1]
+if {of_ftp}:
+    import ftp
+    ftp.spmd(torch.sum, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))(torch.ones(4))
+import torch._dynamo.config as config, torch._functorch.config as other
+print(bool(read))
+print(config.get_hash().hex(), other.get_hash().hex())
+"""
+
+
+def test_a_trace_does_not_read_which_of_the_compilers_options_are_no_part_of_its_keys():
+    found = [own_process.run(IGNORED.format(of_ftp=of_ftp)).stdout for of_ftp in (True, False)]
+    (is_read, hashes), (is_read_by_torch, hashes_of_torch) = map(str.splitlines, found)
+    assert (is_read, is_read_by_torch) == ("False", "True") and hashes == hashes_of_torch
 
 
 @pytest.mark.slow
