@@ -3,19 +3,16 @@ another rank is the first rank's plan.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from ftp.api.definition import Definition, specs_of_results, traced_for
-from ftp.api.graph_checks import check_prepared, check_programs
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned, planned_for
 from ftp.dynamic_int import Sizes
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan
-from ftp.planning.prepare import plan_prepared, prepare, prepared_once
-from ftp.planning.problem import Watch
 from ftp.program_files.kept import kept_or_planned, key_of
 from ftp.runtime.program import Program
 from ftp.sharding.spec import PartitionSpec
@@ -23,12 +20,15 @@ from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import places_of, with_read
 from ftp.tracing.trace import Traced
 
+if TYPE_CHECKING:  # what a rank whose plan is found does not need
+    from ftp.planning.problem import Watch
+
 
 @collection_paused()
 def build(
     definition: Definition,
     inputs: Inputs,
-    watch: Watch | None = None,
+    watch: "Watch | None" = None,
     traced: Traced | None = None,
 ) -> Planned:
     """Trace, plan and check one program.
@@ -42,6 +42,8 @@ def build(
     planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
 
     def make() -> Program:
+        from ftp.api.graph_checks import check_programs
+
         made = planning.program(traced, planning.plan(traced.gm, watch))
         if definition.options.explicit:
             _check_explicit(made, planning)
@@ -98,7 +100,7 @@ class Planning:
     def plan(
         self,
         gm: fx.GraphModule,
-        watch: Watch | None = None,
+        watch: "Watch | None" = None,
         sizes: Sizes | None = None,
         number: Callable[[Any], Any] | None = None,
     ) -> Plan:
@@ -107,6 +109,9 @@ class Planning:
         Args:
             sizes, number: as of `prepare`, for a trace with dynamic sizes.
         """
+        from ftp.api.graph_checks import check_prepared
+        from ftp.planning.prepare import plan_prepared, prepare, prepared_once
+
         mesh, options = self.definition.mesh, self.definition.options
         names, is_state = self.inputs.tensor_names, self.is_state
         known = self.inputs.known if sizes is None else None

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from ftp.api import families
 from ftp.api.arguments import Arguments, check_donated_once, check_signature, check_static, nones
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
@@ -168,7 +167,7 @@ def traced_for(
                 checked=definition.options.check_inputs,
                 calls=calls,
                 shapes=formulas,
-                symbolic=None if sizes is None else families.symbolic_of(sizes),
+                symbolic=None if sizes is None else _symbolic_of(sizes),
                 keeps_recording=keeps_recording,
                 replayed=replayed,
                 reads=definition.reads if sizes is None else None,
@@ -249,3 +248,10 @@ def _of_counted_rows(name: str, spec: PartitionSpec | None) -> list[str]:
         f"{name.removesuffix('.rows')} has spec {spec}, but how many rows it has is known after the"
         " run, so that it is whole on every rank. Give P()."
     ]
+
+
+def _symbolic_of(sizes: Sizes) -> Any:
+    """The sizes as torch's symbolic ints; imported late, because sympy takes long to import."""
+    from ftp.tracing.symbolic import symbolic_of
+
+    return symbolic_of(sizes)

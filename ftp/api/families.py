@@ -194,13 +194,6 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, NotDynamic) else f"{type(error).__name__}: {error}"
 
 
-def symbolic_of(sizes: Sizes) -> Any:
-    """The sizes as torch's symbolic ints; imported late, because sympy takes long to import."""
-    from ftp.tracing.symbolic import symbolic_of
-
-    return symbolic_of(sizes)
-
-
 def sizes_for(
     dynamic: Dynamic, values: Sequence[int], multiples: Mapping[str, int] = MappingProxyType({})
 ) -> Sizes:

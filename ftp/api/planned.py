@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import RENEWALS
 from ftp.dataclass import dataclass
-from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs
 from ftp.runtime.program import Program
 from ftp.sharding.arguments import Shape
 from ftp.sharding.counted_rows import are_counted, cut
@@ -17,6 +16,9 @@ from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
 from ftp.tracing.captured import Captured
 from ftp.tracing.data_dependent.values_read import Asked
+
+if TYPE_CHECKING:
+    from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,7 @@ class Planned:
 
 def planned_for(
     inputs: Inputs,
-    program: Program | ProgramOfSubgraphs,
+    program: "Program | ProgramOfSubgraphs",
     mesh: Mesh,
     donated: dict[int, str],
     captured: list[Captured],

@@ -9,7 +9,6 @@ from torch.fx import graph_module
 
 from ftp.api.arguments import Arguments
 from ftp.api.planned import Planned
-from ftp.runtime.sized_program import SizedProgram
 from ftp.sharding.mesh import Mesh
 from ftp.torch_internals.fake_tensors import FakeTensorMode
 
@@ -65,7 +64,7 @@ class ProgramCache:
             first_source: number of torch's first source text of its modules.
         """
         self.used[planned] = range(first_source, graph_module._loader.next_id)
-        if isinstance(planned.program, SizedProgram):  # its plan serves more sizes
+        if planned.program.is_of_many_sizes:
             return
         self._count += 1
         if self._count == MANY and not self.expects_many:

@@ -26,7 +26,6 @@ from ftp.api.definition import (
     warn_of_taken_for_shards,
 )
 from ftp.api.dynamic_programs import DynamicPrograms
-from ftp.api.families import ShapeCounts
 from ftp.api.fast_path import Expected
 from ftp.api.inputs import Inputs
 from ftp.api.planned import Planned
@@ -38,7 +37,6 @@ from ftp.errors import FtpError, InputError, MeshError, MismatchError
 from ftp.paused_gc import collection_paused
 from ftp.planning.known_passes import KnownPasses
 from ftp.planning.machine import describe_hardware
-from ftp.planning.problem import Watch
 from ftp.runtime.program import Program
 from ftp.runtime.shared_pages import is_asked_for
 from ftp.sharding.launcher import host_name
@@ -55,6 +53,8 @@ from ftp.tracing.trace import Traced
 from ftp.version import __version__
 
 if TYPE_CHECKING:
+    from ftp.api.families import ShapeCounts
+    from ftp.planning.problem import Watch
     from ftp.report.lowered import Lowered
 
 
@@ -199,7 +199,7 @@ class Step:
         return outputs
 
     @property
-    def shapes(self) -> ShapeCounts:
+    def shapes(self) -> "ShapeCounts":
         """How many traces and plans serve many sizes of dims that change, and why sizes are planned
         one by one, if they are.
         """
@@ -251,7 +251,7 @@ class Step:
 
         def lowered(
             changed: Mapping[int, PartitionSpec],
-            watch: Watch | None = None,
+            watch: "Watch | None" = None,
             known: KnownPasses | None = None,  # of a search; reports do not keep it
         ) -> Lowered:
             specs = [changed.get(i, spec) for i, spec in enumerate(inputs.specs)]
@@ -390,7 +390,7 @@ class Step:
         return self._dynamic.build(definition, inputs, dynamic, self._build)
 
     def _build(
-        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+        self, inputs: Inputs, watch: "Watch | None" = None, traced: Traced | None = None
     ) -> Planned:
         """See `build`; subclasses build their kind of program here."""
         return build(self._definition, inputs, watch, traced)

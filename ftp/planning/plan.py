@@ -6,7 +6,7 @@ from dataclasses import field
 from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.ops.constrain import Pin
-from ftp.planning.graph import Graph, Node
+from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.solver.minimize import Solution
 from ftp.sharding.spec import PartitionSpec
 
@@ -58,3 +58,20 @@ class Plan:
     def cost(self) -> float:
         """Seconds of all axes' networks together."""
         return sum(s.cost for s in self.solutions.values())
+
+
+def describe_plan(plan: Plan) -> str:
+    """The plan as text that is equal on all ranks: every node with its cuts."""
+    lines = []
+    number = {node: i for i, node in enumerate(plan.graph.nodes)}
+    for node, i in number.items():
+        arguments = [f"%{number[v.node]}.{v.index}" for v in node.operands]
+        constants = [repr(a) for a in node.args if not isinstance(a, Value | list | tuple)]
+        lines.append(
+            f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes}"
+            f" {node.cuts}"
+        )
+    lines.append(
+        f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}"
+    )
+    return "\n".join(lines)

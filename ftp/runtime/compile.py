@@ -25,7 +25,6 @@ from ftp.runtime.direct_code import forward_of
 from ftp.runtime.divided_work import divided
 from ftp.runtime.gloo_calls import call_directly
 from ftp.runtime.inductor_kernels import compiled_together
-from ftp.runtime.local_shapes import known_numbers
 from ftp.runtime.lowering import for_eager, for_inductor, ordered
 from ftp.runtime.shared_memory import directly, exchanges_of_rows
 from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
@@ -133,6 +132,8 @@ def subgraphs_of(
     input's memory. Numbers among the inputs, the offsets of this rank's shards, become tensors
     where they can, else constants of the code. ``choose`` picks the matmuls for oneDNN.
     """
+    from ftp.runtime.local_shapes import known_numbers  # of the partitioner; eager runs do without
+
     inputs = _dense(inputs, [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
     gm = with_values(as_module(ordered(graph)), inputs)
     graph = for_inductor(gm.graph, donated, choose)

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import optree
 import torch
@@ -15,24 +15,20 @@ from torch import fx
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.local_program import LocalProgram
-from ftp.partitioning.partition import Partitioner
 from ftp.partitioning.rank_tables import classes
 from ftp.passes.onednn_matmuls import Matmul
 from ftp.passes.transport import as_backends_take, keeping_nan
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
 from ftp.planning.cost import Hardware
-from ftp.planning.from_fx import found_by_trial
-from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
-from ftp.planning.plan import Plan
+from ftp.planning.plan import Plan, describe_plan
 from ftp.rules.call import Meta
 from ftp.rules.op_kinds import may_call_autograd
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import RecordedRun, graphs_of
 from ftp.runtime.failed_op import begun, describe_op, failing, written_by
 from ftp.runtime.gloo_calls import WAITS
-from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.options import DEFAULT, Options
 from ftp.runtime.process_groups import (
@@ -53,6 +49,10 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 from ftp.torch_internals.fake_tensors import FakeTensorMode
+
+if TYPE_CHECKING:  # what a rank whose plan is found does not need
+    from ftp.partitioning.partition import Partitioner
+    from ftp.runtime.decided import Decided
 
 
 @dataclass(kw_only=True)
@@ -97,35 +97,33 @@ class Program:
     assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
     hardware: Hardware = DEFAULT_HARDWARE
+    is_of_many_sizes: ClassVar[bool] = False  # whether its plan serves other sizes too
 
     def with_options(self, **changes: Any) -> "Program":
         """The same plan, run with other options."""
         return replace(self, options=replace(self.options, **changes))
 
     @cached_property
-    def partitioner(self) -> Partitioner:
+    def partitioner(self) -> "Partitioner":
         """The partitioner of the plan itself, without buckets, chunks and fused matmuls."""
-        plain = replace(self.options, bucket=False, chunks=1, async_tp=False, reduce_dtype=None)
-        return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
+        from ftp.runtime.decided import decide, partitioner_of
 
-    def _partitioner_of(self, decided: Decided) -> Partitioner:
-        plan = replace(self.plan, graph=decided.graph)
-        chunked = dict.fromkeys(decided.chunks.reshards, decided.chunks.count)
-        change = None
-        if decided.changes_ranks:
-            change = functools.partial(
-                rank_graph, decided=decided, options=self.options, axes=self.mesh.axes
-            )
-        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked, change)
+        plain = replace(self.options, bucket=False, chunks=1, async_tp=False, reduce_dtype=None)
+        decided = decide(self.plan.graph, plain, self.mesh.axes)
+        return partitioner_of(self.plan, decided, self.options, self.mesh)
 
     @cached_property
-    def _decided(self) -> Decided:
+    def _decided(self) -> "Decided":
+        from ftp.runtime.decided import decide
+
         axes = self.mesh.axes if self.mesh.is_ascending else {}
         return decide(self.plan.graph, self.options, axes, self.hardware, self.gradients)
 
     @cached_property
-    def _as_decided(self) -> Partitioner:
-        return self._partitioner_of(self._decided)
+    def _as_decided(self) -> "Partitioner":
+        from ftp.runtime.decided import partitioner_of
+
+        return partitioner_of(self.plan, self._decided, self.options, self.mesh)
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
@@ -151,6 +149,8 @@ class Program:
     @property
     def trial_rules(self) -> str:
         """The rules found for ops without a stated one, as text."""
+        from ftp.planning.from_fx import found_by_trial
+
         return found_by_trial(self.plan.graph)
 
     @cached_property
@@ -197,7 +197,7 @@ class Program:
         return self._in_use.program(self.own_coordinate if coordinate is None else coordinate)
 
     @property
-    def _in_use(self) -> Partitioner:
+    def _in_use(self) -> "Partitioner":
         """The partitioner in use: that of the plan itself, if the options ask for no other."""
         o = self.options
         is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
@@ -431,20 +431,3 @@ def join_parts(
             terms[at] = part.new_empty(shape)
         put(terms[at], part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
     return functools.reduce(operator.add, terms.values())
-
-
-def describe_plan(plan: Plan) -> str:
-    """The plan as text that is equal on all ranks: every node with its cuts."""
-    lines = []
-    number = {node: i for i, node in enumerate(plan.graph.nodes)}
-    for node, i in number.items():
-        arguments = [f"%{number[v.node]}.{v.index}" for v in node.operands]
-        constants = [repr(a) for a in node.args if not isinstance(a, Value | list | tuple)]
-        lines.append(
-            f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes}"
-            f" {node.cuts}"
-        )
-    lines.append(
-        f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}"
-    )
-    return "\n".join(lines)

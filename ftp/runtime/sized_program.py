@@ -223,6 +223,7 @@ class SizedProgram(Program):
 
     ranks: RankPrograms
     values: tuple[int, ...]
+    is_of_many_sizes = True
 
     @classmethod
     def of(cls, ranks: RankPrograms, values: tuple[int, ...]) -> "SizedProgram":

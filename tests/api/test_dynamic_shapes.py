@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.api import build as build_module
-from ftp.api import definition, dynamic_programs, families
+from ftp.api import definition, families, family_programs
 from ftp.errors import ExplicitError, InputError
 from ftp.runtime import lowering, process_groups, sized_program
 
@@ -587,9 +587,9 @@ def test_numbers_that_code_reads_from_sizes(fn, name, monkeypatch):
 
 
 def test_plans_are_kept_for_the_values_used_last(monkeypatch):
-    made, trace = [], dynamic_programs.traced_for
+    made, trace = [], family_programs.traced_for
     counted = lambda *args, **kwargs: made.append(args) or trace(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(dynamic_programs, "traced_for", counted)
+    monkeypatch.setattr(family_programs, "traced_for", counted)
 
     def total(x, scale):
         return x.square().sum() * scale

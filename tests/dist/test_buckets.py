@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ftp
 from ftp import P
 from ftp.errors import MismatchError
-from ftp.runtime import lowering
+from ftp.runtime import decided
 
 pytestmark = pytest.mark.dist
 NAMES = [f"{i}.{name}" for i in range(3) for name in ("up", "bias", "down")]
@@ -41,7 +41,7 @@ def expected() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _one_rank_estimates_otherwise() -> None:
-    chosen = lowering.faster_buckets
+    chosen = decided.faster_buckets
 
     def others(*args: Any) -> Any:
         found = chosen(*args)
@@ -49,7 +49,7 @@ def _one_rank_estimates_otherwise() -> None:
         return replace(found, groups=found.groups[1:])
 
     if dist.get_rank() == 1:
-        lowering.faster_buckets = others  # type: ignore[assignment]
+        decided.faster_buckets = others  # type: ignore[assignment]
 
 
 def _estimating_otherwise(form: str) -> str:

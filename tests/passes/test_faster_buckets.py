@@ -14,7 +14,7 @@ from ftp import P
 from ftp.passes.bucket_collectives import Buckets, choose_buckets
 from ftp.passes.faster_buckets import faster_buckets
 from ftp.report.lowered import Lowered
-from ftp.runtime import lowering
+from ftp.runtime import decided
 
 SLOW_LINK = {"dp": ftp.Link(latency=1e-4, bandwidth=1e9)}
 
@@ -181,13 +181,13 @@ def test_no_single_bucket_is_better_left_out(monkeypatch: pytest.MonkeyPatch):
         kept.append(faster_buckets(*args))
         return kept[-1]
 
-    monkeypatch.setattr(lowering, "faster_buckets", note)
+    monkeypatch.setattr(decided, "faster_buckets", note)
     cost = Lowered(replace(program._program)).cost()
     groups = kept[0].groups
     assert len(groups) >= 4
     for left_out in groups:
         fewer = replace(kept[0], groups=tuple(g for g in groups if g != left_out))
-        monkeypatch.setattr(lowering, "faster_buckets", lambda *_, fewer=fewer: fewer)
+        monkeypatch.setattr(decided, "faster_buckets", lambda *_, fewer=fewer: fewer)
         assert cost <= Lowered(replace(program._program)).cost() * (1 + 1e-2), left_out
 
 

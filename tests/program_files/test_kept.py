@@ -242,6 +242,33 @@ def test_errors_of_the_planner_are_its_own(folder: Path):
         step(torch.ones(4))
 
 
+FOUND = """
+import sys, torch, ftp
+from ftp import P
+mesh = ftp.simulated_mesh((2,), ("tp",))
+opt = ftp.optim.from_torch(torch.optim.AdamW, fused=True)
+params = {"w": torch.randn(4, 4)}
+state, x = opt.init(params), torch.randn(3, 4)
+
+def train(params, state, x):
+    grads, loss = torch.func.grad_and_value(lambda p: (x @ p["w"]).sin().mean())(params)
+    return (*opt.update(grads, state, params), loss)
+
+specs = {"w": P("tp")}, opt.specs(params, {"w": P("tp")}), P()
+ftp.spmd(train, mesh, specs, specs)(params, state, x)
+asked = ("planning.planner", "partitioning.partition", "passes.bucket_collectives", "api.families",
+         "runtime.pipelines", "certification", "report")
+print(*(name for name in asked if "ftp." + name in sys.modules))
+"""
+
+
+def test_a_step_whose_plan_is_found_loads_no_planner(tmp_path: Path) -> None:
+    env = {**os.environ, "FTP_CACHE": str(tmp_path), KEEP: "1"}
+    first, second = (own_process.run(FOUND, env=env) for _ in range(2))
+    made = "planning.planner partitioning.partition passes.bucket_collectives"
+    assert (first.stdout.strip(), second.stdout.strip()) == (made, ""), second.stderr
+
+
 TWO_RANKS = """
 import os, sys, torch, ftp
 from ftp import P

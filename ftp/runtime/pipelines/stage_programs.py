@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import optree
@@ -94,6 +94,7 @@ class ProgramOfSubgraphs:
     is_static: tuple[bool, ...]
     assumptions: tuple[str, ...] = ()
     stacks: Stacks | None = None
+    is_of_many_sizes: ClassVar[bool] = False
 
     @property
     def ranks(self) -> int:
