@@ -27,7 +27,7 @@ from ftp.source import raised_line
 from ftp.tensors.global_shapes import abstract, global_shape
 from ftp.tensors.placement import check_alive, check_placed, placement_of
 from ftp.torch_internals.tracer_lock import TRACING
-from ftp.tracing.alike import Alike
+from ftp.tracing.alike import Alike, RecordedOps
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.data_dependent.values_read import ValuesRead
 from ftp.tracing.settings import as_called
@@ -137,14 +137,14 @@ def traced_for(
     formulas: Sequence[Shape | None] | None = None,
     sizes: Sizes | None = None,
     mesh: Mesh | None = None,
-    keeps_recording: bool = False,
+    recognises: Callable[[RecordedOps], bool] | None = None,
     replayed: Alike | None = None,
 ) -> Traced:
     """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims.
 
     Args:
         mesh: that the function finds around it; default the definition's.
-        keeps_recording, replayed: as of `trace`.
+        recognises, replayed: as of `trace`.
     """
     call = inputs.call
     if calls is None and definition.options.explicit:
@@ -168,7 +168,7 @@ def traced_for(
                 calls=calls,
                 shapes=formulas,
                 symbolic=None if sizes is None else _symbolic_of(sizes),
-                keeps_recording=keeps_recording,
+                recognises=recognises,
                 replayed=replayed,
                 reads=definition.reads if sizes is None else None,
             )

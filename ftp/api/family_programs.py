@@ -21,7 +21,7 @@ from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement
-from ftp.tracing.alike import Alike
+from ftp.tracing.alike import Alike, RecordedOps
 
 
 def built(
@@ -64,10 +64,18 @@ def _with_numbers_read(
     build: Callable[[Inputs], Planned],
 ) -> Planned:
     """The program of a function that reads sizes as numbers: recorded at these sizes, and planned
-    with other sizes whose recordings are alike.
+    with other sizes whose recordings are alike. Of a recording that a plan serves no more is made.
     """
-    traced = traced_for(definition, inputs, keeps_recording=True)
-    found = traced.recording and read.find(values, traced.recording, dynamic)
+    found: tuple[AlikeSizes, tuple[int, ...]] | None = None
+
+    def is_served(recording: RecordedOps) -> bool:
+        nonlocal found
+        found = read.known(values, recording)
+        return found is not None and found[0].plan_for(found[1]) is not None
+
+    traced = traced_for(definition, inputs, recognises=is_served)
+    if not traced.is_recognised:
+        found = traced.recording and read.find(values, traced.recording, dynamic)
     if found:
         group, values = found
         try:
@@ -78,7 +86,7 @@ def _with_numbers_read(
                 families.warn_of_refused(dynamic, error)
         if planned is not None:
             return planned
-    return build(replace(inputs, traced=traced))
+    return build(inputs if traced.is_recognised else replace(inputs, traced=traced))
 
 
 def _like_others(

@@ -10,7 +10,7 @@ from ftp.dataclass import dataclass
 from ftp.tracing.alike import Alike, RecordedOps, are_alike
 
 if TYPE_CHECKING:
-    from ftp.api.families import FamilyTrace
+    from ftp.api.families import FamilyPlan, FamilyTrace
 
 _SAMPLES = 3  # recordings from which formulas are made
 MOST_PLANS = 8  # of one trace
@@ -35,6 +35,11 @@ class AlikeSizes:
         """The trace that serves these sizes and numbers."""
         return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
 
+    def plan_for(self, values: tuple[int, ...]) -> "FamilyPlan | None":
+        """The plan that serves these sizes and numbers."""
+        trace = self.trace_for(values)
+        return trace and trace.plan_for(values)
+
 
 @dataclass
 class NumbersRead:
@@ -43,16 +48,26 @@ class NumbersRead:
     groups: list[AlikeSizes] = field(default_factory=list)
     _samples: list[tuple[tuple[int, ...], RecordedOps]] = field(default_factory=list)
 
+    def known(
+        self, values: tuple[int, ...], recording: RecordedOps
+    ) -> tuple[AlikeSizes, tuple[int, ...]] | None:
+        """The group that serves recordings like this one, with the sizes and the recording's
+        numbers.
+        """
+        for group in self.groups:
+            found = group.alike.numbers(values, recording)
+            if found is not None:
+                return group, (*values, *found)
+        return None
+
     def find(
         self, values: tuple[int, ...], recording: RecordedOps, dynamic: Dynamic
     ) -> tuple[AlikeSizes, tuple[int, ...]] | None:
         """The group of a recording at these sizes, with the sizes and the recording's numbers; None
         if there are too few recordings like it.
         """
-        for group in self.groups:
-            found = group.alike.numbers(values, recording)
-            if found is not None:
-                return group, (*values, *found)
+        if (known := self.known(values, recording)) is not None:
+            return known
         self._samples = [*self._samples[1 - 2 * _SAMPLES :], (values, recording)]
         samples = [(at, r) for at, r in self._samples if are_alike(r, recording)]
         if len(samples) < _SAMPLES or len(self.groups) == _MOST:

@@ -9,6 +9,7 @@ it equals its formula.
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,10 @@ class RecordedOps:
     def read(self) -> tuple[list[Any], list[int]]:
         """The recording without its numbers, and the numbers."""
         return _read(self.graph)
+
+    def kept(self) -> "RecordedOps":
+        """A copy, which the trace does not make functional."""
+        return replace(self, graph=copied(self.graph))
 
     def differs(self, other: "RecordedOps") -> bool:
         """Whether the recordings differ in their number of ops, their results or their captured
@@ -144,11 +149,11 @@ class Alike:
 
 
 def recording_of(gm: fx.GraphModule, recorder: "Recorder", ran: "Ran") -> RecordedOps | None:
-    """The recording that a recorder has made; None where it holds tensors made from lists."""
+    """The recording that a recorder has just made; None where it holds tensors made from lists."""
     if any(node.op == "get_attr" for node in gm.graph.nodes):
         return None
     of_run = ran.tree, tuple(ran.statics), tuple(ran.claims)
-    return RecordedOps(copied(gm.graph), recorder.captured, *of_run)
+    return RecordedOps(gm.graph, recorder.captured, *of_run)
 
 
 def are_alike(a: RecordedOps, b: RecordedOps) -> bool:

@@ -86,6 +86,7 @@ class Traced:
         symbolic: for a trace with dynamic sizes, its symbolic numbers.
         recording: the recorded ops, if the trace keeps them.
         asked: set if the program returns a value that the function reads, not its result.
+        is_recognised: the trace ended with its recording.
     """
 
     gm: fx.GraphModule
@@ -99,6 +100,7 @@ class Traced:
     symbolic: "Symbolic | None" = None
     recording: RecordedOps | None = None
     asked: Asked | None = None
+    is_recognised: bool = False
 
     @cached_property
     def out_shapes(self) -> list[tuple[int, ...]]:
@@ -123,7 +125,7 @@ def trace(
     calls: TorchCalls | None = None,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
-    keeps_recording: bool = False,
+    recognises: Callable[[RecordedOps], bool] | None = None,
     replayed: Alike | None = None,
     reads: ValuesRead | None = None,
 ) -> Traced:
@@ -143,7 +145,8 @@ def trace(
         calls: numbers torch's calls in the lines of the nodes.
         shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
         symbolic: the dynamic sizes.
-        keeps_recording: whether the trace has its recording, where that can be replayed.
+        recognises: is given the trace's recording, where that can be replayed. If it knows the
+            recording, the trace ends: its graph is that of the recording.
         replayed: recordings of the function to trace instead of it.
         reads: the values that the function has read so far, if it may read values as Python
             numbers: the trace ends at the next one. None: a function that needs one is refused.
@@ -159,7 +162,7 @@ def trace(
         mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
         return (mm,)
     """
-    options = (line, checked, within, calls, shapes, symbolic, keeps_recording, replayed)
+    options = (line, checked, within, calls, shapes, symbolic, recognises, replayed)
     request = _Request(fn, leaves, in_tree, device_type, names, *options)
     made = partial(_traced, request)
     numbers = [] if within else numbers_around(fn)
@@ -175,7 +178,8 @@ def trace(
         anew = partial(_with_reads, partial(_traced, again), reads)
         if request.left and request.left[-1].places:
             check_unread(request.left[-1], anew)
-        warn_of_counted(numbers, traced, anew)
+        if not traced.is_recognised:
+            warn_of_counted(numbers, traced, anew)
     return traced
 
 
@@ -198,7 +202,7 @@ class _Request:
     calls: TorchCalls | None
     shapes: Sequence[tuple[int, ...] | None] | None
     symbolic: "Symbolic | None"
-    keeps_recording: bool
+    recognises: Callable[[RecordedOps], bool] | None
     replayed: Alike | None
     left: list[LeftBehind] = field(default_factory=list)
 
@@ -309,8 +313,12 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
         if not request.within:
             forget_cached(request.fn)
     recording = None
-    if request.keeps_recording and not (paths.asked or recorder.read) and reading is None:
+    if request.recognises and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)
+    if recording is not None and request.recognises is not None:
+        if not request.left[-1].places and request.recognises(recording):
+            return Traced(gm, (), ran.tree, (), (), (), recording=recording, is_recognised=True)
+        recording = recording.kept()
     check_writes(gm.graph)
     check_copied_views(gm.graph)
     check_reshaped_views(gm.graph)

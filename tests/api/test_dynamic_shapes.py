@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.api import build as build_module
 from ftp.api import definition, families, family_programs
 from ftp.errors import ExplicitError, InputError
+from ftp.planning import prepare
 from ftp.runtime import lowering, process_groups, sized_program
+from ftp.tracing import trace as trace_module
 
 MOST = 512
 DIMS = {1: torch.export.Dim("S", min=1, max=MOST)}
@@ -219,10 +220,10 @@ def _numbers(text: str) -> str:
 
 def test_new_sizes_plan_nothing(monkeypatch):
     made = []
-    trace, plan = definition.trace, build_module.plan_prepared
+    trace, plan = definition.trace, prepare.plan_prepared
     monkeypatch.setattr(definition, "trace", lambda *a, **k: made.append("trace") or trace(*a, **k))
     monkeypatch.setattr(
-        build_module, "plan_prepared", lambda *a, **k: made.append("plan") or plan(*a, **k)
+        prepare, "plan_prepared", lambda *a, **k: made.append("plan") or plan(*a, **k)
     )
     step = ftp.shard(loss_fn, on({"tp": 2}), SPECS, dynamic_shapes=DIMS)
     for size in (9, 4, 16, 1, 9, 12):
@@ -567,9 +568,9 @@ def falls_short(params, x):
 @pytest.mark.parametrize("fn", slow_after(1, [capacity, window, falls_short]))
 def test_numbers_that_code_reads_from_sizes(fn, name, monkeypatch):
     """Each size is recorded, and planned with others whose recordings are alike."""
-    planned, build = [], build_module.plan_prepared
+    planned, build = [], prepare.plan_prepared
     monkeypatch.setattr(
-        build_module, "plan_prepared", lambda *a, **k: planned.append(a) or build(*a, **k)
+        prepare, "plan_prepared", lambda *a, **k: planned.append(a) or build(*a, **k)
     )
     spec = P(None, "cp") if name == "context" else P()
     step = ftp.shard(fn, LAYOUTS[name][0], P(), batch_specs=spec)
@@ -584,6 +585,24 @@ def test_numbers_that_code_reads_from_sizes(fn, name, monkeypatch):
     assert step.shapes.one_by_one and 1 <= step.shapes.plans < len(planned) < len(sizes)
     if fn is not falls_short:
         assert "int(" in step.shapes.one_by_one[0] and "math.trunc()" in step.shapes.one_by_one[0]
+
+
+def test_a_size_whose_recording_a_plan_serves_is_traced_no_further(monkeypatch):
+    made, functional_form = [], trace_module.functional_form
+    monkeypatch.setattr(
+        trace_module, "functional_form", lambda *a: made.append(a) or functional_form(*a)
+    )
+    step = ftp.shard(capacity, LAYOUTS["tp"][0], P(), batch_specs=P())
+    params, passes = torch.eye(4, dtype=torch.float64) + 1, []
+    for size in (8, 12, 7, 9, 16, 21, 10, 24, 14, 40, 3, 18, 30, 27, 33, 22):
+        x = torch.arange(8.0 * size, dtype=torch.float64).view(2, size, 4) / size
+        made.clear()
+        loss, grad = step(params, x)
+        want_grad, want = torch.func.grad_and_value(capacity)(params, x)
+        assert torch.allclose(loss, want, rtol=1e-12)
+        assert torch.allclose(grad, want_grad, rtol=1e-12)
+        passes.append(len(made))
+    assert passes[0] and passes[-1] == 0 and passes.count(0) >= 8
 
 
 def test_plans_are_kept_for_the_values_used_last(monkeypatch):

@@ -12,9 +12,31 @@ from ftp.tracing.trace import trace
 
 def recorded(fn, size):
     leaves, tree = flatten((torch.ones(2, size, 4),))
-    made = trace(fn, leaves, tree, "cpu", names=["x"], keeps_recording=True).recording
+    made = trace(fn, leaves, tree, "cpu", names=["x"], recognises=lambda _: False).recording
     assert made is not None
     return (size,), made
+
+
+def test_a_trace_ends_with_the_recording_that_is_recognised():
+    seen, holder = [], {}
+
+    def fn(x):
+        return x[:, : int(0.75 * x.shape[1])].sum()
+
+    def leaves_a_tensor(x):
+        holder["last"] = x.sum()
+        return fn(x)
+
+    def recognises(recording):
+        seen.append(len(recording.graph.nodes))
+        return True
+
+    leaves, tree = flatten((torch.ones(2, 8, 4),))
+    made = trace(fn, leaves, tree, "cpu", names=["x"], recognises=recognises)
+    assert made.is_recognised and seen and made.constants == ()
+    # What a call may leave for the next one is looked for in a whole trace.
+    made = trace(leaves_a_tensor, leaves, tree, "cpu", names=["x"], recognises=recognises)
+    assert not made.is_recognised and len(seen) == 1
 
 
 def test_a_number_is_unknown_or_a_formula_of_others():
