@@ -31,8 +31,6 @@ PACKAGES = ("torch._dynamo", "torch._inductor")
 _LIGHT = frozenset(
     (
         "torch._dynamo.config", "torch._inductor.config", "torch._inductor.custom_graph_pass",
-        "torch._inductor.compiler_bisector", "torch._inductor.runtime",
-        "torch._inductor.runtime.cache_dir_utils",
         "torch._inductor.fx_passes", "torch._inductor.fx_passes.dedupe_symint_uses",
     )
 )  # fmt: skip
@@ -100,21 +98,43 @@ class _RandomValue(Source):
     """A source that only the compiler makes: no tensor of a trace has it."""
 
 
-_SOURCE = "torch._dynamo.source"
-
-
-class _SourceNames(ModuleType):
-    """The compiler's module of sources, of which fake tensors need two names for each constant of a
-    trace; any other name loads the compiler.
+class _NoBisection:
+    """Stands for the tool that searches for a fault of the compiler by leaving out its parts, which
+    `make_fx` asks before it decomposes an op. What else is asked of the tool loads the compiler.
     """
 
-    ConstantSource, RandomValueSource = _ConstantOfTrace, _RandomValue
+    @staticmethod
+    def disable_subsystem(*_: Any) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        load()
+        return getattr(importlib.import_module(_BISECTOR).CompilerBisector, name)
+
+
+_BISECTOR = "torch._inductor.compiler_bisector"
+
+
+class _FewNames(ModuleType):
+    """A module of the compiler of which torch needs few names while nothing is compiled; any other
+    name loads the compiler.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         load()
-        return getattr(importlib.import_module(_SOURCE), name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+# Fake tensors need two names for each constant of a trace.
+_NEEDED: dict[str, dict[str, Any]] = {
+    "torch._dynamo.source": {
+        "ConstantSource": _ConstantOfTrace,
+        "RandomValueSource": _RandomValue,
+    },
+    _BISECTOR: {"CompilerBisector": _NoBisection()},
+}
 
 
 class _Finder(MetaPathFinder):
@@ -128,8 +148,10 @@ class _Finder(MetaPathFinder):
             assert found is not None
             module = _deferred[fullname]
             return ModuleSpec(fullname, _Loader(module, found.loader), origin=found.origin)
-        if fullname == _SOURCE and _deferred and not _is_loading:
-            return ModuleSpec(fullname, _Loader(_SourceNames(fullname), None))
+        if fullname in _NEEDED and _deferred and not _is_loading:
+            made = _FewNames(fullname)
+            vars(made).update(_NEEDED[fullname])
+            return ModuleSpec(fullname, _Loader(made, None))
         is_inside = fullname.startswith(tuple(f"{full}." for full in _deferred))
         if not is_inside or _is_loading or fullname in _LIGHT:
             return None
@@ -186,7 +208,8 @@ def load() -> None:
             _is_loading = True
             for full in PACKAGES:
                 del sys.modules[full]
-            sys.modules.pop(_SOURCE, None)
+            for full in _NEEDED:
+                sys.modules.pop(full, None)
             try:
                 for full in PACKAGES:
                     importlib.import_module(full)

@@ -73,9 +73,23 @@ import torch._dynamo.source as source
 print(source.ConstantSource.__module__, source.LocalSource is LocalSource)
 """
 
+BISECTED = """
+import sys, torch, ftp
+
+mesh = ftp.simulated_mesh((2,), ("tp",))
+y = torch.randn(4)
+ftp.shard(lambda p, x: (p * x).mean(), mesh, ftp.P("tp"), batch_specs=ftp.P("tp"))(y, y)
+print("torch._inductor.runtime" in sys.modules, "torch._dynamo.convert_frame" in sys.modules)
+from torch._inductor.compiler_bisector import BACKENDS, CompilerBisector
+print("torch._dynamo.convert_frame" in sys.modules, "inductor" in BACKENDS)
+from torch._inductor.compiler_bisector import CompilerBisector
+print(CompilerBisector.__module__, torch._inductor.compiler_bisector.BACKENDS is BACKENDS)
+"""
+
 
 def test_the_compiler_is_loaded_for_another_name_of_its_sources():
     check(AT_ANOTHER_NAME, ["L['x'] x", "torch._dynamo.source True"])
+    check(BISECTED, ["False False", "True True", "torch._inductor.compiler_bisector True"])
 
 
 OPTIONS = """
