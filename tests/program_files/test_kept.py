@@ -247,6 +247,7 @@ import sys, torch, ftp
 from ftp import P
 mesh = ftp.simulated_mesh((2,), ("tp",))
 opt = ftp.optim.from_torch(torch.optim.AdamW, fused=True)
+ftp.functionalize(torch.nn.Linear(4, 4))
 params = {"w": torch.randn(4, 4)}
 state, x = opt.init(params), torch.randn(3, 4)
 
