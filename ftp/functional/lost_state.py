@@ -4,7 +4,7 @@ next call would not have them.
 
 import dis
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -25,7 +25,7 @@ from ftp.functional.attributes import (
     of_class,
 )
 from ftp.functional.modes_of_blocks import ModeOfBlocks
-from ftp.functional.purity import COPIES, impure
+from ftp.functional.purity import COPIES, WriteGuard, impure
 from ftp.functional.writes import tensors_of, written_by
 
 
@@ -33,7 +33,7 @@ def check_state(
     model: str,
     modules: Modules,
     before: Mapping[str, Held],
-    read: Collection[int],
+    guard: WriteGuard,
     kept: "KeptAttributes",
 ) -> None:
     """Refuse attributes that carry a tensor to the next call, or one of an earlier call's graph;
@@ -44,9 +44,9 @@ def check_state(
     for path, (_, value, _) in before.items():
         new = now[path].value if path in now else value
         if isinstance(value, Tensor):
-            if id(value) not in read:
+            if id(value) not in guard.read:
                 continue
-            if new is not value:
+            if new is not value and not guard.is_moved(new, value):
                 raise TraceError(impure(model, f"attribute {path!r}", "replaces"))
             if value.grad_fn is not None:
                 raise TraceError(_of_earlier_call(model, path))

@@ -234,7 +234,7 @@ def _call_hooked(
     for key, (tensor, name) in held.items():
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
-    check_state(program.name, modules, attributes, guard.read, kept)
+    check_state(program.name, modules, attributes, guard, kept)
     return out
 
 

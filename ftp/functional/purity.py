@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,19 @@ class ChangesFrozen(TraceError):
     """A model writes to a frozen parameter."""
 
 
+class Copy(NamedTuple):
+    """A conversion of a tensor that the model has.
+
+    Attributes:
+        of: that tensor's id.
+        is_equal: whether it keeps the same values, in the same dtype.
+    """
+
+    of: int
+    tensor: Tensor
+    is_equal: bool
+
+
 class WriteGuard(ModeOfBlocks):
     """Refuse, before it runs, an op that writes to a tensor in ``names`` {id: its name}, or that
     reads the memory that an argument of the call has in the model.
@@ -81,7 +94,7 @@ class WriteGuard(ModeOfBlocks):
         self.in_model = in_model
         self.read: set[int] = set()
         self._tokens: list[Token] = []
-        self.copies: dict[int, tuple[int, Tensor]] = {}  # copy's id: original's id, the copy
+        self.copies: dict[int, Copy] = {}  # by its id
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
         self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # parameter's id: it, its detached one
         self.own: dict[int, Tensor] = {}  # detached one's id: the parameter
@@ -97,8 +110,14 @@ class WriteGuard(ModeOfBlocks):
     def stands_for(self, new: Tensor, old: Tensor) -> None:
         if new is not old and (name := self.names.get(id(old))) is not None:
             self.names[id(new)] = name
-            original = self.copies[id(old)][0] if id(old) in self.copies else id(old)
-            self.copies[id(new)] = original, new
+            original = self.copies[id(old)].of if id(old) in self.copies else id(old)
+            self.copies[id(new)] = Copy(original, new, False)
+
+    def is_moved(self, new: Any, old: Tensor) -> bool:
+        """Whether ``new`` is ``old`` on another device."""
+        copy = self.copies.get(id(new))
+        is_copy = copy is not None and copy.of == id(old) and copy.is_equal
+        return is_copy and new.device != old.device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -114,13 +133,22 @@ class WriteGuard(ModeOfBlocks):
             if (name := self.names.get(id(base))) is not None:
                 error = ChangesFrozen if name.startswith("frozen") else TraceError
                 raise error(impure(self.model, name, "modifies"))
+            self._note_written(base)
         out = func(*args, **kwargs)
+        if func in CASTS and id(args[0]) in self.names and _is_same(args, kwargs, out):
+            return args[0]  # as torch does; within its transforms it makes another tensor
+        if func in _ALIASES:
+            self._note_written(args[0])  # where a later write is not seen
         if func in _ALIASES and id(args[0]) in self.names:
             self.names[id(out)] = self.names[id(args[0])]
             self.aliases.append(out)
         elif not _reads_shape(func):
             self._read(func, (*args, *kwargs.values()), out)
         return out
+
+    def _note_written(self, x: Any) -> None:
+        if (copy := self.copies.get(id(x))) is not None:
+            self.copies[id(x)] = copy._replace(is_equal=False)
 
     def _read(self, func: Callable, args: tuple, out: Any) -> None:
         """Note which of the model's attributes an op reads.
@@ -129,14 +157,13 @@ class WriteGuard(ModeOfBlocks):
             TraceError: it reads the memory that an argument of the call has in the model.
         """
         for x in tensors_of(args):
-            key = id(x)
-            if key in self.copies:
-                key = self.copies[key][0]
-            if key in self.names:
+            copy = self.copies.get(id(x), Copy(id(x), x, True))
+            if copy.of in self.names:
                 if func not in COPIES:
-                    self.read.add(key)
+                    self.read.add(copy.of)
                 elif isinstance(out, Tensor) and id(out) not in self.names:
-                    self.copies[id(out)] = key, out
+                    is_equal = copy.is_equal and out.dtype == x.dtype
+                    self.copies[id(out)] = Copy(copy.of, out, is_equal)
             if (
                 _innermost.get() is self
                 and type(x) in (Tensor, nn.Parameter)
@@ -179,13 +206,18 @@ _OF: Any = Tensor  # its attributes are descriptors
 _SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
 _ALIASES = (_OF.data.__get__, Tensor.detach, torch.detach)
 # Conversions, whose result has the values of the first argument.
-COPIES = frozenset(
+CASTS = frozenset(
     getattr(Tensor, name)
-    for name in (
-        "to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16", "clone",
-        "contiguous",
-    )
-)  # fmt: skip
+    for name in ("to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16")
+)
+COPIES = CASTS | {Tensor.clone, Tensor.contiguous}
+
+
+def _is_same(args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether a conversion has nothing to do, and nothing asks for a copy."""
+    x, *rest = args
+    asked = any(value is True for value in (*rest, *kwargs.values())) or "memory_format" in kwargs
+    return isinstance(out, Tensor) and (out.dtype, out.device) == (x.dtype, x.device) and not asked
 
 
 def _reads_shape(func: Callable) -> bool:

@@ -597,6 +597,55 @@ def test_attributes_that_carry_no_state_are_left_to_the_model(what: str):
     assert not hasattr(Stateful, "table")
 
 
+class Rotary(nn.Module):
+    """Moves its table to where the input is, as Llama's first code and many others do."""
+
+    def __init__(self, converted, is_buffer):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.converted = converted
+        if is_buffer:
+            self.register_buffer("table", torch.arange(3.0))
+        else:
+            self.table = torch.arange(3.0)
+
+    def forward(self, x):
+        self.table = self.converted(self.table, x)
+        return (x * self.weight * self.table).sum()
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize(
+    "converted",
+    [
+        lambda table, x: table.to(x.device),
+        lambda table, x: table.to(device=x.device, dtype=x.dtype),
+        lambda table, x: table.type_as(x),
+        lambda table, _: table.float(),
+    ],
+)
+def test_a_conversion_with_nothing_to_do_changes_no_state(converted, is_buffer):
+    fn, params = functionalize(Rotary(converted, is_buffer))
+    x = torch.tensor([1.0, 2.0, 3.0])
+    for run in (fn, make_fx(lambda p, x: fn(p, x))(params, x)):
+        assert run(params, x) == 8
+    assert torch.func.grad(fn)(params, x)["weight"].tolist() == [0, 2, 6]
+
+
+def test_a_table_moved_to_another_device_is_no_state_unless_it_is_written():
+    on_meta = {"weight": torch.ones(3, device="meta")}, torch.ones(3, device="meta")
+    fn, _ = functionalize(Rotary(lambda table, x: table.to(x.device), False))
+    assert fn(*on_meta).shape == ()
+    for written in (
+        lambda table, x: table.to(x.device).add_(1),
+        lambda table, x: table.to(x.device)[:2].add_(1)._base,
+        lambda table, x: table.half().to(x.device).float(),
+    ):
+        fn, _ = functionalize(Rotary(written, False))
+        with pytest.raises(TraceError, match="Rotary replaces attribute 'table' while it runs"):
+            fn(*on_meta)
+
+
 class Following(nn.Module):
     """A target that follows the online layer, as in BYOL and DQN."""
 
