@@ -102,8 +102,16 @@ def _in_blocks(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
     return first.sin() + ftp.remat(lambda y: rows(y.tanh(), k.sum()))(x @ w)
 
 
+def _repeats(w: Tensor, x: Tensor, k: Tensor) -> Tensor:
+    """Rows of images packed into one sequence, as in NaViT and Qwen2-VL."""
+    image = torch.repeat_interleave(k)
+    rows = (x @ w).repeat_interleave(k, dim=0)
+    rows = torch.cat([rows, torch.repeat_interleave(x @ w, k.max()[None], 0)])
+    return (rows.cumsum(0).square().sum(1) / (1 + torch.arange(len(rows)))).sum() + image.sum()
+
+
 FUNCTIONS = [
-    _a_prefix, _in_blocks, _sorted_rows, _after_decisions, _views, _a_size, _a_loop,
+    _a_prefix, _repeats, _in_blocks, _sorted_rows, _after_decisions, _views, _a_size, _a_loop,
     _rows_one_by_one, _padded,
 ]  # fmt: skip
 INDICES = [torch.tensor([0, 0, 1, 2, 1, 0]), torch.tensor([1, 0, 3, 2, 0, 2])]
@@ -118,7 +126,7 @@ def expected(fn: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("fn", "mesh"),
     [
-        pytest.param(fn, mesh, marks=() if i < 5 and mesh is MESHES[0] else pytest.mark.slow)
+        pytest.param(fn, mesh, marks=() if i < 6 and mesh is MESHES[0] else pytest.mark.slow)
         for i, fn in enumerate(FUNCTIONS)
         for mesh in MESHES
     ],

@@ -125,6 +125,8 @@ READING: dict[str, Any] = {
     "sum": lambda x: _repeated(x, int((TABLE * 2 - 1).clamp(min=0).sum())).sum(),
     "text": lambda x: (x * len(str(int(TABLE.sum()) * 1000))).sum(),
     "bool": lambda x: _repeated(x, bool(TABLE[1] == 1) + 1).sum(),
+    "format": lambda x: (x * len(f"{TABLE[1] * 1000:d}") * len(f"{SHARES[2]:.3f}")).sum(),
+    "repeats": lambda x: x[:4].repeat_interleave(TABLE, 0).cumsum(0).sum(),
     "after a decision": _after_a_decision,
     "in many ways": _in_many_ways,
     "vmap": lambda x: torch.vmap(lambda row: _repeated(row, int(TABLE[0])))(x).sum(),

@@ -66,10 +66,22 @@ def _helper(x):
     require(x.min() >= 0, "negative")
 
 
-@pytest.mark.cases_by_default(3)
+def _torch_check(x):
+    torch._check(x.min().item() >= 0, lambda: f"negative {x.min():.3f}")
+
+
+def _torch_check_all(x):
+    torch._check_tensor_all_with(ValueError, x >= 0, lambda: f"negative {x.min()}")
+
+
+@pytest.mark.cases_by_default(5)
 @pytest.mark.parametrize(
-    "guard", [_assert, _if, _if_not, _either, _not, _else, _chained, _torch, _helper]
-)
+    "guard",
+    [
+        _assert, _if, _torch_check, _torch_check_all, _if_not, _either, _not, _else, _chained,
+        _torch, _helper,
+    ],
+)  # fmt: skip
 def test_a_guard_is_assumed_and_can_be_checked(guard: Callable[[torch.Tensor], None]):
     def loss(w, x):
         guard(x)

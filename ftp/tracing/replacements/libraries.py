@@ -13,9 +13,10 @@ from torch.nn.modules import adaptive, transformer
 from ftp.errors import TraceError
 from ftp.functional.remat import run_again
 from ftp.ops.assume import assume
-from ftp.source import at_line
+from ftp.source import at_line, user_line
 from ftp.torch_internals import pytree
 from ftp.tracing.data_dependent.control_flow import control_flow
+from ftp.tracing.data_dependent.traced_number import TracedNumber
 from ftp.tracing.replacements.flex_attention import flex_attention
 from ftp.tracing.replacements.mapped_ops import mapped_ops
 from ftp.tracing.replacements.python_draws import python_draws
@@ -60,6 +61,22 @@ def _torch_nn() -> Iterator[None]:
         return original(mask, is_causal, size) if is_known else False
 
     with replaced(transformer, {"_detect_is_causal_mask": detect}):
+        yield
+
+
+@contextmanager
+def _torch_checks() -> Iterator[None]:
+    """Take what ``torch._check`` and its kin check of values as passed."""
+    original = torch._check_with
+
+    def check(error_type: type[Exception], cond: Any, message: Callable[[], str] | None) -> None:
+        if type(cond) is TracedNumber:
+            said = f": {message()}" if callable(message) else ""
+            assume(cond.value != 0, f"{user_line()} checks values{said}")
+        else:
+            original(error_type, cond, message)
+
+    with replaced(torch, {"_check_with": check}):
         yield
 
 
@@ -220,6 +237,7 @@ def _selected_rows_in_aux() -> Iterator[None]:
 _TENSORS = ("mask", "valid", "first", "is_any")  # of a `SelectionGroup`
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
+    _torch_checks,
     _adaptive_softmax,
     _distributions,
     _transformers,

@@ -2,7 +2,6 @@
 choose an algorithm, they need writes in place or strides, or autocast casts their ops one by one.
 """
 
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -48,9 +47,12 @@ from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
 from ftp.tracing.replacements.diagonals import fill_diagonal_
+from ftp.tracing.replacements.gaussian_nll import gaussian_nll_loss
 from ftp.tracing.replacements.recurrent_layers import of_sequences
+from ftp.tracing.replacements.repeats import REPEATS, with_size
 from ftp.tracing.replacements.short_time_fourier import istft, stft
 from ftp.tracing.replacements.sparse_matmuls import MATMULS, matmul
+from ftp.tracing.replacements.texts import text_of
 from ftp.tracing.selected_rows.factories import sized_by_row_count
 from ftp.tracing.selected_rows.narrow import narrow
 from ftp.tracing.selected_rows.selected import Selected, apply
@@ -73,6 +75,8 @@ class unchecked(ModeOfBlocks):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = input_first(func, args, kwargs or {})
+        if func in REPEATS:
+            kwargs = with_size(args, kwargs, self._integer)
         if TracedNumber in types:
             args, kwargs = arrays_stacked(args), arrays_stacked(kwargs)
             if (found := sized_by_row_count(func, args, kwargs)) is not None:
@@ -227,33 +231,6 @@ def _guarded(condition: Tensor, frame: FrameType) -> Any:
 
 def _assert_async(condition: Tensor, message: str = "torch._assert_async: not zero") -> None:
     assume(condition.detach() != 0, message)
-
-
-def _gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    if not isinstance(var, Tensor):
-        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
-    if var.shape != input.shape and input.shape[:-1] == var.shape:
-        var = var.unsqueeze(-1)
-    elif var.shape != input.shape and (
-        input.ndim != var.ndim
-        or sum(v for n, v in zip(input.shape, var.shape, strict=True) if n != v) != 1
-    ):
-        raise ValueError("var is of incorrect size")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    with torch.no_grad():
-        below = (eps - var).clamp(min=0)
-    var = var + below  # not var.clamp: the gradient is that of var itself, like torch's
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
@@ -431,10 +408,11 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     **OF_CLASSES,
     **tensor_lists.FUNCTIONS,
     F.linear: _linear,
-    F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.gaussian_nll_loss: gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
     **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
     torch.combinations: _combinations,
+    Tensor.__format__: text_of,
     F.ctc_loss: _with_lengths(F.ctc_loss),
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
     Tensor.fill_diagonal_: fill_diagonal_,
