@@ -125,6 +125,8 @@ class WriteGuard(ModeOfBlocks):
             own = self.own[id(args[0])] if id(args[0]) in self.own else args[0]
             self._train(own, (*args[1:], *kwargs.values(), True)[0])
             return args[0]
+        if func == _SETS_DATA and args[0] is args[1]:  # module.to(x.device), with nothing to do
+            return None
         if self.frozen:  # model code may hold the parameter in a variable, which swap cannot reach
             args = tuple(map(self._as_now, args))
             kwargs = {name: self._as_now(x) for name, x in kwargs.items()}
@@ -204,6 +206,7 @@ class WriteGuard(ModeOfBlocks):
 _innermost: ContextVar[WriteGuard | None] = ContextVar("innermost", default=None)
 _OF: Any = Tensor  # its attributes are descriptors
 _SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
+_SETS_DATA = _OF.data.__set__
 _ALIASES = (_OF.data.__get__, Tensor.detach, torch.detach)
 # Conversions, whose result has the values of the first argument.
 CASTS = frozenset(

@@ -16,8 +16,8 @@ OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 NEEDED = {
     "torch": "Tensor._backward_hooks Tensor._has_symbolic_sizes_strides Tensor._is_all_true"
     " Tensor._is_any_true Tensor._make_subclass Tensor._post_accumulate_grad_hooks Tensor._version"
-    " library.Library._destroy _assert_async _check _grouped_mm _is_all_true _is_any_true"
-    " _sample_dirichlet _standard_gamma",
+    " library.Library._destroy _assert_async _check _check_with _grouped_mm"
+    " _is_all_true _is_any_true _sample_dirichlet _standard_gamma",
     "torch._VF": "_pack_padded_sequence",
     "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction"
     " _AutoDispatchBelowAutograd _DisableTorchDispatch"

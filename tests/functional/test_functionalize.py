@@ -632,6 +632,22 @@ def test_a_conversion_with_nothing_to_do_changes_no_state(converted, is_buffer):
     assert torch.func.grad(fn)(params, x)["weight"].tolist() == [0, 2, 6]
 
 
+def test_a_module_moved_to_where_it_is_is_not_changed():
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 2, bias=False)
+
+        def forward(self, x):
+            return self.inner.to(device=x.device, dtype=x.dtype)(x).sum()
+
+    fn, params = functionalize(Moving())
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.func.grad(fn)(params, x)["inner.weight"].tolist() == [[1, 2, 3]] * 2
+    with pytest.raises(TraceError, match=r"Moving modifies parameter 'inner.weight' in place"):
+        fn(params, x.double())
+
+
 def test_a_table_moved_to_another_device_is_no_state_unless_it_is_written():
     on_meta = {"weight": torch.ones(3, device="meta")}, torch.ones(3, device="meta")
     fn, _ = functionalize(Rotary(lambda table, x: table.to(x.device), False))

@@ -67,7 +67,7 @@ def _torch_nn() -> Iterator[None]:
 @contextmanager
 def _torch_checks() -> Iterator[None]:
     """Take what ``torch._check`` and its kin check of values as passed."""
-    original = torch._check_with
+    original: Any = torch._check_with
 
     def check(error_type: type[Exception], cond: Any, message: Callable[[], str] | None) -> None:
         if type(cond) is TracedNumber:
