@@ -243,15 +243,15 @@ def _one_at_a_time(path: Path, is_needless: Callable[[], bool]) -> Iterator[None
         yield
         return
     try:
-        until = time.monotonic() + _PATIENCE
-        while time.monotonic() < until:
+        begun = time.monotonic()
+        while (waited := time.monotonic() - begun) < _PATIENCE:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
                 if is_needless():
                     break
-                time.sleep(0.005)
+                time.sleep(min(0.05, max(0.005, waited / 16)))
         yield
     finally:
         os.close(handle)
