@@ -126,7 +126,8 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
 
     Microbatch ``i`` is rows ``i``, ``i + n``, ... of every batch tensor, so a batch sharded on dim
     0 is not resharded. A sharded program sums the gradients locally and reduces them once. In a
-    program with a pipeline the microbatches are the pipeline's.
+    program with a pipeline the microbatches are the pipeline's. All tensors but ``params`` are cut:
+    for dropout pass ``ftp.random.split(key, n)`` and draw from ``keys[0]``; capture what is whole.
 
     Args:
         grad_fn: ``(params, *batch) -> (grads, value)``, means over the batch, such as the result of
@@ -153,7 +154,7 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
             return _noted(grad_fn, n, means, params, batch)
         uneven = [
             f"{name} has shape {tuple(leaf.shape)}: its first dim must divide into {n}"
-            " microbatches."
+            f" microbatches.{_hint(leaf, n)}"
             for leaf, name in zip(leaves, leaf_names(batch, "batch"), strict=True)
             if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % n)
         ]
@@ -173,6 +174,12 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
         return tree.unflatten([x / n for x in total])
 
     return fn
+
+
+def _hint(leaf: Tensor, n: int) -> str:
+    if leaf.shape == (2,) and leaf.dtype is torch.int64:
+        return f" Of a key give ftp.random.split(key, {n}), and draw from keys[0]."
+    return "" if leaf.ndim else " Capture what is no batch."
 
 
 def _noted(

@@ -107,6 +107,11 @@ def check_key(key: Tensor, name: str) -> None:
         given = f"{key.dtype} of shape {tuple(key.shape)}"
         if key.dtype is torch.int64 and key.shape[-1:] == (2,):
             several = " Take one of the keys, or torch.vmap over them."
+        elif key.dtype is torch.int64 and key.shape == (1,):
+            several = (
+                " It may be a microbatch of a key: give ftp.optim.accumulate keys of"
+                " ftp.random.split(key, n), and take keys[0]."
+            )
     raise InputError(
         f"{name} takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not"
         f" {given}.{several}"

@@ -48,7 +48,7 @@ def match_patterns(
                 f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'."
             )
             continue
-        if problem := check(pattern, value):
+        if problem := check(pattern, value) or _joined(pattern, answers, where):
             failures.append(problem)
             continue
         matched = [
@@ -77,6 +77,23 @@ def match_patterns(
             f" {patterns[first]} and {patterns[second]}. Give both the same value, or narrow one."
         )
     return [given[0] if given else None for given in found]
+
+
+def _joined(pattern: str, answers: Sequence[tuple[Path, ...]], where: str) -> str | None:
+    """The failure of a pattern such as ``**norm.weight``: it would match one element, as
+    ``*norm.weight`` does, where its author means any number of them.
+    """
+    own = {element for paths in answers for path in paths for element in path}
+    elements = pattern.split(".")
+    if not any("**" in one and one != "**" and one not in own for one in elements):
+        return None
+    apart = [one.replace("**", "*.**.*").removeprefix("*.").removesuffix(".*") for one in elements]
+    wider = ".".join(apart)
+    n = sum(any(matches(wider, path) for path in paths) for paths in answers)
+    return (
+        f"pattern {pattern!r} of {where} joins '**', which is any number of path elements, to a"
+        " part of one." + (f" {wider!r} matches {n}." if n else " Put a '.' between them.")
+    )
 
 
 def _most_specific(given: list[tuple[str, T]]) -> list[tuple[str, T]]:

@@ -192,6 +192,28 @@ def test_rows_must_divide_into_microbatches():
         train_step(loss_fn, params, OPT.init(params), lm_batch(CFG, *TOKENS), micro=3)
 
 
+def test_a_key_is_given_for_each_microbatch():
+    """A key is cut as every other tensor; the errors say what to give."""
+
+    def noisy(w: torch.Tensor, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return (w * ftp.random.dropout(keys[0] if keys.ndim > 1 else keys, x, 0.5)).sum()
+
+    def taken(n: int, key: torch.Tensor) -> Any:
+        grad_fn = ftp.optim.accumulate(torch.func.grad_and_value(noisy), n)
+        return grad_fn(torch.ones(()), torch.ones(4, 6), key)
+
+    key = ftp.random.key(3)
+    keys = ftp.random.split(key, 2)
+    wanted = [ftp.random.dropout(k, torch.ones(2, 6), 0.5).sum() for k in keys]
+    torch.testing.assert_close(taken(2, keys)[1], (wanted[0] + wanted[1]) / 2)
+    with pytest.raises(ftp.FtpError, match=r"a microbatch of a key: .* and take keys\[0\]\."):
+        taken(2, key)
+    with pytest.raises(ftp.FtpError, match=r"give ftp.random.split\(key, 4\), and draw from keys"):
+        taken(4, key)
+    with pytest.raises(ftp.FtpError, match="Capture what is no batch"):
+        taken(2, torch.tensor(1))
+
+
 def halved(loss_fn: Any) -> Any:
     """Computes in bfloat16 and keeps float32 parameters."""
     return lambda params, batch: loss_fn(

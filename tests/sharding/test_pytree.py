@@ -192,6 +192,25 @@ def test_every_failure_of_a_plan_is_reported_at_once():
     ]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "wider"),
+    [
+        ("**norm.weight", "'**.*norm.weight' matches 1."),
+        ("**w[qo].weight", "'**.*w[qo].weight' matches 4."),
+        ("layers**", "'layers*.**' matches 4."),
+        ("layers.**attn.*.weight", "'layers.**.*attn.*.weight' matches 4."),
+        ("**nrom", "Put a '.' between them."),
+    ],
+)
+def test_many_elements_are_not_joined_to_a_part_of_one(pattern: str, wider: str):
+    """It matched one element, in silence: a norm of a layer kept its weight decay."""
+    assert error_of(lambda: plan(PARAMS, {pattern: P()})) == (
+        f"pattern '{pattern}' of params joins '**', which is any number of path elements, to a part"
+        f" of one. {wider}"
+    )
+    assert plan({"a**": PARAMS["norm.weight"]}, {"a**": P("dp")}) == {"a**": P("dp")}
+
+
 def test_only_tensors_are_cut():
     assert error_of(lambda: plan(NESTED, {"**": P("dp")})) == (
         "params['steps'] is 3, an int, and gets P('dp') from '**'; only a tensor can be cut. Give"
