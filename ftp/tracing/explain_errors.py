@@ -51,6 +51,13 @@ COPY = (
 _WRITES = f"The function changes an input or a captured tensor in place{{at}}. {COPY}"
 
 
+NO_COLLECTIVE = (
+    "In place of torch.distributed: the function of a step takes whole tensors and calls no"
+    " collective, as specs say what ranks hold; code of one rank, ftp.local(fn, mesh, in_specs,"
+    " out_specs), calls ftp.axis.all_reduce(x, axis) and its kin."
+)
+
+
 LEAKED = (
     "a tensor that an earlier trace left behind: it has no values. Return intermediates from the"
     " function (has_aux=True) rather than storing them."
@@ -81,6 +88,10 @@ _BY_MEANING: dict[Meaning, tuple[type[TraceError], str]] = {
         "torch.vmap over rows that a mask selects{at}, whose number depends on values, is not"
         " supported. Write the function for all rows at once (rows @ w), or map over"
         " torch.where(mask, x, 0).",
+    ),
+    Meaning.NO_PROCESS_GROUP: (
+        TraceError,
+        f"The function asks torch.distributed{{at}}, which has no process group. {NO_COLLECTIVE}",
     ),
     Meaning.OF_OTHER_TRACE: (TraceError, f"The function uses{{at}} {LEAKED}"),
     Meaning.MUTATES_CAPTURED: (TraceError, _WRITES),

@@ -29,6 +29,7 @@ class OpFacts:
     reads_value: bool
     is_lift: bool
     is_mutable: bool
+    is_collective: bool
 
 
 @functools.cache
@@ -41,6 +42,7 @@ def op_facts(func: OpOverload) -> OpFacts:
         func in (aten._local_scalar_dense.default, aten.allclose.default),
         func in _LIFTS,
         func._schema.is_mutable,
+        func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"),
     )
 
 

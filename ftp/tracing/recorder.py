@@ -42,7 +42,7 @@ from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.data_dependent.paths import same_region
-from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
+from ftp.tracing.explain_errors import LEAKED, NO_COLLECTIVE, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
     OpFacts,
@@ -359,6 +359,8 @@ def _check(
     func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], line: str
 ) -> None:
     """Raises for calls that no graph may hold."""
+    if facts.is_collective:
+        raise TraceError(f"{func}{located(line)} is a collective. {NO_COLLECTIVE}")
     if facts.is_random and not is_deterministic(func, args, kwargs):
         raise TraceError(
             f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"

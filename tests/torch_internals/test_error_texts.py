@@ -75,12 +75,13 @@ def test_torch_says_so():
         Meaning.NOT_REQUIRING_GRAD: lambda: torch.ones(2).sum().backward(),
         Meaning.MUTATES_LEAF: lambda: leaf.add_(1),
         Meaning.DTYPES: lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64),
+        Meaning.NO_PROCESS_GROUP: torch.distributed.get_world_size,
         Meaning.CALLS_BACKWARD: lambda: torch.func.grad(lambda x: x.sum().backward())(leaf),
     }
     found = {}
     for meaning, call in calls.items():
         try:
             call()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             found[meaning] = meaning_of(error)
     assert found == {meaning: meaning for meaning in calls}

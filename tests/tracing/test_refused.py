@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch._higher_order_ops import while_loop
 from torch.nn import functional as F
 
@@ -53,6 +55,34 @@ def test_a_refusal(source: str, text: str, instead: str):
         torch.testing.assert_close(sharded(found[1]), expected)
     else:
         assert instead.startswith("a key: ")
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    assert (world := dist.group.WORLD) is not None
+    return funcol.all_reduce(x, "sum", world) * 1
+
+
+@pytest.mark.parametrize("fn", [reduced, summed])
+@pytest.mark.parametrize("of_a_rank", [False, True])
+@pytest.mark.filterwarnings("ignore::ftp.errors.StaleCaptureWarning")
+def test_collectives_of_torch_are_refused_where_there_is_a_process_group(fn: Any, of_a_rank: bool):
+    """They were errors of ftp's own graph; one had a rule by trial, in a world of one rank."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ftp.errors.TraceError, match=r"test_refused.*is a collective. In place"):
+            ftp.spmd(ftp.local(fn, mesh, P("tp"), P("tp")) if of_a_rank else fn, mesh, P("tp"))(
+                torch.ones(4, 2)
+            )
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_row_is_run():
