@@ -151,7 +151,8 @@ def caches_around(fn: Callable[..., Any]) -> list[Any]:
 def _members(visited: Any) -> Iterator[Any]:
     """The functions of an object's classes, and the caches of a module's functions."""
     if isinstance(visited, types.ModuleType):
-        yield from (value for value in [*vars(visited).values()] if isinstance(value, _CACHE))
+        # Its type, not its __class__: torch.distributed.reduce_op warns when it is asked for that.
+        yield from (value for value in [*vars(visited).values()] if issubclass(type(value), _CACHE))
         return
     program = visited.modules if isinstance(visited, ModuleProgram) else ()
     own = visited if isinstance(visited, type) else type(visited)

@@ -64,7 +64,8 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
-    assert (world := dist.group.WORLD) is not None
+    world = dist.group.WORLD
+    assert world is not None
     return funcol.all_reduce(x, "sum", world) * 1
 
 
