@@ -188,21 +188,6 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
     raise_all(InputError, failures)
 
 
-def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> None:
-    """Raises if ``fn`` does not take this many arguments."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as e:
-        name = getattr(fn, "__name__", kind_of(fn))
-        raise InputError(
-            f"{name}{signature} does not take the {len(args)} arguments of {step}: {e}."
-        ) from None
-
-
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
     """Raises for a donated tensor that shares memory with another leaf: a program would write to
     one while it still reads the other.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from ftp.api.arguments import Arguments, check_donated_once, check_signature, check_static, nones
+from ftp.api.arguments import Arguments, check_donated_once, check_static, nones
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import returned_trees, with_given
@@ -16,7 +16,7 @@ from ftp.errors import InputError, SpecError, raise_all
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
-from ftp.sharding.arguments import Shape, padded_names
+from ftp.sharding.arguments import Shape, check_signature, padded_names
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.counted_rows import are_counted
 from ftp.sharding.mesh import Mesh, use_mesh

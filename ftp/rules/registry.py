@@ -99,6 +99,6 @@ def register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:
         if not isinstance(op, OpOverload):
             raise RuleError(
                 f"A rule is for an op overload such as torch.ops.aten.mm.default, not {op!r}"
-                f" ({type(op).__name__})."
+                f" ({type(op).__name__}). Of a custom op ns::name it is torch.ops.ns.name.default."
             )
         RULES[op] = entry

@@ -22,7 +22,7 @@ from ftp.searching.compare import alternatives, bound, choice_of, common_name, g
 from ftp.searching.explore import explore, fit, improved
 from ftp.searching.marks import Along, marked_shapes, spec_along
 from ftp.searching.result import Found, Rival
-from ftp.sharding.arguments import argument_names, argument_specs
+from ftp.sharding.arguments import argument_names, argument_specs, check_signature
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
@@ -87,6 +87,7 @@ def search(
     m = resolve(mesh)
     if not batch:
         batch_specs, batch = _placed_batch(batch_specs, len(argument_names(loss_fn)) - 1)
+    check_signature(loss_fn, (params, *batch), "the search, params and each of the batch")
     given = argument_specs(batch_specs, batch, argument_names(loss_fn)[1:], "batch_specs")
     on_data = (
         tuple(dict.fromkeys(axis for spec in given for axis in spec.axes))

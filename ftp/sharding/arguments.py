@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ftp.errors import SpecError
+from ftp.errors import InputError, SpecError
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
 
@@ -20,6 +20,21 @@ def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     )
+
+
+def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> None:
+    """Raises if ``fn`` does not take this many arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as e:
+        name = getattr(fn, "__name__", kind_of(fn))
+        raise InputError(
+            f"{name}{signature} does not take the {len(args)} arguments of {step}: {e}."
+        ) from None
 
 
 def padded_names(names: Sequence[str], count: int) -> list[str]:

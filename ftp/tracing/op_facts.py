@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ftp.dataclass import dataclass
-from ftp.errors import TraceError
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
 from ftp.rules.overloads import aten
 from ftp.torch_internals.autograd_state import current_autograd_node
 from ftp.torch_internals.op_types import OpOverload
-from ftp.tracing.explain_errors import located
 
 
 @dataclass(frozen=True)
@@ -36,9 +33,9 @@ class OpFacts:
 def op_facts(func: OpOverload) -> OpFacts:
     return OpFacts(
         torch.Tag.nondeterministic_seeded in func.tags,
-        func in _ONE_DTYPE,
+        func in ONE_DTYPE,
         func in (aten.max.default, aten.min.default),
-        func in _PROMOTING,
+        func in PROMOTING,
         func in (aten._local_scalar_dense.default, aten.allclose.default),
         func in _LIFTS,
         func._schema.is_mutable,
@@ -72,7 +69,7 @@ _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.defau
 
 
 # Operands that kernels require to have one dtype, while shape functions take any.
-_ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
+ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
     aten._cdist_forward.default: (0, 1),
     aten._prelu_kernel.default: (0, 1),
     aten._softmax_backward_data.default: (0, 1),
@@ -105,7 +102,7 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
 
 # Ops in place whose kernels refuse a result that the tensor's dtype cannot hold, while shape
 # functions cast it: their operands, or numbers like them.
-_PROMOTING: dict[OpOverload, Callable[..., Sequence[Any]]] = {
+PROMOTING: dict[OpOverload, Callable[..., Sequence[Any]]] = {
     aten.add_.Tensor: lambda other, *_: (other,),
     aten.sub_.Tensor: lambda other, *_: (other,),
     aten.mul_.Tensor: lambda other, *_: (other,),
@@ -132,10 +129,6 @@ def checks_in_gradient() -> bool:
     return node is not None and node.name() in _CHECKING
 
 
-# These take parameters in float32 with an input in half precision.
-_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
-
-
 def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op that torch tags as random draws nothing: attention and recurrent kernels
     without dropout.
@@ -147,44 +140,3 @@ def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
         if argument.name in ("train", "training") and value is False:
             return True
     return False
-
-
-def check_elements(func: OpOverload, x: Tensor, line: str) -> None:
-    """Refuse an extremum of no elements, as torch's kernels do. Shape functions do not, and with
-    another dim cut no rank would.
-    """
-    if any(type(size) is int and size == 0 for size in x.shape):
-        raise TraceError(
-            f"{func} takes the extremum of a tensor of shape {tuple(x.shape)}{located(line)} which"
-            " has no elements: torch refuses it."
-        )
-
-
-def check_result(func: OpOverload, args: Sequence[Any], line: str) -> None:
-    """Refuse an op in place whose result the tensor's dtype cannot hold, as torch's kernels do."""
-    x, *operands = args
-    for operand in _PROMOTING[func](*operands):
-        dtype = torch.result_type(x, operand)
-        if not torch.can_cast(dtype, x.dtype):
-            made, held = (str(d).removeprefix("torch.") for d in (dtype, x.dtype))
-            raise TraceError(
-                f"{func} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
-                " which torch refuses. Convert the tensor with .to(dtype) first."
-            )
-
-
-def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
-    """Refuse operands of different dtypes where torch's kernels refuse them."""
-    operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
-    if (
-        func in _NARROW_INPUT
-        and operands[0].dtype in (torch.bfloat16, torch.float16)
-        and operands[-1].dtype == torch.float32
-    ):
-        operands = operands[1:]
-    if len({x.dtype for x in operands}) > 1:
-        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
-        raise TraceError(
-            f"{func} gets operands of dtypes {dtypes}{located(line)} which torch refuses. Convert"
-            " them to one with .to(dtype)."
-        )

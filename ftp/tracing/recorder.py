@@ -42,17 +42,13 @@ from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.data_dependent.paths import same_region
-from ftp.tracing.explain_errors import LEAKED, NO_COLLECTIVE, SURROUNDING, explain, located
+from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
 from ftp.tracing.op_facts import (
     ALWAYS,
-    OpFacts,
-    check_dtypes,
-    check_elements,
-    check_result,
     checks_in_gradient,
-    is_deterministic,
     op_facts,
 )
+from ftp.tracing.refused_calls import check_call, check_strided
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -165,7 +161,7 @@ class Recorder(TorchDispatchMode):
         facts = op_facts(func)
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
-        _check(func, facts, args, kwargs, line)
+        check_call(func, facts, args, kwargs, line)
         if facts.reads_value and _is_real_number(func, args):
             self.note_read(args[0])
             with disable_current_modes():
@@ -187,7 +183,7 @@ class Recorder(TorchDispatchMode):
                 self._keep_vals(args)
             before = root._prev
             out = _called(func, args, kwargs)
-            _check_strided(func, out, line)
+            check_strided(func, out, line)
             if call:
                 self.recall.learn(call, out, since(before, root), self.tracer)
         self._annotate(meta)
@@ -353,35 +349,6 @@ def _is_real_number(func: OpOverload, args: Sequence[Any]) -> bool:
     if func is not aten._local_scalar_dense.default:
         return False
     return type(args[0]) is not FakeTensor and args[0].device.type != "meta"
-
-
-def _check(
-    func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], line: str
-) -> None:
-    """Raises for calls that no graph may hold."""
-    if facts.is_collective:
-        raise TraceError(f"{func}{located(line)} is a collective. {NO_COLLECTIVE}")
-    if facts.is_random and not is_deterministic(func, args, kwargs):
-        raise TraceError(
-            f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"
-            " them from a key: functionalized models take fn(params, ..., rng=key). To turn off"
-            " dropout, call model.eval() before ftp.functionalize."
-        )
-    if facts.of_one_dtype:
-        check_dtypes(func, args, line)
-    if facts.needs_elements:
-        check_elements(func, args[0], line)
-    if facts.promotes:
-        check_result(func, args, line)
-
-
-def _check_strided(func: OpOverload, out: Any, line: str) -> None:
-    if isinstance(out, Tensor) and out.layout is not torch.strided:
-        layout = str(out.layout).removeprefix("torch.")
-        raise TraceError(
-            f"{func} makes a tensor of layout {layout}{located(line)} which no spec describes. Keep"
-            " tensors strided."
-        )
 
 
 def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

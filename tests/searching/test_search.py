@@ -574,3 +574,8 @@ def test_a_batch_that_knows_its_specs():
             match=f"search needs the shapes of a batch beside its specs, and {what}",
         ):
             ftp.search(lm_loss(fn), params, mesh, given, memory=limit)
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"does not take the 3 arguments of the search, params and each of the batch: ",
+    ):
+        ftp.search(lm_loss(fn), params, mesh, P("dp"), *batch, memory=limit)

@@ -86,6 +86,27 @@ def test_collectives_of_torch_are_refused_where_there_is_a_process_group(fn: Any
         dist.destroy_process_group()
 
 
+@torch.library.custom_op("tests_refused::doubled", mutates_args=("out",))
+def doubled(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(2 * x)
+
+
+def test_a_custom_op_that_writes_is_refused_with_its_line():
+    """torch's functionalization said that the operator's output has alias annotations."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        doubled(x, out)
+        return out + x
+
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    with pytest.raises(
+        ftp.errors.TraceError,
+        match=r"doubled.default writes to an operand at .*doubled\(x, out\), and .* mutates_args=",
+    ):
+        ftp.spmd(fn, mesh, P("tp"))(torch.ones(4))
+
+
 def test_every_row_is_run():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     assert len(rows) == len(ROWS) > 25

@@ -1,0 +1,94 @@
+"""Calls of ops that a trace refuses: collectives, draws, writes of custom ops, operands that
+torch's kernels refuse where shape functions take them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.errors import TraceError
+from ftp.rules.overloads import aten
+from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.explain_errors import NO_COLLECTIVE, located
+from ftp.tracing.op_facts import ONE_DTYPE, PROMOTING, OpFacts, is_deterministic
+
+# These take parameters in float32 with an input in half precision.
+_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
+
+
+def check_call(
+    func: OpOverload, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], line: str
+) -> None:
+    """Raises for calls that no graph may hold."""
+    if facts.is_collective:
+        raise TraceError(f"{func}{located(line)} is a collective. {NO_COLLECTIVE}")
+    if facts.is_random and not is_deterministic(func, args, kwargs):
+        raise TraceError(
+            f"{func} draws random numbers{located(line)} and different ones on each rank. Draw"
+            " them from a key: ftp.random.normal(key, shape) and its kin do; functionalized models"
+            " take fn(params, ..., rng=key). To turn off dropout, call model.eval() before"
+            " ftp.functionalize."
+        )
+    if facts.is_mutable and func.namespace not in ("aten", "prims"):
+        raise TraceError(
+            f"{func} writes to an operand{located(line)} and no graph holds such a custom op."
+            " Register one that returns what it computes, with mutates_args=()."
+        )
+    if facts.of_one_dtype:
+        _check_dtypes(func, args, line)
+    if facts.needs_elements:
+        _check_elements(func, args[0], line)
+    if facts.promotes:
+        _check_result(func, args, line)
+
+
+def check_strided(func: OpOverload, out: Any, line: str) -> None:
+    if isinstance(out, Tensor) and out.layout is not torch.strided:
+        layout = str(out.layout).removeprefix("torch.")
+        raise TraceError(
+            f"{func} makes a tensor of layout {layout}{located(line)} which no spec describes. Keep"
+            " tensors strided."
+        )
+
+
+def _check_elements(func: OpOverload, x: Tensor, line: str) -> None:
+    """Refuse an extremum of no elements, as torch's kernels do. Shape functions do not, and with
+    another dim cut no rank would.
+    """
+    if any(type(size) is int and size == 0 for size in x.shape):
+        raise TraceError(
+            f"{func} takes the extremum of a tensor of shape {tuple(x.shape)}{located(line)} which"
+            " has no elements: torch refuses it."
+        )
+
+
+def _check_result(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    """Refuse an op in place whose result the tensor's dtype cannot hold, as torch's kernels do."""
+    x, *operands = args
+    for operand in PROMOTING[func](*operands):
+        dtype = torch.result_type(x, operand)
+        if not torch.can_cast(dtype, x.dtype):
+            made, held = (str(d).removeprefix("torch.") for d in (dtype, x.dtype))
+            raise TraceError(
+                f"{func} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
+                " which torch refuses. Convert the tensor with .to(dtype) first."
+            )
+
+
+def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    """Refuse operands of different dtypes where torch's kernels refuse them."""
+    operands = [args[i] for i in ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
+    if (
+        func in _NARROW_INPUT
+        and operands[0].dtype in (torch.bfloat16, torch.float16)
+        and operands[-1].dtype == torch.float32
+    ):
+        operands = operands[1:]
+    if len({x.dtype for x in operands}) > 1:
+        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        raise TraceError(
+            f"{func} gets operands of dtypes {dtypes}{located(line)} which torch refuses. Convert"
+            " them to one with .to(dtype)."
+        )
