@@ -13,9 +13,13 @@ from ftp.dataclass import dataclass
 from ftp.dynamic_int import Sizes
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.call import Meta, tensors
+from ftp.torch_internals.op_types import OpOverload
 
 # Per dim its cuts, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag".
 Spec = tuple[tuple[tuple[str, int, Any], ...], ...]
+
+
+PROVEN = ("aten", "ftp", "prims")  # namespaces of the ops whose rules ftp's own tests prove
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,8 @@ class Certificate:
 
         - per-rank code: the ranks run it as written; results are equal where its out specs say so;
           a collective over one of several axes does what its name says;
-        - the rule of an op, where trials on small tensors found it;
+        - the rule of an op, where trials on small tensors found it, or where the program
+          registered it for an op of its own (`ftp.testing.check_rule` proves that one);
         - for a program that ftp did not write: an order of compared numbers that was not drawn, as
           of a router's choice, gives the same result as the orders that were.
 
@@ -217,6 +222,8 @@ class Certificate:
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
                 yield f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"
+            elif isinstance(o.target, OpOverload) and o.target.namespace not in PROVEN:
+                yield f"{o.target} {where} is as the rule says that was registered for it"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks

@@ -50,6 +50,7 @@ from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.report.lowered import Lowered
+from ftp.rules.registry import RULES
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.program import Program, shard_of
 from ftp.runtime.simulate import simulate
@@ -694,6 +695,27 @@ def test_names_that_two_values_share():
             CertificateError, match=f"several values are called {re.escape(b.name)}:"
         ):
             check(replace(certificate, operations=operations))
+
+
+@torch.library.custom_op("tests_certify::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / x.sum(-1, keepdim=True)
+
+
+halved.register_fake(torch.empty_like)
+
+
+def test_a_rule_that_the_program_registered_is_assumed():
+    """It is wrong here: the certificate is of the rule, and says so."""
+    mesh, op = ftp.simulated_mesh((2,), ("tp",)), torch.ops.tests_certify.halved.default
+    ftp.pointwise(op)
+    try:
+        lowered = ftp.lower(halved, mesh, P("tp"), torch.ones(4, 6))
+        (assumed,) = certify(lowered).assumptions
+    finally:
+        del RULES[op]
+    assert assumed.startswith("tests_certify.halved.default at ")
+    assert assumed.endswith("is as the rule says that was registered for it")
 
 
 def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
