@@ -123,12 +123,14 @@ def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
 
 
-_change: ContextVar[Callable[[str, Tensor], Tensor] | None] = ContextVar("change", default=None)
+Change = Callable[[str, Tensor, bool], Tensor]
+_change: ContextVar[Change | None] = ContextVar("change", default=None)
 
 
-def outputs_through(change: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[Any]:
+def outputs_through(change: Change) -> AbstractContextManager[Any]:
     """Within the block, replace each output of a numbered module, such as ``layers.3``, by
-    ``change(path, tensor)``.
+    ``change(path, tensor, False)``; the first of a tuple of outputs by ``change(path, tensor,
+    True)``.
     """
     return set_within(_change, change)
 
@@ -142,10 +144,15 @@ def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
             module.register_forward_hook(partial(_changed, change, path))
 
 
-def _changed(
-    change: Callable[[str, Tensor], Tensor], path: str, module: nn.Module, args: tuple, out: Any
-) -> Any:
-    return change(path, out) if isinstance(out, Tensor) else out
+def _changed(change: Change, path: str, module: nn.Module, args: tuple, out: Any) -> Any:
+    if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
+        return _like(out, [change(path, out[0], True), *out[1:]])
+    return change(path, out, False) if isinstance(out, Tensor) else out
+
+
+def _like(out: Any, values: list[Any]) -> Any:
+    """A tuple, named tuple or list of the type of ``out``."""
+    return type(out)(*values) if hasattr(out, "_fields") else type(out)(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +233,7 @@ def pin_outputs(pin: ConstrainedModule, module: nn.Module, args: tuple, out: Any
         _pinned(value, entry, pin, f"output {i}")
         for i, (value, entry) in enumerate(zip(out, entries, strict=True))
     ]
-    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+    return _like(out, new)
 
 
 def _pinned_by_key(

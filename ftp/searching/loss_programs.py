@@ -126,7 +126,7 @@ class LossPrograms:
 
 
 def _constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]:
-    def pinned(path: str, out: Tensor) -> Tensor:
+    def pinned(path: str, out: Tensor, is_first: bool) -> Tensor:
         return constrain(out, spec_along(along), axes=tuple(along)) if is_markable(out) else out
 
     @wraps(loss_fn)

@@ -16,6 +16,7 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
 
 MARK = "@"  # starts the name of a mark's axis, which no mesh has; the module's pattern follows
+FIRST = "[0]"  # ends the pattern of modules that return a tuple, whose first output is marked
 Along = Mapping[str, int]
 """Per axis, the dim of the marked modules' outputs that it cuts."""
 
@@ -73,15 +74,14 @@ def is_markable(out: Tensor) -> bool:
 @contextmanager
 def marking() -> Iterator[None]:
     """Within the block, mark those outputs of a functionalized model's numbered modules that are
-    batches of sequences.
+    batches of sequences; of a tuple the first.
     """
 
-    def mark(path: str, out: Tensor) -> Tensor:
-        return (
-            constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
-            if is_markable(out)
-            else out
-        )
+    def mark(path: str, out: Tensor, is_first: bool) -> Tensor:
+        if not is_markable(out):
+            return out
+        pattern = pattern_of([path]) + (FIRST if is_first else "")
+        return constrain(out, PartitionSpec(), axes=MARK + pattern)
 
     with outputs_through(mark):
         yield

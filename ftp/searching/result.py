@@ -128,7 +128,7 @@ class Found:
             ]
             lines.append(f"  {pattern:{width}}  {spec!s:20}  {'; '.join(others)}".rstrip())
         lines += [
-            f"  {pattern:{width}}  returns {c.outputs} over {', '.join(c.axes or ())}"
+            f"  {pattern:{width}}  returns {_first(c.outputs)} over {', '.join(c.axes or ())}"
             for pattern, c in self.constraints.items()
         ]
         lines += [f"  {pin}" for pin in self.pins]
@@ -158,3 +158,8 @@ def _more(seconds: float) -> str:
         if seconds == math.inf
         else f"{'+' if seconds >= 0 else '-'}{in_seconds(abs(seconds))}"
     )
+
+
+def _first(outputs: Any) -> Any:
+    """The spec of a module's output, or of the first of a tuple."""
+    return outputs[0] if isinstance(outputs, tuple) else outputs

@@ -20,7 +20,7 @@ from ftp.searching.axis_networks import planned_seconds
 from ftp.searching.candidates import Candidate, Searching, Spare
 from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
 from ftp.searching.explore import explore, fit, improved
-from ftp.searching.marks import Along, marked_shapes, spec_along
+from ftp.searching.marks import FIRST, Along, marked_shapes, spec_along
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs, check_signature
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -204,8 +204,11 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
 def _constraints(task: Searching, along: Along) -> dict[str, Constraint]:
     if not along:
         return {}
-    added = Constraint(outputs=spec_along(along), axes=tuple(along))
-    return dict.fromkeys(marked_shapes(task.traced), added)
+    spec, axes, found = spec_along(along), tuple(along), {}
+    for pattern in marked_shapes(task.traced):
+        outputs = (spec, ...) if pattern.endswith(FIRST) else spec
+        found[pattern.removesuffix(FIRST)] = Constraint(outputs=outputs, axes=axes)
+    return found
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:

@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+from torch import nn
 from torch.nn import functional as F
 
 import ftp
@@ -114,6 +115,43 @@ def test_blocks_cut_along_the_sequence_are_found_without_a_limit():
         assert found.cost < float(hand.lower(params, batch).cost())
     for constraints in (WHOLE, of_blocks):
         assert not ftp.search(program(cfg, constraints)[0], params, mesh, P(), batch).constraints
+
+
+class Residual(nn.Module):
+    """A block that returns what it adds beside its output, as one with a cache does."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y, [y]
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual(256) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x.square().mean()
+
+
+def test_the_first_output_of_blocks_that_return_a_tuple_is_cut_too():
+    """Such models were given no sequence parallelism."""
+    mesh, x = ftp.AbstractMesh((4,), ("tp",)), torch.empty(4, 2048, 256, device="meta")
+    with torch.device("meta"):
+        model = Stack()
+    fn, params = ftp.functionalize(model)
+    found = ftp.search(fn, params, mesh, P(), x)
+    cut = {"layers.*": ftp.Constraint(outputs=(P(None, "tp"), ...), axes=("tp",))}
+    assert found.constraints == cut and "returns P(None, 'tp') over tp" in str(found)
+    by_hand, _ = ftp.functionalize(model, constraints=cut)
+    lowered = ftp.shard(by_hand, mesh, found.specs(params)).lower(params, x)
+    assert float(lowered.cost()) == found.cost
 
 
 def test_of_plans_that_take_equally_long_the_one_that_holds_less_is_found():
