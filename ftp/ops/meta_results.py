@@ -100,10 +100,43 @@ class _NotPlain(Exception):
     """An argument that fake tensors must look at."""
 
 
+# Of floats of one layout these make floats of that layout. The kernels for meta tensors are Python,
+# which takes ten times as long.
+_OF_ONE_LAYOUT = frozenset(
+    (
+        aten.add.Scalar, aten.add.Tensor, aten.cos.default, aten.div.Scalar, aten.div.Tensor,
+        aten.exp.default, aten.mul.Scalar, aten.mul.Tensor, aten.neg.default,
+        aten.pow.Tensor_Scalar, aten.reciprocal.default, aten.relu.default, aten.rsqrt.default,
+        aten.sigmoid.default, aten.silu.default, aten.sin.default, aten.sqrt.default,
+        aten.sub.Scalar, aten.sub.Tensor, aten.tanh.default,
+    )
+)  # fmt: skip
+
+
+def _of_one_layout(args: Sequence[Any]) -> Tensor | None:
+    """The result of such an op; None if an operand is neither a number nor of the first one's
+    shape, dtype and device, and dense in order.
+    """
+    tensors = [x for x in args if type(x) not in (int, float)]
+    if any(type(x) is not FakeTensor or x._has_symbolic_sizes_strides for x in tensors):
+        return None
+    first = tensors[0]
+    if args[0] is not first or not (first.is_floating_point() and first.numel()):
+        return None
+    made = torch.empty(first.shape, dtype=first.dtype, device="meta")
+    layout = made.shape, made.stride(), made.dtype, first.fake_device
+    is_one = all((x.shape, x.stride(), x.dtype, x.fake_device) == layout for x in tensors)
+    return made if is_one and not any(x.is_neg() for x in tensors) else None
+
+
 def meta_result(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call of fake tensors, on meta; a view is in its operand's memory. None if an
     argument is of another kind, or the call fails, which fake tensors explain better.
     """
+    if func in _OF_ONE_LAYOUT and not kwargs:
+        with DisableTorchDispatch(), DisableTorchFunction():
+            if (made := _of_one_layout(args)) is not None:
+                return made
     devices: set[torch.device] = set()
     with DisableTorchDispatch(), DisableTorchFunction():
         try:
