@@ -125,8 +125,8 @@ class WriteGuard(ModeOfBlocks):
             own = self.own[id(args[0])] if id(args[0]) in self.own else args[0]
             self._train(own, (*args[1:], *kwargs.values(), True)[0])
             return args[0]
-        if func == _SETS_DATA and args[0] is args[1]:  # module.to(x.device), with nothing to do
-            return None
+        if func == _SETS_DATA and self.names.get(id(args[0]), "") == self.names.get(id(args[1])):
+            return None  # module.to(x.device), with nothing to do
         if self.frozen:  # model code may hold the parameter in a variable, which swap cannot reach
             args = tuple(map(self._as_now, args))
             kwargs = {name: self._as_now(x) for name, x in kwargs.items()}

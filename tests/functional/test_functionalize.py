@@ -639,6 +639,7 @@ def test_a_module_moved_to_where_it_is_is_not_changed():
             self.inner = nn.Linear(3, 2, bias=False)
 
         def forward(self, x):
+            self.inner.weight.data = self.inner.weight.data.to(x.dtype)
             return self.inner.to(device=x.device, dtype=x.dtype)(x).sum()
 
     fn, params = functionalize(Moving())

@@ -334,6 +334,11 @@ def _by_keys(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     behind = y[:, dims].tanh()  # (4, n, 6)
     total = total + behind.softmax(1).square().sum() + behind.sum(1).square().sum()
     total = total + (behind.amax(1, keepdim=True) * behind).sum() + behind.mean((0, 1)).sin().sum()
+    total = total + y[..., dims, 1:3].square().sum() + y[..., dims, None, :].sin().sum()
+    of_features = y.movedim(-1, 0).clone()
+    total = total + of_features[..., ids >= 0].square().sum(-1).sin().sum()
+    of_features[..., ids >= 0] = 2.0
+    total = total + of_features.square().mean()
     y = y.clone()
     y[:, dims] = 2 * behind
     return total + y.square().mean()

@@ -108,7 +108,7 @@ def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
     """Of a mask in the key of ``x[key]``: the first dim that it masks, the mask, and the rest of
     the key. None if there is no mask, or if anything but full slices precedes it.
     """
-    keys = key if isinstance(key, tuple) else (key,)
+    keys = _spelled_out(x, key if isinstance(key, tuple) else (key,))
     is_full = [isinstance(k, slice) and k.start is k.stop is k.step is None for k in keys]
     at = [*is_full, False].index(False)
     if not at < len(keys) <= x.ndim + sum(k is None or k is Ellipsis for k in keys):
@@ -116,6 +116,17 @@ def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
     if not is_selection(keys[at], x, at):
         return None
     return at, keys[at], tuple(keys[at + 1 :])
+
+
+def _spelled_out(x: Tensor, keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The keys with full slices in place of ``...`` before all others."""
+    if not keys or keys[0] is not Ellipsis:
+        return keys
+    is_mask = [isinstance(k, Tensor) and k.dtype is torch.bool for k in keys[1:]]
+    taken = sum(
+        k.ndim if mask else k is not None for k, mask in zip(keys[1:], is_mask, strict=True)
+    )
+    return (*(slice(None),) * (x.ndim - taken), *keys[1:])
 
 
 def masked_first(x: Tensor, at: int, mask: Tensor) -> Tensor:
