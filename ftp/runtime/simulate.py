@@ -1,5 +1,5 @@
-"""Run the graphs of all ranks in one process, in lockstep from collective to collective. All ranks
-issue the same collectives in the same order; each is a function of the list of the ranks' tensors.
+"""Run the graphs of all ranks in one process. A rank runs up to its next collective, which is done
+once all ranks of its group have come to it; it is a function of the list of their tensors.
 """
 
 import operator
@@ -43,20 +43,36 @@ def simulate(
         _rank(pads_as_kernels_take(p.gm.graph), given)
         for p, given in zip(programs, inputs, strict=True)
     ]
-    results: list[Any] = [None] * len(ranks)
-    while True:
-        issued: list[IssuedNode] = []
-        ended: list[Outputs] = []
-        for rank, result in zip(ranks, results, strict=True):
+    ended: dict[int, Outputs] = {}
+    arrived: dict[int, IssuedNode] = {}
+    results: dict[int, Any] = dict.fromkeys(range(len(ranks)))
+    while results:
+        for rank, result in results.items():
             try:
-                issued.append(rank.send(result))
+                arrived[rank] = ranks[rank].send(result)
             except StopIteration as end:
-                ended.append(end.value)
-        if not issued:
-            return ended
-        kinds = {(n.target, n.meta["axis"], n.meta.get("branch")) for n, _ in issued}
-        assert not ended and len(kinds) == 1, "ranks of one plan issue the same collectives"
-        results = _run(issued, groups)
+                ended[rank] = end.value
+        results = {}
+        for group in _complete(arrived, groups):
+            found = _run([arrived.pop(rank) for rank in group])
+            results.update(zip(group, found, strict=True))
+    assert not arrived, "ranks of one group issue the same collectives in the same order"
+    return [ended[rank] for rank in range(len(ranks))]
+
+
+def _complete(
+    arrived: Mapping[int, IssuedNode], groups: Mapping[str, Sequence[GroupMembers]]
+) -> list[GroupMembers]:
+    """The groups whose ranks have all come to one collective."""
+    kinds = {
+        rank: (n.target, n.meta["axis"], n.meta.get("branch")) for rank, (n, _) in arrived.items()
+    }
+    return [
+        group
+        for kind in dict.fromkeys(kinds.values())
+        for group in groups[kind[1]]
+        if all(kinds.get(rank) == kind for rank in group)
+    ]
 
 
 def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, Outputs]:
@@ -94,17 +110,11 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[IssuedNode, Any, 
     return tuple(fx.node.map_arg(nodes[-1].args[0], env.__getitem__))  # type: ignore[arg-type]
 
 
-def _run(issued: Sequence[IssuedNode], groups: Mapping[str, Sequence[GroupMembers]]) -> list[Any]:
-    results: list[Any] = [None] * len(issued)
-    for group in groups[issued[0][0].meta["axis"]]:
-        node, args = issued[group[0]]
-        if (by_rank := BY_RANK.get(node.target)) is not None:
-            found = by_rank([issued[rank][1] for rank in group])
-        else:
-            found = COLLECTIVES[node.target]([issued[rank][1][0] for rank in group], *args[1:-1])
-        for rank, result in zip(group, found, strict=True):
-            results[rank] = result
-    return results
+def _run(issued: Sequence[IssuedNode]) -> list[Any]:
+    node, args = issued[0]
+    if (by_rank := BY_RANK.get(node.target)) is not None:
+        return by_rank([args for _, args in issued])
+    return COLLECTIVES[node.target]([args[0] for _, args in issued], *args[1:-1])
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:

@@ -115,6 +115,37 @@ def test_a_folded_program_equals_one_device():
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["layer_{}", "b{}", "layers.{}", "{}"])
+def test_layers_are_found_by_the_numbers_in_their_names(name: str):
+    """Also by those within a word; ``w1`` and ``w2`` of a layer number no layers."""
+    made = {
+        name.format(i): {
+            f"w{k}": torch.randn(8, 8, dtype=torch.float64, requires_grad=True) for k in (1, 2)
+        }
+        for i in range(9)
+    }
+
+    def loss(params, x):
+        for i in range(9):
+            layer = params[name.format(i)]
+            x = x + torch.tanh(x @ layer["w1"]) @ layer["w2"]
+        return x.square().mean()
+
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    cut = {"w1": P(None, "tp"), "w2": P("tp")}
+    step = ftp.shard(loss, mesh, dict.fromkeys(made, cut), batch_specs=P("dp"))
+    x = torch.randn(4, 8, dtype=torch.float64)
+    plan = step.lower(made, x).plan
+    assert plan.alike == 4
+    want = loss(made, x)
+    want.backward()
+    found, grads = step(made, x)
+    torch.testing.assert_close(found, want.detach(), rtol=1e-12, atol=0)
+    for layer in made:
+        for key, w in made[layer].items():
+            torch.testing.assert_close(grads[layer][key], w.grad, rtol=1e-9, atol=1e-12)
+
+
 class Block(nn.Module):
     """With norms of two parameters and biases: of a bias' gradient only the next layer's is
     read.

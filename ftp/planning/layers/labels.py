@@ -1,8 +1,9 @@
 """The layer of each node of a graph, and whether two layers are equal.
 
-The layer of an input is the number in its name (``layers.3.attn.wq``), or the index of the slice of
-a stack (``ftp.scan``). Another node belongs to the last layer among its operands; in a backward
-pass, to the first. A value that distant layers read, such as a global norm, belongs to no layer.
+The layer of an input is the number in its name (``layers.3.attn.wq``, ``layer_3.wq``), or the
+index of the slice of a stack (``ftp.scan``). Another node belongs to the last layer among its
+operands; in a backward pass, to the first. A value that distant layers read, such as a global norm,
+belongs to no layer.
 Two layers are equal if they have the same nodes in the same order, with operands from layers at the
 same distance.
 """
@@ -22,6 +23,7 @@ FEWEST = 6  # equal layers in a row that are folded
 # A word and a number: layers.3, layers[3], layers']['3; of nn.Sequential, the argument's name and a
 # number: params['3
 _INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
+_IN_WORD = re.compile(r"([^\W\d]\w*?)(\d+)(?=\W|$)")  # layer_3, block3
 
 _Layer = list[Any]
 Named = TypeVar("Named")
@@ -108,24 +110,37 @@ def _layer_of(
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
     """The layer of each input that has one, counted from 0: the order of the numbers that follow
-    the word of `word_and_numbers` in the paths.
+    the prefix of `prefix_and_numbers` in the paths.
     """
-    _, found = word_and_numbers(names)
+    _, found = prefix_and_numbers(names)
     order = {number: i for i, number in enumerate(sorted(set(found.values())))}
     return {node: order[number] for node, number in found.items()}
 
 
-def word_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]:
-    """The word that most different numbers follow in the names, and the number in each name that
-    has the word.
+def prefix_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]:
+    """What most different numbers follow in the names, and the number in each name that has it: a
+    word and a dot, or the start of a word where as many layers as are folded are called so.
 
-    >>> word_and_numbers({0: "emb", 1: "layers.4.up", 2: "layers.5.up"})
-    ('layers', {1: 4, 2: 5})
+    >>> prefix_and_numbers({0: "emb", 1: "layers.4.up", 2: "layers.5.up"})
+    ('layers.', {1: 4, 2: 5})
+    >>> prefix_and_numbers({i: f"layer_{i}" for i in range(6)})[0]
+    'layer_'
     """
+    word, numbers = _most_numbered(names, _INDEX)
+    if len(set(numbers.values())) < FEWEST:
+        start, others = _most_numbered(names, _IN_WORD)
+        if len(set(others.values())) >= FEWEST:
+            return start, others
+    return f"{word}.", numbers
+
+
+def _most_numbered(
+    names: Mapping[Named, str], pattern: re.Pattern[str]
+) -> tuple[str, dict[Named, int]]:
     found: dict[str, dict[Named, int]] = {}
     for node, name in names.items():
         seen = set()
-        for match in _INDEX.finditer(name):
+        for match in pattern.finditer(name):
             if match[1] not in seen:
                 seen.add(match[1])
                 found.setdefault(match[1], {})[node] = int(match[2])
@@ -136,14 +151,14 @@ def word_and_numbers(names: Mapping[Named, str]) -> tuple[str, dict[Named, int]]
 def named_layers(graph: Graph) -> dict[Node, str]:
     """The name of each node's layer: ``layers.3``, or ``layer 3`` for a slice of a stack."""
     names = {node: node.name for node in graph.inputs}
-    word, numbers = word_and_numbers(names)
+    prefix, numbers = prefix_and_numbers(names)
     labels = numbered(names)
     slices = max((len(node.results) for node in graph.nodes if node.target is UNSTACK), default=0)
     if slices > len(set(numbers.values())):
         return {node: f"layer {layer}" for node, layer in label(graph, {}, slices).of.items()}
     if not labels:
         return {}
-    called = {layer: f"{word}.{numbers[node]}" for node, layer in labels.items()}
+    called = {layer: f"{prefix}{numbers[node]}" for node, layer in labels.items()}
     of = label(graph, labels, 0).of
     beside = _beside_layers(of, labels)
     return {

@@ -15,7 +15,7 @@ from ftp.dataclass import dataclass
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.pipeline.subgraphs import StageGraph
 from ftp.planning.cost import Hardware
-from ftp.planning.layers.labels import word_and_numbers
+from ftp.planning.layers.labels import prefix_and_numbers
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.options import Options
 from ftp.runtime.pipelines.first_microbatch import without_sums
@@ -128,18 +128,18 @@ class SubgraphPlanner:
 
     @cached_property
     def _numbers(self) -> tuple[str, dict[int, int]]:
-        """The word that numbers layers in the parameters' names, and each parameter's number."""
-        return word_and_numbers(dict(enumerate(self.names[0])))
+        """The prefix of layers' numbers in the parameters' names, and each parameter's number."""
+        return prefix_and_numbers(dict(enumerate(self.names[0])))
 
     def _called(self, subgraph: StageGraph) -> list[str]:
         """The names of a subgraph's inputs; that of a value of a layer ends in the layer."""
-        word, _ = self._numbers
+        prefix, _ = self._numbers
         params, batch = self.names
         return [
             *(params[i] for i in subgraph.params),
             *(batch[i] for i in subgraph.batch),
             *(
-                f"{name} of {word}.{self.layers[name]}" if name in self.layers else name
+                f"{name} of {prefix}{self.layers[name]}" if name in self.layers else name
                 for name in subgraph.values
             ),
         ]
