@@ -19,7 +19,7 @@ from ftp.torch_internals.process_groups import (
 )
 
 UnderWay = tuple[torch.Tensor, Any]
-"""The result of an issued collective, and torch's work to wait for before it is read."""
+"""The result of an issued collective, and torch's work to wait for before it is read, if any."""
 
 _OPS: dict[Any, Any] = {"sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN}
 
@@ -39,7 +39,8 @@ def call_directly(graph: fx.Graph) -> None:
 def arrived(issued: UnderWay) -> torch.Tensor:
     """The result of an issued collective, once it is there."""
     result, work = issued
-    work.wait()
+    if work is not None:
+        work.wait()
     return result
 
 
@@ -58,7 +59,8 @@ def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
     def reduce(x: torch.Tensor, op: str, group: Any) -> UnderWay:
         y, of = x.clone(memory_format=torch.contiguous_format), resolve_process_group(group)
         if goes_by_parts(y, op, of.size()):
-            return y, ByParts(y, op, of)
+            reduce_by_parts(y, op, of)
+            return y, None
         return y, of.allreduce([y], options)
 
     return reduce
@@ -73,41 +75,33 @@ _JOINS: dict[str, Callable[..., Any]] = {
 
 
 def goes_by_parts(x: torch.Tensor, op: str, ranks: int) -> bool:
-    """Whether ranks reduce a value by `ByParts`; all ranks of a group know what it depends on."""
+    """Whether ranks use `reduce_by_parts`; all ranks of a group know what it depends on."""
     is_taken = op in _JOINS and x.dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
     return ranks >= _MANY and is_taken and 0 < x.nbytes <= _SMALL
 
 
-class ByParts:
-    """An all-reduce among many ranks under way: each rank gets its part from all others at once,
-    joins what it got, and sends the result to all of them. In gloo's ring a rank sends
+def reduce_by_parts(x: torch.Tensor, op: str, group: Any) -> None:
+    """All-reduce a value in place among many ranks: each rank gets its part from all others at
+    once, joins what it got, and sends the result to all of them. In gloo's ring a rank sends
     ``4 (n - 1)`` messages, each after the one before has arrived; here ``n - 1`` at once, twice.
 
-    A part is joined by one rank, or in the same order by all: replicas are equal.
+    A part is joined by one rank, or in the same order by all: replicas are equal. It is done when
+    it returns, so that the group's collectives keep the order in which a program issues them.
     """
-
-    def __init__(self, x: torch.Tensor, op: str, group: Any):
-        self._x, self._join, self._group, n = x, _JOINS[op], group, group.size()
-        flat = x.view(-1)
-        self._is_whole = n * x.nbytes <= _TINY
-        if self._is_whole:
-            self._given = flat.expand(n, -1).contiguous()
-        else:
-            self._given = pad(flat, (0, -len(flat) % n)).view(n, -1)
-        self._parts = torch.empty_like(self._given)
-        self._work = group.alltoall_base(self._parts, self._given, [], [])
-
-    def wait(self) -> None:
-        """Put the result in place of the value."""
-        self._work.wait()
-        result, *others = self._parts
-        for part in others:  # in this order on any processor
-            self._join(result, part, out=result)
-        if not self._is_whole:
-            sent, whole = result.expand_as(self._given).contiguous(), self._given
-            self._group.alltoall_base(whole, sent, [], []).wait()
-            result = whole.view(-1)
-        self._x.view(-1).copy_(result[: self._x.numel()])
+    join, n, flat = _JOINS[op], group.size(), x.view(-1)
+    is_whole = n * x.nbytes <= _TINY
+    given = flat.expand(n, -1).contiguous() if is_whole else pad(flat, (0, -len(flat) % n))
+    given = given.view(n, -1)
+    parts = torch.empty_like(given)
+    group.alltoall_base(parts, given, [], []).wait()
+    result, *others = parts
+    for part in others:  # in this order on any processor
+        join(result, part, out=result)
+    if not is_whole:
+        sent, parts = result.expand_as(given).contiguous(), given
+        group.alltoall_base(parts, sent, [], []).wait()
+        result = parts.view(-1)
+    flat.copy_(result[: len(flat)])
 
 
 _GATHERED = AllgatherOptions()

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ftp.runtime.gloo_calls import _MANY, _SMALL, ByParts, goes_by_parts
+from ftp.runtime.gloo_calls import _MANY, _SMALL, goes_by_parts, reduce_by_parts
 
 
 class _Work:
@@ -50,7 +50,7 @@ def test_all_reduces_by_parts(op, dtype, shape):
     def reduced(rank):
         y = x[rank].clone()
         assert goes_by_parts(y, op, n)
-        ByParts(y, op, groups[rank]).wait()
+        reduce_by_parts(y, op, groups[rank])
         return y
 
     with ThreadPoolExecutor(n) as pool:
