@@ -9,6 +9,7 @@
 P('tp', 'tp') uses mesh axis 'tp' for dim 0 and again for dim 1. Try P('tp', None).
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -168,14 +169,29 @@ class StaleCaptureWarning(UserWarning):
     """
 
 
+MANY = 16  # failures of one error, above which those that differ in numbers only are counted
+
+
 def join_failures(failures: Iterable[str]) -> str:
-    """One message from several, one failing leaf each.
+    """One message from several, one failing leaf each. Of many the first of each kind is said: one
+    mistake in a plan is a failure of every layer.
 
     >>> print(join_failures(["a is wrong.", "b is wrong."]))
     a is wrong.
     b is wrong.
+    >>> print(join_failures([f"layers.{i} is wrong." for i in range(80)]))
+    layers.0 is wrong. (79 more are alike, but for numbers)
     """
-    return "\n".join(failures)
+    lines = list(failures)
+    if len(lines) <= MANY:
+        return "\n".join(lines)
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        alike.setdefault(re.sub(r"\d+", "0", line), []).append(line)
+    return "\n".join(
+        f"{first} ({len(more)} more are alike, but for numbers)" if more else first
+        for first, *more in alike.values()
+    )
 
 
 def raise_all(kind: type[FtpError], failures: Iterable[str]) -> None:
