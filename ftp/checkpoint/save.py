@@ -20,8 +20,15 @@ from ftp.distributed.shared_errors import all_gather_object, attempt, timeout_of
 from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import kind_of
-from ftp.tensors.placement import call_of
+from ftp.tensors.global_shapes import own, sample
+from ftp.tensors.placement import call_of, placement_of
+from ftp.tensors.replicas import check_samples
 from ftp.tensors.sharded_tree import ShardedTree, sharded_tree, with_agreed_shapes
+
+_SHARDS = (
+    "If ranks hold shards of it, give its spec: the moments of an optimizer of torch have those of"
+    " the parameters."
+)
 
 
 def save(
@@ -63,6 +70,7 @@ def save(
         SpecError, InputError, PlacementError: specs or leaves that do not fit.
         MismatchError: ranks that hold different trees or results of different calls, or a rank that
             never came.
+        ReplicaError: unplaced tensors that their specs say are copies, and that are far apart.
 
     >>> import tempfile, torch, ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -95,6 +103,7 @@ def save(
             "keep": keep,
             "earlier": earlier,
             "calls": _calls_of(shards),
+            "copies": _copies_in(shards),
         }
     except Exception as e:
         shards, told = None, e
@@ -106,6 +115,8 @@ def save(
         _check_same_options(everyone, step, keep, m)
         digests = [other["digest"] for other in everyone]
         shards = with_agreed_shapes(shards, "save", digests, timeout)
+        copies = [other["copies"] for other in everyone]
+        check_samples(copies, shards.specs, shards.names, m, " at this save", _SHARDS)
         folder = everyone[0]["draft"]
         if folder is None:  # another job owns the folder: wait until it is known to live or not
             if leads(m):
@@ -135,6 +146,21 @@ def _calls_of(tree: ShardedTree) -> list[int | None]:
     """
     made = [call_of(leaf.value) for leaf in tree.leaves if isinstance(leaf.value, Tensor)]
     return [max((c for c in made if c is not None), default=None), calls(tree.mesh).call]
+
+
+def _copies_in(tree: ShardedTree) -> list[Any]:
+    """Per leaf a sample of a tensor that its spec alone says is whole on several ranks: shards,
+    such as the moments of an optimizer of torch, may have been taken for it.
+    """
+    axes = tree.mesh.axes if tree.mesh.kind == "process" else {}
+    return [
+        {"sample": sample(leaf.value)}
+        if isinstance(leaf.value, Tensor)
+        and placement_of(leaf.value) is None
+        and any(n > 1 for axis, n in axes.items() if axis not in own(leaf.spec))
+        else ""
+        for leaf in tree.leaves
+    ]
 
 
 def _check_one_step(everyone: Sequence[Sequence[int | None]], mesh: Mesh) -> None:

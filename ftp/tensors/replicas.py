@@ -105,12 +105,14 @@ def check_samples(
     names: Sequence[str],
     mesh: Mesh,
     when: str,
+    mend: str = "Where ranks draw a value, seed them alike: torch.manual_seed.",
 ) -> None:
     """Raise on every rank if samples of replicas are far apart, as those of weights that each rank
     drew from its own seed. Copies that differ by rounding pass.
 
     Args:
         everyone: `describe_held` of each leaf, for each rank.
+        mend: what else to do.
     """
     failures = []
     for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
@@ -119,8 +121,7 @@ def check_samples(
             found = dict(zip(mesh.ranks, kinds, strict=True))
             failures += _odd_ranks(found, spec, name, mesh, when)
     if failures:
-        seed = "Where ranks draw a value, seed them alike: torch.manual_seed."
-        _raise(failures, _ONE_COPY, seed)
+        _raise(failures, _ONE_COPY, mend)
 
 
 def _kinds(samples: Sequence[Sequence[float]]) -> list[int]:

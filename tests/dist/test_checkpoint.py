@@ -262,6 +262,9 @@ def _faults(folder):
         )
     )
     found.append(_message(lambda: ftp.load(folder, like, mesh, {"w": P("tp" if rank else None)})))
+    # Shards that torch made of shards, under a spec that says that they are copies.
+    moments = {"w": ftp.device_put(torch.arange(8.0), mesh, P("tp")).square()}
+    found.append(_message(lambda: ftp.save(folder, moments, mesh)))
     back = ftp.load(folder, like, mesh, specs)["w"]
     left = os.listdir(folder)
     _end()
@@ -275,7 +278,7 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
     values = _values(launch(_faults, 2, str(folder), timeout=90))
     for at, (found, is_back, left) in enumerate(values):
         assert is_back and sorted(left) == [".lock-00000000", "00000000"]
-        full, later, readonly, other_tree, other_step, missing, other_specs = [
+        full, later, readonly, other_tree, other_step, missing, other_specs, copies = [
             text for text, _ in found
         ]
         assert max(seconds for _, seconds in found) < 20
@@ -296,6 +299,9 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
             "MismatchError: Rank 1 loads another tree than rank 0, or with"
             " other specs. Give all ranks the same."
         )
+        assert copies.startswith(
+            "ReplicaError: tree['w'] is not the same at this save on ranks that share it: rank 1"
+        ) and copies.endswith("the moments of an optimizer of torch have those of the parameters.")
 
 
 def _interrupted(folder, donate):
