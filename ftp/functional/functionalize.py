@@ -250,8 +250,11 @@ def _call(
         for m in program.modules:
             for name, constant in m.attributes["_buffers"].items():
                 if m.module._buffers.get(name) is not constant:
+                    path = join(m.path, name)
                     raise TraceError(
-                        impure(program.name, f"buffer {join(m.path, name)!r}", "replaces")
+                        _made(program.name, path)
+                        if constant is None
+                        else impure(program.name, f"buffer {path!r}", "replaces")
                     )
     return out
 
@@ -324,11 +327,15 @@ def _updating(
                         )
                     new[path] = value
                 elif value is not None and held.get(name) is None:
-                    raise TraceError(
-                        f"{program.name} makes buffer {path!r} while it runs: the next call would"
-                        " not have it. Call the model once before functionalize, so that it does."
-                    )
+                    raise TraceError(_made(program.name, path))
     return out, new
+
+
+def _made(model: str, path: str) -> str:
+    return (
+        f"{model} makes buffer {path!r} while it runs: the next call would not have it. Call the"
+        " model once before functionalize, so that it does."
+    )
 
 
 def _check_paths(

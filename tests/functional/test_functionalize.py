@@ -580,6 +580,14 @@ def test_state_that_would_be_lost_between_calls_is_an_error(what, message):
         fn(params, buffers, torch.ones(3))
 
 
+def test_a_buffer_that_a_call_makes_is_an_error_that_says_how_to_have_it():
+    """x-transformers' ALiBi makes its table of biases in the first call."""
+    model = Stateful("buffer")
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError, match="Stateful makes buffer 'late' .* Call the model once"):
+        fn(params, torch.ones(3))
+
+
 def test_numbers_that_a_model_counts_are_warned_of():
     fn, params = functionalize(Stateful("number"))
     with pytest.warns(StaleCaptureWarning, match="changes attribute 'calls' from 0 to 1"):

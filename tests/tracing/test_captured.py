@@ -13,7 +13,7 @@ from torch import nn
 
 import ftp
 from ftp import P
-from ftp.errors import InputError, StaleCaptureWarning
+from ftp.errors import InputError, StaleCaptureWarning, TraceError
 from ftp.tracing.captured import places_of
 
 MESH = ftp.simulated_mesh((2,), ("tp",))
@@ -165,6 +165,29 @@ def test_numbers_that_per_rank_code_reads_are_read_anew_in_a_new_step():
             step(x)
     assert made()(x).tolist() == [4.0] * 4
     assert per_rank(x).tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_data_of_a_captured_tensor_in_a_loss(is_trained):
+    """peft's adapters read ``layer.weight.data`` of frozen layers."""
+    frozen = torch.nn.Parameter(torch.rand(4, 4, dtype=torch.float64), requires_grad=is_trained)
+
+    def loss(w, x):
+        return (x @ (frozen.data @ w)).square().sum()
+
+    w, x = torch.rand(4, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    value, grad = ftp.shard(loss, mesh, P(None, "tp"))(w, x)
+    leaf = w.clone().requires_grad_()
+    torch.testing.assert_close(value, loss(w, x))
+    torch.testing.assert_close(grad, torch.autograd.grad(loss(leaf, x), leaf)[0])
+
+    def written(w, x):
+        frozen.data.mul_(2)
+        return loss(w, x)
+
+    with pytest.raises(TraceError, match="a captured tensor in place"):
+        ftp.shard(written, mesh, P(None, "tp"))(w, x)
 
 
 def test_where_tensors_are_found():

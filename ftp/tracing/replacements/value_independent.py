@@ -337,6 +337,11 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
         Tensor.__setitem__(input, key, value)
 
 
+def _data(x: Tensor) -> Tensor:
+    """``x.data``: under torch.func that of a captured tensor is one that no trace follows."""
+    return x.data if is_fake(unwrapped(x)) else x.detach()
+
+
 def _set_data(x: Tensor, value: Tensor) -> None:
     """``x.data = value``: torch.func refuses it, and a trace would go on with the old value."""
     if x.shape != value.shape or x.dtype != value.dtype:
@@ -420,6 +425,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.index_put_: _in_place(_index_put),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
+    Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
     Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
     **{getattr(torch, name): of_sequences(name) for name in _RECURRENT},
     # torch cannot functionalize it.
