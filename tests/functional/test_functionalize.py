@@ -584,7 +584,7 @@ def test_a_buffer_that_a_call_makes_is_an_error_that_says_how_to_have_it():
     """x-transformers' ALiBi makes its table of biases in the first call."""
     model = Stateful("buffer")
     fn, params = functionalize(model)
-    with pytest.raises(TraceError, match="Stateful makes buffer 'late' .* Call the model once"):
+    with pytest.raises(TraceError, match=r"Stateful makes buffer 'late' .* Call the model once"):
         fn(params, torch.ones(3))
 
 
