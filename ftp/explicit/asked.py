@@ -63,7 +63,7 @@ class _UnaskedFinder:
         out_specs: Sequence[PartitionSpec | None],
         without: Collection[str],
     ):
-        self.graph, self.users = graph, graph.users()
+        self.graph, self.users = graph, graph.users
         self.returned = {
             value for value, spec in zip(graph.outputs, out_specs, strict=True) if spec is not None
         }

@@ -77,7 +77,7 @@ class _Sent:
             if "collective" in node.meta:
                 self._records[node.meta.get("origin", "")].append(node.meta["collective"])
         self._nodes = {node.name: node for node in program.plan.graph.nodes}
-        self._users = program.plan.graph.users()
+        self._users = program.plan.graph.users
 
     def __call__(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
         records = [record for name in names for record in self._of(name)]

@@ -238,7 +238,7 @@ class Places:
 
     def __init__(self, plan: Plan, probed: Probed):
         self.plan, self.calls = plan, probed.calls
-        self.users, self.returned = plan.graph.users(), set(plan.graph.outputs)
+        self.users, self.returned = plan.graph.users, set(plan.graph.outputs)
         self.reshards = probed.unasked(plan)
         self.numbers = self._numbers(probed)
         self.values: dict[Site, list[Value]] = defaultdict(list)

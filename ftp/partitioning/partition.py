@@ -162,6 +162,7 @@ class _Emission:
         self.env: dict[Value, fx.Node] = {}
         self.offsets: dict[ShardOffset, fx.Node] = {}
         self.cuts: dict[FactorCut, LocalCut] = {}
+        self.cuts_of: dict[int, dict[str, list[LocalCut]]] = {}
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
@@ -279,10 +280,9 @@ class _Emission:
         self._emit_op(node)
 
     def _emit_op(self, node: Node) -> None:
-        cuts: dict[str, list[LocalCut]] = {}
-        for cut in node.cuts:
-            cuts.setdefault(cut.factor, []).append(self._cut(cut))
-        args, kwargs = self._lower(node.args), self._lower(dict(node.kwargs))
+        cuts = self._cuts(node)
+        args = self._lower(node.args)
+        kwargs = self._lower(dict(node.kwargs)) if node.kwargs else {}
         last = self.graph._root.prev
         if node.rule.local is None:
             made = self.graph.call_function(node.target, args, kwargs)
@@ -375,6 +375,15 @@ class _Emission:
         self.env[held] = x
         self._emit(step)
         return self.env[Value(step)]
+
+    def _cuts(self, node: Node) -> dict[str, list[LocalCut]]:
+        """The cuts of each factor of a node; copies of a planned node share them."""
+        found = self.cuts_of.get(id(node.cuts))
+        if found is None:
+            found = self.cuts_of[id(node.cuts)] = {}
+            for cut in node.cuts:
+                found.setdefault(cut.factor, []).append(self._cut(cut))
+        return found
 
     def _cut(self, cut: FactorCut) -> LocalCut:
         found = self.cuts.get(cut)

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.meta_results import FakeOf, is_plain, meta_result
+from ftp.ops.meta_results import FakeOf, has_meta_result, meta_result
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, families, is_view, last_uses
 from ftp.rules.op_kinds import ONTO_FIRST
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
@@ -101,7 +101,7 @@ class _FakeValues(FakeTensorProp):
             x = self.env[n.all_input_nodes[0]]
             is_known = type(x) is FakeTensor and not x._has_symbolic_sizes_strides
             return self.fake.like(x) if is_known and x.is_contiguous() else None
-        if not is_plain(target) and target not in _COMPOSITE:
+        if not has_meta_result(target):
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
         with DisableTorchDispatch():
@@ -130,12 +130,6 @@ class _FakeValues(FakeTensorProp):
             found = f"{tuple(value.shape)} {value.stride()} {value.dtype} {device}"
             self.layouts[id(value)] = found
         return found
-
-
-_COMPOSITE = (
-    aten.contiguous.default, aten.reshape.default, aten.silu_backward.default,
-    aten.where.ScalarOther,
-)  # fmt: skip
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
@@ -223,7 +217,9 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
         return False
-    if x.dtype != y.dtype or not has_shape_of(x, y) or not _are_equal(x.stride(), y.stride()):
+    if x is not y and (  # equal results may share one fake tensor
+        x.dtype != y.dtype or not has_shape_of(x, y) or not _are_equal(x.stride(), y.stride())
+    ):
         return False
     return _is_dense(x)
 

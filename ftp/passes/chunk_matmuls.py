@@ -36,7 +36,7 @@ def chunks(graph: Graph, count: int) -> Chunks:
     """The gathers that feed matmuls, and the reduce-scatters of matmuls, whose rows above the cut
     divide into ``count`` chunks.
     """
-    users = graph.users() if count > 1 else {}
+    users = graph.users if count > 1 else {}
     reshards: list[str] = []
     rows: dict[str, int] = {}
     for node in graph.nodes if count > 1 else ():

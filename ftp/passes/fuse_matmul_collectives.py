@@ -60,7 +60,7 @@ def joints(graph: Graph) -> dict[str, Joint]:
     A reshard is fused if it reshards an activation that is evenly cut in a dim over which the
     matmuls do not sum. A gather is fused with matmuls by weights only.
     """
-    users = graph.users()
+    users = graph.users
     found: dict[str, Joint] = {}
     taken: set[Node] = set()
     for node in graph.nodes:

@@ -30,7 +30,7 @@ def gradient_reductions(graph: Graph, gradients: Collection[int] | None = None) 
         gradients: in a part of a step, the outputs that are gradients, or sums of them over
             microbatches; another part may read the other outputs.
     """
-    users = graph.users()
+    users = graph.users
     sums = [
         node
         for node in graph.nodes

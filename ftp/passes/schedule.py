@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ftp.ops.ancestors import ancestors
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
@@ -62,7 +61,13 @@ def schedule_in(graph: fx.Graph) -> None:
     order: dict[fx.Node, None] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing = [node for node in ancestors(wanted, stop=order) if node not in order]
+        missing: set[fx.Node] = set()
+        todo = [node for node in wanted if node not in order]
+        while todo:
+            node = todo.pop()
+            if node not in missing:
+                missing.add(node)
+                todo += [x for x in node.all_input_nodes if x not in order]
         order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
 
     emit(node for node in nodes if node.op == "placeholder")
@@ -94,9 +99,11 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
     """
     latest: dict[fx.Node, int] = {}
     for node in nodes:
-        latest[node] = max(
-            [number.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)]
-        )
+        found = number.get(node, -1)
+        for operand in node.all_input_nodes:
+            if latest[operand] > found:
+                found = latest[operand]
+        latest[node] = found
     return latest
 
 

@@ -77,7 +77,7 @@ def scatter_onto_rest(graph: Graph) -> Rewrite:
     index, values)``, where nothing else uses the parts and ``row`` is smaller: in the gradient of a
     loss, neither zeros nor a difference of the size of the logits.
     """
-    users, kept = graph.users(), set(graph.outputs)
+    users, kept = graph.users, set(graph.outputs)
     now: dict[Node, Node] = {}
     nodes: list[Node] = []
     for old in graph.nodes:
@@ -101,7 +101,7 @@ def gather_before_difference(graph: Graph) -> Rewrite:
     """Replace ``(x - row).gather(dim, index)`` by ``x.gather(dim, index) - row``, where ``row`` has
     one element along ``dim`` and nothing else uses the difference.
     """
-    users, kept = graph.users(), set(graph.outputs)
+    users, kept = graph.users, set(graph.outputs)
     now: dict[Node, Node] = {}
     nodes: list[Node] = []
     for old in graph.nodes:

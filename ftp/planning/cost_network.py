@@ -119,7 +119,7 @@ class _CostNetwork:
     def __init__(self, problem: Problem, violation: float):
         self.problem = problem
         graph = problem.graph
-        self.users = graph.users()
+        self.users = graph.users
         self.required: dict[Value, list[Layout | None]] = {}
         for value, layout in zip(graph.outputs, problem.outputs, strict=True):
             self.required.setdefault(value, []).append(layout)

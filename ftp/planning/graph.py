@@ -245,6 +245,7 @@ class Graph:
         outputs = [Value(copies[v.node], v.index) for v in self.outputs]
         return Graph(list(copies.values()), outputs), copies
 
+    @cached_property
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
         """The users of each value: (node, position among its operands)."""
         users: dict[Value, list[tuple[Node, int]]] = {}

@@ -31,7 +31,7 @@ def insert_reshards(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | Non
         outputs: the layout in which each output is returned; None: open.
     """
     emitter = _Emitter(plan)
-    users = graph.users()
+    users = graph.users
     required: dict[Value, list[Layout]] = {}
     for value, layout in zip(graph.outputs, outputs, strict=True):
         if layout is not None:

@@ -61,7 +61,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
                 found.add(node)
         if width <= after and len(results) == 1:
             sources[results[0]] = before
-    users = graph.users()
+    users = graph.users
     for node in reversed(graph.nodes):
         value = Value(node)
         passes = node.kind == "op" and sources[value] and value not in sources[value]

@@ -68,7 +68,7 @@ class _Closing:
     """The closure in progress: ``work`` holds layouts of values that are not followed yet."""
 
     def __init__(self, graph: Graph, axis: str, n: int, pinned: Mapping[Node, Layout]):
-        self.found, self.users = Reach(n), graph.users()
+        self.found, self.users = Reach(n), graph.users
         self.axis, self.n, self.pinned = axis, n, pinned
         self.work: list[tuple[Value, Layout]] = []
 

@@ -1,6 +1,6 @@
 """Causes of layouts: the input or constraint that each cut and pending sum comes from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from ftp.ops.constrain import pin_from_str
@@ -23,7 +23,8 @@ def origins(
     parameter to an activation.
     """
     found: Origins = {}
-    users = graph.users() if _has_constraints(graph) else {}
+    followed: dict[tuple[int, int, int], list[tuple[str, list[int]]]] = {}  # copies share it
+    users = graph.users if _has_constraints(graph) else {}
     for node, spec in cut_inputs:
         found.update({(Value(node), axis): node for axis in spec.axes})
     for node in graph.nodes:
@@ -36,9 +37,13 @@ def origins(
                 if at is not None:
                     found[Value(node), axis] = at
         elif node.kind == "op":
-            for axis, at in _of_op(node, found):
-                for index in range(len(node.results)):
-                    found[Value(node, index), axis] = at
+            key = id(node.cuts), id(node.pending), id(node.rule)
+            if key not in followed:
+                followed[key] = _followed(node)
+            for axis, slots in followed[key]:
+                if (at := _first(node, axis, slots, found)) is not None:
+                    for value in node.values:
+                        found[value, axis] = at
     return found
 
 
@@ -76,21 +81,34 @@ def constraint_forward(value: Value, axis: str, users: Users) -> Node | None:
     return None
 
 
-def _of_op(node: Node, found: Origins) -> Iterator[tuple[str, Node]]:
+def _followed(node: Node) -> list[tuple[str, list[int]]]:
+    """Per axis that cuts an op, or over which it is pending, the operands that it may cut too."""
     cut_on: dict[str, set[str]] = {}
     for cut in node.cuts:
         cut_on.setdefault(cut.axis, set()).add(cut.factor)
     pending = {axis for waits in node.pending.values() for axis, _ in waits}
-    for axis in dict.fromkeys((*cut_on, *pending)):
-        factors = cut_on.get(axis)
-        first: tuple[int, Node] | None = None
-        for value, dims in zip(node.operands, node.rule.operands, strict=True):
-            origin = found.get((value, axis))
-            if origin is not None and (factors is None or not factors.isdisjoint(chain(*dims))):
-                rank = _rank(origin, value)
-                first = (rank, origin) if first is None or rank < first[0] else first
-        if first is not None:
-            yield axis, first[1]
+    return [
+        (
+            axis,
+            [
+                slot
+                for slot, dims in enumerate(node.rule.operands)
+                if axis not in cut_on or not cut_on[axis].isdisjoint(chain(*dims))
+            ],
+        )
+        for axis in dict.fromkeys((*cut_on, *pending))
+    ]
+
+
+def _first(node: Node, axis: str, slots: Sequence[int], found: Origins) -> Node | None:
+    """The origin by which an axis cuts an op's operands, the preferred one of several."""
+    first: tuple[int, Node] | None = None
+    for slot in slots:
+        value = node.operands[slot]
+        if (origin := found.get((value, axis))) is not None:
+            rank = _rank(origin, value)
+            first = (rank, origin) if first is None or rank < first[0] else first
+    return None if first is None else first[1]
 
 
 def _rank(origin: Node, value: Value) -> int:
@@ -111,7 +129,7 @@ def of_reshards(
     graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]
 ) -> dict[str, str]:
     """Per reshard, by name, the cut that makes it necessary and the op that needs its result."""
-    users = graph.users()
+    users = graph.users
     towards = users if _has_constraints(graph) else {}
     returned: dict[Value, str] = {}
     for value, name in zip(graph.outputs, outputs, strict=False):

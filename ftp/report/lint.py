@@ -171,7 +171,7 @@ def _gathered(
     constraint or the batch cuts the activation, or a constraint or an output's spec asks for the
     whole.
     """
-    findings, users = [], graph.users()
+    findings, users = [], graph.users
     for node in graph.nodes:
         record = collectives.get(node.name)
         if record is None or record.op != "all_gather" or not node.depends & BATCH:

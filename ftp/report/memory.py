@@ -199,20 +199,20 @@ def measure(
     }
     dies: dict[int, int] = {}
     size: dict[int, int] = {}
-    readers: dict[int, set[int]] = {}
+    read: dict[int, int] = {}  # per storage, the last phase in which it is read
     for node, values in shapes.values.items():
-        last, read = position[node], set()
-        for user in node.users:
-            last = max(last, position[user])
-            if user.op != "output":
-                read.add(phases[user])
+        users = node.users
+        last = max(map(position.__getitem__, users), default=position[node])
+        phase_read = max([phases[user] for user in users if user.op != "output"], default=-1)
         for held in values:
             storage = held.storage
-            dies[storage] = max(dies.get(storage, 0), last)
+            if last > dies.get(storage, -1):
+                dies[storage] = last
             size[storage] = held.storage_nbytes
-            readers[storage] = readers[storage] | read if storage in readers else read
+            if phase_read > read.get(storage, -1):
+                read[storage] = phase_read
     dies |= dict.fromkeys(kept, end)
-    kind = _kinds(graph, shapes, roles, inputs, phases, collective, readers)
+    kind = _kinds(graph, shapes, roles, inputs, phases, collective, read)
     of_branch = branches(graph)
     _hold_operands(of_branch, shapes, position, dies)
     births: dict[int, list[int]] = {}
@@ -224,22 +224,29 @@ def measure(
     held_in: dict[BranchPath, dict[str, int]] = {(): dict.fromkeys(KINDS, 0)}
     totals: dict[str, int] = {}
     of_maker = {storage: of_branch.get(maker, ()) for storage, maker in shapes.makers.items()}
+    live: dict[BranchPath, tuple[int, Mapping[str, int]]] = {}  # since the last birth or death
     timeline = []
     for at, node in enumerate(nodes):
         for storage in births.get(at, ()):
             parts = held_in.setdefault(of_maker.get(storage, ()), dict.fromkeys(KINDS, 0))
             parts[kind[storage]] += size[storage]
             totals[kind[storage]] = totals.get(kind[storage], 0) + size[storage]
+            live.clear()
         if node.op == "output":
             held_in[()]["outputs"] += copies
+            live.clear()
         if node.op != "placeholder":
-            here = _live(held_in, of_branch.get(node, ()))
-            here["temporaries"] += workspace(node)
-            timeline.append(
-                Moment(node.name, node.meta.get("source", ""), sum(here.values()), here)
-            )
+            branch, extra = of_branch.get(node, ()), workspace(node)
+            if branch not in live:
+                parts = _live(held_in, branch)
+                live[branch] = sum(parts.values()), parts
+            total, parts = live[branch]
+            if extra:
+                total, parts = total + extra, {**parts, "temporaries": parts["temporaries"] + extra}
+            timeline.append(Moment(node.name, node.meta.get("source", ""), total, parts))
         for storage in deaths.get(at, ()):
             held_in[of_maker.get(storage, ())][kind[storage]] -= size[storage]
+            live.clear()
     inputs_and_gradients = KINDS[: KINDS.index("activations")]
     kept_totals = {k: n for k, n in totals.items() if k in inputs_and_gradients}
     return Memory(timeline, kept_totals)
@@ -302,9 +309,9 @@ def _kinds(
     inputs: Sequence[fx.Node],
     phases: Mapping[fx.Node, int],
     collective: Callable[[fx.Node], bool],
-    readers: Mapping[int, set[int]],
+    read: Mapping[int, int],
 ) -> dict[int, str]:
-    """The kind of each storage."""
+    """The kind of each storage; ``read`` has the last phase in which each is read."""
     kind = {
         held.storage: role
         for node, role in zip(inputs, roles, strict=True)
@@ -314,19 +321,20 @@ def _kinds(
     like_parameters = {
         (held.shape, held.dtype) for node in parameters for held in shapes.values[node]
     }
-    seen: dict[int, set[Any]] = {}
-    for values in shapes.values.values():
-        for held in values:
-            seen.setdefault(held.storage, set()).add((held.shape, held.dtype))
+    looks = {
+        held.storage
+        for values in shapes.values.values()
+        for held in values
+        if (held.shape, held.dtype) in like_parameters
+    }
     outputs: Any = graph.output_node().args[0]
     returned = {held.storage for out in outputs for held in shapes.values.get(out, ())}
     for storage, maker in shapes.makers.items():
         if storage in kind:
             continue
-        made, read = phases[maker], readers.get(storage, set())
-        is_kept = any(p > made for p in read)
-        looks = not like_parameters.isdisjoint(seen[storage])
-        if made % 2 and looks and (is_kept or storage in returned):
+        made = phases[maker]
+        is_kept = read.get(storage, -1) > made
+        if made % 2 and storage in looks and (is_kept or storage in returned):
             kind[storage] = "gradients"
         elif storage in returned:
             kind[storage] = "outputs"

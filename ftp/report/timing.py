@@ -309,6 +309,8 @@ def _arithmetic(
     hardware: Hardware,
 ) -> float:
     """Seconds of an op's arithmetic, without its memory traffic."""
+    if not (flops or hardware.elements):
+        return 0.0
     if flops:
         name = op_name(node.target)
         reached = (

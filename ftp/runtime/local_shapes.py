@@ -1,5 +1,6 @@
 """Shape, strides, dtype and storage of every value of a rank's graph under eager kernels."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
@@ -10,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ftp.dataclass import dataclass
-from ftp.ops.meta_results import FakeOf, is_plain, meta_result
+from ftp.ops.meta_results import FakeOf, has_meta_result, meta_result
 from ftp.ops.written import is_in_place, written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
@@ -31,6 +32,8 @@ class LocalTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its elements, each counted once."""
+        if 0 not in self.stride:
+            return math.prod(self.shape) * self.dtype.itemsize
         count = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             count *= size if stride or not size else 1
@@ -115,6 +118,7 @@ class _Shapes:
         values: dict[fx.Node, tuple[LocalTensor, ...]] = {}
         makers: dict[int, fx.Node] = {}
         numbers: dict[fx.Node, int] = {}
+        changed: set[fx.Node] = set()  # with another result than before
         feed, rest = iter(inputs), iter(offsets)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -127,7 +131,11 @@ class _Shapes:
                 )
             elif node.op == "output":
                 break
-            elif self._is_unchanged(node, values):
+            elif (
+                node in self.before
+                and changed.isdisjoint(node.all_input_nodes)
+                and not written_arguments(node.target)
+            ):
                 held = self.before[node]
             elif _is_arithmetic(node, numbers):
                 numbers[node] = _computed(node, numbers)
@@ -139,19 +147,11 @@ class _Shapes:
             else:
                 held = self._call(node, values, numbers)
             values[node] = held
+            if self.before and held is not self.before.get(node):
+                changed.add(node)
             for one in held:
                 makers.setdefault(one.storage, node)
         return LocalShapes(values, makers, numbers)
-
-    def _is_unchanged(
-        self, node: fx.Node, values: Mapping[fx.Node, tuple[LocalTensor, ...]]
-    ) -> bool:
-        """Whether an op without writes has the operands that it had before."""
-        return (
-            node in self.before
-            and not written_arguments(node.target)
-            and all(values.get(x) is self.before.get(x) for x in node.all_input_nodes)
-        )
 
     def _fresh(
         self,
@@ -206,7 +206,7 @@ class _Shapes:
             args, kwargs = map_aggregate(
                 (args, kwargs), lambda a: next(left) if a is _OPERAND else a
             )  # type: ignore[misc]
-            is_simple = isinstance(target, OpOverload) and is_plain(target)
+            is_simple = isinstance(target, OpOverload) and has_meta_result(target)
             out = meta_result(target, args, kwargs) if is_simple else None
             out = target(*args, **kwargs) if out is None else out
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}

@@ -31,7 +31,7 @@ class Opened:
 
     @cached_property
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
-        return self.graph.users()
+        return self.graph.users
 
     @cached_property
     def ties(self) -> Ties | None:

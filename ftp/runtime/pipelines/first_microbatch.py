@@ -55,7 +55,7 @@ def _without(plan: Plan, sums: range, outputs: Sequence[int]) -> Plan | None:
         outputs: indices of the plan's outputs, in the order in which the new plan returns them.
     """
     graph, copies = plan.graph.copied()
-    inputs, users = graph.inputs, graph.users()
+    inputs, users = graph.inputs, graph.users
     gone: set[Node] = set()
     added: dict[Node, Value] = {}
     for node in (inputs[i] for i in sums):
