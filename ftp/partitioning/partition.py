@@ -174,7 +174,7 @@ class _Emission:
             self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)
         for node in self.plan.graph.nodes:
             if node.kind != "input":
-                last = self.graph._root.prev
+                last = self.graph._root._prev
                 self._emit(node)
                 self._annotate(node, last)
         outputs = [
@@ -254,13 +254,13 @@ class _Emission:
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
         """Set source, origin (the planned op's name) and branch of the nodes after ``last``."""
-        at = self.graph._root.prev
+        at = self.graph._root._prev
         while at is not last:
             if at.op == "call_function":
                 at.meta.setdefault("source", node.source)
                 at.meta.setdefault("origin", node.name)
                 at.meta.setdefault("branch", node.branch)
-            at = at.prev
+            at = at._prev
 
     def _emit(self, node: Node) -> None:
         if node.kind == "constrain":

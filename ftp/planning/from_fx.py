@@ -180,7 +180,7 @@ class _GraphBuilder:
         arguments: Any = node.args
         if node.target is LOCAL and (program := self.code(node)).is_planned:
             return self.inlined(node, program, [self.env[x] for x in arguments[0]])
-        given: Any = node.args, dict(node.kwargs)
+        given: Any = node.args, dict(node.kwargs) if node.kwargs else {}
         if (size := self.size) is not None:
             given = map_aggregate(given, lambda a: a if isinstance(a, fx.Node) else size(a))
         args, kwargs = replaced(given, fx.Node, self.env.__getitem__)
@@ -234,7 +234,8 @@ class _GraphBuilder:
         results: tuple[Meta, ...],
         source: str,
     ) -> BoundRule:
-        key = target, key_of(args, _meta), key_of(kwargs, _meta)  # repeated blocks make equal calls
+        # Repeated blocks make equal calls.
+        key = target, key_of(args, _meta), key_of(kwargs, _meta) if kwargs else ()
         found = self.rules.get(key)
         if found is None:
             args, kwargs = replaced((args, kwargs), Value, _meta)

@@ -141,7 +141,10 @@ class Node:
 
     def __post_init__(self):
         self.sizes = self.sizes or self.rule.sizes
-        self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
+        if self.kwargs or not all([isinstance(x, Value) for x in self.args]):
+            self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
+        else:
+            self.operands = tuple(self.args)
 
     def __repr__(self) -> str:
         return self.name

@@ -42,10 +42,11 @@ def merge_common(graph: Graph) -> Rewrite:
             ):
                 first = now[original]
             else:
-                call = (node.target, _key(node.args), _key(dict(node.kwargs)), node.region)
+                named = _key(dict(node.kwargs)) if node.kwargs else ()
+                call = (node.target, _key(node.args), named, node.region)
                 around = (node.branch[:depth] for depth in range(len(node.branch)))
-                first = next((seen[call, b] for b in around if (call, b) in seen), None)
-                first = seen.setdefault((call, node.branch), node) if first is None else first
+                found = [seen[call, b] for b in around if (call, b) in seen]
+                first = found[0] if found else seen.setdefault((call, node.branch), node)
             if first is not node:
                 now[old] = first
                 continue

@@ -145,8 +145,8 @@ def _uneven(
     found = []
     for node, spec, _ in inputs:
         meta = node.results[0]
-        held = math.prod(local_shape(spec, meta.shape, dict(axes))) * meta.dtype.itemsize
         for u in uneven_dims(spec, meta.shape, axes):
+            held = math.prod(local_shape(spec, meta.shape, dict(axes))) * meta.dtype.itemsize
             wasted = int(held * u.wasted)
             severity = "warning" if u.wasted >= WASTED and wasted >= LARGE else "note"
             nearest = " or ".join(str(n) for n in (u.below, u.above) if n)

@@ -21,13 +21,16 @@ def program_lines(
 ) -> list[str]:
     """The single-device program, a line per op; a collective's begins with ``>>``."""
     lines = []
+    shown: dict[tuple[int, ...], str] = {}  # copies of a planned node share its results' text
     for node in graph.nodes:
-        lines += _lines(node, issued.get(node.name, ()), why(node))
+        key = id(node.results), id(node.rule), id(node.cuts), id(node.pending)
+        if key not in shown:
+            shown[key] = ", ".join(map(typed, node.values))
+        lines += _lines(node, shown[key], issued.get(node.name, ()), why(node))
     return lines + [f"  return %{v.node.name}: {typed(v)}" for v in graph.outputs]
 
 
-def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
-    result = ", ".join(map(typed, node.values))
+def _lines(node: Node, result: str, issued: Sequence[Collective], why: str) -> list[str]:
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "reshard":
         if not issued:

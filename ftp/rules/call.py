@@ -1,7 +1,7 @@
 """One call of an op, with shapes and dtypes in place of tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,11 +27,16 @@ class Meta:
         """The meta of a tensor, or of what has its shape and dtype; a number is a 0-d integer."""
         if not isinstance(x, (torch.Tensor, Meta)):
             return cls((), torch.int64)
+        if isinstance(x, torch.Tensor) and not x._has_symbolic_sizes_strides:
+            return _meta(tuple(x.shape), x.dtype)
         return cls(tuple(map(formula_of, x.shape)), x.dtype)
 
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+
+_meta = lru_cache(maxsize=8192)(Meta)  # repeated layers share them: quick to compare
 
 
 def formula_of(size: Any) -> Any:

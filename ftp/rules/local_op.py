@@ -47,7 +47,8 @@ def _name_like(target: Any) -> str | None:
     """The name that fx starts from for a node of ``target``, found once; None: as fx finds it."""
     if not callable(target):
         return None
-    return re.sub(r"(?<=[a-z])([A-Z])", r"_\1", target.__name__).lower()
+    snake_case = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", target.__name__).lower()
+    return re.sub(r"\W+", "_", snake_case, flags=re.ASCII)
 
 
 def copied(graph: fx.Graph) -> RankGraph:

@@ -212,7 +212,7 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
                 node.kind,
                 node.target,
                 _refer(node.args, layer, layers),
-                _refer(dict(node.kwargs), layer, layers),
+                _refer(dict(node.kwargs), layer, layers) if node.kwargs else (),
                 node.results,
                 node.phase,
                 region,
