@@ -71,6 +71,5 @@ def last_uses(nodes: Sequence[fx.Node], family: Mapping[fx.Node, fx.Node]) -> di
         until = read_until(node, position) if node in awaited else at
         last[family[node]] = max(last.get(family[node], at), at)
         for operand in node.all_input_nodes:
-            if until > last.get(root := family[operand], -1):
-                last[root] = until
+            last[family[operand]] = max(last.get(family[operand], until), until)
     return last

@@ -141,10 +141,10 @@ class Node:
 
     def __post_init__(self):
         self.sizes = self.sizes or self.rule.sizes
-        if self.kwargs or not all([isinstance(x, Value) for x in self.args]):
-            self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
-        else:
+        if not self.kwargs and {Value}.issuperset(map(type, self.args)):
             self.operands = tuple(self.args)
+        else:
+            self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
 
     def __repr__(self) -> str:
         return self.name
