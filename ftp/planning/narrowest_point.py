@@ -50,9 +50,10 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
         # An op whose rule was found by trial may be a matmul too.
         if node.kind != "op" or is_matmul(node.target) or node.target not in RULES:
             continue
-        before = none.union(*[sources[value] for value in node.operands])
-        if not before:
+        read = [source for value in node.operands if (source := sources[value])]
+        if not read:
             continue
+        before = none.union(*read)
         width = sum(map(size, before))
         after = sum(size(value) for value in results if value in can_be_cut)
         if width < after:

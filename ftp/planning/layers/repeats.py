@@ -76,7 +76,8 @@ class Ties:
         """The value of the earlier layer that shares its decision, or itself."""
         if value.node in self.layers.stacks:
             return Value(value.node, self.earlier) if value.index == self.earlier + 1 else value
-        return Value(self.twins.get(value.node, value.node), value.index)
+        earlier = self.twins.get(value.node)
+        return value if earlier is None else Value(earlier, value.index)
 
     def weight(self, node: Node) -> int:
         """The number of nodes of the whole graph that a node stands for."""
