@@ -283,7 +283,7 @@ class _Emission:
         cuts = self._cuts(node)
         args = self._lower(node.args)
         kwargs = self._lower(dict(node.kwargs)) if node.kwargs else {}
-        last = self.graph._root.prev
+        last = self.graph._root._prev
         if node.rule.local is None:
             made = self.graph.call_function(node.target, args, kwargs)
         else:

@@ -8,6 +8,7 @@ mesh axes folded so far.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ftp.dataclass import dataclass
@@ -221,7 +222,7 @@ class Graph:
     outputs: list[Value]
 
     def __post_init__(self):
-        if len({node.name for node in self.nodes}) == len(self.nodes):
+        if len(set(map(attrgetter("name"), self.nodes))) == len(self.nodes):
             return
         names: set[str] = set()
         for node in self.nodes:

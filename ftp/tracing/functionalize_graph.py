@@ -29,9 +29,10 @@ def storages(node: fx.Node) -> set[int]:
 
 def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     """The graph without in-place ops; some of torch's gradient formulas have them."""
-    if not any(writes(n) for n in gm.graph.nodes):
+    writing = [n for n in gm.graph.nodes if writes(n)]
+    if not writing:
         return gm
-    _check_overlaps(gm.graph)
+    _check_overlaps(writing)
     if not rename_writes(list(gm.graph.nodes), recorder.mode):
         gm = _replay_functional(gm, recorder)
     raise_all(
@@ -176,10 +177,10 @@ def _windows(line: str, x: Tensor, dim: int, size: int, step: int) -> Tensor:
     return parts.narrow(dim + 1, 0, size).movedim(dim + 1, -1)
 
 
-def _check_overlaps(graph: fx.Graph) -> None:
+def _check_overlaps(writing: Sequence[fx.Node]) -> None:
     """Refuse writes to views that hold an element of their tensor more than once."""
     failures: dict[str, str] = {}  # one for a line: its gradient writes to the same view
-    for node in graph.nodes:
+    for node in writing:
         for view in (v for value in writes(node) for v in _views_behind(value) if _overlaps(v)):
             line = node.meta["source"]
             failures.setdefault(
