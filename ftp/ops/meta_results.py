@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def is_plain(func: OpOverload) -> bool:
-    """Whether `meta_result` finds the op's result, and torch has a kernel of the op itself."""
+    """Whether `meta_result` finds the op's result."""
     return func in UPDATES or (
         func.namespace == "aten"
         and (func.overloadpacket in _OTHERS or torch.Tag.pointwise in func.tags)
@@ -32,18 +32,6 @@ def is_plain(func: OpOverload) -> bool:
     )
 
 
-@functools.cache
-def has_meta_result(func: OpOverload) -> bool:
-    """Whether `meta_result` finds the op's result: that of a plain op, or of one that torch makes
-    of others.
-    """
-    return is_plain(func) or func in _COMPOSITE
-
-
-_COMPOSITE = (
-    aten.contiguous.default, aten.reshape.default, aten.silu_backward.default,
-    aten.where.ScalarOther,
-)  # fmt: skip
 _OTHERS = frozenset(
     (
         aten._log_softmax, aten._log_softmax_backward_data, aten._softmax,

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.meta_results import FakeOf, has_meta_result, meta_result
+from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, families, is_view, last_uses
 from ftp.rules.op_kinds import ONTO_FIRST
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
@@ -101,7 +101,7 @@ class _FakeValues(FakeTensorProp):
             x = self.env[n.all_input_nodes[0]]
             is_known = type(x) is FakeTensor and not x._has_symbolic_sizes_strides
             return self.fake.like(x) if is_known and x.is_contiguous() else None
-        if not has_meta_result(target):
+        if not is_plain(target) and target not in _COMPOSITE:
             return None
         args, kwargs = mapped_arguments(n, self.env.__getitem__)
         with DisableTorchDispatch():
@@ -130,6 +130,12 @@ class _FakeValues(FakeTensorProp):
             found = f"{tuple(value.shape)} {value.stride()} {value.dtype} {device}"
             self.layouts[id(value)] = found
         return found
+
+
+_COMPOSITE = (
+    aten.contiguous.default, aten.reshape.default, aten.silu_backward.default,
+    aten.where.ScalarOther,
+)  # fmt: skip
 
 
 def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:

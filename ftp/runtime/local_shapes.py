@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from ftp.dataclass import dataclass
-from ftp.ops.meta_results import FakeOf, has_meta_result, meta_result
+from ftp.ops.meta_results import FakeOf, is_plain, meta_result
 from ftp.ops.written import is_in_place, written_arguments
 from ftp.partitioning.partition import WAIT
 from ftp.torch_internals.fake_tensors import FakeTensorMode
@@ -206,7 +206,7 @@ class _Shapes:
             args, kwargs = map_aggregate(
                 (args, kwargs), lambda a: next(left) if a is _OPERAND else a
             )  # type: ignore[misc]
-            is_simple = isinstance(target, OpOverload) and has_meta_result(target)
+            is_simple = isinstance(target, OpOverload) and is_plain(target)
             out = meta_result(target, args, kwargs) if is_simple else None
             out = target(*args, **kwargs) if out is None else out
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
