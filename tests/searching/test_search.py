@@ -508,7 +508,10 @@ def test_a_small_program_is_refined_with_few_plans(monkeypatch: pytest.MonkeyPat
 
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
     found = ftp.search(loss_fn, params, mesh, P("dp"), x, hardware="h100")
-    assert found.patterns["out.weight"] == P("dp", "tp")
+    for out in (P("dp", "tp"), P(None, "tp"), P("tp"), P("tp", "dp"), P("dp")):
+        specs = {**found.specs(params), "out.weight": out}
+        step = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"), hardware="h100")
+        assert found.cost <= float(step.lower(params, x).cost())
     assert len(planned) <= 22 and sum(order is None for order in planned) <= 4
 
 
