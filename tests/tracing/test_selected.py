@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -355,6 +356,7 @@ def _products_over_rows(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
 def _counts(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     kept = (x @ w)[ids >= 0]
     total = kept.sum() * torch.count_nonzero(kept > 0) + (kept * kept.count_nonzero(0)).sum()
+    total = total + (kept + np.radians(30.0)).cos().sum() + (kept * np.float32(0.5)).sin().sum()
     some = torch.where(kept > 0, kept, torch.nan)
     return total + some.nanmean() + some.nansum(0).square().sum()
 

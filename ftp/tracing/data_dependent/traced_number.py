@@ -213,7 +213,8 @@ def _other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """
     leaves = [*args, *kwargs.values()]
     leaves += [x for leaf in leaves if isinstance(leaf, list | tuple) for x in leaf]
-    tensors = [x for x in leaves if hasattr(x, "ndim") and not isinstance(x, TracedNumber)]
+    leaves = [x for x in leaves if not isinstance(x, TracedNumber)]
+    tensors = [x for x in leaves if isinstance(getattr(x, "dtype", None), torch.dtype)]
     return max(tensors, key=_kind, default=None)
 
 
