@@ -13,6 +13,7 @@ import resource
 import statistics
 import sys
 import time
+from importlib import import_module
 
 from picture import draw
 from record import command_line, options, run_case, save, show
@@ -29,10 +30,10 @@ MESHES = {
     "fsdp x tp": {"dp": 2, "tp": 4},
     "dp x fsdp x tp": {"rep": 2, "dp": 2, "tp": 4},
 }
-TIMED = {  # a function of a module of ftp.api: column
-    ("definition", "trace"): "trace",
-    ("build", "prepare"): "from_fx",
-    ("build", "plan_prepared"): "make_plan",
+TIMED = {  # a function of a module: column
+    ("ftp.api.definition", "trace"): "trace",
+    ("ftp.planning.prepare", "prepare"): "from_fx",
+    ("ftp.planning.prepare", "plan_prepared"): "make_plan",
 }
 SIZES = [{"dp": 2}, {"dp": 2, "tp": 2}, *({"dp": dp, "tp": 8} for dp in (8, 64, 512))]
 
@@ -43,8 +44,6 @@ def measure(case: dict) -> dict:
     import torch
 
     import ftp
-    import ftp.api.build
-    import ftp.api.definition
 
     def lower(layers: int, shapes: dict, clock: dict) -> ftp.Lowered:
         cfg = models.LlamaConfig(layers=layers, **shapes)
@@ -67,7 +66,7 @@ def measure(case: dict) -> dict:
         batch_specs = ftp.P(rows) if rows else ftp.P()
         step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=batch_specs)
         for (file, name), column in TIMED.items():
-            module = getattr(ftp.api, file)
+            module = import_module(file)
             setattr(module, name, _timed(getattr(module, name), column, clock))
         start = time.process_time(), time.perf_counter()
         lowered = step.lower(params, batch)

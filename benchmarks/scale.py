@@ -26,8 +26,8 @@ def measure(case: dict) -> dict:
     import torch
 
     import ftp
-    import ftp.api.build
     import ftp.api.definition
+    import ftp.planning.prepare
     from ftp import P
 
     def step_of(layers: int):
@@ -52,7 +52,7 @@ def measure(case: dict) -> dict:
     clock: dict[str, float] = {}
     for module, name, column in (
         (ftp.api.definition, "trace", "trace"),
-        (ftp.api.build, "plan_prepared", "make_plan"),
+        (ftp.planning.prepare, "plan_prepared", "make_plan"),
     ):
         setattr(module, name, _timed(getattr(module, name), column, clock))
     start, wall = time.process_time(), time.perf_counter()
