@@ -375,26 +375,17 @@ _KINDS: dict[Any, _Way] = {
         lambda of, held: [of.set(value) for value in held],
     ),
     random.Random: _of_generator(random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: _of_generator(
+        lambda of: of.get_state(legacy=False), lambda of, state: of.set_state(state)
+    ),
+    np.random.Generator: _of_generator(
+        lambda of: of.bit_generator.state,
+        lambda of, state: setattr(of.bit_generator, "state", state),
+    ),
     torch.Generator: _Way(_state_of, _put_state),
 }
 
 
-def _kinds_of_numpy() -> dict[Any, _Way]:
-    """Of numpy's generators, whose module numpy loads when one is made."""
-    if "numpy.random" not in sys.modules:
-        return {}
-    return {
-        np.random.RandomState: _of_generator(
-            lambda of: of.get_state(legacy=False), lambda of, state: of.set_state(state)
-        ),
-        np.random.Generator: _of_generator(
-            lambda of: of.bit_generator.state,
-            lambda of, state: setattr(of.bit_generator, "state", state),
-        ),
-    }
-
-
 @lru_cache(maxsize=4096)
 def _kind(of: type) -> _Way:
-    kinds = _KINDS | _kinds_of_numpy()
-    return next((kind for base, kind in kinds.items() if issubclass(of, base)), _SLOTS)
+    return next((kind for base, kind in _KINDS.items() if issubclass(of, base)), _SLOTS)
