@@ -5,6 +5,7 @@ the parameters' layouts left open.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def search(
     mesh: AnyMesh | None,
     batch_specs: Any,
     *batch: Any,
-    memory: int | None = None,
+    memory: float | None = None,
     hardware: GivenHardware = None,
     data_axes: Sequence[str] | None = None,
 ) -> Found:
@@ -68,7 +69,7 @@ def search(
 
     Raises:
         PlanningError: nothing found fits in ``memory``. InputError: specs without the shapes
-            of a batch.
+            of a batch; a ``memory`` that is no number.
 
     >>> import ftp
     >>> meta = torch.device("meta")
@@ -85,6 +86,11 @@ def search(
     Source: Everett (1963), Generalized Lagrange multiplier method.
     """
     m = resolve(mesh)
+    if memory is not None and not isinstance(memory, Real):
+        raise InputError(
+            f"memory is {memory!r}; it must be a number of bytes a rank, such as 80 * 2**30, or"
+            " None for no limit."
+        )
     if not batch:
         batch_specs, batch = _placed_batch(batch_specs, len(argument_names(loss_fn)) - 1)
     check_signature(loss_fn, (params, *batch), "the search, params and each of the batch")
@@ -103,7 +109,7 @@ def search(
         m,
         on_data,
         hardware_on(m, hardware),
-        memory,
+        None if memory is None else int(memory),
     )
     explore(task)
     for _ in range(LOWERED):

@@ -153,11 +153,13 @@ def leaf_like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def known_of(tensor: torch.Tensor) -> Fact | None:
-    entry = _known.get(id(tensor))
+    key = id(tensor)
+    entry = _known.get(key)
     if entry is not None and entry[0]() is tensor:
         return entry[1]
     for latest in _latest:
-        if (at := latest.find(tensor)) is not None and latest.facts is not None:
+        at = latest.at.get(key)  # without `find`: a step asks for each tensor of a batch
+        if at is not None and latest.facts is not None and latest.refs[at]() is tensor:
             return latest.facts[at]
     return None
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
+from ftp.errors import InputError
 from ftp.planning.planner import plan_few
 from ftp.searching import axis_networks, candidates, extrapolate, loss_programs
 from ftp.searching.open_layouts import shared_heads
@@ -557,6 +558,13 @@ def test_stacked_experts_are_cut_by_expert():
         given = {"router": P(), "up": up, "down": down}
         by_hand = ftp.shard(loss_fn, mesh, given, hardware="h100").lower(params, x)
         assert found.cost <= by_hand.cost()
+
+
+def test_memory_is_a_number():
+    x, params = torch.empty(8, 8, device="meta"), {"w": torch.empty(8, 8, device="meta")}
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    with pytest.raises(InputError, match=r"memory is '1GiB'; it must be a number of bytes a rank"):
+        ftp.search(lambda p, x: (x @ p["w"]).sum(), params, mesh, P(), x, memory="1GiB")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_page():
