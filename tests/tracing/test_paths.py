@@ -269,6 +269,43 @@ def test_a_number_is_one_beside_tensors_and_in_messages():
         )
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: torch.tensor([x.sum(), 1.0]),
+        lambda x: torch.tensor([x.sum().float(), x[0, 0].item()]),
+        lambda x: torch.tensor([[x.sum().item(), 2], [x[0, 0], True]], dtype=torch.float32),
+        lambda x: torch.tensor((x.sum().long(), (x > 0).sum().item())),
+        lambda x: torch.tensor([x.sum() > 0, True]),
+        lambda x: torch.tensor(x.sum().item()),
+        lambda x: torch.as_tensor(list(x[0])),
+        lambda x: torch.asarray([x.sum(), x.mean().item()]),
+        lambda x: x.float().new_tensor([x.sum(), 2]),
+    ],
+)
+def test_a_tensor_of_numbers_of_the_program(made):
+    """It has torch's dtype, and no gradient."""
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+
+    def loss(x):
+        return (made(x) * x.sum()).double().sum()
+
+    found, want = ftp.spmd(made, mesh, P(None, "tp"), P())(x), made(x)
+    assert found.dtype == want.dtype
+    torch.testing.assert_close(found, want)
+    grads, value = torch.func.grad_and_value(lambda x: (want * x.sum()).double().sum())(x)
+    found_value, found_grads = ftp.shard(loss, mesh, P(None, "tp"))(x)
+    torch.testing.assert_close(found_value, value)
+    torch.testing.assert_close(found_grads, grads)
+
+
+def test_a_ragged_list_of_numbers_is_refused():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    with pytest.raises(TraceError):
+        ftp.spmd(lambda x: torch.tensor([[x.sum(), 1], [2]]), mesh, P(), P())(torch.ones(2))
+
+
 def test_the_error_of_a_list_names_what_may_be_done():
     mesh = ftp.simulated_mesh((2,), ("tp",))
     with pytest.raises(TraceError, match=re.escape("keep numbers as tensors")):
@@ -346,7 +383,7 @@ def test_a_place_may_be_beyond_the_range_of_the_dtype(dtype):
         (lambda x, n: {f"{n}": 1}[f"{n}"] * x, "needs a tensor's value"),
         (lambda x, n: np.float32(2) * n * x, "beside numpy's float32"),
         (lambda x, n: torch.from_numpy(np.ones(4) * n) * x, "beside numpy's ndarray"),
-        (lambda x, n: torch.tensor(n) * x, "asked for its value"),
+        (lambda x, n: torch.FloatTensor([n]) * x, "asked for its value"),
         (lambda x, n: x if n.is_integer() else -x, "asked for its value"),
     ],
 )

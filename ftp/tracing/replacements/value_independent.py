@@ -52,6 +52,7 @@ from ftp.tracing.replacements.recurrent_layers import of_sequences
 from ftp.tracing.replacements.repeats import REPEATS, with_size
 from ftp.tracing.replacements.short_time_fourier import istft, stft
 from ftp.tracing.replacements.sparse_matmuls import MATMULS, matmul
+from ftp.tracing.replacements.tensors_of_items import OF_ITEMS, tensor_of_items
 from ftp.tracing.replacements.texts import text_of
 from ftp.tracing.selected_rows.factories import sized_by_row_count
 from ftp.tracing.selected_rows.narrow import narrow
@@ -124,7 +125,9 @@ class unchecked(ModeOfBlocks):
             return self._addresses.of(args[0])
         if func in _BY_MEMORY:
             self._note_items(args[0])
-        elif func in _OF_ITEMS:
+        elif func in OF_ITEMS:
+            if (made := tensor_of_items(func, args, kwargs)) is not None:
+                return made
             lists = (x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor))
             self._note_items(tuple(lists))
         if func in _READING and (found := self._read(func, args[0])) is not None:
@@ -181,7 +184,6 @@ _READING = {
     *(*_ASKING, Tensor.tolist, Tensor.numpy, Tensor.__int__, Tensor.__float__, Tensor.__index__)
 }
 _BY_MEMORY = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
-_OF_ITEMS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _COMPARING = {
     **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
     **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
