@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ftp
 from ftp import P
-from ftp.errors import InputError, TraceError
+from ftp.errors import InputError, ReadWarning, TraceError
 from ftp.sharding.pytree import flatten
 from ftp.torch_internals.fake_tensors import is_fake
 
@@ -304,6 +304,51 @@ def test_a_ragged_list_of_numbers_is_refused():
     mesh = ftp.simulated_mesh((2,), ("tp",))
     with pytest.raises(TraceError):
         ftp.spmd(lambda x: torch.tensor([[x.sum(), 1], [2]]), mesh, P(), P())(torch.ones(2))
+
+
+TEXTS: dict[str, Any] = {
+    "compared": lambda n: 2 if f"v{n}" == "v3" else 3,
+    "looked up": lambda n: {"v3": 2}.get(f"v{n}", 3),
+    "key": lambda n: {"v3": 2, f"v{n}": 3}["v3"],
+    "measured": lambda n: len(f"{n:05d}") + len(str(n)),
+    "method": lambda n: 2 if f"{n}".isdigit() else 3,
+    "variable": lambda n: (lambda text: len(text) + (text == "3"))(f"{n}"),
+}
+
+
+@pytest.mark.parametrize("use", TEXTS.values(), ids=TEXTS)
+def test_a_text_that_code_decides_by_is_of_the_number(use: Any):
+    """It was that of "a value of the program", and the result another one."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    k = torch.tensor([3, 1])
+    step = ftp.spmd(lambda x, k: x * use(k.max().item()), mesh, (P("tp"), P("tp")), P())
+    with pytest.warns(ReadWarning):
+        torch.testing.assert_close(step(X, k), X * use(3))
+
+
+@pytest.mark.parametrize("use", [v for k, v in TEXTS.items() if k != "measured"])
+def test_a_text_of_a_tensor_is_for_messages(use: Any):
+    step = ftp.spmd(lambda x, k: x * use(k.max()), ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    with pytest.raises(TraceError, match="needs a tensor's value"):
+        step(X, torch.tensor([3, 1]))
+
+
+def test_messages_hold_texts_of_values():
+    told: list[str] = []
+
+    def check(is_right: bool, message: str):
+        assert is_right, message
+
+    def fn(x):
+        n = x.sum()
+        told.append(f"{n:.3f} " + str(n.item()))
+        check(True, f"sum {n} of {n.item()}")
+        error = ValueError(f"sum {n.item():.2f}")
+        text = f"sum {n}"
+        return x if text else error
+
+    torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)
+    assert told[0] == "a value of the program a value of the program"
 
 
 def test_the_error_of_a_list_names_what_may_be_done():

@@ -9,19 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ftp.tracing.data_dependent.texts import UNKNOWN, decides
 from ftp.tracing.data_dependent.values_read import python_value, read_count
 from ftp.tracing.nested_arguments import map_leaves
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected_rows.refused import number_refused, numpy_refused
-
-
-class Text(str):
-    """A traced number as text, for messages printed while tracing; no code may branch on it."""
-
-    def _asked(self, *_: Any) -> Any:
-        raise number_refused(is_of_rows=False)
-
-    __eq__ = __ne__ = __lt__ = __gt__ = __hash__ = __contains__ = startswith = _asked
 
 
 class TracedNumber:
@@ -93,7 +85,7 @@ class TracedNumber:
         return round(self.read(), *digits)
 
     def __format__(self, spec: str) -> str:
-        return Text("a value of the program")
+        return format(self.read(), spec) if decides() else UNKNOWN
 
     __repr__ = __str__ = lambda self: format(self)
 

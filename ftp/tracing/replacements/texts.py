@@ -4,8 +4,9 @@ from torch import Tensor
 
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import unwrapped
-from ftp.tracing.data_dependent.traced_number import Text
+from ftp.tracing.data_dependent.texts import UNKNOWN, decides
 from ftp.tracing.data_dependent.values_read import captured_value
+from ftp.tracing.selected_rows.refused import number_refused
 
 
 def text_of(x: Tensor, spec: str) -> str:
@@ -13,4 +14,6 @@ def text_of(x: Tensor, spec: str) -> str:
     if x.ndim or not is_fake(unwrapped(x)):
         return Tensor.__format__(x, spec)
     value = captured_value(Tensor.item, x)
-    return Text("a value of the program") if value is None else format(value, spec)
+    if value is None and decides():
+        raise number_refused(is_of_rows=False)
+    return UNKNOWN if value is None else format(value, spec)

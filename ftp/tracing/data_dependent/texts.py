@@ -1,0 +1,77 @@
+"""Texts of values that a trace does not know: they serve messages, and no code may decide by them.
+
+In ``f"v{n}"`` Python joins them to others into plain text. So the source around a text tells
+whether code decides by it: whether it is compared, looked up, measured or an argument of a call
+whose result is used.
+"""
+
+import ast
+import functools
+from types import CodeType
+from typing import Any, NoReturn
+
+from ftp.source import users_frame
+from ftp.tracing.data_dependent.guards import nodes_of, position_of, source_of, spans
+from ftp.tracing.selected_rows.refused import number_refused
+
+
+def _refused(*_: Any) -> NoReturn:
+    raise number_refused(is_of_rows=False)
+
+
+class Text(str):
+    """The text of a value, for messages printed while tracing; no code may read it."""
+
+    _asked: Any = _refused
+    __eq__ = __ne__ = __lt__ = __gt__ = __hash__ = __contains__ = _asked
+    __len__ = __iter__ = __getitem__ = startswith = endswith = isdigit = isnumeric = _asked
+    find = index = count = split = partition = replace = strip = _asked
+
+    def __bool__(self) -> bool:
+        return True
+
+
+UNKNOWN = Text("a value of the program")
+
+
+def decides() -> bool:
+    """Whether the user's code decides by the text of a value that it makes now."""
+    frame = users_frame()
+    return frame is not None and _decides(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=4096)
+def _decides(code: CodeType, instruction: int) -> bool:
+    position = position_of(code, instruction)
+    if position is None or None in position:
+        return False
+    around = [
+        node
+        for node in nodes_of(source_of(code))
+        if isinstance(node, ast.expr | ast.stmt) and spans(node, position)
+    ]
+    around.reverse()  # `nodes_of` lists outer nodes first
+    for text, node, outer in zip(around, around[1:], [*around[2:], None], strict=False):
+        if isinstance(text, ast.Lambda) or isinstance(node, ast.stmt):
+            return False
+        if _reads(node, text, not isinstance(outer, _UNUSED)):
+            return True
+    return False
+
+
+_UNUSED = (ast.Expr, ast.Raise, ast.Assert, ast.With)  # what they hold goes into no other value
+_TEXTS = ("str", "repr", "format", "join")  # whose results are texts of their arguments
+
+
+def _reads(node: ast.AST, text: ast.AST, is_result_used: bool) -> bool:
+    """Whether an expression would be another with another ``text`` in it."""
+    if isinstance(node, ast.Call):
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        is_error = name.endswith(("Error", "Exception", "Warning"))
+        return is_result_used and not is_error and name not in _TEXTS
+    if isinstance(node, ast.Attribute):
+        return node.attr not in _TEXTS
+    if isinstance(node, ast.Dict):
+        return text in node.keys
+    return isinstance(node, ast.Compare | ast.Subscript)
