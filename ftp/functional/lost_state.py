@@ -48,7 +48,7 @@ def check_state(
                 continue
             if new is not value and not guard.is_moved(new, value):
                 raise TraceError(impure(model, f"attribute {path!r}", "replaces"))
-            if value.grad_fn is not None:
+            if value.grad_fn is not None and id(value) in guard.followed:
                 raise TraceError(_of_earlier_call(model, path))
         elif _is_counter(path, value) and not (_is_counter(path, new) and new == value):
             _warn(model, f"changes attribute {path!r} from {value!r} to {new!r}", repr(value))
@@ -56,10 +56,11 @@ def check_state(
 
 def _of_earlier_call(model: str, path: str) -> str:
     return (
-        f"{model} reads attribute {path!r}, which an earlier call of the model computed from its"
-        " parameters. fn would keep those values, and parameters would lose the gradient that flows"
-        " through it. Empty the attribute before functionalize, or give it a model that has not"
-        " run, copy.deepcopy(model)."
+        f"{model} reads attribute {path!r}, which an earlier call of the model, or its __init__,"
+        " computed with a gradient, as from its parameters. fn would keep those values, and"
+        " parameters would lose the gradient that flows through it. Compute it in forward; empty"
+        " what an earlier call left, or give functionalize a model that has not run; where no"
+        " gradient is meant, read it under torch.no_grad() or detach it."
     )
 
 

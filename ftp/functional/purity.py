@@ -78,6 +78,7 @@ class WriteGuard(ModeOfBlocks):
     Attributes:
         in_model: gives the path of the argument whose memory, in the model, a tensor shares.
         read: the ids of the tensors in ``names`` that ops have read.
+        followed: of these, the ids of those that gradients may flow through.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class WriteGuard(ModeOfBlocks):
         self.swap = swap
         self.in_model = in_model
         self.read: set[int] = set()
+        self.followed: set[int] = set()
         self._tokens: list[Token] = []
         self.copies: dict[int, Copy] = {}  # by its id
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
@@ -163,6 +165,8 @@ class WriteGuard(ModeOfBlocks):
             if copy.of in self.names:
                 if func not in COPIES:
                     self.read.add(copy.of)
+                    if torch.is_grad_enabled():
+                        self.followed.add(copy.of)
                 elif isinstance(out, Tensor) and id(out) not in self.names:
                     is_equal = copy.is_equal and out.dtype == x.dtype
                     self.copies[id(out)] = Copy(copy.of, out, is_equal)

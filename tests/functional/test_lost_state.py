@@ -130,6 +130,21 @@ def test_a_tensor_that_an_earlier_call_computed_from_parameters_is_an_error():
     assert torch.equal(fn(params, torch.ones(3)), model(torch.ones(3)))
 
 
+def test_a_tensor_with_a_graph_is_read_where_no_gradient_flows():
+    def averaged(m, y):
+        with torch.no_grad():
+            teacher = (y * m.average).sum()
+        return (m.weight * y).sum() - teacher
+
+    model = Keeping(averaged)
+    model.average = 2 * model.weight  # without .detach(), as written at times
+    fn, params = functionalize(model)
+    y = torch.arange(3.0)
+    grads, value = torch.func.grad_and_value(lambda p: fn(p, y).sum())(params)
+    (want,) = torch.autograd.grad(model(y).sum(), [model.weight])
+    assert torch.equal(value, model(y).sum()) and torch.equal(grads["weight"], want)
+
+
 @pytest.mark.filterwarnings("ignore::ftp.errors.StaleCaptureWarning")
 def test_places_that_each_call_writes_before_it_reads_them():
     fn, params = functionalize(Keeping(_scratch))
