@@ -110,3 +110,17 @@ def pattern_of(path: Sequence[Any]) -> str:
     return ".".join(
         "*" if part.isdigit() else part for element in path for part in str(element).split(".")
     )
+
+
+def patterns_of(paths: Sequence[Sequence[Any]], ndims: Sequence[int]) -> list[str]:
+    """The pattern of each parameter; where those of one pattern differ in their number of dims,
+    which a spec does not fit, the path of each.
+    """
+    found = [pattern_of(path) for path in paths]
+    of_pattern: dict[str, set[int]] = {}
+    for pattern, ndim in zip(found, ndims, strict=True):
+        of_pattern.setdefault(pattern, set()).add(ndim)
+    return [
+        pattern if len(of_pattern[pattern]) == 1 else ".".join(map(str, path))
+        for pattern, path in zip(found, paths, strict=True)
+    ]

@@ -12,7 +12,7 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.plan import FixedLayouts
 from ftp.planning.prepare import Prepared, prepared_once
-from ftp.searching.marks import marking, pattern_of
+from ftp.searching.marks import marking, patterns_of
 from ftp.sharding.arguments import argument_names
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
@@ -102,7 +102,9 @@ def prepared_loss(
     return PreparedLoss(
         traced,
         prepared,
-        dict(zip(of_params, map(pattern_of, paths), strict=True)),
+        dict(
+            zip(of_params, patterns_of(paths, [n.results[0].ndim for n in of_params]), strict=True)
+        ),
         {inputs[i]: s for i, s in enumerate(given, len(paths)) if i in inputs},
         dict(zip(traced.out_leaves[1:], of_params, strict=True)),
         known,

@@ -45,11 +45,11 @@ def search(
     """Specs for the parameters of a loss, by least estimated time within ``memory`` bytes a rank.
 
     The parameters' layouts are open variables of the network that plans programs, one mesh axis
-    after another, in every order of the axes. Parameters whose paths differ only in numbers get one
-    spec; on axes that do not cut the batch, the values that norms scale stay whole. Each byte of
-    memory has a price in seconds, raised until the program fits. The outputs of a functionalized
-    model's blocks (``layers.3``) may be cut too, as in sequence parallelism, unless the program
-    constrains them itself.
+    after another, in every order of the axes. Parameters with as many dims whose paths differ only
+    in numbers get one spec; on axes that do not cut the batch, the values that norms scale stay
+    whole. Each byte of memory has a price in seconds, raised until the program fits. The outputs of
+    a functionalized model's blocks (``layers.3``) may be cut too, as in sequence parallelism,
+    unless the program constrains them itself.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)``, a scalar, for one device.

@@ -243,6 +243,25 @@ def test_both_axes_and_many_layers():
     assert found.lowered.plan.alike
 
 
+def test_numbered_modules_of_other_numbers_of_dims():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 8))
+    fn, params = ftp.functionalize(model.double())
+
+    def loss(params, x):
+        return fn(params, x).square().mean()
+
+    x = torch.randn(4, 8, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    found = ftp.search(loss, params, mesh, P("dp"), x)
+    assert set(found.patterns) == {f"{i}.weight" for i in (0, 1, 3)} | {"*.bias"}
+    value, grads = ftp.shard(loss, mesh, found.specs(params), batch_specs=P("dp"))(params, x)
+    due, due_value = torch.func.grad_and_value(loss)(params, x)
+    torch.testing.assert_close(value, due_value)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, due[name])
+
+
 @pytest.mark.slow
 def test_what_is_found_equals_one_device():
     cfg = LlamaConfig(layers=1, vocab=64)
