@@ -306,7 +306,14 @@ def test_a_ragged_list_of_numbers_is_refused():
         ftp.spmd(lambda x: torch.tensor([[x.sum(), 1], [2]]), mesh, P(), P())(torch.ones(2))
 
 
+def _named(n):
+    text = f"v{n}"
+    other = text
+    return 2 if other == "v3" else 3
+
+
 TEXTS: dict[str, Any] = {
+    "named": _named,
     "compared": lambda n: 2 if f"v{n}" == "v3" else 3,
     "looked up": lambda n: {"v3": 2}.get(f"v{n}", 3),
     "key": lambda n: {"v3": 2, f"v{n}": 3}["v3"],
@@ -345,6 +352,8 @@ def test_messages_hold_texts_of_values():
         check(True, f"sum {n} of {n.item()}")
         error = ValueError(f"sum {n.item():.2f}")
         text = f"sum {n}"
+        text += f" of {n.item():.2f}"
+        told.append(text)
         return x if text else error
 
     torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)

@@ -54,7 +54,7 @@ def _is_caught(code: CodeType, instruction: int) -> bool:
     source = source_of(code)
     within = [part for part in _run_later(source) if spans(part, position)]
     return any(
-        spans(statement, position) and not any(spans(statement, _span(part)) for part in within)
+        spans(statement, position) and not any(spans(statement, span_of(part)) for part in within)
         for statement in _caught(source)
     )
 
@@ -65,7 +65,7 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
     if position is None or None in position:
         return None
     for statement in _statements(source_of(code)):
-        if not spans(statement.test, position) and _span(statement) != position:
+        if not spans(statement.test, position) and span_of(statement) != position:
             continue
         wanted = _wanted(statement)
         if wanted is None:
@@ -110,7 +110,7 @@ def _asking_for_any(source: str) -> set[SourcePosition]:
         and len(n.ops) == 1
         and (type(n.ops[0]), ast.unparse(n.comparators[0])) in _COMPARED_TO_NONE
     ]
-    return {_span(n) for n in asked if isinstance(n, ast.Call) and ast.unparse(n.func) == "len"}
+    return {span_of(n) for n in asked if isinstance(n, ast.Call) and ast.unparse(n.func) == "len"}
 
 
 _COMPARED_TO_NONE = {
@@ -256,7 +256,7 @@ def spans(node: ast.expr | ast.stmt, position: SourcePosition) -> bool:
     )
 
 
-def _span(node: ast.expr | ast.stmt) -> SourcePosition:
+def span_of(node: ast.expr | ast.stmt) -> SourcePosition:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
@@ -264,7 +264,7 @@ def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool
     """The value of the expression at ``position`` that makes a statement's test ``value``: "true",
     "false", or the "number" that a comparison reads; None where it is not determined.
     """
-    if _span(statement) != position:
+    if span_of(statement) != position:
         return asked_in(statement.test, position, value)
     # pytest rewrites an assert part by part; each part must be true.
     parts = {type(n) for n in ast.walk(statement.test)}
@@ -273,7 +273,7 @@ def _asked(statement: ast.If | ast.Assert, position: SourcePosition, value: bool
 
 
 def asked_in(node: ast.expr, position: SourcePosition, value: bool) -> str | None:
-    if _span(node) == position and not isinstance(node, ast.BoolOp):
+    if span_of(node) == position and not isinstance(node, ast.BoolOp):
         is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         return "true" if value != is_not else "false"  # ``not`` asks for its operand
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):

@@ -7,11 +7,19 @@ whose result is used.
 
 import ast
 import functools
+from collections.abc import Sequence
 from types import CodeType
 from typing import Any, NoReturn
 
 from ftp.source import users_frame
-from ftp.tracing.data_dependent.guards import nodes_of, position_of, source_of, spans
+from ftp.tracing.data_dependent.guards import (
+    SourcePosition,
+    nodes_of,
+    position_of,
+    source_of,
+    span_of,
+    spans,
+)
 from ftp.tracing.selected_rows.refused import number_refused
 
 
@@ -45,20 +53,46 @@ def _decides(code: CodeType, instruction: int) -> bool:
     position = position_of(code, instruction)
     if position is None or None in position:
         return False
+    return _is_read(nodes_of(source_of(code)), position, frozenset())
+
+
+def _is_read(nodes: Sequence[ast.AST], position: SourcePosition, names: frozenset[str]) -> bool:
+    """Whether code decides by the text of the expression at ``position``.
+
+    Args:
+        names: those that the text was assigned to on the way to the expression.
+    """
     around = [
-        node
-        for node in nodes_of(source_of(code))
-        if isinstance(node, ast.expr | ast.stmt) and spans(node, position)
+        node for node in nodes if isinstance(node, ast.expr | ast.stmt) and spans(node, position)
     ]
     around.reverse()  # `nodes_of` lists outer nodes first
     for text, node, outer in zip(around, around[1:], [*around[2:], None], strict=False):
-        if isinstance(text, ast.Lambda) or isinstance(node, ast.stmt):
+        if isinstance(text, ast.Lambda):
             return False
+        if isinstance(node, ast.stmt):
+            name = _assigned(node)
+            function = next((n for n in around if isinstance(n, _FUNCTIONS)), None)
+            if name in {"", *names} or function is None:
+                return False
+            uses = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name)
+            loads = (n for n in uses if isinstance(n.ctx, ast.Load))
+            return any(_is_read(nodes, span_of(n), names | {name}) for n in loads)
         if _reads(node, text, not isinstance(outer, _UNUSED)):
             return True
     return False
 
 
+def _assigned(statement: ast.stmt) -> str:
+    """The name that a statement assigns to; "" if it is none, or several."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
+            return name
+        case ast.AugAssign(target=ast.Name(name)):
+            return name
+    return ""
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _UNUSED = (ast.Expr, ast.Raise, ast.Assert, ast.With)  # what they hold goes into no other value
 _TEXTS = ("str", "repr", "format", "join")  # whose results are texts of their arguments
 
