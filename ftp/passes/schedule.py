@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from ftp.ops.ancestors import ancestors
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
@@ -61,13 +62,7 @@ def schedule_in(graph: fx.Graph) -> None:
     order: dict[fx.Node, None] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing: set[fx.Node] = set()
-        todo = [node for node in wanted if node not in order]
-        while todo:
-            node = todo.pop()
-            if node not in missing:
-                missing.add(node)
-                todo += [x for x in node.all_input_nodes if x not in order]
+        missing = [node for node in ancestors(wanted, stop=order) if node not in order]
         order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
 
     emit(node for node in nodes if node.op == "placeholder")

@@ -69,6 +69,7 @@ def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
 _MANY = 8  # ranks, from which gloo's ring is slower
 _SMALL = 2**20  # bytes, up to which the number of messages counts, not their size
 _TINY = 2**16  # bytes of all ranks' values, up to which each rank joins all of them
+_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 _JOINS: dict[str, Callable[..., Any]] = {
     "sum": torch.add, "max": torch.maximum, "min": torch.minimum,
 }  # fmt: skip
@@ -76,8 +77,7 @@ _JOINS: dict[str, Callable[..., Any]] = {
 
 def goes_by_parts(x: torch.Tensor, op: str, ranks: int) -> bool:
     """Whether ranks use `reduce_by_parts`; all ranks of a group know what it depends on."""
-    is_taken = op in _JOINS and x.dtype in (torch.float32, torch.float64, torch.int32, torch.int64)
-    return ranks >= _MANY and is_taken and 0 < x.nbytes <= _SMALL
+    return ranks >= _MANY and op in _JOINS and x.dtype in _DTYPES and 0 < x.nbytes <= _SMALL
 
 
 def reduce_by_parts(x: torch.Tensor, op: str, group: Any) -> None:

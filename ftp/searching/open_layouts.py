@@ -87,7 +87,7 @@ def _of_equal_ndim(net: Opened, pattern: str) -> list[Node]:
 
 def _unit(net: Opened, parameter: Node, dim: int, n: int) -> int:
     """The number of elements of a parameter's dim that must stay together."""
-    return _unit_of(Value(parameter), Layout("S", dim), n, net.users)
+    return _unit_of(Value(parameter), Layout("S", dim), n, net.graph.users)
 
 
 def _unit_of(

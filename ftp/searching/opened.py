@@ -30,10 +30,6 @@ class Opened:
     packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
 
     @cached_property
-    def users(self) -> dict[Value, list[tuple[Node, int]]]:
-        return self.graph.users
-
-    @cached_property
     def ties(self) -> Ties | None:
         """The tied layers; None if no layers are left out.
 
