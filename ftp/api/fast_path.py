@@ -56,10 +56,12 @@ class Expected:
         self._treedef: Any = arguments.treedef
         self._settings, self._orders = arguments.settings, arguments.orders
         self._donated = sorted(donated)
-        self._returned = _getter(returned)
-        self._refs = _getter([at for at in came_from if at is not None])
+        self._returned = items_at(returned)
+        self._refs = items_at([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
         self._facts = [facts[i] for i in self._others]
+        # A leaf without a fact is no result of the last call, and so none of the donated ones.
+        self._may_repeat = any(fact is not None for fact in self._facts)
         # The facts about the outputs once they were passed to the next call.
         used = {came_from[i]: fact for i, fact in donated.items()}
         self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
@@ -89,7 +91,8 @@ class Expected:
         if [known_of(leaves[i]) for i in self._others] != self._facts:
             return None
         if self._donated and (
-            len(set(map(id, leaves))) < len(leaves) or self._may_share_donated(leaves)
+            (self._may_repeat and len(set(map(id, leaves))) < len(leaves))
+            or self._may_share_donated(leaves)
         ):
             return None
         return leaves
@@ -105,8 +108,8 @@ class Expected:
         )
 
 
-def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """The items at these positions."""
+def items_at(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that gives the items at these positions."""
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda items: [items[i] for i in positions]

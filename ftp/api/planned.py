@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ftp.api.fast_path import items_at
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import RENEWALS
 from ftp.dataclass import dataclass
@@ -60,13 +61,17 @@ class Planned:
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """The function's result, from the outputs of the graph."""
-        program = self.program
-        leaves = [
-            leaf if static else outputs[leaf]
-            for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
-        ]
-        result = program.out_tree.unflatten(leaves)
+        result = self.program.out_tree.unflatten(self._leaves(outputs))
         return cut(result) if self._has_counted_rows else result
+
+    @cached_property
+    def _leaves(self) -> Callable[[Sequence[torch.Tensor]], Sequence[Any]]:
+        """The leaves of the result, from the outputs."""
+        leaves, is_static = self.program.out_leaves, self.program.is_static
+        if not any(is_static):
+            return items_at(leaves)
+        pairs = list(zip(leaves, is_static, strict=True))
+        return lambda outputs: [leaf if static else outputs[leaf] for leaf, static in pairs]
 
     @cached_property
     def _has_counted_rows(self) -> bool:

@@ -21,6 +21,7 @@ from ftp.functional.captures import (
 from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.sharding.pytree import kind_of
+from ftp.torch_internals.autograd_state import is_any_autocast_enabled
 from ftp.torch_internals.functorch import unwrap_if_dead
 from ftp.torch_internals.modes import get_current_function_mode_stack
 
@@ -147,10 +148,13 @@ def _modes_of_blocks() -> Again:
 
 
 CASTING = ("cpu", "cuda")  # device types
+_NOT_CASTING = (None,) * len(CASTING)
 
 
 def autocast_now() -> tuple[torch.dtype | None, ...]:
     """Per device type the dtype to which ``torch.autocast`` casts; None where it is off."""
+    if not is_any_autocast_enabled():  # as most calls of a step find it
+        return _NOT_CASTING
     return tuple(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         for device in CASTING

@@ -20,11 +20,16 @@ class Slots(PartlyCovered):
     ['tp', 'whole']
     """
 
-    __slots__ = ("like",)
+    __slots__ = ("_metadata",)
+    _metadata: tuple[tuple[str, ...], tuple[str, ...]]  # slots in order, and ``like``
 
     def __init__(self, items: Mapping[str, Any], like: Iterable[str] = ()):
         super().__init__(items)
-        self.like = tuple(sorted(like))
+        self._metadata = tuple(sorted(items)), tuple(sorted(like))
+
+    @property
+    def like(self) -> tuple[str, ...]:
+        return self._metadata[1]
 
     def __reduce__(self):
         return Slots, (dict(self), self.like)
@@ -34,17 +39,24 @@ class Slots(PartlyCovered):
         return [spec if name in self.like else whole for name in sorted(self)]
 
 
-def _flatten(slots: Any) -> tuple[list[Any], tuple, tuple]:
+# These functions run for every parameter at every step.
+def _flatten(slots: Any) -> tuple[Iterable[Any], tuple, tuple]:
+    names, like = metadata = slots._metadata
+    if tuple(slots) == names:
+        return slots.values(), metadata, names
     names = tuple(sorted(slots))
-    return [slots[name] for name in names], (names, slots.like), names
+    return [slots[name] for name in names], (names, like), names
+
+
+def _flatten_to_list(slots: Any) -> tuple[list[Any], tuple]:
+    children, metadata, _ = _flatten(slots)
+    return list(children), metadata
 
 
 def _unflatten(metadata: Any, children: Any) -> Slots:
-    names, like = metadata
-    # Not ``Slots(...)``, which sorts: this runs for every parameter at every step.
-    made = Slots.__new__(Slots)
-    made.update(zip(names, children, strict=True))
-    made.like = like
+    made = Slots.__new__(Slots)  # not ``Slots(...)``, which sorts
+    made.update(zip(metadata[0], children))  # noqa: B905  strict takes a third of this function
+    made._metadata = metadata
     return made
 
 
@@ -59,7 +71,7 @@ optree.register_pytree_node(
 # torch.vmap and torch.func use torch's pytree.
 pytree.register_pytree_node(
     Slots,
-    lambda slots: _flatten(slots)[:2],
+    _flatten_to_list,
     lambda children, metadata: _unflatten(metadata, children),
     serialized_type_name="ftp.optim.slots.Slots",
 )

@@ -66,19 +66,25 @@ class Returned:
     Attributes:
         facts: the fact of each tensor: the object that `returned` was given as long as nothing has
             changed, None once the tensors are remembered one by one.
+        ids: of the tensors; one that has ended may have left its id to another.
         call: the call's number on its mesh.
     """
 
-    __slots__ = ("at", "call", "facts", "refs")
+    __slots__ = ("_at", "call", "facts", "ids", "refs")
 
     def __init__(self, tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int):
         self.call = call
-        self.refs = [weakref.ref(x) for x in tensors]
-        self.at = dict(zip(map(id, tensors), range(len(self.refs)), strict=True))
+        self.refs = list(map(weakref.ref, tensors))
+        self.ids = set(map(id, tensors))
+        self._at: dict[int, int] | None = None  # made when a tensor is first found
         self.facts: Sequence[Fact] | None = facts
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        at = self.at.get(id(tensor))
+        if id(tensor) not in self.ids:
+            return None
+        if self._at is None:
+            self._at = {id(x): i for i, ref in enumerate(self.refs) if (x := ref()) is not None}
+        at = self._at.get(id(tensor))
         return at if at is not None and self.refs[at]() is tensor else None
 
 
@@ -158,9 +164,9 @@ def known_of(tensor: torch.Tensor) -> Fact | None:
     if entry is not None and entry[0]() is tensor:
         return entry[1]
     for latest in _latest:
-        at = latest.at.get(key)  # without `find`: a step asks for each tensor of a batch
-        if at is not None and latest.facts is not None and latest.refs[at]() is tensor:
-            return latest.facts[at]
+        facts = latest.facts if key in latest.ids else None  # a step asks for each of a batch
+        if facts is not None and (at := latest.find(tensor)) is not None:
+            return facts[at]
     return None
 
 
