@@ -196,9 +196,10 @@ def __getattr__(name: str) -> Any:
 
 def _loaded(module: str, public: str) -> Any:
     from ftp.paused_gc import collection_paused
+    from ftp.turns import turn
 
     try:
-        with collection_paused():
+        with turn(), collection_paused():
             return import_module(module)
     except (ImportError, AttributeError) as error:  # hasattr would hide an AttributeError
         raise support.explain(torch, public, error) from error

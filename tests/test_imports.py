@@ -13,7 +13,8 @@ import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
 GROUND = (  # may be imported by all
-    "context dataclass dynamic_float dynamic_int errors paused_gc source torch_internals version"
+    "context dataclass dynamic_float dynamic_int errors paused_gc source torch_internals turns"
+    " version"
 )
 ALLOWED = {
     "sharding": "",

@@ -19,6 +19,7 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import places_of, with_read
 from ftp.tracing.trace import Traced
+from ftp.turns import turn
 
 if TYPE_CHECKING:  # what a rank whose plan is found does not need
     from ftp.planning.problem import Watch
@@ -38,8 +39,10 @@ def build(
         traced: the function's trace, if a report has made it already.
     """
     is_lowered = traced is not None
-    traced = traced or inputs.traced or traced_for(definition, inputs)
-    planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
+    with turn():
+        traced = traced or inputs.traced or traced_for(definition, inputs)
+        planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
+        key = "" if is_lowered else _key(planning, traced)
 
     def make() -> Program:
         from ftp.api.graph_checks import check_programs
@@ -50,7 +53,9 @@ def build(
         check_programs([made], definition.options)
         return made
 
-    program = make() if is_lowered else _kept(planning, traced, make)
+    program = kept_or_planned(
+        key, definition.mesh, traced, planning.facts(traced), make, inputs.handed_out
+    )
     return planned_of(definition, inputs, traced, program)
 
 
@@ -171,10 +176,10 @@ def _check_explicit(program: Program, planning: Planning) -> None:
     check_explicit(program, planning.out_specs, probed)
 
 
-def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Program:
-    """The program of a plan that another rank sent or an earlier run stored; else of a new one."""
+def _key(planning: Planning, traced: Traced) -> str:
+    """Of the plan, for ranks and starts that plan the same."""
     definition, inputs = planning.definition, planning.inputs
-    key = key_of(
+    return key_of(
         definition.mesh,
         traced,
         inputs.tensor_names,
@@ -183,9 +188,6 @@ def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Pr
         planning.out_specs,
         definition.options,
         definition.hardware,
-    )
-    return kept_or_planned(
-        key, definition.mesh, traced, planning.facts(traced), make, inputs.handed_out
     )
 
 

@@ -49,6 +49,7 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.check_indices import IndexBound, index_bounds
 from ftp.tensors.device_put import put, take
 from ftp.torch_internals.fake_tensors import FakeTensorMode
+from ftp.turns import turn
 
 if TYPE_CHECKING:  # what a rank whose plan is found does not need
     from ftp.partitioning.partition import Partitioner
@@ -327,7 +328,8 @@ class Program:
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         host, empties = self._has_host, bool(self.given_up)
-        return eager(graph, given, self.donated, host=host, empties=empties)
+        with turn():
+            return eager(graph, given, self.donated, host=host, empties=empties)
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""
