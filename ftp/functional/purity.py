@@ -53,16 +53,18 @@ class ChangesFrozen(TraceError):
 
 
 class Copy(NamedTuple):
-    """A conversion of a tensor that the model has.
+    """A conversion of a tensor that the model has, or an alias of it.
 
     Attributes:
         of: that tensor's id.
         is_equal: whether it keeps the same values, in the same dtype.
+        is_followed: whether a gradient may flow through it: it is not detached.
     """
 
     of: int
     tensor: Tensor
     is_equal: bool
+    is_followed: bool = True
 
 
 class WriteGuard(ModeOfBlocks):
@@ -145,8 +147,8 @@ class WriteGuard(ModeOfBlocks):
             self._note_written(args[0])  # where a later write is not seen
         if func in _ALIASES and id(args[0]) in self.names:
             self.names[id(out)] = self.names[id(args[0])]
-            self.aliases.append(out)
-        elif not _reads_shape(func):
+            self.copies[id(out)] = self._copy(args[0])._replace(tensor=out, is_followed=False)
+        elif not _reads_shape(func, out):
             self._read(func, (*args, *kwargs.values()), out)
         return out
 
@@ -161,15 +163,15 @@ class WriteGuard(ModeOfBlocks):
             TraceError: it reads the memory that an argument of the call has in the model.
         """
         for x in tensors_of(args):
-            copy = self.copies.get(id(x), Copy(id(x), x, True))
+            copy = self._copy(x)
             if copy.of in self.names:
                 if func not in COPIES:
                     self.read.add(copy.of)
-                    if torch.is_grad_enabled():
+                    if torch.is_grad_enabled() and copy.is_followed:
                         self.followed.add(copy.of)
                 elif isinstance(out, Tensor) and id(out) not in self.names:
                     is_equal = copy.is_equal and out.dtype == x.dtype
-                    self.copies[id(out)] = Copy(copy.of, out, is_equal)
+                    self.copies[id(out)] = copy._replace(tensor=out, is_equal=is_equal)
             if (
                 _innermost.get() is self
                 and type(x) in (Tensor, nn.Parameter)
@@ -183,6 +185,9 @@ class WriteGuard(ModeOfBlocks):
                     " has now, and gets no gradient. Take it from the module's attribute in"
                     " forward."
                 )
+
+    def _copy(self, x: Tensor) -> Copy:
+        return self.copies.get(id(x), Copy(id(x), x, True))
 
     def _is_trained(self, x: Tensor) -> bool:
         return self.names.get(id(x), "").startswith("parameter")
@@ -227,7 +232,11 @@ def _is_same(args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
     return isinstance(out, Tensor) and (out.dtype, out.device) == (x.dtype, x.device) and not asked
 
 
-def _reads_shape(func: Callable) -> bool:
-    """Whether a torch function reads no values: an attribute, or a factory like a tensor."""
+def _reads_shape(func: Callable, out: Any) -> bool:
+    """Whether a torch function reads no values: an attribute that is no tensor, as x.T is, or a
+    factory like a tensor.
+    """
     name = getattr(func, "__name__", "")
-    return name == "__get__" or name.startswith("new_") or name.endswith("_like")
+    if name == "__get__":
+        return not isinstance(out, Tensor)
+    return (name.startswith("new_") and name != "new_tensor") or name.endswith("_like")

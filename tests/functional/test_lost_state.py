@@ -104,6 +104,31 @@ def test_a_tensor_of_an_object_that_a_call_reads_and_replaces_is_an_error():
         fn(params, torch.ones(3))
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda kept, x: kept.detach(),
+        lambda kept, x: kept.data,
+        lambda kept, x: kept.detach().double().float(),
+        lambda kept, x: kept.T.T,
+        lambda kept, x: x.new_tensor(kept),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+def test_a_tensor_read_through_an_alias_and_replaced_is_an_error(read):
+    """TiCo's loss keeps a covariance: ``self.C = decay * self.C.detach() + ...``."""
+
+    def averaged(m, y):
+        m.mean = 0.9 * read(m.mean, y) + y
+        return m.mean.sum()
+
+    model = Keeping(averaged)
+    model.mean = torch.zeros(2, 2)
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError, match="Keeping replaces attribute 'mean' while it runs"):
+        fn(params, torch.ones(3))
+
+
 def _scratch(m, y):
     m.by_name["y"], m.slotted.last = y, 2 * y  # as a hook or a U-net's skips
     return m.by_name["y"] + m.slotted.last
