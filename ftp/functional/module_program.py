@@ -220,10 +220,9 @@ def _call_hooked(
     swap = None if program.blocks else partial(_swap, program)
     guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
     trained = {key for key, name in names.items() if name.startswith("parameter")}
-    kept = KeptAttributes(
-        modules,
-        (x for _, x in _registered(program) if isinstance(x, Tensor) and id(x) not in trained),
-    )
+    constants = [x for _, x in _registered(program) if id(x) not in trained]
+    constants += [x for _, x, _ in attributes.values() if not getattr(x, "requires_grad", True)]
+    kept = KeptAttributes(modules, (x for x in constants if isinstance(x, Tensor)))
     try:
         with guard, kept:
             out = program.model(*args, **kwargs)

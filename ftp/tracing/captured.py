@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, StaleCaptureWarning
+from ftp.functional.attributes import is_plain_object
 from ftp.functional.module_program import ModuleProgram
 from ftp.source import describe_line, is_users
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
@@ -117,6 +118,21 @@ class Captured:
             self.holder[self.key] = value
 
 
+class _TupleItems:
+    """The items of the tuple that a place holds: an item is put there with another tuple."""
+
+    def __init__(self, place: Captured) -> None:
+        self._place = place
+
+    def __getitem__(self, i: int) -> Any:
+        return self._place.now()[i]
+
+    def __setitem__(self, i: int, value: Any) -> None:
+        now = self._place.now()
+        items = (*now[:i], value, *now[i + 1 :])
+        self._place.put(now._make(items) if hasattr(now, "_make") else type(now)(items))
+
+
 def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Captured]:
     """Where ``fn`` and the objects that it refers to hold ``tensors``: variables, items of dicts
     and lists, attributes.
@@ -175,20 +191,23 @@ def _around(
     there, and the value; and what else are ``members`` of each.
     """
     seen: set[int] = set()
-    queue: list[tuple[str, str, Any]] = [("", "", fn)]
-    for reader, name, visited in queue:  # the loop appends to it
+    queue = [("", Captured("", fn, {}, ""))]
+    for reader, place in queue:  # the loop appends to it
+        name, visited = place.name, place.value
         if id(visited) in seen or len(seen) == _VISITED:
             continue
         seen.add(id(visited))
         reader = _described(visited) or reader
         for own, holder, key in _places_in(visited, name):
             value = _item(holder, key, None)
+            if holder is visited and isinstance(visited, tuple):
+                holder = _TupleItems(place)
             yield reader, own, holder, key, value
             if not _is_leaf(value):
-                queue.append((reader, own, value))
+                queue.append((reader, Captured(own, value, holder, key)))
         for value in members(visited):
             yield reader, name, {}, "", value
-            queue.append((reader, name, value))
+            queue.append((reader, Captured(name, value, {}, "")))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -283,7 +302,7 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             (f"{module.path}.{key}", module.attributes, key)
             for module in visited.modules
             for key, value in module.attributes.items()
-            if (key in _HOOKS and value) or isinstance(value, _FUNCTIONS)
+            if (key in _HOOKS and value) or isinstance(value, _FUNCTIONS) or is_plain_object(value)
         )
     elif isinstance(visited, nn.Module):
         own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")

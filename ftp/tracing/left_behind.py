@@ -14,12 +14,15 @@ from torch import Tensor, fx
 
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError
+from ftp.ops.written import writes
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack, unwrapped
 from ftp.torch_internals.modes import disable_current_modes
 from ftp.tracing.captured import Captured, caches_around, tensors_around
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.data_dependent.known_values import KnownValues
+from ftp.tracing.constant_values import value_of
+from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.recorder import Recorder
 
 
 @dataclass
@@ -28,31 +31,51 @@ class LeftBehind:
 
     Attributes:
         places: of tensors that depend on the arguments.
-        constants: places of tensors that are the same at each call, such as a mask that is made
-            once, each with a tensor like it.
+        kept: places of tensors that are the same at each call, such as a mask that is made once,
+            each with its value.
+        constants: such places where the value is not known, each with a tensor like it.
     """
 
     places: list[Captured] = field(default_factory=list)
+    kept: list[tuple[Captured, Tensor]] = field(default_factory=list)
     constants: list[tuple[Captured, Tensor]] = field(default_factory=list)
 
+    def keep(self) -> None:
+        """Put values in the places of constants: the next trace reads them, as a call would."""
+        for place, value in self.kept:
+            if place.now() is place.value:
+                place.put(value)
 
-def left_behind(fn: Callable[..., Any]) -> LeftBehind:
+
+def left_behind(fn: Callable[..., Any], recorder: Recorder) -> LeftBehind:
     """While ``fn`` is traced: what it leaves behind."""
-    left, depends, known = LeftBehind(), dict[fx.Node, bool](), KnownValues()
-    like: dict[fx.Node, Tensor] = {}
+    left, values = LeftBehind(), dict[fx.Node, Tensor | None]()
+    depends: set[fx.Node] | None = None
     for place in tensors_around(getattr(fn, "__wrapped__", fn)):
-        if (node := node_of(place.value)) is None:
+        if (node := node_of(place.value)) is None or isinstance(place.holder, tuple):
             continue
-        if _is_of_arguments(node, depends):
+        depends = _of_arguments(node.graph) if depends is None else depends
+        if node in depends:
             left.places.append(place)
             continue
-        if isinstance(place.holder, tuple):
-            return LeftBehind()  # a second trace would read it
-        if node not in like:
-            value = known.read(place.value, torch.clone)
-            like[node] = _zeros_like(place.value) if value is None else value
-        left.constants.append((place, like[node]))
+        if node not in values:
+            values[node] = value_of(node, recorder)
+        if (value := values[node]) is None:
+            left.constants.append((place, _zeros_like(place.value)))
+        else:
+            left.kept.append((place, value))
     return left
+
+
+def _of_arguments(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that depend on the function's arguments, also by what is written to them."""
+    found, written = set[fx.Node](), set[int]()
+    for node in graph.nodes:
+        is_input = node.op == "placeholder" and "ftp_constant" not in node.meta
+        if is_input or any(x in found or storages(x) & written for x in node.all_input_nodes):
+            found.add(node)
+            written.update(storage for x in writes(node) for storage in storages(x))
+    return found | {node for node in graph.nodes if storages(node) & written}
 
 
 def forget_cached(fn: Callable[..., Any]) -> None:
@@ -81,16 +104,6 @@ def _holds_traced(cache: Any) -> bool:
 def _zeros_like(x: Tensor) -> Tensor:
     with disable_current_modes(), temporarily_clear_interpreter_stack():
         return torch.zeros([int(n) for n in x.shape], dtype=x.dtype)
-
-
-def _is_of_arguments(node: fx.Node, depends: dict[fx.Node, bool]) -> bool:
-    for each in node.graph.nodes if node not in depends else ():
-        depends[each] = (
-            "ftp_constant" not in each.meta
-            if each.op == "placeholder"
-            else any(depends[operand] for operand in each.all_input_nodes)
-        )
-    return depends[node]
 
 
 def check_unread(left: LeftBehind, again: Callable[[], Any]) -> None:

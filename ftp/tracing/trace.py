@@ -312,6 +312,8 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     finally:
         if not request.within:
             forget_cached(request.fn)
+            for left in request.left:
+                left.keep()
     recording = None
     if request.recognises and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)
@@ -388,9 +390,11 @@ def _recorded(
         known = captured_values_from(CapturedValues(recorder).read)
         once = casting_once(casts_once)
         with unchecked(recorder.note_read), known, once, recorder.recording():
-            ran = paths.of(lambda: run(filled))
-            if not request.within:
-                request.left.append(left_behind(request.fn))
+            try:
+                ran = paths.of(lambda: run(filled))
+            finally:
+                if not request.within:
+                    request.left.append(left_behind(request.fn, recorder))
             result[:] = [ran]
             own = sum(s is None for s in ran.statics)
             checks = [x for x in ran.claims.values() if x is not None]

@@ -515,7 +515,7 @@ def test_a_second_place_of_constants_may_be_read_and_of_the_models_own_values():
     for_view, params = functionalize(Holding("view"))
     with torch.no_grad():
         assert for_view(params, torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
-    with pytest.raises(TraceError, match="Holding reads attribute 'view', which .* its __init__"):
+    with pytest.raises(TraceError, match=r"Holding reads attribute 'view', which .* its __init__"):
         for_view(params, torch.ones(1, 3))
 
 

@@ -4,13 +4,14 @@ import functools
 import warnings
 from collections import deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import ftp
 from ftp import P
-from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.errors import InputError, StaleCaptureWarning, TraceError
 
 MESH = ftp.simulated_mesh((2,), ("tp",))
 
@@ -240,3 +241,117 @@ def test_caches_of_methods_hold_no_tensors_of_a_trace():
         torch.testing.assert_close(value, holder.apply(x @ w).sum())
         for cache in (_positions, _Rotary.angles, _Rotary.scale):
             cache.cache_clear()
+
+
+class _Table(NamedTuple):
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def _angles(n, powers):
+    """Written in place, as sinusoidal tables are."""
+    angles = torch.arange(n, dtype=powers.dtype)[:, None] / 10 ** (powers / 4)
+    table = torch.zeros(n, 4, dtype=powers.dtype)
+    table[:, 0::2], table[:, 1::2] = angles.cos()[:, 0::2], angles.sin()[:, 1::2]
+    table[0].mul_(2)
+    return table
+
+
+class _Embedder:
+    """Keeps its table from the first call on, as Z-Image's does, and is no module."""
+
+    def __init__(self, kind):
+        self.kind, self.table = kind, None
+        self.powers = torch.arange(4, dtype=torch.float64)
+
+    def __call__(self, n):
+        if self.table is None:
+            real = _angles(2000, self.powers)
+            self.table = {
+                "tensor": real,
+                "list": [real, real.sin()],
+                "tuple": (real, (real.sin(), 1)),
+                "named": {"at": _Table(real, real.sin())},
+                "complex": torch.polar(real, real),
+            }[self.kind]
+        held = self.table
+        match self.kind:
+            case "tensor":
+                return held[:n]
+            case "list":
+                return (held[0] + held[1])[:n]
+            case "tuple":
+                return (held[0] + held[1][0])[:n]
+            case "named":
+                return (held["at"].cos + held["at"].sin)[:n]
+        return held[:n].conj().imag
+
+
+class _Embedding(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.embedder = torch.nn.Linear(4, 4, dtype=torch.float64), _Embedder(kind)
+
+    def forward(self, x):
+        return self.linear(x) * self.embedder(len(x))
+
+
+@pytest.mark.parametrize("holds", ["model", "closure"])
+@pytest.mark.parametrize("kind", ["tensor", "list", "tuple", "named", "complex"])
+def test_a_table_that_an_object_keeps_is_one_of_values_after_a_trace(holds, kind):
+    torch.manual_seed(0)
+    model, embedder = _Embedding(kind), _Embedder(kind)
+    fn, params = ftp.functionalize(model)
+
+    def loss(params, x):
+        if holds == "closure":
+            x = x * embedder(len(x))
+        return fn(params, x).square().sum()
+
+    step = ftp.shard(loss, MESH, P())
+    for n in (2, 5, 3):
+        x = torch.randn(n, 4, dtype=torch.float64)
+        value, grads = step(params, x)
+        of_torch = _Embedding(kind)
+        of_torch.load_state_dict(params)
+        given = x * _Embedder(kind)(n) if holds == "closure" else x
+        expected = of_torch(given).square().sum()
+        torch.testing.assert_close(value, expected.detach())
+        found = torch.autograd.grad(expected, list(of_torch.parameters()))
+        torch.testing.assert_close(list(grads.values()), list(found))
+    torch.testing.assert_close(fn(params, x), of_torch(x))
+
+
+@pytest.mark.parametrize("writes", ["rows", "all", "view"])
+def test_state_that_a_call_writes_into_a_tensor_of_its_own_is_an_error(writes):
+    memo = {}
+
+    def loss(w, x):
+        y, before = x @ w, memo.get("h", 0)
+        memo["h"] = torch.zeros(4, dtype=torch.float64)
+        if writes == "rows":
+            memo["h"][:2] = y.detach().sum()
+        elif writes == "all":
+            memo["h"].fill_(y.detach().sum())
+        else:
+            memo["h"].view(2, 2).T.add_(y.detach().sum())
+        return (y + before).square().sum()
+
+    with pytest.raises(TraceError, match=r"memo\['h'\]\", which .* reads, holds a tensor that"):
+        ftp.shard(loss, MESH, P(None, "tp"))(*arguments())
+
+
+def test_a_table_of_a_captured_tensor_that_changes_later_is_an_error():
+    powers, memo = torch.arange(4, dtype=torch.float64), {}
+
+    def loss(w, x):
+        if "table" not in memo:
+            memo["table"] = powers.cos()
+        return (x @ w * memo["table"]).sum()
+
+    step = ftp.shard(loss, MESH, P(None, "tp"))
+    w, x = arguments()
+    assert step(w, x)[0] == (x @ w * powers.cos()).sum()
+    powers.add_(1)
+    with pytest.raises(InputError, match=r"'powers', which .* was read as Python numbers when"):
+        step(w, x)

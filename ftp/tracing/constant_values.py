@@ -1,0 +1,80 @@
+"""The value of a tensor that a trace computes from constants and captured tensors alone, such as a
+table of angles: the ops are run again, in-place ones too.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftp.ops.mapped_arguments import mapped_arguments
+from ftp.ops.written import writes
+from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
+from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
+from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.op_facts import op_facts
+from ftp.tracing.recorder import Recorder
+from ftp.tracing.settings import uncast
+
+
+def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
+    """The value of a node that does not depend on the function's arguments, as it is now; None
+    where it is random or of an op that is not torch's.
+
+    The recorder notes the captured tensors that it is computed from as read.
+    """
+    needed = _needed(node)
+    if not all(map(_is_computable, needed)):
+        return None
+    captured = [n for n in needed if n.op == "placeholder"]
+    if not all(n.meta["ftp_constant"] in recorder.with_values for n in captured):
+        return None
+    values: dict[fx.Node, Any] = {}
+    with (
+        disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        DisableTorchFunction(),
+        torch.no_grad(),
+        uncast(),
+    ):
+        for at in needed:
+            values[at] = _computed(at, values, recorder)
+        return values[node].clone()
+
+
+def _needed(node: fx.Node) -> list[fx.Node]:
+    """The nodes that a value is computed from, and the writes to them, in order."""
+    nodes, held, found = {node}, storages(node), list[fx.Node]()
+    for at in reversed(node.graph.nodes):
+        if at in nodes or any(storages(x) & held for x in writes(at)):
+            found.append(at)
+            for x in at.all_input_nodes:
+                nodes.add(x)
+                held |= storages(x)
+    return found[::-1]
+
+
+def _is_computable(node: fx.Node) -> bool:
+    target = node.target
+    if node.op in ("get_attr", "placeholder") or target is operator.getitem:
+        return True
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace == "aten"
+        and not op_facts(target).is_random
+    )
+
+
+def _computed(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder) -> Any:
+    if node.op == "placeholder":
+        tensor = recorder.with_values[node.meta["ftp_constant"]]
+        recorder.note_read(tensor)
+        return tensor.detach().cpu().clone()
+    if node.op == "get_attr":
+        return getattr(recorder.tracer.root, str(node.target)).clone()
+    args, kwargs = mapped_arguments(node, values.__getitem__)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    return node.target(*args, **kwargs)  # type: ignore[operator]
