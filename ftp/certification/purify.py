@@ -28,6 +28,19 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 COPIES = (aten.alias.default, aten.detach.default)  # the same elements in the same memory
+WHOLE_VIEWS = (  # each element once, in the same memory or, of a reshape, in a copy
+    *COPIES,
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+)
 _NUMBERS = (  # on numbers, such as the offsets of random draws
     operator.add,
     operator.sub,
@@ -58,12 +71,12 @@ class _SharedMemory:
 
     Attributes:
         owner: the node that made it.
-        writes: time and node of each write to all of it.
+        writes: time, node and part of each write to all of it.
         senders: collectives in flight that read it.
     """
 
     owner: fx.Node
-    writes: list[tuple[int, fx.Node]] = field(default_factory=list)
+    writes: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
     senders: list[fx.Node] = field(default_factory=list)
 
 
@@ -75,6 +88,7 @@ class _Purified:
         self.env: dict[fx.Node, fx.Node] = {}
         self.memory: dict[fx.Node, _SharedMemory] = {}
         self.part: dict[fx.Node, fx.Node] = {}  # nodes with one part have all elements in common
+        self.whole: set[fx.Node] = set()  # parts with each element of their memory once
         self.content: dict[fx.Node, fx.Node] = {}  # part that was written to -> the value it holds
         self.born: dict[fx.Node, int] = {}
         self.counted: dict[fx.Node, fx.Node] = {}  # step counter -> its value before the increment
@@ -102,8 +116,8 @@ class _Purified:
         if node not in self.part:
             raise Unsound(f"{node.name} is read before it is computed")
         part = self.part[node]
-        for time, by in self.memory[node].writes:
-            if time > self.born[node] and part is not self.part[self.memory[node].owner]:
+        for time, by, written in self.memory[node].writes:
+            if time > self.born[node] and part is not written:
                 raise Unsound(f"{node.name} is read after {by.name} has written to its memory")
         return self.content.get(part, self.env[node])
 
@@ -111,7 +125,7 @@ class _Purified:
         memory, part = self.memory[node], self.part[node]
         if memory.owner.op == "placeholder" and memory.owner not in self.free:
             raise Unsound(f"{by.name} writes to {memory.owner.name}, an input that is not donated")
-        if part is not self.part[memory.owner]:  # it may be expanded, or a copy
+        if part not in self.whole:  # it may be expanded
             raise Unsound(
                 f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}"
             )
@@ -120,12 +134,14 @@ class _Purified:
                 f"{by.name} writes to {node.name}, which {memory.senders[0].name} still sends"
             )
         self.read(node)
-        memory.writes.append((self.born[by], by))
+        memory.writes.append((self.born[by], by, part))
         self.content[part] = value
 
     def share_memory(self, node: fx.Node, base: fx.Node, exactly: bool) -> None:
         self.memory[node] = self.memory[base]
         self.part[node] = self.part[base] if exactly else node
+        if node.target in WHOLE_VIEWS and self.part[base] in self.whole:
+            self.whole.add(self.part[node])
 
     def pure(self, node: fx.Node) -> None:
         if node.op == "call_function" and node.target in COPIES:
@@ -145,6 +161,7 @@ class _Purified:
             self.share_memory(node, bases[0], is_item or node.target in (*COPIES, WAIT))
         else:
             self.memory[node], self.part[node] = _SharedMemory(node), node
+            self.whole.add(node)
         # An all-reduce sends a copy.
         if _is_collective(node) and node.target is not c10d.all_reduce.default:
             self.memory[node.args[0]].senders.append(node)  # type: ignore[index]

@@ -10,11 +10,17 @@ from torch import fx
 
 from ftp.torch_internals.op_types import OpOverload
 
+aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
+UNSAFE_VIEW = aten._unsafe_view.default  # a view, though its schema does not say so
+WHOLE_VIEWS = {  # views, or copies, with each element of their operand once
+    UNSAFE_VIEW, aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.alias.default, aten.detach.default,
+}  # fmt: skip
 
 
 def is_view(node: fx.Node) -> bool:

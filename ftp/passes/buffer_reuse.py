@@ -16,7 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.meta_results import FakeOf, is_plain, meta_result
-from ftp.passes.aliasing import ALL_REDUCE, WAIT, families, is_view, last_uses
+from ftp.passes.aliasing import ALL_REDUCE, WAIT, WHOLE_VIEWS, families, is_view, last_uses
 from ftp.rules.op_kinds import ONTO_FIRST
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.modes import DisableTorchDispatch
@@ -145,6 +145,9 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
     output in an input's memory is a new tensor object. The graph must come from `with_values`.
+
+    Later readers whose results are small, such as the gather of targets' logits after their exp,
+    are moved before the op that writes.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -153,6 +156,7 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
     last = last_uses(nodes, family)
     kept: dict[fx.Node, fx.Node] = {}  # per family in another's memory, the operand it overwrites
     written: set[fx.Node] = set()
+    readers = _Readers(nodes, family)
 
     def base(node: fx.Node) -> fx.Node:
         found = family[node]
@@ -162,26 +166,24 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
 
     for at, node in enumerate(nodes):
         target = in_place(node)
-        if target is None or not node.users:
+        if target is None or not node.users or node in readers.moved:
             continue
         first = node.args[0]
-        if (
-            not isinstance(first, fx.Node)
-            or (is_view(first) and first not in written)
-            or not _same_layout(first, node)
-        ):
+        if not isinstance(first, fx.Node) or not _same_layout(first, node):
             continue
         root = base(first)
         if (
-            last[root] > at
+            (is_view(first) and first not in written and not _is_all_of(first, root))
             or any(base(other) is root for other in _others(node))
             or not (root in free or _is_fresh(root))
+            or not (last[root] <= at or readers.move_before(node, root))
         ):
             continue
         node.target = target
         written.add(node)
         kept[family[node]] = first
-        last[root] = max(last[root], last[family[node]])
+        last[root] = last[family[node]]
+        readers.join(root, family[node])
     output = graph.output_node()
     taken: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(output):
@@ -189,6 +191,78 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
             if base(result).op == "placeholder" and base(result) is not family[result]:
                 taken[result] = graph.call_function(aten.detach.default, (result,))
     output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
+
+
+class _Readers:
+    """The nodes that read the memory of a family, and the nodes that were moved."""
+
+    def __init__(self, nodes: Sequence[fx.Node], family: dict[fx.Node, fx.Node]):
+        self.moved: set[fx.Node] = set()
+        self._position = {node: at for at, node in enumerate(nodes)}
+        self._of: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            for root in {family[x] for x in node.all_input_nodes}:
+                self._of.setdefault(root, []).append(node)
+
+    def join(self, root: fx.Node, other: fx.Node) -> None:
+        """Record that a family is in the memory of another one."""
+        self._of[root] = [*self._of.get(root, ()), *self._of.get(other, ())]
+
+    def move_before(self, node: fx.Node, root: fx.Node) -> bool:
+        """Move all later readers, and what they need, before a node if all of it is small."""
+        at, readers = self._position[node], self._of[root]
+        if not all(_is_of_torch(x) for x in readers):  # a collective reads until its wait
+            return False
+        needed: dict[fx.Node, None] = {}
+        later = [x for x in readers if self._position[x] > at]
+        if not all(self._may_move(x, node, needed) for x in later):
+            return False
+        for x in needed:
+            node.prepend(x)
+            self._position[x] = at
+        self.moved.update(needed)
+        return True
+
+    def _may_move(self, x: fx.Node, node: fx.Node, needed: dict[fx.Node, None]) -> bool:
+        """Whether a node and what it needs may run before ``node``; they are added to ``needed``,
+        in order.
+        """
+        if self._position[x] < self._position[node] or x in needed:
+            return True
+        is_free = (
+            x is not node
+            and _is_of_torch(x)
+            and not x.target._schema.is_mutable  # type: ignore[union-attr]
+            and torch.Tag.nondeterministic_seeded not in x.target.tags  # type: ignore[union-attr]
+            and x.meta.get("branch", ()) == node.meta.get("branch", ())
+            and _is_small(x, node)
+        )
+        if not is_free or not all(self._may_move(y, node, needed) for y in x.all_input_nodes):
+            return False
+        needed[x] = None
+        return len(needed) <= _MOST_MOVED
+
+
+_MOST_MOVED = 16  # nodes before one that writes
+_SMALL = 8  # times as many elements has what is overwritten as the result of a node that is moved
+
+
+def _is_of_torch(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+
+
+def _is_small(node: fx.Node, beside: fx.Node) -> bool:
+    x, y = node.meta.get("val"), beside.meta["val"]
+    if not isinstance(x, FakeTensor) or any(v._has_symbolic_sizes_strides for v in (x, y)):  # type: ignore[attr-defined]
+        return False
+    return _SMALL * x.numel() <= y.numel()
+
+
+def _is_all_of(view: fx.Node, root: fx.Node) -> bool:
+    """Whether a view has each element of the memory that an op of torch allocated, once."""
+    while view is not root and view.target in WHOLE_VIEWS:
+        view = view.args[0]  # type: ignore[assignment]
+    return view is root and _is_of_torch(root)
 
 
 def in_place(node: fx.Node) -> Any:
