@@ -283,19 +283,26 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
         )
         return
     wanted, given = _children(tree, where), _children(specs, where)
-    for entry, (name, _) in given.items():
-        if entry not in wanted:
-            keys = [str(e) for e in wanted]
-            close = difflib.get_close_matches(str(entry), keys, n=1)
-            failures.append(
-                f"the specs name {name}, which does not exist;"
-                f" {f'the nearest is {close[0]!r}' if close else _has(keys, where)}."
-            )
+    failures += [
+        f"the specs name {name}, which {_missing(str(entry), wanted, where)}."
+        for entry, (name, _) in given.items()
+        if entry not in wanted
+    ]
     for entry, (name, child) in wanted.items():
         if entry in given:
             _broadcast(given[entry][1], child, name, found, failures)
         else:
             failures.append(f"no spec is given for {name}. Give one; P() replicates.")
+
+
+def _missing(entry: str, wanted: Mapping[Any, tuple[str, Any]], where: str) -> str:
+    """What to say of an entry that a tree does not have, and its specs have."""
+    path, keys = tuple(entry.split(".")), [str(key) for key in wanted]
+    for key, (_, child) in zip(keys, wanted.values(), strict=True):
+        if path in tied_paths(child, tuple(key.split("."))):
+            return f"is tied to {key!r}; give its spec under that name"
+    close = difflib.get_close_matches(entry, keys, n=1)
+    return f"does not exist; {f'the nearest is {close[0]!r}' if close else _has(keys, where)}"
 
 
 def _children(tree: Any, where: str) -> dict[Any, tuple[str, Any]]:

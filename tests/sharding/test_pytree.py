@@ -312,6 +312,16 @@ def test_errors_of_a_spec_tree():
     ]
 
 
+def test_a_spec_under_another_name_of_a_tied_weight_is_an_error_that_names_it():
+    embed = torch.ones(4, 2)
+    remember_tied(embed, ["embed.weight", "head.weight"])
+    params, specs = {"embed.weight": embed}, {"head.weight": P("tp")}
+    assert error_of(lambda: broadcast_specs(specs, params, "params")).split("\n")[0] == (
+        "the specs name params['head.weight'], which is tied to 'embed.weight'; give its spec under"
+        " that name."
+    )
+
+
 def test_specs_are_checked_against_leaves_and_axes_all_at_once():
     message = error_of(
         lambda: check_specs(
