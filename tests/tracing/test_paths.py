@@ -312,6 +312,24 @@ def _named(n):
     return 2 if other == "v3" else 3
 
 
+def _text_of(n):
+    return f"v{n}"
+
+
+def _matched(n):
+    match f"v{n}":
+        case "v3":
+            return 2
+    return 3
+
+
+def _iterated(n):
+    total = 0
+    for letter in f"{n}":
+        total += ord(letter)
+    return total
+
+
 TEXTS: dict[str, Any] = {
     "named": _named,
     "compared": lambda n: 2 if f"v{n}" == "v3" else 3,
@@ -319,6 +337,11 @@ TEXTS: dict[str, Any] = {
     "key": lambda n: {"v3": 2, f"v{n}": 3}["v3"],
     "measured": lambda n: len(f"{n:05d}") + len(str(n)),
     "method": lambda n: 2 if f"{n}".isdigit() else 3,
+    "returned": lambda n: 2 if _text_of(n) == "v3" else 3,
+    "returned twice": lambda n: 2 if (lambda: _text_of(n))() in ("v3", "v4") else 3,
+    "in a returned one": lambda n: 2 if "3" in _text_of(n) else 3,
+    "matched": _matched,
+    "iterated": _iterated,
     "variable": lambda n: (lambda text: len(text) + (text == "3"))(f"{n}"),
 }
 
@@ -340,6 +363,22 @@ def test_a_text_of_a_tensor_is_for_messages(use: Any):
         step(X, torch.tensor([3, 1]))
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: len(str(x)),
+        lambda x: 2 if repr(x.sum()) == "tensor(3.)" else 3,
+        lambda x: 2 if "3" in f"{x}" else 3,
+        lambda x: 2 if "%s" % (x,) == "3" else 3,  # noqa: UP031
+        lambda x: 2 if _text_of(x) == "v3" else 3,
+    ],
+)
+def test_no_code_decides_by_the_text_of_a_whole_tensor(use):
+    step = ftp.spmd(lambda x: x * use(x), ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    with pytest.raises(TraceError, match="needs a tensor's value"):
+        step(X)
+
+
 def test_messages_hold_texts_of_values():
     told: list[str] = []
 
@@ -352,8 +391,9 @@ def test_messages_hold_texts_of_values():
         check(True, f"sum {n} of {n.item()}")
         error = ValueError(f"sum {n.item():.2f}")
         text = f"sum {n}"
-        text += f" of {n.item():.2f}"
+        text += f" of {n.item():.2f} {x}"
         told.append(text)
+        told.append(_text_of(n))
         return x if text else error
 
     torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)

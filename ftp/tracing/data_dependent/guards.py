@@ -141,12 +141,12 @@ def position_of(code: CodeType, instruction: int) -> SourcePosition | None:
     """
     found: SourcePosition | None = None
     for each in dis.get_instructions(code):
+        if each.offset > instruction:  # the instruction may be a cache of the one before
+            break
         is_jump = "JUMP" in each.opname or each.opname == "TO_BOOL"
         if not is_jump and each.positions is not None:
             found = tuple(each.positions)  # type: ignore[assignment]
-        if each.offset >= instruction:
-            return found
-    return None
+    return found
 
 
 def source_of(code: CodeType) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any, NoReturn
 
-from ftp.source import users_frame
+from ftp.source import is_users, users_frame
 from ftp.tracing.data_dependent.guards import (
     SourcePosition,
     nodes_of,
@@ -43,21 +43,32 @@ UNKNOWN = Text("a value of the program")
 
 
 def decides() -> bool:
-    """Whether the user's code decides by the text of a value that it makes now."""
+    """Whether the user's code decides by the text of a value that it makes now, or the callers of
+    functions that return it do.
+    """
     frame = users_frame()
-    return frame is not None and _decides(frame.f_code, frame.f_lasti)
+    while frame is not None and frame.f_globals.get("__name__") != "ftp.tracing.trace":
+        if is_users(frame.f_code):
+            found = _decides(frame.f_code, frame.f_lasti)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
-def _decides(code: CodeType, instruction: int) -> bool:
+def _decides(code: CodeType, instruction: int) -> bool | None:
+    """None where the code returns the text."""
     position = position_of(code, instruction)
     if position is None or None in position:
         return False
     return _is_read(nodes_of(source_of(code)), position, frozenset())
 
 
-def _is_read(nodes: Sequence[ast.AST], position: SourcePosition, names: frozenset[str]) -> bool:
-    """Whether code decides by the text of the expression at ``position``.
+def _is_read(
+    nodes: Sequence[ast.AST], position: SourcePosition, names: frozenset[str]
+) -> bool | None:
+    """Whether code decides by the text of the expression at ``position``; None where it returns it.
 
     Args:
         names: those that the text was assigned to on the way to the expression.
@@ -67,8 +78,10 @@ def _is_read(nodes: Sequence[ast.AST], position: SourcePosition, names: frozense
     ]
     around.reverse()  # `nodes_of` lists outer nodes first
     for text, node, outer in zip(around, around[1:], [*around[2:], None], strict=False):
-        if isinstance(text, ast.Lambda):
-            return False
+        if isinstance(text, ast.Lambda) or isinstance(node, ast.Return):
+            return None
+        if _reads(node, text, not isinstance(outer, _UNUSED)):
+            return True
         if isinstance(node, ast.stmt):
             name = _assigned(node)
             function = next((n for n in around if isinstance(n, _FUNCTIONS)), None)
@@ -76,9 +89,8 @@ def _is_read(nodes: Sequence[ast.AST], position: SourcePosition, names: frozense
                 return False
             uses = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name)
             loads = (n for n in uses if isinstance(n.ctx, ast.Load))
-            return any(_is_read(nodes, span_of(n), names | {name}) for n in loads)
-        if _reads(node, text, not isinstance(outer, _UNUSED)):
-            return True
+            found = {_is_read(nodes, span_of(n), names | {name}) for n in loads}
+            return True if True in found else None if None in found else False
     return False
 
 
@@ -98,7 +110,9 @@ _TEXTS = ("str", "repr", "format", "join")  # whose results are texts of their a
 
 
 def _reads(node: ast.AST, text: ast.AST, is_result_used: bool) -> bool:
-    """Whether an expression would be another with another ``text`` in it."""
+    """Whether an expression would be another with another ``text`` in it, or a statement do
+    another thing.
+    """
     if isinstance(node, ast.Call):
         called = node.func
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
@@ -108,4 +122,6 @@ def _reads(node: ast.AST, text: ast.AST, is_result_used: bool) -> bool:
         return node.attr not in _TEXTS
     if isinstance(node, ast.Dict):
         return text in node.keys
+    if isinstance(node, ast.For | ast.Match):
+        return text is (node.iter if isinstance(node, ast.For) else node.subject)
     return isinstance(node, ast.Compare | ast.Subscript)

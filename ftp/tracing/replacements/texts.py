@@ -1,4 +1,6 @@
-"""Texts of tensors with one value, as in the message of a check: a trace knows few of them."""
+"""Texts of tensors, as in the message of a check: a trace knows few of them."""
+
+from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +14,20 @@ from ftp.tracing.selected_rows.refused import number_refused
 def text_of(x: Tensor, spec: str) -> str:
     """``f"{x:spec}"``; the text of a value that is not known says so."""
     if x.ndim or not is_fake(unwrapped(x)):
+        _check_unread(x)
         return Tensor.__format__(x, spec)
-    value = captured_value(Tensor.item, x)
-    if value is None and decides():
+    if (value := captured_value(Tensor.item, x)) is not None:
+        return format(value, spec)
+    _check_unread(x)
+    return UNKNOWN
+
+
+def repr_of(x: Tensor, **options: Any) -> str:
+    """``repr(x)``, which is also ``str(x)``; of a traced tensor without its values."""
+    _check_unread(x)
+    return Tensor.__repr__(x, **options)
+
+
+def _check_unread(x: Tensor) -> None:
+    if is_fake(unwrapped(x)) and decides():
         raise number_refused(is_of_rows=False)
-    return UNKNOWN if value is None else format(value, spec)

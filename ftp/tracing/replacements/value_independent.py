@@ -53,7 +53,7 @@ from ftp.tracing.replacements.repeats import REPEATS, with_size
 from ftp.tracing.replacements.short_time_fourier import istft, stft
 from ftp.tracing.replacements.sparse_matmuls import MATMULS, matmul
 from ftp.tracing.replacements.tensors_of_items import OF_ITEMS, tensor_of_items
-from ftp.tracing.replacements.texts import text_of
+from ftp.tracing.replacements.texts import repr_of, text_of
 from ftp.tracing.selected_rows.factories import sized_by_row_count
 from ftp.tracing.selected_rows.narrow import narrow
 from ftp.tracing.selected_rows.selected import Selected, apply
@@ -420,6 +420,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
     torch.combinations: _combinations,
     Tensor.__format__: text_of,
+    Tensor.__repr__: repr_of,
     F.ctc_loss: _with_lengths(F.ctc_loss),
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
     Tensor.fill_diagonal_: fill_diagonal_,
