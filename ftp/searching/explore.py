@@ -14,12 +14,14 @@ from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.marks import constrained_axes, marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
 from ftp.searching.opened import Opened, nbytes_of
+from ftp.searching.prepared_loss import Patterns
 from ftp.sharding.layout import Layout
 from ftp.sharding.spec import PartitionSpec
 
 STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
 DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
+PAIRS = 16  # most pairs of changes tried from one plan
 SMALL = 1 / 256  # of all parameters' bytes: too few to cut over a data axis in a plan that fits
 
 
@@ -170,8 +172,9 @@ def refined(task: Searching, best: Candidate) -> Candidate:
 
     Prices may leave memory below a limit unused. The largest parameters come first; the number of
     plans tried depends on the size of the program. Of a small program the best of all changes is
-    made each time; of a large one, for which few plans are tried, every change that helps. A change
-    that made a plan that fits slower is not tried again.
+    made each time, and where no change helps, the best pair of changes, as of the two weights of
+    an MLP; of a large one, for which few plans are tried, every change that helps. A change that
+    made a plan that fits slower is not tried again.
     """
     budget, base = task.tries, None
     in_vain: set[tuple[str, PartitionSpec]] = set()
@@ -189,7 +192,32 @@ def refined(task: Searching, best: Candidate) -> Candidate:
                 if task.fits(start) and found.estimate.seconds >= start.estimate.seconds:
                     in_vain.add((pattern, spec))
                 best = min(best, found, key=partial(_rank, task))
+        if best is base and task.is_small and task.memory is not None:
+            for patterns in _pairs(task, base)[: min(budget, PAIRS)]:
+                budget -= 1
+                best = min(best, task.with_patterns(base, patterns), key=partial(_rank, task))
     return best
+
+
+def _pairs(task: Searching, base: Candidate) -> list[Patterns]:
+    """The plans not tried yet that differ from one in two specs: first those whose two changes do
+    best one by one.
+    """
+    along, fits = tuple(base.along.items()), task.fits(base)
+    changes = [(p, s) for p in task.net.sizes for s in _promising_specs(task, p, base)]
+    alone: dict[tuple[str, PartitionSpec], Candidate] = {}
+    for pattern, spec in changes:
+        key = tuple({**base.patterns, pattern: spec}.items()), along
+        if (one := task.tried.get(key)) is not None:
+            alone[pattern, spec] = one
+
+    def rank(two: Sequence[tuple[str, PartitionSpec]]) -> tuple[float, float]:
+        seconds = sum(alone[one].estimate.seconds for one in two)
+        return seconds if fits else sum(alone[one].estimate.nbytes for one in two), seconds
+
+    pairs = [(a, b) for a, b in itertools.combinations(alone, 2) if a[0] != b[0]]
+    plans = [{**base.patterns, **dict(two)} for two in sorted(pairs, key=rank)]
+    return [plan for plan in plans if (tuple(plan.items()), along) not in task.tried]
 
 
 def _rank(task: Searching, candidate: Candidate) -> tuple[bool, float]:
