@@ -50,6 +50,9 @@ def _aliased(node: fx.Node) -> Any:
         return given.args[0]
     if node.target in _ALIASES:
         return node.args[0]
+    if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:  # in the derivative of x ** 2
+        is_equal = _alike(node, node.args[0]) and not node.meta["val"].is_complex()
+        return node.args[0] if is_equal else None
     is_copy = node.target is aten.copy.default and _alike(node, node.args[1])
     return node.args[1] if is_copy else None
 

@@ -109,6 +109,17 @@ def test_llama():
     assert sources(t)[aten.silu.default].endswith("return self.w2(F.silu(self.w1(x)) * self.w3(x))")
 
 
+def test_a_power_of_one_is_its_operand():
+    """The derivative of a square has one: an activation that is copied by each norm."""
+
+    def loss(x, n):
+        return torch.func.grad(lambda x: x.square().mean() + (x**2).sum())(x), (n**1.0).sum()
+
+    t = same(loss, torch.randn(4, 3), torch.arange(3))
+    powers = [n for n in t.gm.graph.nodes if n.target is aten.pow.Tensor_Scalar]
+    assert [n.args[1] for n in powers] == [1.0], "of integers, whose power is a float"
+
+
 def test_inputs_are_named_by_path():
     t = same(
         lambda params, x: params["mlp"]["up"] @ x, {"mlp": {"up": torch.ones(2, 3)}}, torch.ones(3)
