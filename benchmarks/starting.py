@@ -2,11 +2,12 @@
 of this machine, beside Megatron by hand: docs/starting.md.
 
     python benchmarks/starting.py [--json] [--ranks 2] [--heads N] [--rounds 5] [--before FOLDER]
-        [--compile]
+        [--compile] [--peers "before again" "ftp again"]
 
 Every start is in fresh processes, one thread each; the peers take turns. ``--before`` is another
 checkout of ftp, to compare with. Megatron is left out where ranks do not divide its heads:
-``--heads`` gives the decoder others. On a busy machine read processor seconds.
+``--heads`` gives the decoder others. With ``--peers`` these and "ftp" are started, and ``--json``
+keeps the rows of the others. On a busy machine read processor seconds.
 """
 
 import argparse
@@ -150,12 +151,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--before", default="")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
     args = parser.parse_args()
     if args.case:
         print(json.dumps(_start(json.loads(args.case))))
         return
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from record import save, show
+    from record import results, save, show
 
     sys.path.insert(0, str(ROOT / "tests/support"))
     from peers.workloads import WORKLOADS
@@ -167,11 +169,13 @@ def main() -> None:
         "Megatron": cfg.heads % args.ranks,
         "ftp from a file with its code": not args.compile,
     }
-    peers = [peer for peer in PEERS if not left_out.get(peer)]
+    asked = {*args.peers, "ftp"}
+    peers = [peer for peer in PEERS if peer in asked and not left_out.get(peer)]
     found: dict[str, list[list[dict[str, Any]]]] = {peer: [] for peer in peers}
     with tempfile.TemporaryDirectory() as folder:
         # The file, and what a second start finds in the cache.
-        for peer in ("save", *(peer for peer in peers if peer.endswith("again"))):
+        is_saved = any("file" in peer for peer in peers)
+        for peer in (*["save"] * is_saved, *(peer for peer in peers if peer.endswith("again"))):
             start(peer, args, folder, -1)
         for turn in range(args.rounds):
             for peer in peers:
@@ -182,7 +186,11 @@ def main() -> None:
         case = {"workload": args.workload, "ranks": args.ranks, "rounds": args.rounds}
         case |= {"heads": cfg.heads}
         compiled = "_compiled" if args.compile else ""
-        save(f"starting_{args.ranks}{compiled}", {**case, "starts": rows})
+        name = f"starting_{args.ranks}{compiled}"
+        known = results(name).get("starts", []) if len(asked) < len(PEERS) else []
+        of = {row["peer"]: row for row in [*known, *rows]}
+        rows = [of[peer] for peer in PEERS if peer in of]
+        save(name, {**case, "starts": rows})
 
 
 def _row(peer: str, turns: list[list[dict[str, Any]]], ours: list[Any]) -> dict[str, Any]:

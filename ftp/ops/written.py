@@ -1,7 +1,7 @@
 """The tensors that a call writes to, from the schema of its op."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ def is_in_place(target: Any) -> bool:
 def written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments, values or lists of values, that a call writes to."""
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in written_arguments(target)]
+
+
+def writing(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of the nodes that may write to an argument."""
+    return [node for node in nodes if written_arguments(node.target)]
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

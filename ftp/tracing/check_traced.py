@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.errors import InputError, TraceError, raise_all
-from ftp.ops.written import writes
+from ftp.ops.written import writes, writing
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
@@ -101,7 +101,7 @@ def _as_well(names: Sequence[str]) -> str:
 
 
 def check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
-    writers = [n for n in gm.graph.nodes if writes(n)]
+    writers = [n for n in writing(gm.graph.nodes) if writes(n)]
     if not writers:
         return
     placeholders = {s: n for n in gm.graph.nodes if n.op == "placeholder" for s in storages(n)}

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 
 from ftp.errors import TraceError, raise_all
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.written import writes
+from ftp.ops.written import writes, writing
 from ftp.torch_internals.error_texts import Meaning, meaning_of
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from ftp.torch_internals.op_types import OpOverload
@@ -29,10 +29,9 @@ def storages(node: fx.Node) -> set[int]:
 
 def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     """The graph without in-place ops; some of torch's gradient formulas have them."""
-    writing = [n for n in gm.graph.nodes if writes(n)]
-    if not writing:
+    if not (writers := [n for n in writing(gm.graph.nodes) if writes(n)]):
         return gm
-    _check_overlaps(writing)
+    _check_overlaps(writers)
     if not rename_writes(list(gm.graph.nodes), recorder.mode):
         gm = _replay_functional(gm, recorder)
     raise_all(
@@ -40,7 +39,7 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
         (
             f"{n.target} writes to its argument{located(n.meta['source'])} and has no form that"
             " returns a new tensor."
-            for n in gm.graph.nodes
+            for n in writing(gm.graph.nodes)
             if writes(n)
         ),
     )
@@ -57,7 +56,7 @@ def rename_writes(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> bool:
             sharing.setdefault(storage, []).append(node)
     new_targets: dict[fx.Node, OpOverload] = {}
     dtypes: dict[tuple[OpOverload, str, str], torch.dtype] = {}
-    for node in nodes:
+    for node in writing(nodes):
         if not (written := writes(node)):
             continue
         group = [n for s in storages(written[0]) for n in sharing[s]]
