@@ -7,7 +7,8 @@ of this machine, beside Megatron by hand: docs/starting.md.
 Every start is in fresh processes, one thread each; the peers take turns. ``--before`` is another
 checkout of ftp, to compare with. Megatron is left out where ranks do not divide its heads:
 ``--heads`` gives the decoder others. With ``--peers`` these and "ftp" are started, and ``--json``
-keeps the rows of the others. On a busy machine read processor seconds.
+keeps the rows of the others, with the revision that they are of. On a busy machine read processor
+seconds.
 """
 
 import argparse
@@ -187,7 +188,8 @@ def main() -> None:
         case |= {"heads": cfg.heads}
         compiled = "_compiled" if args.compile else ""
         name = f"starting_{args.ranks}{compiled}"
-        known = results(name).get("starts", []) if len(asked) < len(PEERS) else []
+        before = results(name) if len(asked) < len(PEERS) else {}
+        known = [{"of": before["revision"], **row} for row in before.get("starts", ())]
         of = {row["peer"]: row for row in [*known, *rows]}
         rows = [of[peer] for peer in PEERS if peer in of]
         save(name, {**case, "starts": rows})
