@@ -72,7 +72,8 @@ def common_factors(
         while left[0] and left[1]:
             a, b = left[0][end], left[1][end]
             sized = rest[0][a], rest[1][b]
-            if sized[0] == sized[1]:
+            is_same = sized[0] == sized[1]
+            if is_same:
                 common = sized[0]
             else:
                 common = 1 if 0 in (*rest[0], *rest[1]) else gcd(*sized)
@@ -81,7 +82,7 @@ def common_factors(
             name = named(common)
             for side, dim in ((0, a), (1, b)):
                 found[side][dim].insert(0 if end else len(found[side][dim]), name)
-                rest[side][dim] = rest[side][dim] // common if common else 1
+                rest[side][dim] = 1 if is_same else rest[side][dim] // common
                 if rest[side][dim] == 1:
                     left[side].pop(end)
     dims = []

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ftp.dynamic_int import is_dynamic, terms_of
+from ftp.dynamic_int import is_dynamic, terms_of, value_of
 
 
 def gcd(*numbers: Any) -> Any:
@@ -15,6 +15,8 @@ def gcd(*numbers: Any) -> Any:
     >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
     >>> gcd(12, 18), gcd(8 * s, 12), gcd(6 * s, 4 * s), gcd(0, s)
     (6, 4, 2*S, S)
+    >>> gcd(-8 * (-s // 8), -(-s // 8))
+    -((-S)//8)
     """
     found = 0
     for x in numbers:
@@ -37,7 +39,8 @@ def _gcd(a: Any, b: Any) -> Any:
     for atoms, _ in terms[1:]:
         common &= Counter(atoms)
     sizes = (a if is_dynamic(a) else b).sizes
-    return sizes.formula({tuple(sorted(common.elements())): content})
+    found = sizes.formula({tuple(sorted(common.elements())): content})
+    return -found if value_of(found) < 0 else found
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
