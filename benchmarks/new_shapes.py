@@ -4,7 +4,8 @@ compiled step of all lengths beside the steps compiled for one length each.
     python benchmarks/new_shapes.py
 
 A 4-layer decoder, loss and gradients, on two simulated ranks; CPU seconds of this process, medians
-over the lengths. The same decoder on a share of the tokens, a number that it reads. Compiled: an
+over the lengths. The same decoder on a part of the tokens: a share of the length, and a
+number of its text, which no formula gives. Compiled: an
 MLP, two sequences, loss and gradients, first at S = 200, on one rank; CPU time in turns, beside two
 steps of the same program for that length alone, of which the second shows the noise.
 """
@@ -12,7 +13,7 @@ steps of the same program for that length alone, of which the second shows the n
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,16 @@ def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, floa
     return first, statistics.median(new), statistics.median(again)
 
 
-def numbers_read() -> tuple[float, float]:
-    """Median seconds of the first step at a length of which the function reads a share as a number,
-    and of the next one. Eight lengths come first: their plan serves the others.
+def numbers_read(number: Callable[[int], int]) -> tuple[float, float]:
+    """Median seconds of the first step at a length of which the function makes a ``number``, and of
+    the next one. Eight lengths come first: their plan serves the others.
     """
     cfg = LlamaConfig(layers=4, dim=64, hidden=128)
     fn, params = ftp.functionalize(build(cfg))
     loss_of = lm_loss(fn)
 
     def loss(p: Any, batch: Any) -> torch.Tensor:
-        keep = int(0.75 * batch[0].shape[1])
+        keep = number(batch[0].shape[1])
         return loss_of(p, tuple(x[:, :keep] for x in batch))
 
     mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -140,8 +141,13 @@ def main() -> None:
                 f"{axis} 2, {spec}, {is_dynamic}: {first:.2f}, {1e3 * new:.1f}, {1e3 * again:.1f},"
                 f" {1e3 * (new - again):.1f}"
             )
-    new, again = numbers_read()
-    print(f"tp 2, reads int(0.75 * S): a new length {1e3 * new:.1f}, again {1e3 * again:.1f} (ms)")
+    numbers = {
+        "int(0.75 * S)": lambda size: int(0.75 * size),
+        "int(str(S)) - 2": lambda size: int(str(size)) - 2,
+    }
+    for name, number in numbers.items():
+        new, again = numbers_read(number)
+        print(f"tp 2, {name}: a new length {1e3 * new:.1f}, again {1e3 * again:.1f} (ms)")
     print(
         "compiled, width, S: own step (ms), quartiles of the dynamic step's share, of another own"
         " step's"

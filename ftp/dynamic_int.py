@@ -488,11 +488,18 @@ class Conditions:
             self.add(question, x, answer)
 
     def pins(self) -> bool:
-        """Whether they hold for only one size."""
-        return any(
-            question == "zero" and answer and x.is_of_few()
-            for (question, x), answer in self._asked.items()
-        )
+        """Whether they hold for only one size, as far as those beside it tell."""
+        if not any(
+            q == "zero" and answer and x.is_of_few() for (q, x), answer in self._asked.items()
+        ):
+            return False
+        now, given = self._sizes.now, self._sizes.given
+        beside = [
+            (*now[:i], now[i] + step * s.multiple, *now[i + 1 :])
+            for i, s in enumerate(given)
+            for step in (-1, 1)
+        ]
+        return not any(map(self.holds, beside))
 
     def __iter__(self) -> Iterator[str]:
         """The conditions as text."""

@@ -96,6 +96,7 @@ class DynamicPrograms:
             say = partial(families.warn_of_refused, dynamic) if family.why_not else family.give_up
             say(CertificateError(refused))
             return None
+        family.served += 1
         self._key_of[planned] = _key(call, dynamic)
         return planned
 

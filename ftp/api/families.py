@@ -23,14 +23,24 @@ from ftp.runtime.sized_program import RankPrograms, SizedProgram
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import placement_of
+from ftp.tracing.symbolic_builtins import NumbersMade
 from ftp.tracing.trace import Traced
 
 MOST_TRACES = 4  # of one family, before its sizes are traced one by one
+SERVED = 4  # sizes that earn a family one trace more
 _GENERIC = 5  # a size that few conditions in code single out
 
 
 class NotDynamic(Exception):
-    """Why a program cannot be made for many sizes."""
+    """Why a program cannot be made for many sizes.
+
+    Attributes:
+        is_for_now: another one can, once the family's traces serve more sizes.
+    """
+
+    def __init__(self, why: str, is_for_now: bool = False):
+        super().__init__(why)
+        self.is_for_now = is_for_now
 
 
 @dataclass
@@ -120,15 +130,20 @@ class Family:
 
     Attributes:
         alone: the number of traces for many sizes that turned out to serve one.
+        served: the number of sizes that plans made at other sizes have served.
         why_not: why sizes are traced and planned one by one; "" if they are not.
+        is_full: the reason is the number of traces.
         numbers_read: the recordings of sizes that are traced one by one; alike ones share plans.
     """
 
     dynamic: Dynamic
     traces: list[FamilyTrace] = field(default_factory=list)
     alone: int = 0
+    served: int = 0
     why_not: str = ""
+    is_full: bool = False
     numbers_read: NumbersRead = field(default_factory=NumbersRead)
+    numbers: NumbersMade = field(default_factory=NumbersMade)
 
     def find(self, values: Sequence[int]) -> FamilyPlan | None:
         """The plan that serves these sizes."""
@@ -138,6 +153,13 @@ class Family:
     def trace_for(self, values: Sequence[int]) -> FamilyTrace | None:
         """The trace that serves these sizes."""
         return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
+
+    def makes_traces(self) -> bool:
+        """Whether sizes that no plan serves are traced with others."""
+        return not self.why_not or (self.is_full and len(self.traces) < self._most())
+
+    def _most(self) -> int:
+        return MOST_TRACES + self.served // SERVED
 
     def all_traces(self) -> list[FamilyTrace]:
         groups = self.numbers_read.groups
@@ -151,11 +173,12 @@ class Family:
         """
         pins = trace.sizes.conditions.pins()
         self.alone += pins
-        if len(self.traces) == MOST_TRACES or (pins and self.alone > len(self.traces)):
+        is_full = len(self.traces) >= self._most()
+        if is_full or (pins and self.alone > len(self.traces)):
             symbolic = trace.traced.symbolic
             assert symbolic is not None
             asked = symbolic.described() or "; ".join(trace.sizes.conditions)
-            raise NotDynamic(f"the function asks for sizes: {asked}.")
+            raise NotDynamic(f"the function asks for sizes: {asked}.", is_full and not pins)
         if not pins:
             self.traces.append(trace)
 
@@ -163,10 +186,11 @@ class Family:
         """Plan sizes that no plan serves yet one by one from now on. Warn if the user named the
         dims, or if a certificate was refused.
         """
-        self.why_not = reason(error)
+        is_new, self.why_not = not self.why_not, reason(error)
+        self.is_full = isinstance(error, NotDynamic) and error.is_for_now
         if isinstance(error, CertificateError):
             warn_of_refused(self.dynamic, error)
-        elif not self.dynamic.is_seen:
+        elif is_new and not self.dynamic.is_seen:
             plans = any(trace.plans for trace in self.traces)
             new = " for which there is no plan yet" if plans else ""
             warnings.warn(

@@ -1,6 +1,7 @@
 """Make programs that serve many sizes: trace and plan for all of a family."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement
 from ftp.tracing.alike import Alike, RecordedOps
+from ftp.tracing.symbolic_builtins import AsksNumber, NumbersMade
 
 
 def built(
@@ -36,9 +38,10 @@ def built(
     """
     call = inputs.call
     values = dynamic.values(inputs.shapes, call.names)
-    if not family.why_not:
+    if family.makes_traces():
         try:
             if (plan := family.find(values)) is not None:
+                family.served += 1
                 return at_size(plan, call, values, definition.mesh)
             trace = family.trace_for(values)
             if trace is None:
@@ -102,7 +105,7 @@ def _like_others(
     if trace is None:
         if len(group.traces) == families.MOST_TRACES:
             return None
-        trace = _traced_at(group.dynamic, definition, inputs, values, group.alike)
+        trace = _traced_at(group.dynamic, NumbersMade(), definition, inputs, values, group.alike)
         group.traces.append(trace)
     if len(trace.plans) == MOST_PLANS:
         return None
@@ -132,7 +135,7 @@ def _traced(
     """
     for at in families.sizes_to_trace(family, inputs.shapes, values, definition.mesh.size()):
         try:
-            trace = _traced_at(family.dynamic, definition, inputs, at)
+            trace = _traced_at(family.dynamic, family.numbers, definition, inputs, at)
         except IsOne:  # these sizes have a program of their own
             continue
         family.add(trace)
@@ -143,6 +146,7 @@ def _traced(
 
 def _traced_at(
     dynamic: Dynamic,
+    numbers: NumbersMade,
     definition: Definition,
     inputs: Inputs,
     values: tuple[int, ...],
@@ -152,10 +156,15 @@ def _traced_at(
 
     def made(sizes: Sizes) -> FamilyTrace:
         formulas = families.shapes_with(dynamic, inputs.shapes, sizes)
-        traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes, replayed=replayed)
+        with numbers.traced(definition.fn):
+            traced = traced_for(
+                definition, inputs, formulas=formulas, sizes=sizes, replayed=replayed
+            )
         return FamilyTrace(traced, sizes)
 
-    return in_multiples(partial(families.sizes_for, dynamic, values), made)
+    while True:
+        with suppress(AsksNumber):
+            return in_multiples(partial(families.sizes_for, dynamic, values), made)
 
 
 @collection_paused()

@@ -146,6 +146,15 @@ class RankPrograms:
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
         self.is_dynamic = tuple(any(map(is_dynamic, shape)) for shape in shapes)
 
+    def out_leaves(self, values: Sequence[int]) -> tuple[Any, ...]:
+        """As `Program.out_leaves`, with the numbers that sizes in the result are."""
+        leaves = self.program.out_leaves
+        formulas = [x for x in leaves if is_dynamic(x)]
+        if not formulas:
+            return leaves
+        numbers = iter(formulas[0].sizes.function(formulas)(values))
+        return tuple(next(numbers) if is_dynamic(x) else x for x in leaves)
+
     def out_shapes(self, values: Sequence[int]) -> list[tuple[int, ...]]:
         """The outputs' global shapes at these sizes."""
         flat = iter(self._out_sizes(values))
@@ -229,6 +238,7 @@ class SizedProgram(Program):
     def of(cls, ranks: RankPrograms, values: tuple[int, ...]) -> "SizedProgram":
         program = ranks.program
         given = {f.name: getattr(program, f.name) for f in fields(Program)}
+        given["out_leaves"] = ranks.out_leaves(values)
         return cls(**given, ranks=ranks, values=values)
 
     def communicates(self) -> bool:

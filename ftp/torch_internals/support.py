@@ -106,7 +106,7 @@ NEEDED = {
     "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
     " tree_map tree_map_only tree_unflatten",
-    "torch.utils._sympy.functions": "FloorDiv IntTrueDiv Mod PythonMod ToFloat TruncToInt",
+    "torch.utils._sympy.functions": "FloorDiv IntTrueDiv Mod PythonMod ToFloat",
     "torch.utils._sympy.value_ranges": "ValueRanges",
 }
 

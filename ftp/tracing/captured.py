@@ -25,6 +25,7 @@ from ftp.torch_internals.storages import storage_of, version
 
 _VISITED = 1000  # most objects to search for captured tensors, the nearest first
 NUMBERS = (int, float, bool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _COPIED = 4096  # most elements of a tensor whose values are compared at each call
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -158,6 +159,17 @@ def places_around(fn: Callable[..., Any]) -> Iterator[Captured]:
             yield Captured(f"{name!r}, which {reader} reads", value, holder, key)
 
 
+def held_around(fn: Callable[..., Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """What ``fn`` and the objects that it refers to hold: holder, key there, value."""
+    return (place[2:] for place in _around(fn))
+
+
+def functions_around(fn: Callable[..., Any]) -> list[types.FunctionType]:
+    """``fn`` and the functions that it refers to, by name or in objects."""
+    found = [fn, *(value for *_, value in _around(fn, _members))]
+    return [value for value in found if isinstance(value, types.FunctionType)]
+
+
 def caches_around(fn: Callable[..., Any]) -> list[Any]:
     """The functions that `functools.lru_cache` or `functools.cache` made, around ``fn``."""
     found = [fn, *(value for *_, value in _around(fn, _members))]
@@ -211,7 +223,7 @@ def _around(
 
 
 def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) or type(value) in NUMBERS
+    return isinstance(value, Tensor) or type(value) in (*NUMBERS, *SYMBOLIC)
 
 
 def with_read(places: Sequence[Captured], read: Sequence[ReadTensor]) -> list[Captured]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.written import writes, writing
@@ -14,6 +14,7 @@ from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.python_numbers import plain_number
 from ftp.tracing.selected_rows.selected import Selected
 from ftp.tracing.selected_rows.unsqueezed import UnsqueezedRows
 
@@ -34,13 +35,16 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
     raise_all(InputError, failures)
 
 
-def check_results(leaves: Sequence[Any], out: Any) -> None:
+def checked_results(leaves: Sequence[Any], out: Any) -> list[Any]:
+    """The leaves of a result, with numbers for symbolic floats and bools."""
+    leaves = [leaf if type(leaf) is SymInt else plain_number(leaf) for leaf in leaves]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
-        return
+        return leaves
     failures = []
     for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
-        failures += [] if isinstance(leaf, Tensor) else _unfit_static(leaf, name)
+        failures += [] if isinstance(leaf, Tensor | SymInt) else _unfit_static(leaf, name)
     raise_all(TraceError, failures)
+    return leaves
 
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from ftp.source import is_ours, is_users
 from ftp.tracing.replacements.replaced import replaced
 
-_KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+KINDS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 @contextmanager
@@ -22,10 +22,15 @@ def python_numbers() -> Iterator[None]:
     its class, and with its text, which becomes a guard.
     """
     with ExitStack() as stack:
-        for kind, python in _KINDS.items():
+        for kind, python in KINDS.items():
             stack.enter_context(_claimed(kind, python))
             stack.enter_context(replaced(kind, _texts(kind, python)))
         yield
+
+
+def plain_number(x: Any) -> Any:
+    """The number that a symbolic one is at the sizes at hand, which becomes a guard; else ``x``."""
+    return KINDS[type(x)](x) if type(x) in KINDS else x
 
 
 def _texts(kind: Any, python: type) -> dict[str, Callable[..., str]]:

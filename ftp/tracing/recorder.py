@@ -387,9 +387,11 @@ def record(
     try:
         # Lazy: most graphs are read and never called, and generating their code takes time.
         with one_thread, _use_lazy_graph_module(True), _without_log():
-            return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(
-                *inputs
-            )
+            made = make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)
+            gm = made(*inputs)
+        if recorder.symbolic is not None:
+            recorder.symbolic.note_rounded(gm.graph)  # unused numbers too, which guards may be of
+        return gm
     except FtpError:
         raise
     except Exception as error:

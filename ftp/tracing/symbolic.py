@@ -37,13 +37,12 @@ from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
+from ftp.tracing.captured import SYMBOLIC
 from ftp.tracing.guards import Guards, is_number, says_one
 from ftp.tracing.math_of_sizes import function_of, of_sizes
 from ftp.tracing.python_numbers import python_numbers
 from ftp.tracing.replacements.pools import max_pool1d
 from ftp.tracing.replacements.replaced import replaced
-
-SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 _SHOWN = 4  # conditions in a message
 _SQUEEZES = (torch.ops.aten.squeeze, torch.ops.aten.squeeze_)
@@ -329,17 +328,11 @@ class Symbolic:
         return self.env.lines[first : self._noted]
 
     def _note_guard(self, at: int) -> None:
-        e, line = self.env.guards[at].expr, self.env.lines[at]
         try:
-            self._note(e, True)
+            self._note(self.env.guards[at].expr, True)
         except NotSymbolic as error:
-            if not (line and e.has(sizes_functions.TruncToInt)):
-                raise
-            raise NotSymbolic(
-                f"int() of a float that is computed from sizes is a plain number, at {line}."
-                " math.trunc(), floor() and ceil() of it, and round(), stay formulas: one plan"
-                " serves all sizes."
-            ) from error
+            line = self.env.lines[at]
+            raise NotSymbolic(f"{error}, of which the value is asked at {line}") from error
 
     def _is_of_one(self, at: int) -> bool:
         """Whether a guard says that a dynamic dim is not of size one, and nothing else. C++ adds
@@ -366,11 +359,24 @@ class Symbolic:
         elif name in ("And", "Or"):
             self._note_one_of(e, answer)
         elif e.is_Relational:
-            x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
             question, sign, means = _QUESTIONS[name]
+            left, right = e.args
+            if question == "positive" and (_is_float(left) != _is_float(right)):
+                # A float is above an int if it is, rounded up.
+                x = self._rounded_to(left, sign > 0) - self._rounded_to(right, sign < 0)
+            else:
+                x = self.of_formula(left) - self.of_formula(right)
             self.sizes.note(question, sign * x, means == answer)
         else:
             raise NotSymbolic(f"the condition {self.shown(e)}")
+
+    def _rounded_to(self, e: Any, is_up: bool) -> Any:
+        """A formula, rounded if it is one of `_is_float`."""
+        if not _is_float(e):
+            return self.of_formula(e)
+        name = type(e).__name__.removeprefix("OpaqueUnaryFn_")
+        x = self._float(name if name in FUNCTIONS else "/", *map(self.of_formula, e.args))
+        return math.ceil(x) if is_up else math.floor(x)
 
     def _note_one_of(self, e: Any, answer: bool) -> None:
         """Note a part of an ``or`` that holds; that a size equals a number is the last choice."""
@@ -411,6 +417,14 @@ def _factors(x: Any) -> Iterator[DynamicInt]:
     elif is_formula(x) and x.operator == "*":
         yield from _factors(x.left)
         yield from _factors(x.right)
+
+
+def _is_float(e: Any) -> bool:
+    """Whether torch's formula is a quotient, or one of `FUNCTIONS`. Of ints these are what Python
+    computes; of sums and products of floats torch has lost the order.
+    """
+    name = type(e).__name__
+    return name in ("IntTrueDiv", "FloatTrueDiv") or name.startswith("OpaqueUnaryFn_")
 
 
 _OPERATORS: dict[Any, str] = {function: symbol for symbol, function in OPERATORS.items()}

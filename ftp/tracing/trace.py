@@ -1,5 +1,4 @@
-"""Trace: a function and abstract inputs to one functional aten graph, gradient included. Nothing is
-allocated or run.
+"""Trace: a function and abstract inputs to one functional aten graph, with gradients. Nothing runs.
 
 torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a
 separate fake tensor.
@@ -30,7 +29,7 @@ from ftp.tracing.alike import Alike, RecordedOps, recording_of
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import ReadTensor
 from ftp.tracing.captured_values import CapturedValues
-from ftp.tracing.check_traced import check_leaves, check_results, check_unwritten
+from ftp.tracing.check_traced import check_leaves, check_unwritten, checked_results
 from ftp.tracing.clean_graph import clean
 from ftp.tracing.counted_numbers import numbers_around, warn_of_counted
 from ftp.tracing.data_dependent.assumptions import Assumptions
@@ -335,6 +334,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     if symbolic is not None:
         symbolic.refuse_ones()
         symbolic.inline(gm.graph)
+        ran.statics[:] = [s and Static(symbolic.dynamic(s.value)) for s in ran.statics]
     constants = constants_last(gm, recorder, request.tensor_names)
     index = iter(range(len(ran.statics)))
     return Traced(
@@ -371,7 +371,7 @@ def _recorded(
         if reading is not None and reading.asked is not None:
             return Ran(flatten(out)[1], [None], [recorder.known(out)], {})
         out_leaves, out_tree = flatten(out)
-        check_results(out_leaves, out)
+        out_leaves = checked_results(out_leaves, out)
         tensors = [leaf for leaf in out_leaves if isinstance(leaf, Tensor)]
         tensors += [] if means is None else means.tensors
         statics = [None if isinstance(leaf, Tensor) else Static(leaf) for leaf in out_leaves]

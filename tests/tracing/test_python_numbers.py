@@ -60,6 +60,8 @@ TEXTS = {
     "bin": lambda n: len(bin(n)) + len(hex(n)) + n.bit_length(),
 }
 CLASSES = {
+    "type": lambda n: 2 if type(n) is int and type(n / 2) is float else 3,
+    "type of a range": lambda n: 2 if type(range(0, n, 2)) is range else 3,
     "isinstance": _by_class,
     "isinstance of several": lambda n: 2 if isinstance(n, (str, int)) else 3,
     "isinstance of a float": lambda n: 2 if isinstance(n / 2, float) else 3,
@@ -77,6 +79,10 @@ KEYS = {
     "range": lambda n: 2 if n in range(8, 20) else 3,
     "table": lambda n: list(range(200))[n] + sum(range(n)),
     "cache": _cached,
+    "a range": lambda n: sum(range(n)) + sum(range(2, n, 5)) + sum(range(n, 0, -7)),
+    "parts of a range": lambda n: range(n)[n // 2] + range(0, n, 4)[-1] + len(range(n)[1:]),
+    "in a range": lambda n: 2 if n - 1 in range(0, n, 2) else 3,
+    "range of floats": lambda n: sum(float(i) for i in reversed(range(0, n, 3))) + float(n),
     "repeat": lambda n: len("ab" * n) + len([0] * n),
 }
 NUMBERS = {
@@ -87,6 +93,8 @@ NUMBERS = {
     "linspace": lambda n: float(np.linspace(0, 1, n).sum()),
     "np.log": lambda n: float(np.log(n)),
     "ceil": lambda n: math.ceil(n / 4) + math.floor(n / 4) + math.trunc(n / 4) + round(n / 4),
+    "int of int": lambda n: int(n) + int(n // 2) + int(n > 3) + int("7") + int("a", 16),
+    "float": lambda n: float(n) + float(n / 3) + float(n > 4) + float("1.5"),
     "int": lambda n: int(n / 3) + int(n * 0.7) + round(n * 0.3, 1),
     "functions": lambda n: math.sqrt(n) + math.log10(n) + math.pow(n, 0.5) + math.cos(n),
     "integers": lambda n: math.gcd(n, 12) + math.isqrt(n) + math.comb(n, 2) + math.lcm(n, 6),
@@ -108,10 +116,12 @@ _TAKES_X = ("shape", "prod", "np.prod")
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("names", slow_after(1, [True, False]))
-def test_a_size_is_the_number_that_it_is(form, names):
+@pytest.mark.parametrize(
+    ("names", "as_int"), slow_after(1, [(True, False), (True, True), (False, False), (False, True)])
+)
+def test_a_size_is_the_number_that_it_is(form, names, as_int):
     def loss(w, x):
-        n = x.shape[1]
+        n = int(x.shape[1]) if as_int else x.shape[1]
         number = FORMS[form](n, x) if form in _TAKES_X else FORMS[form](n)
         return (x @ w).sin().sum() * number
 
