@@ -123,14 +123,14 @@ def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
 
 
-Change = Callable[[str, Tensor, bool], Tensor]
+Change = Callable[[str, Any, bool], Any]
 _change: ContextVar[Change | None] = ContextVar("change", default=None)
 
 
 def outputs_through(change: Change) -> AbstractContextManager[Any]:
-    """Within the block, replace each output of a numbered module, such as ``layers.3``, by
-    ``change(path, tensor, False)``; the first of a tuple of outputs by ``change(path, tensor,
-    True)``.
+    """Within the block, replace the output of a numbered module, such as ``layers.3``, by
+    ``change(path, output, False)``; the first of a tuple, if it is a tensor, by ``change(path,
+    tensor, True)``.
     """
     return set_within(_change, change)
 
@@ -147,7 +147,7 @@ def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
 def _changed(change: Change, path: str, module: nn.Module, args: tuple, out: Any) -> Any:
     if isinstance(out, tuple) and out and isinstance(out[0], Tensor):
         return _like(out, [change(path, out[0], True), *out[1:]])
-    return change(path, out, False) if isinstance(out, Tensor) else out
+    return change(path, out, False)
 
 
 def _like(out: Any, values: list[Any]) -> Any:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, wraps
 from typing import Any
 
-from torch import Tensor
-
 from ftp.api.shard import shard
 from ftp.dataclass import dataclass
 from ftp.functional.module_constraints import outputs_through
@@ -17,7 +15,7 @@ from ftp.planning.layers.repeats import Folded
 from ftp.planning.planner import plan_few
 from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
-from ftp.searching.marks import Along, is_markable, spec_along, with_marks
+from ftp.searching.marks import Along, Output, is_markable, spec_along, with_marks
 from ftp.searching.prepared_loss import Patterns, PreparedLoss, prepared_loss, traced_loss
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.plan import plan
@@ -43,8 +41,17 @@ class LossPrograms:
     data_axes: tuple[str, ...]
     hardware: Hardware
 
-    @cached_property
+    @property
     def traced(self) -> Traced:
+        return self._marked[0]
+
+    @property
+    def returned(self) -> dict[str, set[Output]]:
+        """What numbered modules return, by path."""
+        return self._marked[1]
+
+    @cached_property
+    def _marked(self) -> tuple[Traced, dict[str, set[Output]]]:
         return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
 
     def few(
@@ -126,7 +133,7 @@ class LossPrograms:
 
 
 def _constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]:
-    def pinned(path: str, out: Tensor, is_first: bool) -> Tensor:
+    def pinned(path: str, out: Any, is_first: bool) -> Any:
         return constrain(out, spec_along(along), axes=tuple(along)) if is_markable(out) else out
 
     @wraps(loss_fn)

@@ -5,18 +5,18 @@ which fix nothing until a search cuts a dim there.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, fx
 
-from ftp.functional.module_constraints import outputs_through
+from ftp.functional.module_constraints import Constraint, outputs_through
 from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_str
 from ftp.rules.local_op import RankGraph, as_module
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import Traced
 
 MARK = "@"  # starts the name of a mark's axis, which no mesh has; the module's pattern follows
-FIRST = "[0]"  # ends the pattern of modules that return a tuple, whose first output is marked
 Along = Mapping[str, int]
 """Per axis, the dim of the marked modules' outputs that it cuts."""
 
@@ -67,24 +67,56 @@ def spec_along(along: Along) -> PartitionSpec:
     )
 
 
-def is_markable(out: Tensor) -> bool:
-    return out.ndim >= 3 and out.is_floating_point()
+def is_markable(out: Any) -> bool:
+    return isinstance(out, Tensor) and out.ndim >= 3 and out.is_floating_point()
+
+
+class Output(Enum):
+    """What a numbered module returns."""
+
+    TENSOR = "a batch of sequences"
+    TUPLE = "a tuple, whose first is one"
+    OTHER = "something else"
 
 
 @contextmanager
-def marking() -> Iterator[None]:
+def marking() -> Iterator[dict[str, set[Output]]]:
     """Within the block, mark those outputs of a functionalized model's numbered modules that are
-    batches of sequences; of a tuple the first.
+    batches of sequences; of a tuple the first. Yields what each module, by path, returns.
     """
+    found: dict[str, set[Output]] = {}
 
-    def mark(path: str, out: Tensor, is_first: bool) -> Tensor:
+    def mark(path: str, out: Any, is_first: bool) -> Any:
+        kinds = found.setdefault(path, set())
         if not is_markable(out):
+            kinds.add(Output.OTHER)
             return out
-        pattern = pattern_of([path]) + (FIRST if is_first else "")
-        return constrain(out, PartitionSpec(), axes=MARK + pattern)
+        kinds.add(Output.TUPLE if is_first else Output.TENSOR)
+        return constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
 
     with outputs_through(mark):
-        yield
+        yield found
+
+
+def constraints_along(along: Along, returned: Mapping[str, set[Output]]) -> dict[str, Constraint]:
+    """The constraints on what numbered modules return: one for a pattern whose modules return
+    alike, else one for a module.
+    """
+    if not along:
+        return {}
+    spec, axes = spec_along(along), tuple(along)
+    of_patterns: dict[str, dict[str, set[Output]]] = {}
+    for path, kinds in returned.items():
+        of_patterns.setdefault(pattern_of([path]), {})[path] = kinds
+    found: dict[str, Constraint] = {}
+    for pattern, of_paths in of_patterns.items():
+        of_all = set[Output]().union(*of_paths.values())
+        for name, kinds in ({pattern: of_all} if len(of_all) == 1 else of_paths).items():
+            if kinds == {Output.TENSOR}:
+                found[name] = Constraint(outputs=spec, axes=axes)
+            elif kinds == {Output.TUPLE}:
+                found[name] = Constraint(outputs=(spec, ...), axes=axes)
+    return found
 
 
 def with_marks(traced: Traced, along: Along) -> Traced:

@@ -12,7 +12,7 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.plan import FixedLayouts
 from ftp.planning.prepare import Prepared, prepared_once
-from ftp.searching.marks import marking, patterns_of
+from ftp.searching.marks import Output, marking, patterns_of
 from ftp.sharding.arguments import argument_names
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
@@ -111,9 +111,12 @@ def prepared_loss(
     )
 
 
-def traced_loss(loss_fn: Any, params: Any, batch: Any, mesh: Mesh) -> Traced:
-    """The marked trace of the loss and its gradient."""
+def traced_loss(
+    loss_fn: Any, params: Any, batch: Any, mesh: Mesh
+) -> tuple[Traced, dict[str, set[Output]]]:
+    """The marked trace of the loss and its gradient, and what numbered modules return."""
     leaves, tree = flatten((params, *batch))
     names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
-    with use_mesh(mesh), marking():
-        return trace(grad_and_value(loss_fn), leaves, tree, mesh.device_type, names=names)
+    with use_mesh(mesh), marking() as returned:
+        traced = trace(grad_and_value(loss_fn), leaves, tree, mesh.device_type, names=names)
+    return traced, returned

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, PlanningError
-from ftp.functional.module_constraints import Constraint
 from ftp.paused_gc import collection_paused
 from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
@@ -21,7 +20,7 @@ from ftp.searching.axis_networks import planned_seconds
 from ftp.searching.candidates import Candidate, Searching, Spare
 from ftp.searching.compare import alternatives, bound, choice_of, common_name, gaps, paid
 from ftp.searching.explore import explore, fit, improved
-from ftp.searching.marks import FIRST, Along, marked_shapes, spec_along
+from ftp.searching.marks import constraints_along
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs, check_signature
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -191,7 +190,7 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     pins = [f"{pin} at {node.source}" for node, pin in constraints(task.net.graph).items()]
     return Found(
         patterns=best.patterns,
-        constraints=_constraints(task, best.along),
+        constraints=constraints_along(best.along, task.returned),
         pins=pins,
         lowered=program,
         loss_fn=task.loss(best.along),
@@ -205,16 +204,6 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         _bound=partial(bound, task, best.price),
         _alternatives=partial(alternatives, task, best, solved),
     )
-
-
-def _constraints(task: Searching, along: Along) -> dict[str, Constraint]:
-    if not along:
-        return {}
-    spec, axes, found = spec_along(along), tuple(along), {}
-    for pattern in marked_shapes(task.traced):
-        outputs = (spec, ...) if pattern.endswith(FIRST) else spec
-        found[pattern.removesuffix(FIRST)] = Constraint(outputs=outputs, axes=axes)
-    return found
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:

@@ -130,25 +130,49 @@ class Residual(nn.Module):
         return x + y, [y]
 
 
+class Plain(Residual):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+class Summed(Residual):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": super().forward(x)[0]}
+
+
 class Stack(nn.Module):
-    def __init__(self):
+    def __init__(self, *kinds: type[nn.Module]):
         super().__init__()
-        self.layers = nn.ModuleList(Residual(256) for _ in range(2))
+        self.layers = nn.ModuleList(kind(256) for kind in kinds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x, _ = layer(x)
+            y = layer(x)
+            x = y["x"] if isinstance(y, dict) else y[0] if isinstance(y, tuple) else y
         return x.square().mean()
 
 
-def test_the_first_output_of_blocks_that_return_a_tuple_is_cut_too():
-    """Such models were given no sequence parallelism."""
+OF_TENSOR = ftp.Constraint(outputs=P(None, "tp"), axes=("tp",))
+OF_TUPLE = ftp.Constraint(outputs=(P(None, "tp"), ...), axes=("tp",))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cut"),
+    [
+        ((Residual, Residual), {"layers.*": OF_TUPLE}),
+        ((Plain, Residual), {"layers.0": OF_TENSOR, "layers.1": OF_TUPLE}),
+        ((Plain, Summed, Plain), {"layers.0": OF_TENSOR, "layers.2": OF_TENSOR}),
+    ],
+)
+def test_the_outputs_of_blocks_are_cut_as_each_of_them_returns(kinds, cut):
+    """Models whose blocks return a tuple were given no sequence parallelism; constraints for blocks
+    that return different things could not be applied.
+    """
     mesh, x = ftp.AbstractMesh((4,), ("tp",)), torch.empty(4, 2048, 256, device="meta")
     with torch.device("meta"):
-        model = Stack()
+        model = Stack(*kinds)
     fn, params = ftp.functionalize(model)
     found = ftp.search(fn, params, mesh, P(), x)
-    cut = {"layers.*": ftp.Constraint(outputs=(P(None, "tp"), ...), axes=("tp",))}
     assert found.constraints == cut and "returns P(None, 'tp') over tp" in str(found)
     by_hand, _ = ftp.functionalize(model, constraints=cut)
     lowered = ftp.shard(by_hand, mesh, found.specs(params)).lower(params, x)
