@@ -1,6 +1,5 @@
 """Definition: the function, mesh, specs and options that a step is made of, and its trace."""
 
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -94,24 +93,23 @@ def estimated_shapes(
     return [global_shape(leaf, spec, mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
 
 
-def warn_of_taken_for_shards(
+def taken_for_shards(
     definition: Definition, call: Arguments, shapes: Sequence[Shape | None]
-) -> None:
-    """Warn of parameters that are taken for shards, as each unplaced tensor of a rank is. A call
-    compares what the ranks hold; ``lower`` asks nobody.
+) -> str | None:
+    """What to say of parameters that are taken for shards, as each unplaced tensor of a rank is. A
+    call compares what the ranks hold; ``lower`` asks nobody.
     """
     leaves = zip(call.leaves, shapes, call.names, call.positions, strict=True)
     for leaf, shape, name, position in leaves:
         is_cut = shape is not None and tuple(leaf.shape) != shape and placement_of(leaf) is None
         if is_cut and position in definition.state:
-            warnings.warn(
+            return (
                 f"lower takes {name}, of shape {tuple(leaf.shape)}, for this rank's shard of a"
                 f" tensor of shape {shape}: ftp.device_put has not placed it. If it is whole, call"
                 " ftp.device_put(tree, mesh, specs) before, or lower with tensors on meta, which"
-                " are whole.",
-                stacklevel=5,
+                " are whole."
             )
-            return
+    return None
 
 
 def checked_specs(definition: Definition, call: Arguments) -> list[PartitionSpec]:

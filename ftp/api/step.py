@@ -1,6 +1,7 @@
 """Step: a function sharded over a mesh, planned at its first call and run at every one."""
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,8 +23,8 @@ from ftp.api.definition import (
     Definition,
     checked_specs,
     estimated_shapes,
+    taken_for_shards,
     traced_for,
-    warn_of_taken_for_shards,
 )
 from ftp.api.dynamic_programs import DynamicPrograms
 from ftp.api.fast_path import Expected
@@ -238,10 +239,17 @@ class Step:
                 return self.lower_traced(traced, *args, known=known)
         inputs = self._abstract(args)
         call, definition = inputs.call, self._definition
-        warn_of_taken_for_shards(definition, call, inputs.shapes)
+        taken = taken_for_shards(definition, call, inputs.shapes)
         if definition.dynamic is not None:
             definition.dynamic(call.args).values(inputs.shapes, call.names)
-        trace = traced or traced_for(definition, inputs)
+        try:
+            trace = traced or traced_for(definition, inputs)
+        except Exception as error:
+            if taken is None:
+                raise
+            raise InputError(f"{taken}\n  With such shapes the trace failed: {error}") from error
+        if taken is not None:
+            warnings.warn(taken, stacklevel=4)
         if trace.asked is not None:
             last = self._by_values.last.get(trace.asked.given.level)
             if last is None:  # the error that names the line

@@ -15,7 +15,7 @@ from ftp.planning.layers.repeats import Folded
 from ftp.planning.planner import plan_few
 from ftp.report.lowered import Lowered
 from ftp.runtime.program import Program
-from ftp.searching.marks import Along, Output, is_markable, spec_along, with_marks
+from ftp.searching.marks import Along, BlockOutput, is_markable, spec_along, with_marks
 from ftp.searching.prepared_loss import Patterns, PreparedLoss, prepared_loss, traced_loss
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.plan import plan
@@ -46,12 +46,12 @@ class LossPrograms:
         return self._marked[0]
 
     @property
-    def returned(self) -> dict[str, set[Output]]:
+    def returned(self) -> dict[str, set[BlockOutput]]:
         """What numbered modules return, by path."""
         return self._marked[1]
 
     @cached_property
-    def _marked(self) -> tuple[Traced, dict[str, set[Output]]]:
+    def _marked(self) -> tuple[Traced, dict[str, set[BlockOutput]]]:
         return traced_loss(self.loss_fn, self.params, self.batch, self.mesh)
 
     def few(

@@ -71,7 +71,7 @@ def is_markable(out: Any) -> bool:
     return isinstance(out, Tensor) and out.ndim >= 3 and out.is_floating_point()
 
 
-class Output(Enum):
+class BlockOutput(Enum):
     """What a numbered module returns."""
 
     TENSOR = "a batch of sequences"
@@ -80,41 +80,43 @@ class Output(Enum):
 
 
 @contextmanager
-def marking() -> Iterator[dict[str, set[Output]]]:
+def marking() -> Iterator[dict[str, set[BlockOutput]]]:
     """Within the block, mark those outputs of a functionalized model's numbered modules that are
     batches of sequences; of a tuple the first. Yields what each module, by path, returns.
     """
-    found: dict[str, set[Output]] = {}
+    found: dict[str, set[BlockOutput]] = {}
 
     def mark(path: str, out: Any, is_first: bool) -> Any:
         kinds = found.setdefault(path, set())
         if not is_markable(out):
-            kinds.add(Output.OTHER)
+            kinds.add(BlockOutput.OTHER)
             return out
-        kinds.add(Output.TUPLE if is_first else Output.TENSOR)
+        kinds.add(BlockOutput.TUPLE if is_first else BlockOutput.TENSOR)
         return constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
 
     with outputs_through(mark):
         yield found
 
 
-def constraints_along(along: Along, returned: Mapping[str, set[Output]]) -> dict[str, Constraint]:
+def constraints_along(
+    along: Along, returned: Mapping[str, set[BlockOutput]]
+) -> dict[str, Constraint]:
     """The constraints on what numbered modules return: one for a pattern whose modules return
     alike, else one for a module.
     """
     if not along:
         return {}
     spec, axes = spec_along(along), tuple(along)
-    of_patterns: dict[str, dict[str, set[Output]]] = {}
+    of_patterns: dict[str, dict[str, set[BlockOutput]]] = {}
     for path, kinds in returned.items():
         of_patterns.setdefault(pattern_of([path]), {})[path] = kinds
     found: dict[str, Constraint] = {}
     for pattern, of_paths in of_patterns.items():
-        of_all = set[Output]().union(*of_paths.values())
+        of_all = set[BlockOutput]().union(*of_paths.values())
         for name, kinds in ({pattern: of_all} if len(of_all) == 1 else of_paths).items():
-            if kinds == {Output.TENSOR}:
+            if kinds == {BlockOutput.TENSOR}:
                 found[name] = Constraint(outputs=spec, axes=axes)
-            elif kinds == {Output.TUPLE}:
+            elif kinds == {BlockOutput.TUPLE}:
                 found[name] = Constraint(outputs=(spec, ...), axes=axes)
     return found
 

@@ -12,7 +12,7 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.plan import FixedLayouts
 from ftp.planning.prepare import Prepared, prepared_once
-from ftp.searching.marks import Output, marking, patterns_of
+from ftp.searching.marks import BlockOutput, marking, patterns_of
 from ftp.sharding.arguments import argument_names
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
@@ -113,7 +113,7 @@ def prepared_loss(
 
 def traced_loss(
     loss_fn: Any, params: Any, batch: Any, mesh: Mesh
-) -> tuple[Traced, dict[str, set[Output]]]:
+) -> tuple[Traced, dict[str, set[BlockOutput]]]:
     """The marked trace of the loss and its gradient, and what numbered modules return."""
     leaves, tree = flatten((params, *batch))
     names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
