@@ -213,34 +213,33 @@ class _Readers:
         at, readers = self._position[node], self._of[root]
         if not all(_is_of_torch(x) for x in readers):  # a collective reads until its wait
             return False
-        needed: dict[fx.Node, None] = {}
-        later = [x for x in readers if self._position[x] > at]
-        if not all(self._may_move(x, node, needed) for x in later):
-            return False
-        for x in needed:
+        found: set[fx.Node] = set()
+        waiting = [x for x in readers if self._position[x] > at]
+        while waiting:
+            x = waiting.pop()
+            if self._position[x] < at or x in found:
+                continue
+            if len(found) == _MOST_MOVED or not _may_move(x, node):
+                return False
+            found.add(x)
+            waiting.extend(x.all_input_nodes)
+        for x in sorted(found):
             node.prepend(x)
             self._position[x] = at
-        self.moved.update(needed)
+        self.moved |= found
         return True
 
-    def _may_move(self, x: fx.Node, node: fx.Node, needed: dict[fx.Node, None]) -> bool:
-        """Whether a node and what it needs may run before ``node``; they are added to ``needed``,
-        in order.
-        """
-        if self._position[x] < self._position[node] or x in needed:
-            return True
-        is_free = (
-            x is not node
-            and _is_of_torch(x)
-            and not x.target._schema.is_mutable  # type: ignore[union-attr]
-            and torch.Tag.nondeterministic_seeded not in x.target.tags  # type: ignore[union-attr]
-            and x.meta.get("branch", ()) == node.meta.get("branch", ())
-            and _is_small(x, node)
-        )
-        if not is_free or not all(self._may_move(y, node, needed) for y in x.all_input_nodes):
-            return False
-        needed[x] = None
-        return len(needed) <= _MOST_MOVED
+
+def _may_move(x: fx.Node, node: fx.Node) -> bool:
+    """Whether ``x`` may run before ``node`` if what it needs does."""
+    return (
+        x is not node
+        and _is_of_torch(x)
+        and not x.target._schema.is_mutable  # type: ignore[union-attr]
+        and torch.Tag.nondeterministic_seeded not in x.target.tags  # type: ignore[union-attr]
+        and x.meta.get("branch", ()) == node.meta.get("branch", ())
+        and _is_small(x, node)
+    )
 
 
 _MOST_MOVED = 16  # nodes before one that writes

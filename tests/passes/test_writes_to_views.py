@@ -97,6 +97,17 @@ def test_what_reads_a_value_beside_it_runs_first_if_it_is_small():
     assert aten.exp.default in targets(lambda x: ((z := (y := x * 2).exp()).sum(), y[:1] + z[:1]))
 
 
+def test_what_needs_a_long_chain_is_not_moved():
+    def program(x):
+        y = (x * 2).reshape(48)
+        z, s = y.exp(), x.sum()
+        for _ in range(1100):
+            s = -s
+        return z.sum(), y[:3] * s
+
+    assert aten.exp.default in targets(program)
+
+
 def test_parts_are_not_written():
     assert aten.exp.default in targets(lambda x: (x * 2)[:3].exp())
     assert aten.exp.default in targets(lambda x: (x * 2)[:, :1].expand(6, 8).exp())
