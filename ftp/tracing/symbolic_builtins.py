@@ -129,7 +129,8 @@ def float_of(*args: Any) -> Any:
 
 
 def range_of(*args: Any) -> Any:
-    if not any(isinstance(x, SymInt) for x in args):
+    are_ints = len(args) <= 3 and all(isinstance(x, int | SymInt) for x in args)
+    if not are_ints or not any(isinstance(x, SymInt) for x in args):
         return range(*args)
     start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
     return SymbolicRange(start, stop, step) if step else range(0, 0, 0)
@@ -163,11 +164,13 @@ _METHODS: dict[str, Callable[..., Any]] = {
 class SymbolicRange(Sequence[Any]):
     """A ``range`` of sizes: its length is a number, a condition of the trace."""
 
-    def __init__(self, start: Any, stop: Any, step: Any):
+    def __init__(self, start: Any, stop: Any, step: Any, length: int | None = None):
         self.start, self.stop, self.step = start, stop, step
-        length = -((start - stop) // step)
-        # Not equal to 0 or to 1: the size of a dim is taken for neither.
-        self._numbers = range(0 if length < 1 else 1 if length < 2 else length)
+        if length is None:
+            length = -((start - stop) // step)
+            # Not equal to 0 or to 1: the size of a dim is taken for neither.
+            length = 0 if length < 1 else 1 if length < 2 else int(length)
+        self._numbers = range(length)
 
     @property
     def __class__(self) -> type:
@@ -178,8 +181,23 @@ class SymbolicRange(Sequence[Any]):
 
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
-            return [self.start + n * self.step for n in self._numbers[i]]
+            part = self._numbers[i]
+            start, stop = (self.start + n * self.step for n in (part.start, part.stop))
+            return SymbolicRange(start, stop, part.step * self.step, len(part))
         return self.start + self._numbers[i] * self.step
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, range) and [*self] == [*other]
+
+    def __hash__(self) -> int:
+        return hash(self._plain())
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def _plain(self) -> range:
+        """The range at the sizes at hand, which become guards."""
+        return range(int(self.start), int(self.stop), int(self.step))
 
 
 _LARGE = 10_000  # entries of a container that holds data rather than functions
@@ -192,8 +210,12 @@ _KINDS = {**KINDS, SymbolicRange: range}
 
 
 def _can_call(frame: FrameType) -> bool:
-    """Whether the code that runs would call one of our functions."""
-    return _calling(frame.f_code, _names(frame.f_globals)) is not frame.f_code
+    """Whether the code that runs would call one of our functions in the next trace. Code that the
+    trace itself makes by ``exec`` is another one then.
+    """
+    module = sys.modules.get(str(frame.f_globals.get("__name__")))
+    is_of_module = getattr(module, "__dict__", None) is frame.f_globals
+    return is_of_module and _calling(frame.f_code, _names(frame.f_globals)) is not frame.f_code
 
 
 def _names(module: dict[str, Any]) -> list[str]:

@@ -240,6 +240,46 @@ def test_only_calls_are_replaced():
     assert code.__code__ is plain
 
 
+def _refused(n):
+    try:
+        return len(range(n, 30.0))
+    except TypeError:
+        return 7
+
+
+RANGES = {
+    "equal": lambda n: 2 if range(0, n, 20) == range(0, n, 20) else 3,
+    "unequal": lambda n: 2 if range(0, n, 20) != range(0, n + 7, 20) else 3,
+    "key": lambda n: {range(0, 12, 20): 5}.get(range(0, n, 20), 3),
+    "text": lambda n: len(f"{range(0, n, 20)}"),
+    "part": lambda n: getattr(range(0, n, 20)[:5], "stop", 500) + sum(range(3, n, 20)[::-1]),
+    "class of a part": lambda n: 2 if isinstance(range(0, n, 20)[1:], range) else 3,
+    "refused": _refused,
+}
+
+
+@pytest.mark.filterwarnings("ignore:dynamic_shapes. every size:UserWarning")
+@pytest.mark.parametrize("form", RANGES)
+def test_a_range_of_sizes_is_a_range(form):
+    def loss(params, x):
+        return RANGES[form](int(x.shape[1])) * (x @ params).sum()
+
+    step = step_of(loss, "uneven")
+    for size in (9, 12, 6, 103, 1, 15, 30):
+        check(loss, step, size)
+
+
+@pytest.mark.filterwarnings("ignore:dynamic_shapes. every size:UserWarning")
+def test_code_that_a_call_makes():
+    def loss(params, x):
+        exec("def number(n): return int(n)", made := {})
+        return made["number"](x.shape[1]) * (x @ params).sum()
+
+    step = step_of(loss, "uneven")
+    for size in (9, 12, 6, 9):
+        check(loss, step, size)
+
+
 @pytest.mark.filterwarnings("ignore:dynamic_shapes. every size:UserWarning")
 def test_the_user_may_catch_all_errors():
     table = {9: 2.0}
