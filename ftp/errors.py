@@ -40,9 +40,11 @@ class TraceError(FtpError):
 
     Attributes:
         needs_value: whether the function needs a value, or a shape that depends on one.
+        is_of_earlier_trace: whether it uses a tensor that an earlier trace left behind.
     """
 
     needs_value = False
+    is_of_earlier_trace = False
 
 
 class RuleError(FtpError):

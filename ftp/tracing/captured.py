@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, StaleCaptureWarning
@@ -30,6 +31,7 @@ _COPIED = 4096  # most elements of a tensor whose values are compared at each ca
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _CACHE = type(functools.cache(repr))  # also of `functools.lru_cache`
+kept_by_traces = WeakIdKeyDictionary()  # the tensors that traces left where the function keeps them
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -239,7 +241,8 @@ def with_read(places: Sequence[Captured], read: Sequence[ReadTensor]) -> list[Ca
 
 
 def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
-    """Warn of each place that now holds another object, once, and forget it.
+    """Warn of each place that now holds another object, once, and forget it. What a trace of the
+    function put there, such as a longer table, is no reason to warn.
 
     Raises:
         InputError: a tensor that the function read as Python numbers was written to since.
@@ -247,6 +250,8 @@ def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
     for place in [place for place in captured if place.now() is not place.value]:
         captured.remove(place)
         now = place.now()
+        if isinstance(now, Tensor) and now in kept_by_traces:
+            continue
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
         warnings.warn(
             f"{place.name}, is another object now, {what}. The step still uses the tensor of shape"

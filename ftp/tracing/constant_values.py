@@ -3,6 +3,8 @@ table of angles: the ops are run again, in-place ones too.
 """
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +24,6 @@ from ftp.tracing.settings import uncast
 def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
     """The value of a node that does not depend on the function's arguments, as it is now; None
     where it is random or of an op that is not torch's.
-
-    The recorder notes the captured tensors that it is computed from as read.
     """
     needed = _needed(node)
     if not all(map(_is_computable, needed)):
@@ -40,8 +40,29 @@ def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
         uncast(),
     ):
         for at in needed:
-            values[at] = _computed(at, values, recorder)
-        return values[node].clone()
+            with _default_dtype_of(at):
+                values[at] = _computed(at, values, recorder)
+        device = node.meta["val"].device
+        return values[node].to("cpu" if device.type == "meta" else device, copy=True)
+
+
+@contextmanager
+def _default_dtype_of(node: fx.Node) -> Iterator[None]:
+    """Within the block torch's default dtype is the one that a node was recorded under, as far as
+    its result tells: the function may have changed it.
+    """
+    val, before = node.meta.get("val"), torch.get_default_dtype()
+    if isinstance(val, Tensor) and val.is_complex():
+        torch.set_default_dtype(val.dtype.to_real())
+    elif isinstance(val, Tensor) and val.dtype in _DEFAULTS:
+        torch.set_default_dtype(val.dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+_DEFAULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _needed(node: fx.Node) -> list[fx.Node]:
@@ -69,9 +90,7 @@ def _is_computable(node: fx.Node) -> bool:
 
 def _computed(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder) -> Any:
     if node.op == "placeholder":
-        tensor = recorder.with_values[node.meta["ftp_constant"]]
-        recorder.note_read(tensor)
-        return tensor.detach().cpu().clone()
+        return recorder.with_values[node.meta["ftp_constant"]].detach().cpu().clone()
     if node.op == "get_attr":
         return getattr(recorder.tracer.root, str(node.target)).clone()
     args, kwargs = mapped_arguments(node, values.__getitem__)

@@ -71,6 +71,13 @@ SURROUNDING = (
 )
 
 
+def of_earlier_trace(line: str) -> TraceError:
+    """The error of a function that uses a tensor of an earlier trace at ``line``."""
+    error = TraceError(f"The function uses{located(line)} {LEAKED}")
+    error.is_of_earlier_trace = True
+    return error
+
+
 def typed(x: torch.Tensor) -> str:
     """A tensor's dtype and shape, such as ``float32[2, 3]``."""
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
@@ -141,6 +148,7 @@ def explain(error: Exception) -> FtpError | None:
     if found is None and meaning in _BY_MEANING:
         kind, message = _BY_MEANING[meaning]
         found = kind(message.replace("{at}", at))
+        found.is_of_earlier_trace = meaning is Meaning.OF_OTHER_TRACE
     if found is None and line:
         error.add_note(f"Raised while ftp traced the function, on whole tensors, at {line}")
     return found

@@ -3,11 +3,12 @@ does not renew them, so that the function must not read them at its next call.
 """
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -18,11 +19,14 @@ from ftp.ops.written import writes
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack, unwrapped
 from ftp.torch_internals.modes import disable_current_modes
-from ftp.tracing.captured import Captured, caches_around, tensors_around
+from ftp.tracing.captured import Captured, caches_around, kept_by_traces, tensors_around
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.constant_values import value_of
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ftp.tracing.trace import Traced
 
 
 @dataclass
@@ -40,11 +44,16 @@ class LeftBehind:
     kept: list[tuple[Captured, Tensor]] = field(default_factory=list)
     constants: list[tuple[Captured, Tensor]] = field(default_factory=list)
 
+    @property
+    def all(self) -> list[Captured]:
+        return [*self.places, *(place for place, _ in (*self.kept, *self.constants))]
+
     def keep(self) -> None:
         """Put values in the places of constants: the next trace reads them, as a call would."""
         for place, value in self.kept:
             if place.now() is place.value:
                 place.put(value)
+                kept_by_traces[value] = None
 
 
 def left_behind(fn: Callable[..., Any], recorder: Recorder) -> LeftBehind:
@@ -117,12 +126,53 @@ def check_unread(left: LeftBehind, again: Callable[[], Any]) -> None:
         with _filled(left.constants):
             again()
     except Exception as error:
-        raise TraceError(
-            f"{left.places[0].name}, holds a tensor that the function computed and left there for"
-            " its next call. A step is traced once, and its calls do not go through Python: each"
-            " would begin with what was there at first. Pass such a tensor as an argument, and"
-            " return it (has_aux=True)."
-        ) from error
+        raise _read_by_next_call(left.places[0]) from error
+
+
+def _read_by_next_call(place: Captured) -> TraceError:
+    return TraceError(
+        f"{place.name}, holds a tensor that the function computed and left there for its next call."
+        " A step is traced once, and its calls do not go through Python: each would begin with"
+        " what was there at first. Pass such a tensor as an argument, and return it"
+        " (has_aux=True)."
+    )
+
+
+def as_next_call(
+    first: "Traced",
+    left: list[LeftBehind],
+    check: Callable[[], Any],
+    again: Callable[[], "Traced"],
+) -> "Traced":
+    """The trace of a function's next call, if that reads what its first one keeps, such as a table:
+    the program then has the table as it is when it runs. Otherwise ``first``.
+
+    Args:
+        left: what each trace leaves behind; ``again``, a trace like ``first``, adds to it.
+        check: traces the function anew.
+
+    Raises:
+        TraceError: the next call reads what depends on the arguments of this one, or replaces what
+            it reads, as a count of calls.
+    """
+    if left[-1].places:
+        check_unread(left[-1], check)
+    kept = {id(value): place for place, value in left[-1].kept}
+    if not kept:
+        return first
+    try:
+        anew = again()
+    except TraceError as error:
+        if not error.is_of_earlier_trace:
+            raise
+        return first  # it is in a place that is not searched
+    read = [kept[id(x)] for x in anew.captured if id(x) in kept]
+    names = {place.name for place in read}
+    lists = {id(place.holder) for place in read if isinstance(place.holder, list | deque)}
+    for place in left[-1].all:
+        if place.name in names or id(place.holder) in lists:
+            raise _read_by_next_call(place)
+    return anew if read else first
 
 
 @contextmanager

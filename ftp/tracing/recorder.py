@@ -42,7 +42,7 @@ from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.data_dependent.paths import same_region
-from ftp.tracing.explain_errors import LEAKED, SURROUNDING, explain, located
+from ftp.tracing.explain_errors import SURROUNDING, explain, located, of_earlier_trace
 from ftp.tracing.op_facts import (
     ALWAYS,
     checks_in_gradient,
@@ -253,7 +253,7 @@ class Recorder(TorchDispatchMode):
             )
         is_outer = isinstance(tensor, FakeTensor)
         if is_outer and not self._within:
-            raise TraceError(f"The function uses{located(self.line)} {LEAKED}")
+            raise of_earlier_trace(self.line)
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
                 raise TraceError(

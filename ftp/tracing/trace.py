@@ -47,7 +47,7 @@ from ftp.tracing.data_dependent.values_read import (
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
 from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
-from ftp.tracing.left_behind import LeftBehind, check_unread, forget_cached, left_behind
+from ftp.tracing.left_behind import LeftBehind, as_next_call, forget_cached, left_behind
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.replacements.libraries import patched_libraries
@@ -175,8 +175,9 @@ def trace(
             traced = _with_reads(made, reads)
         again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
         anew = partial(_with_reads, partial(_traced, again), reads)
-        if request.left and request.left[-1].places:
-            check_unread(request.left[-1], anew)
+        if request.left:
+            of_next = partial(_traced, replace(request, recognises=None))
+            traced = as_next_call(traced, request.left, anew, partial(_with_reads, of_next, reads))
         if not traced.is_recognised:
             warn_of_counted(numbers, traced, anew)
     return traced
@@ -317,7 +318,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     if request.recognises and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)
     if recording is not None and request.recognises is not None:
-        if not request.left[-1].places and request.recognises(recording):
+        if not request.left[-1].all and request.recognises(recording):
             return Traced(gm, (), ran.tree, (), (), (), recording=recording, is_recognised=True)
         recording = recording.kept()
     check_writes(gm.graph)

@@ -11,7 +11,7 @@ import torch
 
 import ftp
 from ftp import P
-from ftp.errors import InputError, StaleCaptureWarning, TraceError
+from ftp.errors import StaleCaptureWarning, TraceError
 
 MESH = ftp.simulated_mesh((2,), ("tp",))
 
@@ -341,17 +341,115 @@ def test_state_that_a_call_writes_into_a_tensor_of_its_own_is_an_error(writes):
         ftp.shard(loss, MESH, P(None, "tp"))(*arguments())
 
 
-def test_a_table_of_a_captured_tensor_that_changes_later_is_an_error():
-    powers, memo = torch.arange(4, dtype=torch.float64), {}
+def _losses(keep, between, lengths=(2, 2, 2)):
+    """The losses of a step whose function keeps what ``keep(memo, n)`` gives, and those of torch;
+    ``between(memo)`` runs after each call.
+    """
+    found, expected = list[torch.Tensor](), list[torch.Tensor]()
+    w, _ = arguments()
+    for is_step, losses in ((True, found), (False, expected)):
+        memo = {}
+
+        def loss(w, x, memo=memo):
+            return (keep(memo, len(x)) * (x @ w)).square().sum()
+
+        step = ftp.spmd(loss, MESH, (P(None, "tp"), P())) if is_step else loss
+        for n in lengths:
+            losses.append(step(w, torch.ones(n, 4, dtype=torch.float64)))
+            between(memo)
+    return found, expected
+
+
+def _kept_table(memo, _):
+    if "table" not in memo:
+        memo["powers"] = memo.get("powers", torch.arange(4, dtype=torch.float64))
+        memo["table"] = memo["powers"].cos()
+    return memo["table"]
+
+
+@pytest.mark.parametrize("writes_to", ["powers", "table"])
+def test_a_table_is_read_as_it_is_when_a_program_runs(writes_to):
+    found, expected = _losses(_kept_table, lambda memo: memo[writes_to].mul_(2))
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_is_kept_and_not_read_may_be_of_a_captured_tensor_that_changes():
+    rate, seen = torch.tensor(0.1, dtype=torch.float64), {}
 
     def loss(w, x):
-        if "table" not in memo:
-            memo["table"] = powers.cos()
-        return (x @ w * memo["table"]).sum()
+        seen["rate"] = rate * 1
+        return (x @ w).sum() * rate
 
     step = ftp.shard(loss, MESH, P(None, "tp"))
     w, x = arguments()
-    assert step(w, x)[0] == (x @ w * powers.cos()).sum()
-    powers.add_(1)
-    with pytest.raises(InputError, match=r"'powers', which .* was read as Python numbers when"):
-        step(w, x)
+    for _ in range(3):
+        assert step(w, x)[0] == (x @ w).sum() * rate
+        rate.mul_(0.5)
+
+
+def test_a_table_of_integers_made_under_another_default_dtype():
+    def keep(memo, _):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            if "table" not in memo:
+                memo["table"] = torch.ones(4) * (torch.arange(4) / 3) + torch.linspace(0, 1, 4)
+        finally:
+            torch.set_default_dtype(before)
+        return memo["table"]
+
+    found, expected = _losses(keep, lambda memo: None, (2, 4, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+def test_a_table_that_grows_is_not_warned_of():
+    def keep(memo, n):
+        if len(memo.get("table", ())) < n:
+            memo["table"] = torch.arange(n, dtype=torch.float64).cos()[:, None]
+        return memo["table"][:n]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, expected = _losses(keep, lambda memo: None, (2, 4, 3, 6, 2))
+    torch.testing.assert_close(found, expected)
+
+
+def _appended(memo, _):
+    memo.setdefault("log", []).append(torch.ones(()))
+    return sum(memo["log"])
+
+
+def _decayed(memo, _):
+    memo["beta"] = memo.get("beta", torch.ones(())) * 0.9
+    return memo["beta"]
+
+
+def _counted_in_place(memo, _):
+    memo.setdefault("n", torch.zeros(()))
+    memo["n"] += 1
+    return memo["n"]
+
+
+@pytest.mark.parametrize("keep", [_appended, _decayed, _counted_in_place])
+def test_state_of_calls_that_does_not_depend_on_arguments_is_an_error(keep):
+    with pytest.raises(TraceError, match=r"left there for its next call|changed in place"):
+        _losses(keep, lambda memo: None)
+
+
+class _OfClass:
+    by_class = {}  # noqa: RUF012
+
+    def table(self):
+        if not self.by_class:
+            self.by_class["table"] = torch.arange(4, dtype=torch.float64)
+        return self.by_class["table"]
+
+
+def test_a_table_beside_one_that_no_variable_leads_to():
+    _OfClass.by_class.clear()
+    found, _ = _losses(lambda memo, n: _kept_table(memo, n) * _OfClass().table(), lambda memo: None)
+    _OfClass.by_class.clear()
+    w, _ = arguments()
+    angles = torch.arange(4, dtype=torch.float64)
+    expected = (angles.cos() * angles * (torch.ones(2, 4, dtype=torch.float64) @ w)).square().sum()
+    torch.testing.assert_close(found, [expected] * 3)

@@ -316,6 +316,10 @@ def _text_of(n):
     return f"v{n}"
 
 
+def _lines_of(values):
+    return [f"{name}: {value:.2f}" for name, value in values.items()]
+
+
 def _matched(n):
     match f"v{n}":
         case "v3":
@@ -327,6 +331,13 @@ def _iterated(n):
     total = 0
     for letter in f"{n}":
         total += ord(letter)
+    return total
+
+
+def _looped(n):
+    total = 0
+    for text in [f"v{n}", "v4"]:
+        total += text == "v3"
     return total
 
 
@@ -342,6 +353,10 @@ TEXTS: dict[str, Any] = {
     "in a returned one": lambda n: 2 if "3" in _text_of(n) else 3,
     "matched": _matched,
     "iterated": _iterated,
+    "joined": lambda n: 2 if (lambda: "".join([f"v{n}"]))() == "v3" else 3,
+    "of a tuple": lambda n: 2 if (lambda: "v%s" % (n,))() == "v3" else 3,  # noqa: UP031
+    "listed": lambda n: 2 if [f"v{n}"][0] == "v3" else 3,
+    "of a loop": _looped,
     "variable": lambda n: (lambda text: len(text) + (text == "3"))(f"{n}"),
 }
 
@@ -394,6 +409,11 @@ def test_messages_hold_texts_of_values():
         text += f" of {n.item():.2f} {x}"
         told.append(text)
         told.append(_text_of(n))
+        for line in [f"sum {n}", *_lines_of({"sum": n})]:
+            told.append(line)
+        rows = [("sum", f"{n:.2f}")]
+        for name, value in rows:
+            told.append(name + value)
         return x if text else error
 
     torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)

@@ -66,12 +66,13 @@ def _decides(code: CodeType, instruction: int) -> bool | None:
 
 
 def _is_read(
-    nodes: Sequence[ast.AST], position: SourcePosition, names: frozenset[str]
+    nodes: Sequence[ast.AST], position: SourcePosition, names: frozenset[str], is_held: bool = False
 ) -> bool | None:
     """Whether code decides by the text of the expression at ``position``; None where it returns it.
 
     Args:
         names: those that the text was assigned to on the way to the expression.
+        is_held: the expression is a list or another container that holds the text.
     """
     around = [
         node for node in nodes if isinstance(node, ast.expr | ast.stmt) and spans(node, position)
@@ -79,31 +80,50 @@ def _is_read(
     around.reverse()  # `nodes_of` lists outer nodes first
     for text, node, outer in zip(around, around[1:], [*around[2:], None], strict=False):
         if isinstance(text, ast.Lambda) or isinstance(node, ast.Return):
-            return None
-        if _reads(node, text, not isinstance(outer, _UNUSED)):
+            return False if is_held else None
+        if is_held and _takes_item(node, text):
+            is_held = False
+        elif _reads(node, text, not isinstance(outer, _UNUSED)):
             return True
+        elif isinstance(node, _DISPLAYS):
+            is_held = True
+        elif isinstance(node, _MAKE_TEXTS):
+            is_held = False
         if isinstance(node, ast.stmt):
-            name = _assigned(node)
+            assigned = _assigned(node) - names
             function = next((n for n in around if isinstance(n, _FUNCTIONS)), None)
-            if name in {"", *names} or function is None:
+            if not assigned or function is None:
                 return False
-            uses = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id == name)
+            uses = (n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in assigned)
             loads = (n for n in uses if isinstance(n.ctx, ast.Load))
-            found = {_is_read(nodes, span_of(n), names | {name}) for n in loads}
+            found = {_is_read(nodes, span_of(n), names | assigned, is_held) for n in loads}
             return True if True in found else None if None in found else False
     return False
 
 
-def _assigned(statement: ast.stmt) -> str:
-    """The name that a statement assigns to; "" if it is none, or several."""
+def _assigned(statement: ast.stmt) -> frozenset[str]:
+    """The name that a statement assigns to; none where it assigns to several."""
     match statement:
         case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
-            return name
-        case ast.AugAssign(target=ast.Name(name)):
-            return name
-    return ""
+            return frozenset({name})
+        case ast.AugAssign(target=ast.Name(name)) | ast.For(target=ast.Name(name)):
+            return frozenset({name})
+    return frozenset()
 
 
+def _takes_item(node: ast.AST, held: ast.AST) -> bool:
+    """Whether an expression or a statement takes items of a container."""
+    return held is (
+        node.iter
+        if isinstance(node, ast.For)
+        else node.value
+        if isinstance(node, ast.Subscript)
+        else None
+    )
+
+
+_MAKE_TEXTS = (ast.BinOp, ast.Call, ast.JoinedStr)  # also of a container: "%s" % (n,)
+_DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.DictComp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _UNUSED = (ast.Expr, ast.Raise, ast.Assert, ast.With)  # what they hold goes into no other value
 _TEXTS = ("str", "repr", "format", "join")  # whose results are texts of their arguments
