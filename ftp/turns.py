@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
@@ -28,7 +28,8 @@ def turn() -> Iterator[None]:
     rank is stopped in its turn, the others wait ``_PATIENCE`` once.
     """
     global _has_turn
-    if _has_turn or not _takes_turns or _ranks() <= (cores := _cores()):
+    cores = _cores()
+    if _has_turn or not _takes_turns or not cores or _ranks() <= len(cores):
         yield
         return
     with _free_place(cores) or contextlib.nullcontext():
@@ -47,20 +48,20 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _cores() -> float:
-    """The cores that this process may use; without end where sockets need a file."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else float("inf")
+def _cores() -> set[int]:
+    """The cores that this process may use; none where sockets need a file."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def _free_place(cores: float) -> socket.socket | None:
-    """One of ``cores`` places, once it is free; None if that takes too long."""
+def _free_place(cores: Iterable[int]) -> socket.socket | None:
+    """The place of one of these cores, once one is free; None if that takes too long."""
     global _takes_turns
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until:
-        for number in range(int(cores)):
+        for core in cores:
             place = socket.socket(socket.AF_UNIX)
             try:
-                place.bind(f"{_PLACE}-{os.getuid()}-{number}")
+                place.bind(f"{_PLACE}-{os.getuid()}-{core}")
                 return place
             except OSError as e:
                 place.close()

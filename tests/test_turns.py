@@ -14,20 +14,20 @@ from ftp.turns import turn
 def crowded(monkeypatch):
     """Three ranks on one core."""
     monkeypatch.setattr(turns, "_PLACE", f"\0ftp-test-{os.getpid()}")
-    monkeypatch.setattr(turns, "_cores", lambda: 1)
+    monkeypatch.setattr(turns, "_cores", lambda: {0})
     monkeypatch.setattr(turns, "_takes_turns", True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
 
 
 def is_free() -> bool:
-    place = turns._free_place(1)
+    place = turns._free_place({0})
     if place is not None:
         place.close()
     return place is not None
 
 
 def test_a_rank_waits_for_the_turn_of_another_one():
-    other = turns._free_place(1)
+    other = turns._free_place({0})
     assert other is not None
     threading.Timer(0.15, other.close).start()
     start = time.monotonic()
@@ -43,6 +43,15 @@ def test_a_turn_within_a_turn_is_the_same_one(monkeypatch):
         assert not is_free()
 
 
+def test_ranks_on_cores_of_their_own_do_not_wait(monkeypatch):
+    other = turns._free_place({0})
+    assert other is not None
+    monkeypatch.setattr(turns, "_cores", lambda: {1})
+    monkeypatch.setattr(turns, "_PATIENCE", 0.05)
+    with other, turn():
+        assert turns._takes_turns
+
+
 def test_an_error_ends_the_turn():
     with pytest.raises(KeyError), turn():
         raise KeyError
@@ -51,7 +60,7 @@ def test_an_error_ends_the_turn():
 
 def test_a_rank_does_not_wait_long_and_only_once(monkeypatch):
     monkeypatch.setattr(turns, "_PATIENCE", 0.05)
-    other = turns._free_place(1)
+    other = turns._free_place({0})
     assert other is not None
     with other:
         with turn():
