@@ -118,10 +118,10 @@ class WriteGuard(ModeOfBlocks):
             self.copies[id(new)] = Copy(original, new, False)
 
     def is_moved(self, new: Any, old: Tensor) -> bool:
-        """Whether ``new`` is ``old`` on another device."""
+        """Whether ``new`` is ``old`` on another device, or detached."""
         copy = self.copies.get(id(new))
         is_copy = copy is not None and copy.of == id(old) and copy.is_equal
-        return is_copy and new.device != old.device
+        return is_copy and (new.device != old.device or id(new) in self.names)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -129,6 +129,17 @@ def test_a_tensor_read_through_an_alias_and_replaced_is_an_error(read):
         fn(params, torch.ones(3))
 
 
+def test_a_tensor_that_a_call_replaces_by_itself_detached():
+    def detached(m, y):
+        m.mask = m.mask.detach()
+        return (m.mask * y).sum()
+
+    model = Keeping(detached)
+    model.mask = torch.arange(3.0)
+    fn, params = functionalize(model)
+    assert torch.equal(fn(params, torch.ones(3)), model(torch.ones(3)))
+
+
 def _scratch(m, y):
     m.by_name["y"], m.slotted.last = y, 2 * y  # as a hook or a U-net's skips
     return m.by_name["y"] + m.slotted.last
