@@ -144,7 +144,8 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
     node reads.
 
     Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
-    output in an input's memory is a new tensor object. The graph must come from `with_values`.
+    output in an input's memory, or written to a view, is a new tensor object, which autograd takes
+    for no view. The graph must come from `with_values`.
 
     Later readers whose results are small, such as the gather of targets' logits after their exp,
     are moved before the op that writes.
@@ -156,6 +157,7 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
     last = last_uses(nodes, family)
     kept: dict[fx.Node, fx.Node] = {}  # per family in another's memory, the operand it overwrites
     written: set[fx.Node] = set()
+    through_views: set[fx.Node] = set()
     readers = _Readers(nodes, family)
 
     def base(node: fx.Node) -> fx.Node:
@@ -180,6 +182,8 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
         ):
             continue
         node.target = target
+        if first in through_views or (is_view(first) and first not in written):
+            through_views.add(node)
         written.add(node)
         kept[family[node]] = first
         last[root] = last[family[node]]
@@ -188,7 +192,8 @@ def reuse_memory_in(graph: fx.Graph, donated: Collection[int] = ()) -> None:
     taken: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(output):
         for result in dict.fromkeys(output.all_input_nodes):
-            if base(result).op == "placeholder" and base(result) is not family[result]:
+            is_of_input = base(result).op == "placeholder" and base(result) is not family[result]
+            if is_of_input or result in through_views:
                 taken[result] = graph.call_function(aten.detach.default, (result,))
     output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
 

@@ -113,6 +113,15 @@ def test_parts_are_not_written():
     assert aten.exp.default in targets(lambda x: (x * 2)[:, :1].expand(6, 8).exp())
 
 
+def test_a_result_that_was_written_to_a_view_is_no_view_for_autograd():
+    """A view that is made under no_grad cannot be changed in place by what needs a gradient."""
+    step = ftp.spmd(lambda x: (x @ x).reshape(16).exp(), ftp.make_mesh((1,), ("tp",)), P(), P())
+    result = step(torch.eye(4))
+    assert not result._is_view()
+    assert aten.exp_.default in [n.target for n in step.lower(torch.eye(4)).executed.nodes]
+    result.add_(torch.ones(16, requires_grad=True))
+
+
 def test_logits_of_a_cut_loss_are_held_once():
     tokens, width, vocab = 256, 16, 4096
 
