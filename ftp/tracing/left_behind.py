@@ -72,13 +72,8 @@ def left_behind(fn: Callable[..., Any], recorder: Recorder) -> LeftBehind:
         if (value := values[node]) is None:
             left.constants.append((place, _zeros_like(place.value)))
         else:
-            left.kept.append((place, _placed(value, node.meta["val"].device)))
+            left.kept.append((place, value))
     return left
-
-
-def _placed(value: Tensor, device: torch.device) -> Tensor:
-    """A value on its GPU, if there is one: programs for GPUs are also planned elsewhere."""
-    return value.to(device) if device.type == "cuda" and torch.cuda.is_available() else value
 
 
 def _of_arguments(graph: fx.Graph) -> set[fx.Node]:
