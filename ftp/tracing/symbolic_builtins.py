@@ -167,9 +167,9 @@ class SymbolicRange(Sequence[Any]):
     def __init__(self, start: Any, stop: Any, step: Any, length: int | None = None):
         self.start, self.stop, self.step = start, stop, step
         if length is None:
-            length = -((start - stop) // step)
+            count: Any = -((start - stop) // step)
             # Not equal to 0 or to 1: the size of a dim is taken for neither.
-            length = 0 if length < 1 else 1 if length < 2 else int(length)
+            length = 0 if count < 1 else 1 if count < 2 else int(count)
         self._numbers = range(length)
 
     @property
