@@ -245,7 +245,7 @@ class Step:
         try:
             trace = traced or traced_for(definition, inputs)
         except Exception as error:
-            if taken is None:
+            if taken is None or isinstance(error, FtpError):  # which has a reason of its own
                 raise
             raise InputError(f"{taken}\n  With such shapes the trace failed: {error}") from error
         if taken is not None:

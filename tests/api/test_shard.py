@@ -394,11 +394,15 @@ def is_tp(found: Counted) -> None:
 
 def is_sp(found: Counted) -> None:
     """Where the embedding's gradient is cheaper to reduce-scatter than what it is computed from
-    is to gather, it may be.
+    is to gather, it may be. Then what the embedding gives may also be summed whole, for the first
+    norm, whose gradient goes on as partial sums.
     """
-    stand_ins = found.weights["reduce_scatter"]
+    stand_ins, whole = found.weights["reduce_scatter"], found.activations["all_reduce"]
+    assert whole <= stand_ins
     assert found.activations == Counter(
-        reduce_scatter=2 + 4 * found.layers, all_gather=2 + 4 * found.layers - stand_ins
+        all_reduce=whole,
+        reduce_scatter=2 + 4 * found.layers - 2 * whole,
+        all_gather=2 + 4 * found.layers - stand_ins - whole,
     )
     assert stand_ins == found.weights.total() <= found.stands_in
     assert found.vectors["all_reduce"] == found.vectors.total() <= found.weights_1d
