@@ -257,7 +257,8 @@ def _is_of_torch(node: fx.Node) -> bool:
 
 def _is_small(node: fx.Node, beside: fx.Node) -> bool:
     x, y = node.meta.get("val"), beside.meta["val"]
-    if not isinstance(x, FakeTensor) or any(v._has_symbolic_sizes_strides for v in (x, y)):  # type: ignore[attr-defined]
+    values: list[Any] = [x, y]
+    if not isinstance(x, FakeTensor) or any(v._has_symbolic_sizes_strides for v in values):
         return False
     return _SMALL * x.numel() <= y.numel()
 

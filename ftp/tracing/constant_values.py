@@ -12,13 +12,11 @@ from torch import Tensor, fx
 
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.written import writes
-from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
-from ftp.torch_internals.modes import DisableTorchFunction, disable_current_modes
 from ftp.torch_internals.op_types import OpOverload
+from ftp.tracing.data_dependent.known_values import computing
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.op_facts import op_facts
 from ftp.tracing.recorder import Recorder
-from ftp.tracing.settings import uncast
 
 
 def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
@@ -32,13 +30,7 @@ def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
     if not all(n.meta["ftp_constant"] in recorder.with_values for n in captured):
         return None
     values: dict[fx.Node, Any] = {}
-    with (
-        disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
-        DisableTorchFunction(),
-        torch.no_grad(),
-        uncast(),
-    ):
+    with computing():
         for at in needed:
             with _default_dtype_of(at):
                 values[at] = _computed(at, values, recorder)

@@ -3,7 +3,8 @@ counter.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,19 @@ from ftp.tracing.op_facts import op_facts
 from ftp.tracing.settings import uncast
 
 MOST = 1024  # elements of a tensor that is computed
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Within the block torch computes values: neither the trace nor its transforms see the ops."""
+    with (
+        disable_current_modes(),
+        temporarily_clear_interpreter_stack(),
+        DisableTorchFunction(),
+        torch.no_grad(),
+        uncast(),
+    ):
+        yield
 
 
 class KnownValues:
@@ -59,13 +73,7 @@ class KnownValues:
             held = tracer.tensor_tracker.get(tensor)
             if held is None or not self._is_constant(held.proxy.node):
                 return None
-        with (
-            disable_current_modes(),
-            temporarily_clear_interpreter_stack(),
-            DisableTorchFunction(),
-            torch.no_grad(),
-            uncast(),
-        ):
+        with computing():
             return func(self._computed(held.proxy.node, tracer.root))
 
     def _is_constant(self, node: fx.Node) -> bool:
