@@ -41,7 +41,7 @@ def test_what_is_no_slice_is_a_usage_error(text: str):
 
 
 FILE = """
-import time, pytest
+import gc, time, pytest
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def run(tmp_path: Path, body: str, *options: str) -> tuple[int, str]:
     conftest = (SUPPORT.parent / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\npythonpath = {SUPPORT}\nmarkers = slow: slow\n"
+        f"[pytest]\npythonpath = {SUPPORT}\nmarkers = slow: slow\nfilterwarnings = error\n"
     )
     (tmp_path / "test_file.py").write_text(FILE.replace("BODY", body))
     arguments = ["-p", "no:cacheprovider", "-rs", *options]
@@ -74,6 +74,14 @@ def test_the_limit_skips_what_is_left_and_fails_nothing(tmp_path: Path):
     status, printed = run(tmp_path, "pass", "--slow-slice=0/1", "--slow-limit=0")
     assert status == 0
     assert "3 skipped" in printed
+
+
+@pytest.mark.slow
+def test_a_limit_that_is_reached_where_python_drops_exceptions_fails_nothing(tmp_path: Path):
+    body = "gc.callbacks.append(lambda *_: time.sleep(2)); gc.collect(); gc.callbacks.pop()"
+    status, printed = run(tmp_path, body, "--slow-slice=0/1", "--slow-limit=1", "-k", "other")
+    assert status == 0
+    assert "1 skipped" in printed
 
 
 def test_a_slow_test_that_fails_fails_the_slice(tmp_path: Path):

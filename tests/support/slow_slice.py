@@ -55,6 +55,7 @@ class SlowSlice:
         self.number, self.parts = parse(text)
         self.limit = limit
         self.end = float("inf") if limit is None else time.monotonic() + limit
+        self.rang = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
@@ -78,9 +79,14 @@ class SlowSlice:
         signal.setitimer(signal.ITIMER_REAL, max(self.end - time.monotonic(), 1e-3))
         try:
             return (yield)
+        except (Exception, pytest.fail.Exception):
+            if self.rang:  # in a collector's callback: Python drops what that raises, pytest warns
+                self._stop()
+            raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
     def _stop(self, *_: object) -> None:
+        self.rang = True
         pytest.skip(f"the {self.limit:g} s of the slice are over")
