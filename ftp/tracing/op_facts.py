@@ -109,6 +109,7 @@ PROMOTING: dict[OpOverload, Callable[..., Sequence[Any]]] = {
     aten.mul_.Scalar: lambda other, *_: (other,),
     aten.addcmul_.default: lambda first, second, *_: (first, second),
     aten.addcdiv_.default: lambda first, second, *_: (first, second),
+    aten.ldexp_.default: lambda *_: (1.0,),
     aten.logit_.default: lambda *_: (1.0,),
 }
 

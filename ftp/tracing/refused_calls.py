@@ -65,16 +65,19 @@ def _check_elements(func: OpOverload, x: Tensor, line: str) -> None:
 
 
 def _check_result(func: OpOverload, args: Sequence[Any], line: str) -> None:
-    """Refuse an op in place whose result the tensor's dtype cannot hold, as torch's kernels do."""
     x, *operands = args
     for operand in PROMOTING[func](*operands):
-        dtype = torch.result_type(x, operand)
-        if not torch.can_cast(dtype, x.dtype):
-            made, held = (str(d).removeprefix("torch.") for d in (dtype, x.dtype))
-            raise TraceError(
-                f"{func} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
-                " which torch refuses. Convert the tensor with .to(dtype) first."
-            )
+        check_written(str(func), torch.result_type(x, operand), x, line)
+
+
+def check_written(name: str, dtype: torch.dtype, x: Tensor, line: str) -> None:
+    """Refuse an op in place whose result the tensor's dtype cannot hold, as torch's kernels do."""
+    if not torch.can_cast(dtype, x.dtype):
+        made, held = (str(d).removeprefix("torch.") for d in (dtype, x.dtype))
+        raise TraceError(
+            f"{name} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
+            " which torch refuses. Convert the tensor with .to(dtype) first."
+        )
 
 
 def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:

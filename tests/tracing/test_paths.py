@@ -353,6 +353,8 @@ TEXTS: dict[str, Any] = {
     "in a returned one": lambda n: 2 if "3" in _text_of(n) else 3,
     "matched": _matched,
     "iterated": _iterated,
+    "padded": lambda n: 2 if f"{n}".rjust(3) == "  3" else 3,
+    "replaced": lambda n: len(f"{n}".strip().replace("3", "")),
     "joined": lambda n: 2 if (lambda: "".join([f"v{n}"]))() == "v3" else 3,
     "of a tuple": lambda n: 2 if (lambda: "v%s" % (n,))() == "v3" else 3,  # noqa: UP031
     "listed": lambda n: 2 if [f"v{n}"][0] == "v3" else 3,
@@ -414,10 +416,23 @@ def test_messages_hold_texts_of_values():
         rows = [("sum", f"{n:.2f}")]
         for name, value in rows:
             told.append(name + value)
+        told.append(f"{n}".rjust(10) + f"{n:.2f}".strip().replace("e", "E"))
         return x if text else error
 
     torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)
     assert told[0] == "a value of the program a value of the program"
+
+
+def test_a_bar_shows_texts_of_values():
+    """tqdm shortens the texts that it is given."""
+    bar = pytest.importorskip("tqdm").tqdm(disable=True)
+
+    def fn(x):
+        bar.set_postfix(loss=x.sum().item(), sum=f"{x.sum():.3f}")
+        bar.set_description(f"sum {x.sum().item():.2f}")
+        return x
+
+    torch.testing.assert_close(ftp.spmd(fn, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P())(X), X)
 
 
 def test_the_error_of_a_list_names_what_may_be_done():

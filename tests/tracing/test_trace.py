@@ -417,6 +417,8 @@ def test_in_place_ops_keep_their_dtype():
         lambda x, y: x.mul_(y),
         lambda x, y: x.addcmul_(x, y),
         lambda x, y: x.logit_(),
+        lambda x, y: x.ldexp_(x),
+        lambda x, y: x.polygamma_(2),
         lambda x, y: y.add_(1j),
         lambda x, y: y.sub_(y * 1j),
         lambda x, y: (x > 0).mul_(2),

@@ -7,8 +7,9 @@ whose result is used.
 
 import ast
 import functools
+import sys
 from collections.abc import Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from ftp.source import is_users, users_frame
@@ -27,13 +28,18 @@ def _refused(*_: Any) -> NoReturn:
     raise number_refused(is_of_rows=False)
 
 
+def _length(text: str) -> int:
+    return str.__len__(text) if _only_shows(sys._getframe(1)) else _refused()
+
+
 class Text(str):
     """The text of a value, for messages printed while tracing; no code may read it."""
 
     _asked: Any = _refused
     __eq__ = __ne__ = __lt__ = __gt__ = __hash__ = __contains__ = _asked
-    __len__ = __iter__ = __getitem__ = startswith = endswith = isdigit = isnumeric = _asked
-    find = index = count = split = partition = replace = strip = _asked
+    __iter__ = __getitem__ = startswith = endswith = isdigit = isnumeric = _asked
+    find = index = count = split = partition = _asked
+    __len__ = _length
 
     def __bool__(self) -> bool:
         return True
@@ -48,12 +54,17 @@ def decides() -> bool:
     """
     frame = users_frame()
     while frame is not None and frame.f_globals.get("__name__") != "ftp.tracing.trace":
-        if is_users(frame.f_code):
+        if is_users(frame.f_code) and not _only_shows(frame):
             found = _decides(frame.f_code, frame.f_lasti)
             if found is not None:
                 return found
         frame = frame.f_back
     return False
+
+
+def _only_shows(frame: FrameType) -> bool:
+    """Whether a frame's code shows what it is given: it shortens long texts."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("rich", "tqdm")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,7 +137,10 @@ _MAKE_TEXTS = (ast.BinOp, ast.Call, ast.JoinedStr)  # also of a container: "%s" 
 _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.GeneratorExp, ast.DictComp)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _UNUSED = (ast.Expr, ast.Raise, ast.Assert, ast.With)  # what they hold goes into no other value
-_TEXTS = ("str", "repr", "format", "join")  # whose results are texts of their arguments
+_TEXTS = (  # whose results are texts of their arguments
+    "str", "repr", "format", "join", "ljust", "rjust", "center", "zfill", "upper", "lower", "strip",
+    "lstrip", "rstrip", "replace",
+)  # fmt: skip
 
 
 def _reads(node: ast.AST, text: ast.AST, is_result_used: bool) -> bool:

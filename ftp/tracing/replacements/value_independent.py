@@ -23,7 +23,7 @@ from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.ops import tensor_lists
 from ftp.ops.assume import assume, is_listening
 from ftp.sharding.sparse_matrix import of_values
-from ftp.source import at_line, describe_line, users_frame
+from ftp.source import at_line, describe_line, user_line, users_frame
 from ftp.torch_internals.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -42,6 +42,7 @@ from ftp.tracing.data_dependent.traced_number import (
 )
 from ftp.tracing.data_dependent.values_read import Level, captured_value, is_reading, python_value
 from ftp.tracing.nested_arguments import flat, input_first, is_of_a_tensor, map_leaves
+from ftp.tracing.refused_calls import check_written
 from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
@@ -390,8 +391,17 @@ def _sparse_coo_tensor(*args: Any, **kwargs: Any) -> Any:
     return torch.sparse_coo_tensor(*args, **kwargs) if found is None else found
 
 
+def _polygamma(input: Tensor, n: int) -> Tensor:
+    return torch.polygamma(n, input.clone())
+
+
 def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
+    def of(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = fn(input, *args, **kwargs)
+        check_written(fn.__name__.strip("_") + "_", found.dtype, input, user_line())
+        return input.copy_(found)
+
+    return of
 
 
 _METHODS: dict[str, Callable[..., Any]] = {  # also functions of torch
@@ -432,5 +442,5 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.data.__set__: _set_data,  # pyright: ignore[reportAttributeAccessIssue]
     **{getattr(torch, name): of_sequences(name) for name in _RECURRENT},
     # torch cannot functionalize it.
-    Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),
+    Tensor.polygamma_: _in_place(_polygamma),
 }
