@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 
@@ -38,6 +38,24 @@ def turn() -> Iterator[None]:
             yield
         finally:
             _has_turn = False
+
+
+def own_cores() -> tuple[int, int]:
+    """The first core that this process may use, and their number; zeros where it cannot tell."""
+    cores = _cores()
+    return min(cores, default=0), len(cores)
+
+
+def are_crowded(cores: Sequence[tuple[int, int]]) -> bool:
+    """Whether ranks of one host are more than the cores that they may use.
+
+    Args:
+        cores: `own_cores` of each rank.
+
+    >>> are_crowded([(0, 2)] * 4), are_crowded([(0, 2)] * 2), are_crowded([(0, 1), (1, 1)])
+    (True, False, False)
+    """
+    return len(cores) > sum(number for _, number in set(cores)) > 0
 
 
 def _ranks() -> int:

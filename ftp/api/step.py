@@ -51,6 +51,7 @@ from ftp.torch_internals.process_groups import load_python_kernels
 from ftp.tracing.captured import check_unchanged
 from ftp.tracing.settings import is_cast, uncast
 from ftp.tracing.trace import Traced
+from ftp.turns import are_crowded, own_cores
 from ftp.version import __version__
 
 if TYPE_CHECKING:
@@ -347,10 +348,14 @@ class Step:
                 "hardware": describe_hardware(self._definition.hardware_on(())),
             }
             record.agree(number, {**facets, "specs": str(specs)})
-            texts = record.exchange("arguments", held)
+            # The cores stand apart: those of ranks that are bound differ, and no other text does.
+            sent = record.exchange("arguments", "\n".join((held, json.dumps(own_cores()))))
+            texts, cores = zip(*(text.split("\n") for text in sent), strict=True)
             read = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most are equal
             everyone = [read[text] for text in texts]
-            mesh = replace(self.mesh, hosts=_several(host for *_, host in everyone))
+            hosts = _several(host for *_, host in everyone)
+            is_crowded = not hosts and are_crowded([tuple(json.loads(text)) for text in cores])
+            mesh = replace(self.mesh, hosts=hosts, is_crowded=is_crowded)
             self._definition = replace(self._definition, mesh=mesh)
             state = self._definition.state
             loaded = {i for i, position in enumerate(call.positions) if position not in state}

@@ -53,13 +53,14 @@ def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
         return _gather
     if node.args[1] not in _OPS or node.meta["collective"].dtype.is_complex:
         return None
-    options = AllreduceOptions()
+    options, is_crowded = AllreduceOptions(), node.meta.get("is_crowded", False)
     options.reduceOp = _OPS[node.args[1]]
 
     def reduce(x: torch.Tensor, op: str, group: Any) -> UnderWay:
         y, of = x.clone(memory_format=torch.contiguous_format), resolve_process_group(group)
         if goes_by_parts(y, op, of.size()):
-            reduce_by_parts(y, op, of)
+            reduce_many = reduce_at_first if is_crowded else reduce_by_parts
+            reduce_many(y, op, of)
             return y, None
         return y, of.allreduce([y], options)
 
@@ -103,6 +104,31 @@ def reduce_by_parts(x: torch.Tensor, op: str, group: Any) -> None:
         result = parts.view(-1)
     flat.copy_(result[: len(flat)])
 
+
+def reduce_at_first(x: torch.Tensor, op: str, group: Any) -> None:
+    """All-reduce a value in place at the group's first rank, which gets it from all others and
+    sends them the result: a message of each rank there, and one back.
+
+    For ranks that share a core. They send as many bytes as by parts, and what counts is how often
+    a rank must be woken for a message; ranks with a core each would wait for the first one.
+    """
+    join, flat, ranks = _JOINS[op], x.view(-1), range(1, group.size())
+    backend = group._get_backend(x.device)
+    timeout = backend.options._timeout  # a message alone would wait as long as at the group's start
+    if group.rank():
+        backend.send([flat], 0, _TAG).wait(timeout)
+        backend.recv([flat], 0, _TAG).wait(timeout)
+        return
+    others = flat.new_empty(len(ranks), len(flat)).unbind()
+    for work in [backend.recv([y], i, _TAG) for i, y in zip(ranks, others, strict=True)]:
+        work.wait(timeout)
+    for other in others:  # in this order, whichever comes first
+        join(flat, other, out=flat)
+    for work in [backend.send([flat], i, _TAG) for i in ranks]:
+        work.wait(timeout)
+
+
+_TAG = 2**21  # of messages that are parts of a collective
 
 _GATHERED = AllgatherOptions()
 

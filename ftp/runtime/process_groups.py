@@ -27,13 +27,19 @@ from ftp.torch_internals.process_groups import resolve_process_group
 
 
 def for_backends(
-    graph: fx.Graph, device: torch.device, *, host: bool, is_own: bool = False
+    graph: fx.Graph,
+    device: torch.device,
+    *,
+    host: bool,
+    is_crowded: bool = False,
+    is_own: bool = False,
 ) -> fx.Graph:
     """The graph with each all-gather by the op for its backend, and with a CPU's collectives over
     gloo marked ``direct``: see `gloo_calls.call_directly`.
 
     Args:
         host: the host runs the graph; else a recording of its ops, which no direct call is, runs.
+        is_crowded: of the mesh.
         is_own: the caller owns the graph, which is changed in place.
     """
 
@@ -46,6 +52,7 @@ def for_backends(
     new = graph if is_own else copied(graph)[0]
     for node in filter(is_over, new.nodes):
         node.meta["direct"] = host and device.type == "cpu"
+        node.meta["is_crowded"] = is_crowded
         if node.target is ALL_GATHER:
             node.target = OVER_GLOO
     return new

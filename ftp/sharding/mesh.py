@@ -154,6 +154,8 @@ class Mesh:
         world: the number of the default process group, counted in this process.
         groups: the names of this rank's process groups, one for each axis.
         hosts: the host of each rank, row-major; empty if all ranks are on one.
+        is_crowded: all ranks are on one host, and are known to be more than the cores that they
+            may use.
         is_ascending: whether the ranks ascend, as programs that merge axes need; of one stage of a
             pipeline, whether they do on all stages.
     """
@@ -167,6 +169,7 @@ class Mesh:
     world: int = 0
     groups: tuple[str, ...] = field(default=(), compare=False, repr=False)
     hosts: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    is_crowded: bool = field(default=False, compare=False, repr=False)
     is_ascending: bool = field(default=True, compare=False, repr=False)
     torch: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
