@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from ftp.plans import from_hf, from_megatron, from_parallelize_plan
     from ftp.report.lowered import Lowered
     from ftp.report.visualize import visualize
-    from ftp.rules.forms import along_dim, einsum, pointwise, reduction
-    from ftp.rules.registry import rule
+    from ftp.rules.own import along_dim, einsum, pointwise, reduction, rule
     from ftp.runtime.calibrate import calibrate
     from ftp.searching.result import Found
     from ftp.searching.search import search
@@ -91,8 +90,7 @@ _HOMES = {
     "ftp.plans": "from_hf from_megatron from_parallelize_plan",
     "ftp.report.lowered": "Lowered",
     "ftp.report.visualize": "visualize",
-    "ftp.rules.forms": "along_dim einsum pointwise reduction",
-    "ftp.rules.registry": "rule",
+    "ftp.rules.own": "along_dim einsum pointwise reduction rule",
     "ftp.runtime.calibrate": "calibrate",
     "ftp.searching.result": "Found",
     "ftp.searching.search": "search",

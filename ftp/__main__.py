@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.certification.certificate import Certificate
 from ftp.certification.certificate_file import load_certificate
 from ftp.certification.checker import check
@@ -32,8 +31,8 @@ from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.own import RULES
 from ftp.rules.proof.findings import cached_findings
-from ftp.rules.registry import RULES
 from ftp.rules.rule import Rule
 from ftp.torch_internals.op_types import OpOverload
 

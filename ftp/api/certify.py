@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
-import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import (
     Certificate,
     Claim,

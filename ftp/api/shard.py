@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options, has_stages

@@ -83,7 +83,7 @@ def is_library(module: str) -> bool:
 
 def is_plain_object(value: Any) -> bool:
     """Whether a value is of a user's class, or of a class that only holds attributes."""
-    if isinstance(value, Tensor | type):
+    if type(value) in CONSTANTS or isinstance(value, (Tensor, type)):  # most are constants
         return False
     return isinstance(value, _NAMESPACES) or not is_of_library(type(value))
 

@@ -375,17 +375,25 @@ _KINDS: dict[Any, _Way] = {
         lambda of, held: [of.set(value) for value in held],
     ),
     random.Random: _of_generator(random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: _of_generator(
-        lambda of: of.get_state(legacy=False), lambda of, state: of.set_state(state)
-    ),
-    np.random.Generator: _of_generator(
-        lambda of: of.bit_generator.state,
-        lambda of, state: setattr(of.bit_generator, "state", state),
-    ),
     torch.Generator: _Way(_state_of, _put_state),
 }
 
 
 @lru_cache(maxsize=4096)
 def _kind(of: type) -> _Way:
-    return next((kind for base, kind in _KINDS.items() if issubclass(of, base)), _SLOTS)
+    kinds = [*_KINDS.items(), *_of_numpy()]
+    return next((kind for base, kind in kinds if issubclass(of, base)), _SLOTS)
+
+
+def _of_numpy() -> list[tuple[type, _Way]]:
+    """numpy's generators; none where nobody has loaded them."""
+    if "numpy.random" not in sys.modules:
+        return []
+    random_state = _of_generator(
+        lambda of: of.get_state(legacy=False), lambda of, state: of.set_state(state)
+    )
+    generator = _of_generator(
+        lambda of: of.bit_generator.state,
+        lambda of, state: setattr(of.bit_generator, "state", state),
+    )
+    return [(np.random.RandomState, random_state), (np.random.Generator, generator)]

@@ -3,8 +3,7 @@ and most of the time fewer arrive.
 """
 
 from collections.abc import Collection, Sequence
-from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -12,10 +11,12 @@ from torch import fx
 from ftp.dataclass import dataclass
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.passes.copy_elimination import copied
-from ftp.rules.bind import rule_of_node
 from ftp.rules.call import operands_of
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.op_types import OpOverload
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 aten = torch.ops.aten
 _SIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
@@ -103,10 +104,12 @@ def _read(
     return rows, unfit, sizes
 
 
-def _share(exchange: fx.Node) -> Fraction:
+def _share(exchange: fx.Node) -> "Fraction":
     """The share of the buffer that is filled under equal loads, when as many rows arrive as a rank
     sends.
     """
+    from fractions import Fraction  # few programs exchange rows
+
     x, _, bound, *_ = exchange.args
     assert isinstance(x, fx.Node) and isinstance(bound, int)
     return Fraction(min(_shape(x)[0], bound), max(bound, 1))
@@ -152,6 +155,8 @@ def _of_each(node: fx.Node, held: dict[fx.Node, _Rows]) -> int | None:
     operands = operands_of(node)
     if not all(isinstance(x.meta.get("val"), FakeTensor) for x in operands):
         return None
+    from ftp.rules.bind import rule_of_node
+
     rule = rule_of_node(node)
     if rule is None or (rule.local is not None and node.target not in _SIZED):
         return None

@@ -15,7 +15,6 @@ from torch import fx
 from ftp.dataclass import dataclass
 from ftp.errors import SpecError
 from ftp.ops.stack import STACK, UNSTACK
-from ftp.rules.bind import rule_of_node
 from ftp.rules.call import operands_of, replaced
 from ftp.rules.local_op import as_module
 from ftp.rules.rule import BoundRule
@@ -347,5 +346,7 @@ def _puts_together(node: fx.Node) -> bool:
 
 def _rule(node: fx.Node) -> BoundRule | None:
     """The rule of an op with one result that runs on parts unchanged."""
+    from ftp.rules.bind import rule_of_node
+
     found = rule_of_node(node) if isinstance(node.meta["val"], torch.Tensor) else None
     return None if found is None or found.local is not None else found

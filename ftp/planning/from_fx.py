@@ -35,8 +35,8 @@ from ftp.planning.graph_passes import key_of, live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.own import RULES
 from ftp.rules.proof.discover import discover
-from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.decompose import decompose as trace_decomposition

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.op_kinds import is_matmul
-from ftp.rules.registry import RULES
+from ftp.rules.own import RULES
 from ftp.sharding.layout import estimated
 
 

@@ -1,6 +1,6 @@
 """A rank's graph, a traced graph and a planner's graph as plain data, and back."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import fields
 from typing import Any
 
@@ -24,9 +24,11 @@ _OF_RANK = (
     "collective", "source", "origin", "branch", "is_ahead", "gives", "takes", "axis",
 )  # fmt: skip
 _OF_TRACE = ("val", "source", "phase")
+_OF_EXECUTED = ("collective", "source", "direct", "is_crowded")
 _PAST = frozenset(
     ("val", "tensor_meta", "region", "nn_module_stack", "stack_trace", "ftp_constant", "phase")
 )
+_PAST_EXECUTED = _PAST | {*_OF_RANK, "origins", "arrived"}
 _APART = ("target", "rule", "operands")
 _FIELDS = tuple(f.name for f in fields(Node) if f.init and f.name not in _APART)
 
@@ -34,7 +36,11 @@ Groups = Mapping[str, tuple[str, ...]]
 
 
 def write_graph(
-    writer: Writer, graph: fx.Graph, kept: Sequence[str] = _OF_TRACE, groups: Groups | None = None
+    writer: Writer,
+    graph: fx.Graph,
+    kept: Sequence[str] = _OF_TRACE,
+    groups: Groups | None = None,
+    past: Set[str] = _PAST,
 ) -> list[Any]:
     """Plain data of a graph of calls.
 
@@ -42,11 +48,12 @@ def write_graph(
         kept: the keys of ``meta`` that are written.
         groups: axes by the name of their process group; the names differ where the program is
             loaded.
+        past: the keys of a rank's graph that need not be written.
     """
     writer.nodes, made = {}, []
     for node in graph.nodes:
         # Passes read the metadata of a rank's nodes: unknown metadata is an error.
-        is_known = groups is None or set(node.meta) <= {*kept, *_PAST}
+        is_known = groups is None or set(node.meta) <= {*kept, *past}
         assert node.op in _KINDS and is_known, (node.op, node.target, list(node.meta))
         meta = [x for key in kept if key in node.meta for x in (key, writer.of(node.meta[key]))]
         args = [writer.of(a) for a in node.args]
@@ -105,15 +112,25 @@ def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., st
     return LocalProgram(as_module(graph), tuple(map(reader.of, data[0])), issued)
 
 
-def write_traced(writer: Writer, graph: fx.Graph) -> dict[str, Any]:
+def write_executed(writer: Writer, graph: fx.Graph, groups: Groups) -> list[Any]:
+    """Plain data of a rank's graph in the form that the eager runner takes."""
+    return write_graph(writer, graph, _OF_EXECUTED, groups, _PAST_EXECUTED)
+
+
+def write_traced(
+    writer: Writer, graph: fx.Graph, kept: Sequence[str] = _OF_TRACE
+) -> dict[str, Any]:
     """Plain data of a traced graph, and of the per-rank code and the functions of slices that it
     calls.
+
+    Args:
+        kept: as of `write_graph`.
     """
     keys = dict.fromkeys(str(n.args[1]) for n in graph.nodes if n.target is LOCAL)
     return {
         "programs": [_write_code(writer, program_of(key)) for key in keys],
         "slices": _write_slices(writer, graph.nodes),
-        "nodes": write_graph(writer, graph),
+        "nodes": write_graph(writer, graph, kept),
     }
 
 

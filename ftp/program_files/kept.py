@@ -8,7 +8,9 @@ stored.
 import contextlib
 import hashlib
 import json
+import marshal
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +22,13 @@ from ftp.distributed.handed_out import HandedOut
 from ftp.errors import FtpError
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.native import cache_folder, read_own, trim
+from ftp.partitioning.local_program import LocalProgram
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import describe_hardware
 from ftp.program_files.container import Container, pack, read_file, write_file
 from ftp.program_files.graphs import write_traced
+from ftp.program_files.kept_executed import executed_path, keep_executed, read_executed
 from ftp.program_files.plain import Writer
 from ftp.program_files.saved import (
     LoadedProgram,
@@ -34,16 +38,16 @@ from ftp.program_files.saved import (
     ranks_section,
     versions,
 )
-from ftp.rules import OWN_RULES
 from ftp.rules.decompositions import OWN_DECOMPOSITIONS
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.rules.registry import RULES
+from ftp.runtime.compile import Run, executed, running
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.trace import Traced
+from ftp.turns import turn
 from ftp.version import own_code
 
 KEEP = "FTP_PLANS"  # "0": never; "1": for simulated meshes too
@@ -69,11 +73,15 @@ def key_of(
     if asked == "0" or is_checked or mesh.kind == "abstract":
         return ""
     graph = traced.gm.graph
-    if not _is_of_own_rules(graph):
+    # The rules are loaded where a plan is made, or where a user states one.
+    is_known = "ftp.rules.own" not in sys.modules and DECOMPOSITIONS == OWN_DECOMPOSITIONS
+    if not (is_known or _is_of_own_rules(graph)):
         return ""
     writer, regions = Writer(), {}
     try:
-        body = write_traced(writer, graph)
+        # The results of calls have no other layouts where the inputs and the calls are the same.
+        body = write_traced(writer, graph, kept=("source", "phase"))
+        inputs = [writer.of(n.meta["val"]) for n in graph.find_nodes(op="placeholder")]
         places = []
         for node in graph.nodes:
             region = node.meta.get("region")
@@ -85,13 +93,13 @@ def key_of(
         return ""
     content = [
         versions(), own_code(), mesh.shape, mesh.axis_names, mesh.device_type, mesh.is_ascending,
-        mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, writer.pool, places, list(names),
-        list(is_state), repr(list(in_specs)), repr(list(out_specs)),
+        mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, inputs, writer.pool, places,
+        list(names), list(is_state), repr(list(in_specs)), repr(list(out_specs)),
         repr(_without_hardware(options)), describe_hardware(hardware),
         [str(c.dtype) for c in traced.constants],
     ]  # fmt: skip
-    text = json.dumps(content, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    text = marshal.dumps(content, 0)  # equal in all processes, and five times as fast as JSON
+    return hashlib.sha256(text).hexdigest()[:32]
 
 
 def _without_hardware(options: Options) -> dict[str, Any]:
@@ -102,6 +110,8 @@ def _is_of_own_rules(graph: fx.Graph) -> bool:
     """Whether all ops use ftp's own rules and decompositions, none of them overridden: a program
     with a user's rule is planned at every start.
     """
+    from ftp.rules.own import OWN_RULES, RULES
+
     for table, own in ((RULES, OWN_RULES), (DECOMPOSITIONS, OWN_DECOMPOSITIONS)):
         given = [op for op, entry in table.items() if own.get(op) is not entry]
         if any(op in own or op.namespace in ("aten", "prims") for op in given):
@@ -165,6 +175,8 @@ def kept_or_planned(
 
     # Files are written whole, so ranks read them side by side.
     before, program = (_file_at(for_all), _file_at(own)), kept()
+    if program is None and not _is_of_own_rules(traced.gm.graph):
+        return make()
     if program is None:
         lock = folder / f"{key}{host}.lock"
         with _one_at_a_time(lock, lambda: (_file_at(for_all), _file_at(own)) != before):
@@ -224,6 +236,21 @@ class KeptProgram(LoadedProgram):
     def __init__(self, container: Container, mesh: Mesh, traced: Traced, facts: Mapping[str, Any]):
         super().__init__(container, mesh, facts, traced.constants)
         self.out_tree, self._own_trace = traced.out_tree, traced.gm
+        self._ranks_digest = hashlib.sha256(container.sections["ranks"]).hexdigest()
+
+    def _eager(self, program: LocalProgram, given: Sequence[Any]) -> Run:
+        """As `Program`; the graph is one that another rank of the host has prepared, if any has."""
+        about = [self._ranks_digest, self._number(None)]
+        path = executed_path(about, program, given, self)
+        if path is None:
+            return super()._eager(program, given)
+        with turn():
+            graph = read_executed(path, self.mesh)
+            if graph is None:
+                graph = executed(self._bound(program), given, self.donated)
+                keep_executed(path, graph, self.mesh)
+                trim(path.parent, LIMIT)
+            return running(graph, self.donated, host=self._has_host)
 
     @property
     def traced(self) -> fx.GraphModule:

@@ -6,6 +6,7 @@ table's classes, and tuples of sizes, are stored once in a pool and referred to 
 
 import builtins
 import functools
+import importlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -241,10 +242,10 @@ def _dtype(data: list[Any]) -> torch.dtype:
 def _op(full: str) -> OpOverload:
     namespace, _, name = full.partition("::")
     name, _, overload = name.partition(".")
-    try:
-        found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
-    except AttributeError:
-        found = None
+    found = _registered(namespace, name, overload or "default")
+    if found is None and namespace == "ftp":
+        importlib.import_module("ftp.rules.own")  # with the modules of all of ftp's ops
+        found = _registered(namespace, name, overload or "default")
     if not isinstance(found, OpOverload):
         raise ProgramFileError(
             f"The program calls {full}, which is not registered here: import the module that"
@@ -253,6 +254,13 @@ def _op(full: str) -> OpOverload:
     if any(a.name == "filename" for a in found._schema.arguments):
         raise ProgramFileError(f"The program calls {full}, which opens files: it is refused.")
     return found
+
+
+def _registered(namespace: str, name: str, overload: str) -> Any:
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError:
+        return None
 
 
 _READ: Mapping[int, Callable[[Reader, list[Any]], Any]] = {

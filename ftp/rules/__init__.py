@@ -1,24 +1,3 @@
-"""Pass 2, rules: how each aten op's dims correspond, one file per family; importing it registers
-them.
+"""Pass 2, rules: how each aten op's dims correspond. A start that finds its plan needs none: `own`
+registers them when a program is planned, or a rule is asked for or stated.
 """
-
-from ftp.rules import (  # noqa: F401
-    along_dim,
-    attention,
-    conv,
-    factory,
-    flex_attention,
-    ftp_ops,
-    index,
-    linalg,
-    loss,
-    matmul,
-    norm,
-    pointwise,
-    reduce,
-    shape,
-    slices,
-)
-from ftp.rules.registry import RULES
-
-OWN_RULES = dict(RULES)  # before a user registers one

@@ -11,7 +11,7 @@ from torch import fx
 from ftp.errors import RuleError
 from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.notation import BATCH, Dims, Notation
-from ftp.rules.registry import RULES
+from ftp.rules.own import RULES
 from ftp.rules.rule import BoundRule, Rule
 from ftp.torch_internals.op_types import OpOverload
 

@@ -55,16 +55,28 @@ def eager(
         empties: the function takes a list and empties it, so that an input which nobody else holds
             is freed after its last use.
     """
-    inputs = _dense(inputs, donated)
-    written = _direct(for_eager(graph, inputs, donated, exchanges_of_rows()))
+    return running(executed(graph, inputs, donated), donated, host=host, empties=empties)
+
+
+def executed(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> fx.Graph:
+    """The graph that `eager` runs: the nodes in their order, with their writes."""
+    return for_eager(graph, dense(inputs, donated), donated, exchanges_of_rows())
+
+
+@collection_paused()
+def running(
+    graph: fx.Graph, donated: Sequence[int], *, host: bool = True, empties: bool = False
+) -> Run:
+    """The function of `eager`, of a graph that `executed` made, which is used up."""
+    written = _direct(graph)
     written = outline_branches(written) if host else written
     if not empties:
         forward = forward_of(written)
-        return lambda given: forward(*_dense(given, donated))
+        return lambda given: forward(*dense(given, donated))
     emptying = forward_of(written, empties=True)
 
     def run(given: Any) -> Sequence[torch.Tensor]:
-        taken = _dense(given, donated)
+        taken = dense(given, donated)
         given.clear()
         return emptying(taken)
 
@@ -85,7 +97,7 @@ def _direct(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
+def dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
     """The inputs, contiguous at these positions: an expanded tensor cannot be written to."""
     found = list(given)
     for i in at:
@@ -119,7 +131,7 @@ def compiled(
     called = _direct(with_subgraphs(graph, subgraphs, [made[key] for key in keys]))
     forward = forward_of(outline_branches(called) if host else called)
     # The code is compiled for dense inputs.
-    return lambda given: forward(*_dense(given, tensors), *held)
+    return lambda given: forward(*dense(given, tensors), *held)
 
 
 def subgraphs_of(
@@ -134,7 +146,7 @@ def subgraphs_of(
     """
     from ftp.runtime.local_shapes import known_numbers  # of the partitioner; eager runs do without
 
-    inputs = _dense(inputs, [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
+    inputs = dense(inputs, [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
     gm = with_values(as_module(ordered(graph)), inputs)
     graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -297,6 +297,14 @@ class Program:
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """The function that runs this rank's graph; ``given`` are its first inputs."""
+        if self.options.compile:
+            return self._compiled(self._bound(program), given)
+        return self._eager(program, given)
+
+    def _bound(self, program: LocalProgram) -> fx.Graph:
+        """This rank's graph on process groups, its collectives in the forms that backends take. All
+        ranks call it together.
+        """
         mesh, device, ours = self.mesh, mesh_device(self.mesh), program.gm.graph
         graph = as_backends_take(with_product_groups(ours, mesh))
         if self.options.async_tp:
@@ -305,8 +313,14 @@ class Program:
             check_recordable(graph, device)
         if mesh.kind == "process":
             graph = keeping_nan(through_memory(graph, memory_of(mesh, graph)))
-            graph = for_backends(graph, device, host=self._has_host, is_own=graph is not ours)
-        return self._compiled(graph, given) if self.options.compile else self._eager(graph, given)
+            graph = for_backends(
+                graph,
+                device,
+                host=self._has_host,
+                is_crowded=mesh.is_crowded,
+                is_own=graph is not ours,
+            )
+        return graph
 
     def _recorded(self, run: Run) -> Run:
         """The function that runs this rank's graph, recorded as one CUDA graph if asked for."""
@@ -326,8 +340,8 @@ class Program:
         code = self.saved_code.functions
         return compiled(graph, given, self.donated, choose, host=self._has_host, code=code)
 
-    def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
-        host, empties = self._has_host, bool(self.given_up)
+    def _eager(self, program: LocalProgram, given: Sequence[Any]) -> Run:
+        graph, host, empties = self._bound(program), self._has_host, bool(self.given_up)
         with turn():
             return eager(graph, given, self.donated, host=host, empties=empties)
 

@@ -353,8 +353,9 @@ class SizedProgram(Program):
             ranks.sizes.fix(size)
         return compiled(graph, given, self.donated, choose, host=host)
 
-    def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
+    def _eager(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """As `Program`, with memory reuse decided for all sizes that the graph serves."""
+        graph = self._bound(program)
         with self._symbolic(self.own_coordinate) as symbolic:
             return eager(graph, symbolic, self.donated, host=self._has_host)
 

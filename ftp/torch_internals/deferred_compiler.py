@@ -127,6 +127,26 @@ class _FewNames(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
+class _NoCall:
+    """Stands for the calls of Triton kernels, which the compiler alone makes: no node is one."""
+
+
+class _NoTritonCalls(ModuleType):
+    """A module that make_fx takes for loaded, to ask of each node whether it calls a kernel of
+    Triton; any other name loads it.
+    """
+
+    TritonKernelWrapperFunctional = TritonKernelWrapperMutation = _NoCall
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+_TRITON_CALLS = "torch._higher_order_ops.triton_kernel_wrap"
+
+
 # Fake tensors need two names for each constant of a trace.
 _NEEDED: dict[str, dict[str, Any]] = {
     "torch._dynamo.source": {
@@ -189,8 +209,9 @@ def defer() -> None:
     sys.meta_path.insert(0, _finder)
     deferred_symbols.defer()
     setattr(_config_module, get_assignments_with_compile_ignored_comments.__name__, _IgnoredOptions)
-    # make_fx assumes that the compiler has loaded this module.
-    importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+    if _TRITON_CALLS not in sys.modules:
+        package, _, name = _TRITON_CALLS.rpartition(".")
+        setattr(importlib.import_module(package), name, _NoTritonCalls(_TRITON_CALLS))
 
 
 def is_deferred() -> bool:
@@ -211,7 +232,7 @@ def load() -> None:
             for full in _NEEDED:
                 sys.modules.pop(full, None)
             try:
-                for full in PACKAGES:
+                for full in (*PACKAGES, _TRITON_CALLS):
                     importlib.import_module(full)
             finally:
                 _is_loading = False

@@ -50,7 +50,7 @@ from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.report.lowered import Lowered
-from ftp.rules.registry import RULES
+from ftp.rules.own import RULES
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.program import Program, shard_of
 from ftp.runtime.simulate import simulate

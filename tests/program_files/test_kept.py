@@ -16,8 +16,7 @@ from ftp import P
 from ftp.errors import PlanningError
 from ftp.program_files import kept
 from ftp.program_files.kept import KEEP, KeptProgram
-from ftp.rules import OWN_RULES
-from ftp.rules.registry import RULES
+from ftp.rules.own import OWN_RULES, RULES
 from ftp.sharding.pytree import flatten
 
 TP = ftp.simulated_mesh((2,), ("tp",))

@@ -14,9 +14,10 @@ import torch
 from op_sweep import Outcome, cases, op_names, run_case, summary, sweep
 
 from ftp.__main__ import OpRow, main, rows
+from ftp.rules.own import RULES
 from ftp.rules.proof.case import call_of
 from ftp.rules.proof.discover import discover
-from ftp.rules.registry import RULES, make
+from ftp.rules.registry import make
 
 RESULTS = Path(__file__).parent.parent / "results" / "ops.json"
 SHARES = Path(__file__).parent.parent / "results" / "op_shares.json"

@@ -7,7 +7,7 @@ from ftp.errors import RuleError
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, decomposition
 from ftp.rules.forms import batched, pointwise
 from ftp.rules.overloads import MISSING, MissingOp, Namespace
-from ftp.rules.registry import RULES, rule
+from ftp.rules.own import RULES, rule
 
 
 @pytest.fixture

@@ -18,15 +18,14 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ftp.rules  # noqa: F401
 from ftp.errors import RuleError
 from ftp.rules.call import tensors
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.own import RULES
 from ftp.rules.proof.case import Case, results_of
 from ftp.rules.proof.prove import prove
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import holding, resized, stated
-from ftp.rules.registry import RULES
 from ftp.testing import op_inputs
 
 aten = torch.ops.aten

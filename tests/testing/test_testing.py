@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.rules.registry import RULES, make
+from ftp.rules.own import RULES
+from ftp.rules.registry import make
 from ftp.testing import (
     assert_equal_to_one_device,
     check_rule,

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor
 
-import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 from ftp.rules.bind import bind, lookup

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.dataclass import dataclass
 from ftp.errors import RuleError
-from ftp.rules.bind import lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
@@ -186,6 +184,8 @@ class _RowDims(TorchDispatchMode):
         results = [*tensors(out, Tensor)]
         metas = replaced((list(args), dict(kwargs)), Tensor, Meta.of)
         op = self._out_of_place(func, args[0]) if func._schema.is_mutable else func
+        from ftp.rules.bind import lookup  # few traces select rows
+
         rule = lookup(Call(op, tuple(metas[0]), metas[1], tuple(map(Meta.of, results))))
         if rule is None:
             return self._decomposed(func, args, kwargs)
