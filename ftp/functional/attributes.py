@@ -53,7 +53,11 @@ def attributes_of(modules: Modules) -> Iterator[Held]:
     """
     seen = {id(module) for _, module in modules}
     for path, module in modules:
-        own = ((name, value) for name, value in module.__dict__.items() if name not in REGISTERED)
+        own = (
+            (name, value)
+            for name, value in module.__dict__.items()
+            if name not in REGISTERED and (name not in OF_MODULES or value)  # hooks: mostly none
+        )
         for name, value in (*own, *of_class(type(module))):
             yield from _held(join(path, name), value, (id(module), name), seen)
 

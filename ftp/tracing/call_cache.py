@@ -134,7 +134,7 @@ class Recall:
         nodes: list[fx.Node] = []
         made: list[FakeTensor | None] = []
         if known.in_place and call.inputs[0].meta.get("val") is call.given[0]:
-            self._keep_val(call.inputs[0])
+            call.inputs[0].meta["val"] = self.alias(call.given[0])  # a later op may reshape it
 
         def node_of(place: Any) -> fx.Node:
             return call.inputs[place.at] if type(place) is _Input else nodes[place.at]
@@ -168,15 +168,12 @@ class Recall:
                 nodes[i].meta["val"] = tuple(map(parts.get, range(max(parts, default=-1) + 1)))
         return replaced(known.result, _Made, lambda place: made[place.at])
 
-    def _keep_val(self, node: fx.Node) -> None:
-        """Give a node a ``val`` of its own before an in-place op: a later one may change the shape
-        of the tensor itself.
-        """
-        x = node.meta["val"]
+    def alias(self, x: FakeTensor) -> FakeTensor:
+        """A tensor of the same memory, which keeps its shape where ops change ``x``'s in place."""
         with DisableTorchDispatch():
             at = int(x.storage_offset())
             own = _Val(tuple(x.shape), x.stride(), at, x.dtype, x.fake_device, None)
-            node.meta["val"] = self._tensor(own, x)
+            return self._tensor(own, x)
 
     def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
         if source is None:

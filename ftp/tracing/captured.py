@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, StaleCaptureWarning
-from ftp.functional.attributes import is_plain_object
+from ftp.functional.attributes import OF_MODULES, is_plain_object
 from ftp.functional.module_program import ModuleProgram
 from ftp.source import describe_line, is_users
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack
@@ -319,7 +319,8 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
             (f"{module.path}.{key}", module.attributes, key)
             for module in visited.modules
             for key, value in module.attributes.items()
-            if (key in _HOOKS and value) or isinstance(value, _FUNCTIONS) or is_plain_object(value)
+            if (key in _HOOKS and value)
+            or (key not in OF_MODULES and (isinstance(value, _FUNCTIONS) or is_plain_object(value)))
         )
     elif isinstance(visited, nn.Module):
         own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx, track_tensor_tree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 
 from ftp.axis import is_inside
 from ftp.context import set_within
@@ -39,7 +39,7 @@ from ftp.torch_internals.modes import (
     is_traceable_wrapper_subclass,
 )
 from ftp.torch_internals.op_types import OpOverload
-from ftp.tracing.call_cache import Recall, TracedCall
+from ftp.tracing.call_cache import Recall, TracedCall, track
 from ftp.tracing.captured import ReadTensor, read_now
 from ftp.tracing.data_dependent.paths import same_region
 from ftp.tracing.explain_errors import SURROUNDING, explain, located, of_earlier_trace
@@ -137,6 +137,18 @@ class Recorder(TorchDispatchMode):
         self.modes = get_current_function_mode_stack()
         with set_within(_current, self), self:
             yield
+
+    def place(self, inputs: Sequence[Tensor]) -> None:
+        """Make placeholders of the function's tensors: make_fx takes ten times as long for each."""
+        mode: Any = get_proxy_mode()
+        tracer = mode.tracer
+        for i, tensor in enumerate(inputs):
+            proxy = tracer.create_proxy("placeholder", f"arg{i}_1", (), {})
+            if self.symbolic is not None:
+                track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+                continue
+            track(tensor, proxy.node, tracer)
+            proxy.node.meta["val"] = self.recall.alias(tensor)
 
     def begin(self) -> None:
         """Begin a run of the function, of which a recording may have several."""
@@ -382,13 +394,20 @@ def record(
     recorder: Recorder, flat: Callable[..., Any], inputs: Sequence[Tensor]
 ) -> fx.GraphModule:
     """The graph of a function on fake tensors, under their mode; ``recorder`` sees its ops."""
+
+    def on_inputs() -> Any:
+        recorder.place(inputs)
+        return flat(*inputs)
+
     # Autograd has a thread for each GPU, which sees neither the user's frames nor what is set here.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     try:
         # Lazy: most graphs are read and never called, and generating their code takes time.
         with one_thread, _use_lazy_graph_module(True), _without_log():
-            made = make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)
-            gm = made(*inputs)
+            made = make_fx(
+                on_inputs, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True
+            )
+            gm = made()
         if recorder.symbolic is not None:
             recorder.symbolic.note_rounded(gm.graph)  # unused numbers too, which guards may be of
         return gm
