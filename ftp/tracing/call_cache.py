@@ -26,33 +26,25 @@ from ftp.torch_internals.op_types import OpOverload
 
 
 @dataclass(frozen=True)
-class _Input:
-    """The node of the call's n-th tensor."""
+class _Place:
+    """A node among those of the call's tensors and, after them, the call's own."""
 
     at: int
 
 
-@dataclass(frozen=True)
-class _Made:
-    """The call's n-th node."""
-
-    at: int
-
-
-_PLACES = (_Input, _Made)
 CALLED = "called"  # in a node's metadata: the op that named it, if another one has replaced it
 
 
 @dataclass(frozen=True)
 class _Val:
-    """Metadata of a tensor; ``shares`` is the input or the node whose memory it views, if any."""
+    """Metadata of a tensor; ``shares`` is the place of the one whose memory it views, if any."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     device: torch.device
-    shares: _Input | _Made | None
+    shares: _Place | None
 
 
 @dataclass(frozen=True)
@@ -130,43 +122,40 @@ class Recall:
         known = self._known.get(call.key)
         if known is None:
             return None
-        graph = tracer.graph
-        nodes: list[fx.Node] = []
-        made: list[FakeTensor | None] = []
-        if known.in_place and call.inputs[0].meta.get("val") is call.given[0]:
-            call.inputs[0].meta["val"] = self.alias(call.given[0])  # a later op may reshape it
+        graph, given = tracer.graph, len(call.given)
+        nodes: list[fx.Node] = [*call.inputs]
+        tensors: list[FakeTensor | None] = [*call.given]
+        if known.in_place and nodes[0].meta.get("val") is tensors[0]:
+            nodes[0].meta["val"] = self.alias(call.given[0])  # a later op may reshape it
 
-        def node_of(place: Any) -> fx.Node:
-            return call.inputs[place.at] if type(place) is _Input else nodes[place.at]
+        def node_of(place: _Place) -> fx.Node:
+            return nodes[place.at]
 
         with DisableTorchDispatch():
             for record in known.records:
-                args = replaced(record.args, _PLACES, node_of)
-                kwargs = record.kwargs and replaced(record.kwargs, _PLACES, node_of)
+                args = replaced(record.args, _Place, node_of)
+                kwargs = record.kwargs and replaced(record.kwargs, _Place, node_of)
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
                 nodes.append(node)
                 tensor = None
-                if record.val is not None:
-                    source, shared = None, record.val.shares
-                    if shared is not None:
-                        source = (call.given if type(shared) is _Input else made)[shared.at]
-                    tensor = node.meta["val"] = self._tensor(record.val, source)
-                    written = call.given[0] if known.in_place else tensor
-                    track(written, node, tracer)
-                made.append(tensor)
+                if (val := record.val) is not None:
+                    source = None if val.shares is None else tensors[val.shares.at]
+                    tensor = node.meta["val"] = self._tensor(val, source)
+                    track(call.given[0] if known.in_place else tensor, node, tracer)
+                tensors.append(tensor)
         if known.in_place:
             return call.given[0]
-        for i, record in enumerate(known.records):
+        for i, record in enumerate(known.records, given):
             if record.val is None:
                 parts = {
-                    r.args[1]: made[j]
-                    for j, r in enumerate(known.records)
-                    if r.args and r.args[0] == _Made(i)
+                    r.args[1]: tensors[j]
+                    for j, r in enumerate(known.records, given)
+                    if r.args and r.args[0] == _Place(i)
                 }
                 nodes[i].meta["val"] = tuple(map(parts.get, range(max(parts, default=-1) + 1)))
-        return replaced(known.result, _Made, lambda place: made[place.at])
+        return replaced(known.result, _Place, lambda place: tensors[place.at])
 
     def alias(self, x: FakeTensor) -> FakeTensor:
         """A tensor of the same memory, which keeps its shape where ops change ``x``'s in place."""
@@ -195,8 +184,8 @@ class Recall:
         places: dict[int, Any] = {}
         stores: dict[int, Any] = {}
         for i, tensor in enumerate(call.given):
-            places.setdefault(id(tensor), _Input(i))
-            stores.setdefault(tensor.untyped_storage()._cdata, _Input(i))
+            places.setdefault(id(tensor), _Place(i))
+            stores.setdefault(tensor.untyped_storage()._cdata, _Place(i))
         device = call.given[0].fake_device
         vals = [_val(part, stores, device) for part in parts]
         if None in vals:
@@ -206,15 +195,14 @@ class Recall:
             replaced(x, FakeTensor, lambda tensor: places[id(tensor)])
             for x in (tuple(args), dict(kwargs))
         )
+        first = _Place(len(call.given))
         if isinstance(result, Tensor):
-            made = None if call.in_place else _Made(0)
+            made = None if call.in_place else first
             records = (_Record(func, name, given, named, vals[0]),)
             known = _KnownCall(records, made, call.in_place)
         else:
-            taken = [
-                _Record(getitem, "getitem", (_Made(0), i), {}, val) for i, val in enumerate(vals)
-            ]
-            made = type(result)(_Made(i + 1) for i in range(len(parts)))
+            taken = [_Record(getitem, "getitem", (first, i), {}, val) for i, val in enumerate(vals)]
+            made = type(result)(_Place(first.at + 1 + i) for i in range(len(parts)))
             known = _KnownCall((_Record(func, name, given, named, None), *taken), made, False)
         self._known[call.key] = known
 
@@ -270,10 +258,10 @@ def _known(
     places: dict[fx.Node, Any] = {}
     stores: dict[int, Any] = {}
     for i, (tensor, node) in enumerate(zip(call.given, call.inputs, strict=True)):
-        places.setdefault(node, _Input(i))
-        stores.setdefault(tensor.untyped_storage()._cdata, _Input(i))
+        places.setdefault(node, _Place(i))
+        stores.setdefault(tensor.untyped_storage()._cdata, _Place(i))
     records: list[_Record] = []
-    for i, node in enumerate(nodes):
+    for i, node in enumerate(nodes, len(call.given)):
         if any(n not in places for n in node.all_input_nodes):
             return None
         record = _record(node, i, places, stores, tracer)
@@ -281,7 +269,7 @@ def _known(
         if record is None or (is_mutable and not call.in_place):
             return None
         records.append(record)
-        places[node] = _Made(i)
+        places[node] = _Place(i)
     if call.in_place:
         first = tracer.tensor_tracker[call.given[0]]
         is_all = (
@@ -292,8 +280,9 @@ def _known(
             and records[0].val is not None
         )
         return _KnownCall(tuple(records), None, True) if is_all else None
-    made = _made_leaves(result, records, places, tracer.tensor_tracker)
-    if not made or not _are_unpacked(records, nodes):
+    own = dict(enumerate(records, len(call.given)))
+    made = _made_leaves(result, own, places, tracer.tensor_tracker)
+    if not made or not _are_unpacked(own, nodes):
         return None
     return _KnownCall(tuple(records), replaced(result, Tensor, lambda x: made[id(x)]), False)
 
@@ -313,7 +302,7 @@ def _record(
     if type(val) is FakeTensor:
         if (taken := _val(val, stores, val.fake_device)) is None:
             return None
-        stores.setdefault(val.untyped_storage()._cdata, _Made(i))
+        stores.setdefault(val.untyped_storage()._cdata, _Place(i))
     elif not isinstance(val, tuple | list) or not all(
         v is None or type(v) is FakeTensor for v in val
     ):
@@ -327,10 +316,10 @@ def _record(
 
 
 def _made_leaves(
-    result: Any, records: Sequence[_Record], places: Mapping[fx.Node, Any], tracker: Any
-) -> dict[int, _Made] | None:
-    """The record that makes each tensor of a call's result, by the tensor's id; None where a tensor
-    comes from elsewhere.
+    result: Any, records: Mapping[int, _Record], places: Mapping[fx.Node, Any], tracker: Any
+) -> dict[int, _Place] | None:
+    """The place of each tensor of a call's result, by the tensor's id; None where a tensor is of no
+    record.
     """
     made = {}
     for leaf in _leaves(result):
@@ -338,20 +327,23 @@ def _made_leaves(
         if not is_tracked or tracker[leaf].constant is not None:
             return None
         place = places.get(tracker[leaf].proxy.node)
-        if type(place) is not _Made or records[place.at].val is None:
+        record = None if place is None else records.get(place.at)
+        if record is None or record.val is None:
             return None
         made[id(leaf)] = place
     return made
 
 
-def _are_unpacked(records: Sequence[_Record], nodes: Sequence[fx.Node]) -> bool:
+def _are_unpacked(records: Mapping[int, _Record], nodes: Sequence[fx.Node]) -> bool:
     """Whether each result of an op with several results has a node of its own."""
-    for i, record in enumerate(records):
+    for (i, record), node in zip(records.items(), nodes, strict=True):
         if record.val is not None:
             continue
-        vals = nodes[i].meta["val"]
+        vals = node.meta["val"]
         unpacked = {
-            r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None
+            r.args[1]
+            for r in records.values()
+            if r.args and r.args[0] == _Place(i) and r.val is not None
         }
         if unpacked != {k for k, val in enumerate(vals) if val is not None}:
             return False
