@@ -26,7 +26,7 @@ from ftp.torch_internals.op_types import OpOverload
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeAt:
     """A node among those of the call's tensors and, after them, the call's own."""
 
     at: int
@@ -44,7 +44,7 @@ class _Val:
     offset: int
     dtype: torch.dtype
     device: torch.device
-    shares: _Place | None
+    shares: _NodeAt | None
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,13 @@ class Recall:
         if known.in_place and nodes[0].meta.get("val") is tensors[0]:
             nodes[0].meta["val"] = self.alias(call.given[0])  # a later op may reshape it
 
-        def node_of(place: _Place) -> fx.Node:
+        def node_of(place: _NodeAt) -> fx.Node:
             return nodes[place.at]
 
         with DisableTorchDispatch():
             for record in known.records:
-                args = replaced(record.args, _Place, node_of)
-                kwargs = record.kwargs and replaced(record.kwargs, _Place, node_of)
+                args = replaced(record.args, _NodeAt, node_of)
+                kwargs = record.kwargs and replaced(record.kwargs, _NodeAt, node_of)
                 # Arguments are set afterwards: fx would search them for symbolic numbers.
                 node = graph.create_node("call_function", record.target, name=record.name)
                 node._update_args_kwargs(args, kwargs)
@@ -152,10 +152,10 @@ class Recall:
                 parts = {
                     r.args[1]: tensors[j]
                     for j, r in enumerate(known.records, given)
-                    if r.args and r.args[0] == _Place(i)
+                    if r.args and r.args[0] == _NodeAt(i)
                 }
                 nodes[i].meta["val"] = tuple(map(parts.get, range(max(parts, default=-1) + 1)))
-        return replaced(known.result, _Place, lambda place: tensors[place.at])
+        return replaced(known.result, _NodeAt, lambda place: tensors[place.at])
 
     def alias(self, x: FakeTensor) -> FakeTensor:
         """A tensor of the same memory, which keeps its shape where ops change ``x``'s in place."""
@@ -184,8 +184,8 @@ class Recall:
         places: dict[int, Any] = {}
         stores: dict[int, Any] = {}
         for i, tensor in enumerate(call.given):
-            places.setdefault(id(tensor), _Place(i))
-            stores.setdefault(tensor.untyped_storage()._cdata, _Place(i))
+            places.setdefault(id(tensor), _NodeAt(i))
+            stores.setdefault(tensor.untyped_storage()._cdata, _NodeAt(i))
         device = call.given[0].fake_device
         vals = [_val(part, stores, device) for part in parts]
         if None in vals:
@@ -195,14 +195,14 @@ class Recall:
             replaced(x, FakeTensor, lambda tensor: places[id(tensor)])
             for x in (tuple(args), dict(kwargs))
         )
-        first = _Place(len(call.given))
+        first = _NodeAt(len(call.given))
         if isinstance(result, Tensor):
             made = None if call.in_place else first
             records = (_Record(func, name, given, named, vals[0]),)
             known = _KnownCall(records, made, call.in_place)
         else:
             taken = [_Record(getitem, "getitem", (first, i), {}, val) for i, val in enumerate(vals)]
-            made = type(result)(_Place(first.at + 1 + i) for i in range(len(parts)))
+            made = type(result)(_NodeAt(first.at + 1 + i) for i in range(len(parts)))
             known = _KnownCall((_Record(func, name, given, named, None), *taken), made, False)
         self._known[call.key] = known
 
@@ -258,8 +258,8 @@ def _known(
     places: dict[fx.Node, Any] = {}
     stores: dict[int, Any] = {}
     for i, (tensor, node) in enumerate(zip(call.given, call.inputs, strict=True)):
-        places.setdefault(node, _Place(i))
-        stores.setdefault(tensor.untyped_storage()._cdata, _Place(i))
+        places.setdefault(node, _NodeAt(i))
+        stores.setdefault(tensor.untyped_storage()._cdata, _NodeAt(i))
     records: list[_Record] = []
     for i, node in enumerate(nodes, len(call.given)):
         if any(n not in places for n in node.all_input_nodes):
@@ -269,7 +269,7 @@ def _known(
         if record is None or (is_mutable and not call.in_place):
             return None
         records.append(record)
-        places[node] = _Place(i)
+        places[node] = _NodeAt(i)
     if call.in_place:
         first = tracer.tensor_tracker[call.given[0]]
         is_all = (
@@ -302,7 +302,7 @@ def _record(
     if type(val) is FakeTensor:
         if (taken := _val(val, stores, val.fake_device)) is None:
             return None
-        stores.setdefault(val.untyped_storage()._cdata, _Place(i))
+        stores.setdefault(val.untyped_storage()._cdata, _NodeAt(i))
     elif not isinstance(val, tuple | list) or not all(
         v is None or type(v) is FakeTensor for v in val
     ):
@@ -317,7 +317,7 @@ def _record(
 
 def _made_leaves(
     result: Any, records: Mapping[int, _Record], places: Mapping[fx.Node, Any], tracker: Any
-) -> dict[int, _Place] | None:
+) -> dict[int, _NodeAt] | None:
     """The place of each tensor of a call's result, by the tensor's id; None where a tensor is of no
     record.
     """
@@ -343,7 +343,7 @@ def _are_unpacked(records: Mapping[int, _Record], nodes: Sequence[fx.Node]) -> b
         unpacked = {
             r.args[1]
             for r in records.values()
-            if r.args and r.args[0] == _Place(i) and r.val is not None
+            if r.args and r.args[0] == _NodeAt(i) and r.val is not None
         }
         if unpacked != {k for k, val in enumerate(vals) if val is not None}:
             return False
