@@ -1,6 +1,7 @@
 """Conditions on values that guard and decide nothing are assumptions."""
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -54,6 +55,12 @@ def _chained(x):
     assert 0 <= x.min() <= x.max() < 1e9
 
 
+def _finite(x):
+    loss = x.min().sqrt()
+    if not math.isfinite(loss.item()) or math.isnan(loss):
+        raise ValueError(f"the loss is {loss}")
+
+
 def _torch(x):
     torch._assert(x.min() >= 0, "negative")
 
@@ -78,8 +85,8 @@ def _torch_check_all(x):
 @pytest.mark.parametrize(
     "guard",
     [
-        _assert, _if, _torch_check, _torch_check_all, _if_not, _either, _not, _else, _chained,
-        _torch, _helper,
+        _assert, _if, _finite, _torch_check, _torch_check_all, _if_not, _either, _not, _else,
+        _chained, _torch, _helper,
     ],
 )  # fmt: skip
 def test_a_guard_is_assumed_and_can_be_checked(guard: Callable[[torch.Tensor], None]):

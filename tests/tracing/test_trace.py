@@ -5,6 +5,7 @@ cannot be one.
 # optree's types say nothing of what is in a tree.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 
+import copy
 import gc
 import sys
 import types
@@ -430,6 +431,21 @@ def test_a_result_that_an_in_place_op_cannot_hold_is_refused_as_in_torch(fn):
         fn(x.clone(), y.clone())
     with pytest.raises(TraceError, match=r"to a tensor of dtype .* at .*test_trace\.py:"):
         traced(lambda x, y: fn(x.clone(), y.clone()), x, y)
+
+
+def test_deep_copies_are_no_part_of_what_they_copy():
+    def fn(x):
+        kept = {"x": x, "again": [x, x * 2]}
+        copied = copy.deepcopy(kept)
+        copied["x"].mul_(3)
+        return kept, copied
+
+    same(fn, torch.randn(2, 3))
+
+
+def test_deep_copies_of_views_of_one_tensor_are_refused():
+    with pytest.raises(TraceError, match=r"test_trace\.py:(.|\n)*copy\.deepcopy of several views"):
+        traced(lambda x: copy.deepcopy([x, x[0]]), torch.randn(2, 3))
 
 
 def test_an_in_place_op_whose_namesake_takes_something_else():

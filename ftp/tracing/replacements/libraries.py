@@ -17,6 +17,7 @@ from ftp.source import at_line, user_line
 from ftp.torch_internals import pytree
 from ftp.tracing.data_dependent.control_flow import control_flow
 from ftp.tracing.data_dependent.traced_number import TracedNumber
+from ftp.tracing.replacements.finite_numbers import finite_numbers
 from ftp.tracing.replacements.flex_attention import flex_attention
 from ftp.tracing.replacements.mapped_ops import mapped_ops
 from ftp.tracing.replacements.python_draws import python_draws
@@ -247,6 +248,7 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     flex_attention,
     varlen_attention,
     control_flow,
+    finite_numbers,
     python_draws,
     mapped_ops,
 )

@@ -47,6 +47,7 @@ from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
+from ftp.tracing.replacements.deep_copies import deepcopy
 from ftp.tracing.replacements.diagonals import fill_diagonal_
 from ftp.tracing.replacements.gaussian_nll import gaussian_nll_loss
 from ftp.tracing.replacements.recurrent_layers import of_sequences
@@ -429,6 +430,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.sparse_coo_tensor: _sparse_coo_tensor,
     **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
     torch.combinations: _combinations,
+    Tensor.__deepcopy__: deepcopy,
     Tensor.__format__: text_of,
     Tensor.__repr__: repr_of,
     F.ctc_loss: _with_lengths(F.ctc_loss),
