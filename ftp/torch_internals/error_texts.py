@@ -32,6 +32,7 @@ class Meaning(Enum):
     NUMBER = "number"  # of the program, where torch or Python want one of their own
     MAPS_ROWS = "maps rows"  # torch.vmap over rows that a mask selects
     WRITES_STRIDED_VIEW = "writes strided view"  # through as_strided of a view
+    WRITES_CONJUGATE = "writes conjugate"  # through a part of a view of a conjugate
     NO_PROCESS_GROUP = "no process group"  # asked of torch.distributed without one
     DTYPES = "dtypes"
 
@@ -55,6 +56,7 @@ _TEXTS = {
     Meaning.NUMBER: r"TracedNumber",
     Meaning.MAPS_ROWS: r"is of type <class 'ftp\.tracing\.selected_rows\.selected\.Selected'>",
     Meaning.WRITES_STRIDED_VIEW: r"as_strided\(\) is non-compositional",
+    Meaning.WRITES_CONJUGATE: r"unresolved conjugated tensors",
     Meaning.NO_PROCESS_GROUP: r"Default process group has not been|Unsupported group type: <class"
     r" 'NoneType'>",
     Meaning.DTYPES: r"\bdtypes?\b|scalar type|same datatype",

@@ -136,11 +136,10 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
                     self.env[memory].copy_(self.env[memory].clone())
                 return found
             except RuntimeError as error:
-                if meaning_of(error) is not Meaning.WRITES_STRIDED_VIEW:
+                if (advice := _UNWRITTEN.get(meaning_of(error))) is None:
                     raise
                 raise TraceError(
-                    f"{n.target}{located(n.meta['source'])} writes through as_strided of a view."
-                    " Write through slices, transpose or view instead."
+                    f"{n.target}{located(n.meta['source'])} writes through {advice} instead."
                 ) from error
 
     def flat(*values: Tensor) -> Any:
@@ -158,6 +157,12 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
     for old, node in zip(placeholders, new.graph.find_nodes(op="placeholder"), strict=True):
         node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
     return new
+
+
+_UNWRITTEN: dict[Meaning | None, str] = {
+    Meaning.WRITES_STRIDED_VIEW: "as_strided of a view. Write through slices, transpose or view",
+    Meaning.WRITES_CONJUGATE: "a part of a view of x.conj(). Write to x[...].real and x[...].imag",
+}
 
 
 def _windows(line: str, x: Tensor, dim: int, size: int, step: int) -> Tensor:
