@@ -36,11 +36,13 @@ class Held(NamedTuple):
 
 _VISITED = 10_000  # most containers and objects to look into
 _SMALL = 1000  # most items of a container of which numbers are looked at
+NUMBERS = (int, float, bool)
 CONSTANTS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset, nn.Module)
-_NAMESPACES = (
+NAMESPACES = (
     *(SimpleNamespace, Namespace, UserDict, UserList, ChainMap),
     *(WeakKeyDictionary, WeakValueDictionary),
+    *(torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler),
 )
 _LIBRARIES = frozenset({"ftp", "numpy", "optree", "torch"}) | sys.stdlib_module_names
 REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -89,7 +91,7 @@ def is_plain_object(value: Any) -> bool:
     """Whether a value is of a user's class, or of a class that only holds attributes."""
     if type(value) in CONSTANTS or isinstance(value, (Tensor, type)):  # most are constants
         return False
-    return isinstance(value, _NAMESPACES) or not is_of_library(type(value))
+    return isinstance(value, NAMESPACES) or not is_of_library(type(value))
 
 
 def _held(path: str, value: Any, root: Root, seen: set[int]) -> Iterator[Held]:
@@ -119,7 +121,7 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
     """
     if isinstance(value, dict):
         entries = _of_interest(enumerate(value.items()), len(value), lambda entry: entry[1][1])
-        return [(f"[{_key(key, i)}]", item) for i, (key, item) in entries]
+        return [(f"[{key_text(key, i)}]", item) for i, (key, item) in entries]
     if isinstance(value, list | tuple | deque):
         items = _of_interest(enumerate(value), len(value), itemgetter(1))
         return [(f"[{i}]", item) for i, item in items]
@@ -159,6 +161,6 @@ def _of_interest(entries: Iterable[_T], n: int, value: Callable[[_T], Any]) -> I
     return entries if n <= _SMALL else [e for e in entries if type(value(e)) not in CONSTANTS]
 
 
-def _key(key: Any, i: int) -> str:
+def key_text(key: Any, i: int) -> str:
     plain = key is None or isinstance(key, str | int | float | tuple)
     return repr(key) if plain else f"{type(key).__name__} {i}"

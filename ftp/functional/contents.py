@@ -2,9 +2,12 @@
 they hold now, and put it back later.
 """
 
+import functools
+import gc
 import pickle
 import random
 import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +38,9 @@ from ftp.torch_internals.modes import DisableTorchFunction
 
 _VISITED = 10_000  # most objects to look into, the nearest first,
 _OF_MODULE = 100  # and as many more for each module
+_COPIED = 2**22  # most bytes of an array that are copied
 _LEAVES = (*CONSTANTS, Tensor)
+CACHE = type(functools.cache(repr))  # also of `functools.lru_cache`
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _WITH_GENERATORS = ("random", "numpy")  # libraries whose functions draw from generators
 
@@ -112,6 +117,13 @@ def put_in(of: Any, held: Any) -> None:
     _kind(type(of)).put(of, held)
 
 
+def is_leaf_state(x: Any) -> bool:
+    """Whether a value has a state of its own, without parts: an array, a set, a generator of random
+    numbers.
+    """
+    return isinstance(x, (*_STATES, *(kind for kind, _ in _of_numpy()))) and _is_changeable(x)
+
+
 def values_in(held: Any) -> Iterable[Any]:
     if isinstance(held, dict):
         return held.values()
@@ -176,6 +188,8 @@ def _is_changeable(x: Any) -> bool:
         return any(isinstance(value, Tensor) for value in x.args)
     if isinstance(x, FunctionType):
         return is_users(x.__code__)
+    if isinstance(x, np.ndarray):
+        return x.flags.writeable and not x.dtype.hasobject and x.nbytes <= _COPIED
     if _kind(type(x)) is not _SLOTS:
         return True
     return bool(slots_of(x)) if is_plain_object(x) else False
@@ -193,6 +207,8 @@ def _parts(x: Any) -> Iterable[Any]:
             return [getattr(x, name, None) for name in names]
     if isinstance(x, ref):
         return [x()]
+    if isinstance(x, CACHE):
+        return [x.__wrapped__, *values_of_cache(x)]
     if isinstance(x, nn.Module):
         hooks = [hook for name in _HOOKS for hook in x.__dict__[name].values()]
         return [*hooks, type(x)]
@@ -212,6 +228,15 @@ _REFERENCES = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
 }
+
+
+def values_of_cache(cache: Any) -> Iterator[Any]:
+    """The values that a function of `functools.cache` or `functools.lru_cache` keeps."""
+    for entries in gc.get_referents(cache):
+        if type(entries) is dict and entries is not cache.__dict__:
+            for entry in list(entries.values()):
+                is_element = type(entry).__name__ == "_lru_list_elem"
+                yield from gc.get_referents(entry) if is_element else (entry,)
 
 
 def _is_called(x: Any) -> bool:
@@ -334,6 +359,15 @@ def _put_state(of: torch.Generator, state: bytes) -> None:
         of.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
+def _put_array(of: np.ndarray, held: bytes) -> None:
+    of[...] = np.frombuffer(held, of.dtype).reshape(of.shape)
+
+
+def _refill(of: "array[Any]", held: bytes) -> None:
+    del of[:]
+    of.frombytes(held)
+
+
 def _of_function(fn: FunctionType) -> dict[str, Any]:
     return {"__defaults__": fn.__defaults__}
 
@@ -376,7 +410,13 @@ _KINDS: dict[Any, _Way] = {
     ),
     random.Random: _of_generator(random.Random.getstate, random.Random.setstate),
     torch.Generator: _Way(_state_of, _put_state),
+    np.ndarray: _Way(lambda of: of.tobytes(), _put_array),
+    bytearray: _Way(bytes, lambda of, held: of.__setitem__(slice(None), held)),
+    array: _Way(lambda of: of.tobytes(), lambda of, held: _refill(of, held)),
 }
+
+
+_STATES = (set, random.Random, np.ndarray, bytearray, array)
 
 
 @lru_cache(maxsize=4096)

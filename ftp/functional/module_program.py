@@ -13,6 +13,7 @@ from ftp.dataclass import dataclass
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import attributes_of, join
+from ftp.functional.carried_values import given_to, note_left
 from ftp.functional.contents import own_attributes
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
@@ -141,7 +142,8 @@ def _leave_parameters() -> None:
 def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Within the block each module has a copy of its snapshot, with ``values`` in the slots."""
     copies = _Copies(lambda v: values[v.path] if type(v) is Slot else v)
-    return with_attributes([(m.module, copies.of(m.attributes)) for m in program.modules])
+    begun = ((m.module, {**m.attributes, **dict(given_to(m.module))}) for m in program.modules)
+    return with_attributes([(module, copies.of(attributes)) for module, attributes in begun])
 
 
 @contextmanager
@@ -219,6 +221,7 @@ def _call_hooked(
     # In a block of remat other tensors stand for the parameters.
     swap = None if program.blocks else partial(_swap, program)
     guard = WriteGuard(program.name, names, swap, _memory_in_model(program, values))
+    guard.attributes = tuple(x for _, x, _ in attributes.values() if isinstance(x, Tensor))
     trained = {key for key, name in names.items() if name.startswith("parameter")}
     constants = [x for _, x in _registered(program) if id(x) not in trained]
     constants += [x for _, x, _ in attributes.values() if not getattr(x, "requires_grad", True)]
@@ -234,6 +237,8 @@ def _call_hooked(
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
     check_state(program.name, modules, attributes, guard, kept)
+    for m in program.modules:
+        note_left(m.module, m.attributes)
     return out
 
 

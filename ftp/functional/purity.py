@@ -11,6 +11,7 @@ from ftp.errors import TraceError
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.functional.writes import tensors_of, written_by
 from ftp.source import at_line
+from ftp.torch_internals.storages import storage_number
 
 
 def impure(model: str, name: str, does: str) -> str:
@@ -79,6 +80,7 @@ class WriteGuard(ModeOfBlocks):
 
     Attributes:
         in_model: gives the path of the argument whose memory, in the model, a tensor shares.
+        attributes: the tensors that attributes hold.
         read: the ids of the tensors in ``names`` that ops have read.
         followed: of these, the ids of those that gradients may flow through.
     """
@@ -97,6 +99,7 @@ class WriteGuard(ModeOfBlocks):
         self.in_model = in_model
         self.read: set[int] = set()
         self.followed: set[int] = set()
+        self.attributes: tuple[Tensor, ...] = ()
         self._tokens: list[Token] = []
         self.copies: dict[int, Copy] = {}  # by its id
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
@@ -164,6 +167,8 @@ class WriteGuard(ModeOfBlocks):
         """
         for x in tensors_of(args):
             copy = self._copy(x)
+            if type(x) is nn.Parameter and copy.of not in self.names:
+                self._read_through(x)
             if copy.of in self.names:
                 if func not in COPIES:
                     self.read.add(copy.of)
@@ -185,6 +190,13 @@ class WriteGuard(ModeOfBlocks):
                     " has now, and gets no gradient. Take it from the module's attribute in"
                     " forward."
                 )
+
+    def _read_through(self, x: nn.Parameter) -> None:
+        """Note the attributes that ``nn.Parameter(attribute)`` has made a parameter of: it calls no
+        function.
+        """
+        memory = storage_number(x)
+        self.read.update(id(held) for held in self.attributes if storage_number(held) == memory)
 
     def _copy(self, x: Tensor) -> Copy:
         return self.copies.get(id(x), Copy(id(x), x, True))

@@ -219,6 +219,16 @@ def is_deferred() -> bool:
     return bool(_deferred) and not _is_loading
 
 
+def is_lacking(error: BaseException | None) -> bool:
+    """Whether an error is about a module of torch that loading the deferred compiler would load."""
+    while error is not None and is_deferred():
+        owner = error.obj if isinstance(error, AttributeError) else None
+        if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch":
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def load() -> None:
     """Load torch's compiler now."""
     global _is_loading

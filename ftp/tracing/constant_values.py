@@ -1,9 +1,9 @@
-"""The value of a tensor that a trace computes from constants and captured tensors alone, such as a
+"""The values of tensors that a trace computes from constants and captured tensors alone, such as a
 table of angles: the ops are run again, in-place ones too.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,23 +19,50 @@ from ftp.tracing.op_facts import op_facts
 from ftp.tracing.recorder import Recorder
 
 
-def value_of(node: fx.Node, recorder: Recorder) -> Tensor | None:
-    """The value of a node that does not depend on the function's arguments, as it is now; None
-    where it is random or of an op that is not torch's.
+def values_of(nodes: Iterable[fx.Node], recorder: Recorder) -> dict[fx.Node, Tensor]:
+    """The values of those nodes whose values are known, as they are now; they do not depend on the
+    function's arguments. Values that share memory in the function share it here, also with captured
+    tensors that it does not write to.
     """
-    needed = _needed(node)
-    if not all(map(_is_computable, needed)):
-        return None
-    captured = [n for n in needed if n.op == "placeholder"]
-    if not all(n.meta["ftp_constant"] in recorder.with_values for n in captured):
-        return None
+    needed = {node: _needed(node) for node in nodes}
+    known = {node: ops for node, ops in needed.items() if _is_known(ops, recorder)}
+    if not known:
+        return {}
+    asked = set().union(*known.values())
+    ordered = [node for node in next(iter(known)).graph.nodes if node in asked]
+    written = {s for at in ordered for x in writes(at) for s in storages(x)}
     values: dict[fx.Node, Any] = {}
     with computing():
-        for at in needed:
+        for at in ordered:
             with _default_dtype_of(at):
-                values[at] = _computed(at, values, recorder)
-        device = node.meta["val"].device
-        return values[node].to("cpu" if device.type == "meta" else device, copy=True)
+                values[at] = _computed(at, values, recorder, written)
+        moved = _Moved()
+        return {node: moved.to_device_of(node.meta["val"], values[node]) for node in known}
+
+
+def _is_known(ops: list[fx.Node], recorder: Recorder) -> bool:
+    """Whether no op is random or not torch's, and all captured tensors have values."""
+    captured = [n.meta["ftp_constant"] for n in ops if n.op == "placeholder"]
+    return all(map(_is_computable, ops)) and all(n in recorder.with_values for n in captured)
+
+
+class _Moved:
+    """Copies of storages on other devices, one of each."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+
+    def to_device_of(self, fake: Tensor, x: Tensor) -> Tensor:
+        device = x.device if fake.device.type == "meta" else fake.device
+        if x.device == device:
+            return x
+        storage = x.untyped_storage()
+        key = storage._cdata, device
+        if key not in self._copies:
+            self._copies[key] = storage.to(device=device)
+        return x.new_empty(0, device=device).set_(
+            self._copies[key], x.storage_offset(), x.shape, x.stride()
+        )
 
 
 @contextmanager
@@ -80,9 +107,12 @@ def _is_computable(node: fx.Node) -> bool:
     )
 
 
-def _computed(node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder) -> Any:
+def _computed(
+    node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder, written: set[int]
+) -> Any:
     if node.op == "placeholder":
-        return recorder.with_values[node.meta["ftp_constant"]].detach().cpu().clone()
+        value = recorder.with_values[node.meta["ftp_constant"]].detach().cpu()
+        return value.clone() if written & storages(node) else value
     if node.op == "get_attr":
         return getattr(recorder.tracer.root, str(node.target)).clone()
     args, kwargs = mapped_arguments(node, values.__getitem__)

@@ -4,7 +4,7 @@ does not renew them, so that the function must not read them at its next call.
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from types import FunctionType, ModuleType
@@ -19,10 +19,12 @@ from ftp.ops.written import writes
 from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack, unwrapped
 from ftp.torch_internals.modes import disable_current_modes
-from ftp.tracing.captured import Captured, caches_around, kept_by_traces, tensors_around
+from ftp.torch_internals.storages import storage_number
+from ftp.tracing.captured import kept_by_traces
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.constant_values import value_of
+from ftp.tracing.constant_values import values_of
 from ftp.tracing.functionalize_graph import storages
+from ftp.tracing.places import StatePlace, caches_around, tensors_around
 from ftp.tracing.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -40,12 +42,12 @@ class LeftBehind:
         constants: such places where the value is not known, each with a tensor like it.
     """
 
-    places: list[Captured] = field(default_factory=list)
-    kept: list[tuple[Captured, Tensor]] = field(default_factory=list)
-    constants: list[tuple[Captured, Tensor]] = field(default_factory=list)
+    places: list[StatePlace] = field(default_factory=list)
+    kept: list[tuple[StatePlace, Tensor]] = field(default_factory=list)
+    constants: list[tuple[StatePlace, Tensor]] = field(default_factory=list)
 
     @property
-    def all(self) -> list[Captured]:
+    def all(self) -> list[StatePlace]:
         return [*self.places, *(place for place, _ in (*self.kept, *self.constants))]
 
     def keep(self) -> None:
@@ -58,21 +60,23 @@ class LeftBehind:
 
 def left_behind(fn: Callable[..., Any], recorder: Recorder) -> LeftBehind:
     """While ``fn`` is traced: what it leaves behind."""
-    left, values = LeftBehind(), dict[fx.Node, Tensor | None]()
-    depends: set[fx.Node] | None = None
-    for place in tensors_around(getattr(fn, "__wrapped__", fn)):
-        if (node := node_of(place.value)) is None or isinstance(place.holder, tuple):
-            continue
-        depends = _of_arguments(node.graph) if depends is None else depends
+    around = tensors_around(getattr(fn, "__wrapped__", fn))
+    found = [(place, node) for place in around if (node := node_of(place.value)) is not None]
+    found = [(place, node) for place, node in found if not isinstance(place.holder, tuple)]
+    if not found:
+        return LeftBehind()
+    depends = _of_arguments(found[0][1].graph)
+    values = values_of(dict.fromkeys(n for _, n in found if n not in depends), recorder)
+    left = LeftBehind()
+    for place, node in found:
         if node in depends:
             left.places.append(place)
-            continue
-        if node not in values:
-            values[node] = value_of(node, recorder)
-        if (value := values[node]) is None:
-            left.constants.append((place, _zeros_like(place.value)))
+        elif place.is_cached and place.key == "":
+            continue  # `forget_cached` clears it
+        elif node in values:
+            left.kept.append((place, values[node]))
         else:
-            left.kept.append((place, value))
+            left.constants.append((place, _zeros_like(place.value)))
     return left
 
 
@@ -87,21 +91,24 @@ def _of_arguments(graph: fx.Graph) -> set[fx.Node]:
     return found | {node for node in graph.nodes if storages(node) & written}
 
 
-def forget_cached(fn: Callable[..., Any]) -> None:
-    """Clear the caches of `functools.lru_cache` around ``fn`` that hold tensors of a trace."""
+def forget_cached(fn: Callable[..., Any], left: Iterable[LeftBehind] = ()) -> None:
+    """Clear the caches of `functools.lru_cache` around ``fn`` that hold tensors of a trace, apart
+    from what is ``left``, which the next call may read.
+    """
+    apart = {id(place.value) for each in left for place in each.places}
     for cache in caches_around(getattr(fn, "__wrapped__", fn)):
-        if cache.cache_info().currsize and _holds_traced(cache):
+        if cache.cache_info().currsize and _holds_traced(cache, apart):
             cache.cache_clear()
 
 
-def _holds_traced(cache: Any) -> bool:
+def _holds_traced(cache: Any, apart: set[int]) -> bool:
     seen, stack = set[int](), gc.get_referents(cache)
     while stack:
         if id(held := stack.pop()) in seen:
             continue
         seen.add(id(held))
         if isinstance(held, Tensor):
-            if is_fake(unwrapped(held)):
+            if is_fake(unwrapped(held)) and id(held) not in apart:
                 return True
         elif isinstance(held, dict | list | tuple) or type(held).__name__ == "_lru_list_elem":
             stack += gc.get_referents(held)
@@ -124,7 +131,7 @@ def check_unread(left: LeftBehind, again: Callable[[], Any]) -> None:
         raise _read_by_next_call(left.places[0]) from error
 
 
-def _read_by_next_call(place: Captured) -> TraceError:
+def _read_by_next_call(place: StatePlace) -> TraceError:
     return TraceError(
         f"{place.name}, holds a tensor that the function computed and left there for its next call."
         " A step is traced once, and its calls do not go through Python: each would begin with"
@@ -152,26 +159,33 @@ def as_next_call(
     """
     if left[-1].places:
         check_unread(left[-1], check)
-    kept = {id(value): place for place, value in left[-1].kept}
+    constants = left[-1].constants if first.symbolic is None else []
+    kept = dict[int, list[StatePlace]]()
+    for place, value in (*left[-1].kept, *constants):
+        for number in {id(value), storage_number(value)}:  # another tensor may get its memory
+            kept.setdefault(number, []).append(place)
     if not kept:
         return first
     try:
-        anew = again()
+        with _filled(constants):
+            anew = again()
     except TraceError as error:
         if not error.is_of_earlier_trace:
             raise
         return first  # it is in a place that is not searched
-    read = [kept[id(x)] for x in anew.captured if id(x) in kept]
+    numbers = (n for x in anew.captured for n in (id(x), storage_number(x)))
+    read = [place for number in numbers for place in kept.get(number, ())]
     names = {place.name for place in read}
     lists = {id(place.holder) for place in read if isinstance(place.holder, list | deque)}
     for place in left[-1].all:
         if place.name in names or id(place.holder) in lists:
             raise _read_by_next_call(place)
-    return anew if read else first
+    unknown = {place.name for place, _ in constants}
+    return anew if read and unknown.isdisjoint(names) else first
 
 
 @contextmanager
-def _filled(constants: list[tuple[Captured, Tensor]]) -> Iterator[None]:
+def _filled(constants: list[tuple[StatePlace, Tensor]]) -> Iterator[None]:
     """Within the block the places hold tensors that any trace can read."""
     for place, tensor in constants:
         place.put(tensor)

@@ -37,9 +37,9 @@ from ftp.rules.local_op import copied
 from ftp.torch_internals.fake_tensors import SLICES
 from ftp.torch_internals.modes import enable_python_dispatcher
 from ftp.torch_internals.pytree import tree_map
-from ftp.tracing.captured import SYMBOLIC
 from ftp.tracing.guards import Guards, is_number, says_one
 from ftp.tracing.math_of_sizes import function_of, of_sizes
+from ftp.tracing.places import SYMBOLIC
 from ftp.tracing.python_numbers import python_numbers
 from ftp.tracing.replacements.pools import max_pool1d
 from ftp.tracing.replacements.replaced import replaced

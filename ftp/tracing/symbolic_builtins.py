@@ -25,8 +25,8 @@ from torch import SymFloat, SymInt
 from ftp.dataclass import dataclass
 from ftp.source import is_editable, is_users
 from ftp.torch_internals.tracer_lock import TRACING
-from ftp.tracing.captured import functions_around
 from ftp.tracing.kept_state import kept_state
+from ftp.tracing.places import functions_around
 from ftp.tracing.python_numbers import KINDS
 from ftp.tracing.replacements.replaced import replaced
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import field, replace
 from functools import cached_property, partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -18,6 +17,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError
+from ftp.functional.carried_values import values_left
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.ops.microbatch_means import means_of_trace
@@ -29,9 +29,9 @@ from ftp.tracing.alike import Alike, RecordedOps, recording_of
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import ReadTensor
 from ftp.tracing.captured_values import CapturedValues
+from ftp.tracing.changed_state import check_changes, state_around
 from ftp.tracing.check_traced import check_leaves, check_unwritten, checked_results
 from ftp.tracing.clean_graph import clean
-from ftp.tracing.counted_numbers import numbers_around, warn_of_counted
 from ftp.tracing.data_dependent.assumptions import Assumptions
 from ftp.tracing.data_dependent.branches import check_writes
 from ftp.tracing.data_dependent.joins import Joins
@@ -164,12 +164,12 @@ def trace(
     options = (line, checked, within, calls, shapes, symbolic, recognises, replayed)
     request = _Request(fn, leaves, in_tree, device_type, names, *options)
     made = partial(_traced, request)
-    numbers = [] if within else numbers_around(fn)
-    with torch.autograd.set_detect_anomaly(False):  # it reads gradients
+    state = {} if within else state_around(fn)
+    with values_left() as carried, torch.autograd.set_detect_anomaly(False):  # it reads gradients
         try:
             traced = _with_reads(made, reads)
         except Exception as error:
-            if not (deferred_compiler.is_deferred() and _lacks_module(error)):
+            if not deferred_compiler.is_lacking(error):
                 raise
             deferred_compiler.load()
             traced = _with_reads(made, reads)
@@ -178,8 +178,9 @@ def trace(
         if request.left:
             of_next = partial(_traced, replace(request, recognises=None))
             traced = as_next_call(traced, request.left, anew, partial(_with_reads, of_next, reads))
-        if not traced.is_recognised:
-            warn_of_counted(numbers, traced, anew)
+            forget_cached(fn)
+        if not (traced.is_recognised or within):
+            check_changes(fn, state, carried, traced, anew)
     return traced
 
 
@@ -287,16 +288,6 @@ def _with_derivatives(made: Callable[[list[Recorder]], Traced]) -> Traced:
         raise
 
 
-def _lacks_module(error: BaseException | None) -> bool:
-    """Whether an error is about a module of torch that loading torch's compiler would load."""
-    while error is not None:
-        owner = error.obj if isinstance(error, AttributeError) else None
-        if isinstance(owner, ModuleType) and owner.__name__.partition(".")[0] == "torch":
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
 @collection_paused()
 def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead | None) -> Traced:
     """One attempt at a trace; appends its recorder to ``recorders``, even if it fails."""
@@ -311,9 +302,9 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
         gm, ran = _recorded(request, recorder, paths, reading)
     finally:
         if not request.within:
-            forget_cached(request.fn)
             for left in request.left:
                 left.keep()
+            forget_cached(request.fn, request.left)
     recording = None
     if request.recognises and not (paths.asked or recorder.read) and reading is None:
         recording = recording_of(gm, recorder, ran)

@@ -244,6 +244,7 @@ def test_reports_are_of_the_values_read_last():
         assert any(f"as a Python number is {int(k.max())}" in claim for claim in claims)
 
 
+@pytest.mark.filterwarnings("ignore::ftp.errors.StaleCaptureWarning")  # `runs` changes
 def test_a_function_that_computes_another_value_when_it_is_run_again():
     runs: list[int] = []
 
