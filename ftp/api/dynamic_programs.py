@@ -67,6 +67,11 @@ class DynamicPrograms:
             del self._used[next(iter(self._used))]
             self.families = {key: f for key, f in self.families.items() if id(f) in self._used}
 
+    def drop_outgrown(self) -> None:
+        """Drop the families with programs of tables that later traces have replaced."""
+        known = self.families.items()
+        self.families = {key: family for key, family in known if not family.is_outgrown}
+
     def at_new_size(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Planned | None:
         """The program for these arguments by a plan that was made at another size; None if there is
         none.

@@ -154,6 +154,12 @@ class Family:
         """The trace that serves these sizes."""
         return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
 
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether a program is of a table that a later trace has replaced."""
+        plans = (plan for trace in self.all_traces() for plan in trace.plans)
+        return any(plan.planned.is_outgrown for plan in plans)
+
     def makes_traces(self) -> bool:
         """Whether sizes that no plan serves are traced with others."""
         return not self.why_not or (self.is_full and len(self.traces) < self._most())

@@ -15,7 +15,7 @@ from ftp.sharding.arguments import Shape
 from ftp.sharding.counted_rows import are_counted, cut
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
-from ftp.tracing.captured import Captured
+from ftp.tracing.captured import Captured, kept_by_traces
 from ftp.tracing.data_dependent.values_read import Asked
 
 if TYPE_CHECKING:
@@ -51,6 +51,25 @@ class Planned:
     def is_stale(self) -> bool:
         """Whether a captured tensor is another one by now, or has other numbers than were read."""
         return any(place.is_stale for place in self.captured)
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether a later trace has put another tensor in the place of a captured one, such as a
+        longer table.
+        """
+        now = (place.now() for place in self.captured if place.is_stale)
+        return any(isinstance(x, torch.Tensor) and x in kept_by_traces for x in now)
+
+    def compare(self, outgrown: "Planned") -> None:
+        """Do without the places of tables that the function makes anew for each size: the program
+        is the one of before.
+        """
+        old, new = outgrown.program, self.program
+        if old.fingerprint != new.fingerprint or not isinstance(new, Program):
+            return
+        if all(torch.equal(a, b) for a, b in zip(old.constants, new.constants, strict=True)):
+            replaced = {place.name for place in outgrown.captured if place.is_stale}
+            self.captured[:] = [place for place in self.captured if place.name not in replaced]
 
     def describe_leaf(self, i: int) -> str:
         """A leaf in words, as it counts in the program's key: dtype and global shape, or value."""

@@ -51,11 +51,13 @@ class ProgramCache:
         self.used[planned] = self.used.pop(planned, range(0))
         if len(self.used) <= self._limit:
             return None
-        oldest = next(iter(self.used))
-        sources = self.used.pop(oldest)
-        self.programs = {key: kept for key, kept in self.programs.items() if kept is not oldest}
+        return self.drop(next(iter(self.used)))
+
+    def drop(self, planned: Planned) -> Planned:
+        sources = self.used.pop(planned, range(0))
+        self.programs = {key: kept for key, kept in self.programs.items() if kept is not planned}
         _drop_sources(sources)
-        return oldest
+        return planned
 
     def count(self, planned: Planned, first_source: int, call: Arguments) -> None:
         """Record a program that was just made and used; warns when it is one of many.

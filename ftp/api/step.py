@@ -111,6 +111,10 @@ class Step:
         try:
             call = Arguments(args, self._definition.arguments)
             planned = self._look_up(call, unexpected)
+            outgrown = planned if planned is not None and planned.is_outgrown else None
+            if outgrown is not None:
+                self._drop(outgrown, record)
+                planned = None
             if planned is not None:
                 check_unchanged(planned.captured, stacklevel=2)
                 _check_captured_kept(call, planned)
@@ -122,6 +126,8 @@ class Step:
         is_new = planned is None
         if planned is None:
             planned = self._cache.programs[call.key] = self._plan(call, record)
+            if outgrown is not None:
+                planned.compare(outgrown)
         program = planned.program
         facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
         outputs = self._run(
@@ -320,6 +326,12 @@ class Step:
         self._dynamic.use(planned)
         if (dropped := self._cache.use(planned)) is not None:
             record.forget(dropped.program.fingerprint)
+
+    def _drop(self, planned: Planned, record: Calls) -> None:
+        """Forget a program of a table that a later trace has replaced, and families of such."""
+        self._dynamic.drop_outgrown()
+        self._cache.drop(planned)
+        record.forget(planned.program.fingerprint)
 
     def _plan(self, call: Arguments, record: Calls) -> Planned:
         """A program for these arguments; on processes all ranks plan it together, or all fail."""

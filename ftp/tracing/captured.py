@@ -132,8 +132,6 @@ def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
     for place in [place for place in captured if place.now() is not place.value]:
         captured.remove(place)
         now = place.now()
-        if isinstance(now, Tensor) and now in kept_by_traces:
-            continue
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
         warnings.warn(
             f"{place.name}, is another object now, {what}. The step still uses the tensor of shape"
