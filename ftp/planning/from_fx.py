@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, product
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -127,6 +127,16 @@ _WRAP = (
 )
 
 
+class _Bound(NamedTuple):
+    """What equal calls share: the rule, and the axes of a `Node` of them whose operands have none
+    of their own.
+    """
+
+    rule: BoundRule
+    own_axes: frozenset[str]
+    rank_axes: frozenset[str]
+
+
 class _GraphBuilder:
     """Builds a ``Graph`` from fx nodes; ``env`` maps each fx node to its value or values."""
 
@@ -140,7 +150,7 @@ class _GraphBuilder:
         self.strict, self.size, self.sizes = strict, size, sizes
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
-        self.rules: dict[Any, BoundRule] = {}
+        self.rules: dict[Any, _Bound] = {}
         self.outputs: list[Any] | None = None  # an output is None if it was not asked for
 
     def add(self, node: fx.Node) -> None:
@@ -180,10 +190,13 @@ class _GraphBuilder:
         arguments: Any = node.args
         if node.target is LOCAL and (program := self.code(node)).is_planned:
             return self.inlined(node, program, [self.env[x] for x in arguments[0]])
-        given: Any = node.args, dict(node.kwargs) if node.kwargs else {}
+        named: Any = node.kwargs
         if (size := self.size) is not None:
-            given = map_aggregate(given, lambda a: a if isinstance(a, fx.Node) else size(a))
-        args, kwargs = replaced(given, fx.Node, self.env.__getitem__)
+            arguments, named = map_aggregate(
+                (arguments, dict(named)), lambda a: a if isinstance(a, fx.Node) else size(a)
+            )
+        args = replaced(arguments, fx.Node, self.env.__getitem__)
+        kwargs = replaced(dict(named), fx.Node, self.env.__getitem__) if named else {}
         results = self.metas(node)
         source = node.meta.get("source", "")
         origin = {
@@ -202,17 +215,16 @@ class _GraphBuilder:
             # On an axis that the constraint does not name it is the identity, for pending sums too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
+            made.rank_axes = args[0].node.rank_axes
         else:
             assert isinstance(node.target, OpOverload), node.target
-            rule = self.rule(node.target, args, kwargs, results, source)
-            made = Node(node.name, "op", node.target, args, kwargs, results, rule, **origin)
-            made.own_axes = frozenset(region_of(node.target, args))
-        if node.target is not LOCAL:
-            operands = (v.node.rank_axes for v in made.operands)
-            made.rank_axes = rank_axes(node.target, args, operands)
+            bound = self.bound(node.target, args, kwargs, results, source)
+            made = Node(node.name, "op", node.target, args, kwargs, results, bound.rule, **origin)
+            made.own_axes, made.rank_axes = bound.own_axes, bound.rank_axes
+            if inside := [v.node.rank_axes for v in made.operands if v.node.rank_axes]:
+                made.rank_axes = rank_axes(node.target, args, inside)
         self.nodes.append(made)
-        values = list(made.values)
-        return values if isinstance(node.meta["val"], (list, tuple)) else values[0]
+        return list(made.values) if isinstance(node.meta["val"], (list, tuple)) else Value(made)
 
     def code(self, node: fx.Node) -> RankCode:
         """The per-rank code that a node calls, in the sizes of the plan."""
@@ -226,20 +238,22 @@ class _GraphBuilder:
             return found
         return tuple(Meta(tuple(map(self.size, m.shape)), m.dtype) for m in found)
 
-    def rule(
+    def bound(
         self,
         target: OpOverload,
         args: Any,
         kwargs: Any,
         results: tuple[Meta, ...],
         source: str,
-    ) -> BoundRule:
+    ) -> "_Bound":
         # Repeated blocks make equal calls.
         key = target, key_of(args, _meta), key_of(kwargs, _meta) if kwargs else ()
         found = self.rules.get(key)
         if found is None:
+            own, axes = frozenset(region_of(target, args)), rank_axes(target, args, ())
             args, kwargs = replaced((args, kwargs), Value, _meta)
-            found = self.rules[key] = self._rule(Call(target, args, kwargs, results), source)
+            rule = self._rule(Call(target, args, kwargs, results), source)
+            found = self.rules[key] = _Bound(rule, own, axes)
         return found
 
     def _rule(self, call: Call, source: str) -> BoundRule:
@@ -371,7 +385,8 @@ def _primitives(node: Node, sizes: Sizes | None, by: Callable[..., Any]) -> fx.G
 
 
 def _branch(node: fx.Node) -> BranchPath:
-    return tuple(step for step in node.meta.get("branch", ()) if step[0] >= 0)
+    path = node.meta.get("branch", ())
+    return tuple(step for step in path if step[0] >= 0) if path else ()
 
 
 def _meta(value: Value) -> Meta:

@@ -111,12 +111,11 @@ class Node:
         branch: the branch of a ``torch.cond`` that it is part of.
         cause: the purpose of a reshard: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of its pending reductions. Like ``sizes`` and
-            ``cuts``, it is replaced and never changed: copies of the node share it.
+            ``cuts``, it is replaced and never changed: equal nodes share it.
         own_axes: axes on which the node fixes its layouts itself: those of per-rank code, and of
             nodes that enter or leave it.
         rank_axes: axes along which its results belong to one rank, inside per-rank code. On them
             nothing is cut or resharded.
-        followed: what cuts lead to here, as `reach` found out.
     """
 
     name: str
@@ -138,7 +137,6 @@ class Node:
     own_axes: frozenset[str] = frozenset()
     rank_axes: frozenset[str] = frozenset()
     branch: BranchPath = ()
-    followed: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         self.sizes = self.sizes or self.rule.sizes
@@ -160,7 +158,6 @@ class Node:
         """A copy; changes to it leave this node as it is."""
         made = object.__new__(Node)
         made.__dict__ = self.__dict__.copy()
-        made.followed = {}
         return made
 
     def shape(self, index: int = 0) -> tuple[Size, ...]:
@@ -179,7 +176,7 @@ class Node:
     def replace_operands(self, new: Sequence["Value"]) -> None:
         if not self.operands:
             return
-        old, self.operands, self.followed = self.operands, tuple(new), {}
+        old, self.operands = self.operands, tuple(new)
         if self.args == old:  # nothing but tensors
             self.args = self.operands
             return
@@ -234,6 +231,11 @@ class Graph:
     @cached_property
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
+
+    @cached_property
+    def followed(self) -> dict[Any, Any]:
+        """What cuts lead to, as `reach` found out, for nodes of one rule and sizes."""
+        return {}
 
     @cached_property
     def reshards(self) -> dict[int, Node]:

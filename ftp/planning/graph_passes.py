@@ -26,7 +26,7 @@ def merge_common(graph: Graph) -> Rewrite:
     """The graph with equal ops on equal operands computed once, except ops that a recomputed region
     repeats.
     """
-    seen: dict[Any, Node] = {}
+    calls = _Calls()
     now: dict[Node, Node] = {}
     left: dict[Node, Node] = {}
     firsts = first_of_equals(graph)
@@ -42,16 +42,37 @@ def merge_common(graph: Graph) -> Rewrite:
             ):
                 first = now[original]
             else:
-                named = _key(dict(node.kwargs)) if node.kwargs else ()
-                call = (node.target, _key(node.args), named, node.region)
-                around = (node.branch[:depth] for depth in range(len(node.branch)))
-                found = [seen[call, b] for b in around if (call, b) in seen]
-                first = found[0] if found else seen.setdefault((call, node.branch), node)
+                first = calls.first(node)
             if first is not node:
                 now[old] = first
                 continue
         left[old] = node
     return Graph(list(left.values()), [Value(now[v.node], v.index) for v in graph.outputs]), left
+
+
+class _Calls:
+    """The calls so far. Arguments are compared only where op, operands and region are equal."""
+
+    def __init__(self):
+        self._alone: dict[Any, Node] = {}
+        self._first: dict[Any, Node] = {}
+
+    def first(self, node: Node) -> Node:
+        """The first node of an equal call, here or in a branch around; itself if there is none."""
+        kind = node.target, node.operands, node.region
+        other = self._alone.setdefault(kind, node)
+        if other is node:
+            return node
+        self._first.setdefault((*kind, *_arguments(other), other.branch), other)
+        call = *kind, *_arguments(node)
+        for depth in range(len(node.branch)):
+            if (found := self._first.get((*call, node.branch[:depth]))) is not None:
+                return found
+        return self._first.setdefault((*call, node.branch), node)
+
+
+def _arguments(node: Node) -> tuple[Any, Any]:
+    return _key(node.args), _key(dict(node.kwargs)) if node.kwargs else ()
 
 
 def _is_seen(node: Node, user: Node) -> bool:

@@ -6,6 +6,7 @@ from ftp.planning.graph import BATCH, FactorCut, Graph, Node, Reshard, Rewrite, 
 from ftp.planning.graph_passes import live
 from ftp.planning.prices import is_at_rest
 from ftp.planning.problem import AxisPlan
+from ftp.planning.reachable_cuts import Cut
 from ftp.planning.strategies import Strategy
 from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
@@ -62,8 +63,9 @@ def insert_reshards(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | Non
     for node in emitter.nodes:
         made = copies.get(node, node)
         made.replace_operands([copied(v) for v in emitter.rewired.get(node, node.operands)])
+    shared: dict[tuple[int, Cut], tuple[FactorCut, dict[str, Size]]] = {}
     for node, made in copies.items():
-        _cut(made, plan.strategies[node], plan.axis, plan.n)
+        _cut(made, plan.strategies[node], plan.axis, plan.n, shared)
     nodes = [copies.get(node, node) for node in emitter.nodes]
     return live(Graph(nodes, [copied(value) for value in final])), copies
 
@@ -89,7 +91,14 @@ def spec_of_cuts(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec
     return PartitionSpec(*[e or None for e in entries])
 
 
-def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
+def _cut(
+    node: Node,
+    strategy: Strategy,
+    axis: str,
+    n: int,
+    shared: dict[tuple[int, Cut], tuple[FactorCut, dict[str, Size]]],
+) -> None:
+    """Note a node's cuts on it; nodes that share sizes still do: ``shared`` has those made."""
     for index, layout in enumerate(strategy.results):
         if layout.kind == "P":
             before = node.pending.get(index, [])
@@ -97,12 +106,16 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
     for cut in (strategy.cut, strategy.ring_cut, strategy.aligned_cut):
         if cut is None:
             continue
-        factor, outer, inner, is_zigzag = cut
-        extent = div(node.sizes[factor], mul(outer, inner))
-        assert extent is not None
-        node.cuts = [*node.cuts, FactorCut(axis, factor, outer, extent, inner, is_zigzag)]
-        size = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
-        node.sizes = {**node.sizes, factor: size}
+        key = id(node.sizes), cut
+        if key not in shared:
+            factor, outer, inner, is_zigzag = cut
+            extent = div(node.sizes[factor], mul(outer, inner))
+            assert extent is not None
+            size = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
+            made = FactorCut(axis, factor, outer, extent, inner, is_zigzag)
+            shared[key] = made, {**node.sizes, factor: size}
+        made, node.sizes = shared[key]
+        node.cuts = [*node.cuts, made]
 
 
 class _Emitter:

@@ -68,7 +68,7 @@ class _Closing:
     """The closure in progress: ``work`` holds layouts of values that are not followed yet."""
 
     def __init__(self, graph: Graph, axis: str, n: int, pinned: Mapping[Node, Layout]):
-        self.found, self.users = Reach(n), graph.users
+        self.found, self.users, self.followed = Reach(n), graph.users, graph.followed
         self.axis, self.n, self.pinned = axis, n, pinned
         self.work: list[tuple[Value, Layout]] = []
 
@@ -92,11 +92,11 @@ class _Closing:
         """
         if node in self.pinned or self.axis in node.own_axes or self.axis in node.rank_axes:
             return
-        key = place, layout, self.n
-        if (cuts := node.followed.get(key)) is None:
+        key = id(node.rule), id(node.sizes), place, layout, self.n
+        if (cuts := self.followed.get(key)) is None:
             cut = factor_of(node.rule.dims[place], node.sizes, layout, self.n)
             both = cut and cut_together(node, cut, self.n)
-            cuts = node.followed[key] = both or (cut, None)
+            cuts = self.followed[key] = both or (cut, None)
         cut, of_result = cuts
         if cut is None:
             self.found.across[node] = None
@@ -127,17 +127,17 @@ class _Closing:
         if cut in cuts:
             return
         cuts.append(cut)
-        key = cut, of_result, self.n
-        if (found := node.followed.get(key)) is None:
-            found = node.followed[key] = []
-            for value, dims in zip((*node.operands, *node.values), node.rule.dims, strict=True):
+        key = id(node.rule), id(node.sizes), cut, of_result, self.n
+        if (layouts := self.followed.get(key)) is None:
+            layouts = self.followed[key] = []
+            for dims in node.rule.dims:
                 layout = layout_of(dims, node.sizes, cut, self.n)
                 if layout is R and of_result is not None:
                     layout = layout_of(dims, node.sizes, of_result, self.n)
-                if layout is not R:
-                    found.append((value, layout))
-        for value, layout in found:
-            self.add(value, layout)
+                layouts.append(layout)
+        for value, layout in zip((*node.operands, *node.values), layouts, strict=True):
+            if layout is not R:
+                self.add(value, layout)
 
 
 def cut_together(node: Node, cut: Cut, n: int) -> tuple[Cut, Cut] | None:

@@ -99,13 +99,16 @@ def _layer_of(
         for v in node.operands
         if (layer := layers.of_value(v)) is not None and v.node not in shared
     }
-    while read and max(read.values()) - min(read.values()) > 1:
+    while read:
+        first, last = min(read.values()), max(read.values())
+        if last - first <= 1:
+            return first if node.phase % 2 else last
         most = max(read, key=lambda n: users[n])
         if most.kind == "input" or users[most] <= FEWEST - 2:
             return None
         shared.add(most)
         del read[most]
-    return None if not read else min(read.values()) if node.phase % 2 else max(read.values())
+    return None
 
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
