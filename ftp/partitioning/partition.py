@@ -74,8 +74,9 @@ class Partitioner:
                     chunks[chunk] = None
                     collect(chunk.size)
 
-        for node in self.plan.graph.nodes:
-            for size in node.sizes.values():
+        shared = {id(node.sizes): node.sizes for node in self.plan.graph.nodes}  # by copies
+        for sizes in shared.values():
+            for size in sizes.values():
                 collect(size)
         self._uneven = list(chunks)
         firsts = {

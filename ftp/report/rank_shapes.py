@@ -34,10 +34,8 @@ def on_busiest(
     needed = ancestors(x for node in ops for x in node.all_input_nodes if x in numbers)
     at = [i for i, node in enumerate(given) if node in needed]
     ranks = {tuple(of_rank[i] for i in at): of_rank for of_rank in offsets}
-    each = [
-        replace(shapes, numbers=known_numbers(numbers, dict(zip(given, of_rank, strict=False))))
-        for of_rank in ranks.values()
-    ]
+    known = (dict(zip(given, of_rank, strict=False)) for of_rank in ranks.values())
+    each = [replace(shapes, numbers=known_numbers(numbers, at), calls={}) for at in known]
     return max(each, key=lambda held: sum(flops_of(node, held) for node in ops), default=shapes)
 
 
@@ -61,4 +59,4 @@ def with_equal_loads(graph: fx.Graph, shapes: LocalShapes) -> LocalShapes:
             )
             for held in several
         )
-    return replace(shapes, values=values)
+    return replace(shapes, values=values, calls={})

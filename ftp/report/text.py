@@ -92,11 +92,10 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
     b
     """
     numbers: dict[str, int] = {}
-    alike = np.array(
-        [numbers.setdefault(without_numbers(line), len(numbers)) for line in lines], dtype=np.int64
-    )
+    alike = [numbers.setdefault(without_numbers(line), len(numbers)) for line in lines]
     found: list[str] = []
-    for start, period, count in _repeats(alike, least):
+    fewest = np.min_scalar_type(len(numbers))  # of few bytes: quick to compare
+    for start, period, count in _repeats(np.array(alike, dtype=fewest), least):
         if count == 1:
             found += lines[start : start + period]
         else:

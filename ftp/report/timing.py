@@ -180,6 +180,7 @@ def estimate(
         ops.append(TimedOp("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
     left_out = _cheaper(graph, shapes, hardware, axes)
     most_shapes, shapes = shapes, with_equal_loads(graph, shapes)
+    timed_ops = _TimedOps(shapes, hardware)
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node in left_out:
             continue
@@ -210,7 +211,7 @@ def estimate(
             waiting += max(0.0, arrived - now)
             now = met = max(now, arrived)
         elif node.target is not operator.getitem and node in shapes.values:
-            timed = _op(node, shapes, hardware, now, moved)
+            timed = timed_ops.at(node, now, moved)
             if shapes is not most_shapes and _has_arrived(node):
                 unequal += _op(node, most_shapes, hardware, now, moved).seconds - timed.seconds
             moved = timed.nbytes if timed.flops else 0
@@ -251,6 +252,25 @@ def _cheaper(
         return mine < other or (mine == other and not side)
 
     return {node for node, branch in found.items() if any(is_cheaper(*step) for step in branch)}
+
+
+class _TimedOps:
+    """Times ops; equal calls, as of repeated layers, once."""
+
+    def __init__(self, shapes: LocalShapes, hardware: Hardware):
+        self.shapes, self.hardware = shapes, hardware
+        self.known: dict[tuple[int, int], TimedOp] = {}
+
+    def at(self, node: fx.Node, now: float, moved: int) -> TimedOp:
+        """As `_op`."""
+        call = self.shapes.calls.get(node)
+        if call is None:
+            return _op(node, self.shapes, self.hardware, now, moved)
+        key = id(call), moved
+        if key not in self.known:
+            self.known[key] = _op(node, self.shapes, self.hardware, now, moved)
+        alike = self.known[key]
+        return TimedOp(node.name, alike.op, node.meta.get("source", ""), now, *alike[4:])
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> TimedOp:

@@ -48,11 +48,13 @@ class LocalShapes:
         values: per node the tensors of its result (of a tuple in order).
         makers: per storage the node that allocates it.
         numbers: the numbers that nodes compute from the rank's offsets.
+        calls: per node that was called in this process, what equal calls share: the same object.
     """
 
     values: Mapping[fx.Node, tuple[LocalTensor, ...]]
     makers: Mapping[int, fx.Node]
     numbers: Mapping[fx.Node, int] = field(default_factory=dict)
+    calls: Mapping[fx.Node, object] = field(default_factory=dict)
 
     @cached_property
     def inputs(self) -> list[fx.Node]:
@@ -102,7 +104,11 @@ class _Shapes:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.fake = FakeOf(self.mode)
         self.device = torch.device(device)
-        self.before = before.values
+        self.before = before
+        self.calls = dict(before.calls)
+        self.changed: set[fx.Node] = set()  # nodes with another result than before
+        # Memory that nodes filled before, and that they write their results to now.
+        self.moved: dict[int, tuple[int, int]] = {}
         self.storages = max(before.makers, default=0)
         self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
         self.of_torch = _KNOWN.setdefault(self.device, {})
@@ -118,7 +124,6 @@ class _Shapes:
         values: dict[fx.Node, tuple[LocalTensor, ...]] = {}
         makers: dict[int, fx.Node] = {}
         numbers: dict[fx.Node, int] = {}
-        changed: set[fx.Node] = set()  # with another result than before
         feed, rest = iter(inputs), iter(offsets)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -126,32 +131,59 @@ class _Shapes:
                 if given is None:
                     numbers[node] = next(rest)
                     continue
-                held = self.before.get(node) or (
+                held = self.before.values.get(node) or (
                     self._fresh(given[0], _contiguous(given[0]), given[1]),
                 )
             elif node.op == "output":
                 break
-            elif (
-                node in self.before
-                and changed.isdisjoint(node.all_input_nodes)
-                and not written_arguments(node.target)
-            ):
-                held = self.before[node]
-            elif _is_arithmetic(node, numbers):
-                numbers[node] = _computed(node, numbers)
-                continue
-            elif getattr(node.target, "__name__", "") == "getitem":
-                held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
-            elif node.target is WAIT or is_in_place(node.target):
-                held = values[node.args[0]]  # type: ignore[index]
-            else:
-                held = self._call(node, values, numbers)
+            elif (held := self._as_before(node)) is None:
+                if _is_arithmetic(node, numbers):
+                    numbers[node] = _computed(node, numbers)
+                    continue
+                held = self._found(node, values, numbers)
             values[node] = held
-            if self.before and held is not self.before.get(node):
-                changed.add(node)
             for one in held:
                 makers.setdefault(one.storage, node)
-        return LocalShapes(values, makers, numbers)
+        return LocalShapes(values, makers, numbers, self.calls)
+
+    def _as_before(self, node: fx.Node) -> tuple[LocalTensor, ...] | None:
+        """The result that a node had before, in the memory where it is now; None if it is to be
+        found anew.
+        """
+        known, moved = self.before.values.get(node), self.moved
+        if known is None or written_arguments(node.target):
+            return None
+        if not self.changed.isdisjoint(node.all_input_nodes):
+            return None
+        return tuple(
+            [LocalTensor(*h[:3], *moved[h.storage]) if h.storage in moved else h for h in known]
+        )
+
+    def _found(
+        self,
+        node: fx.Node,
+        values: Mapping[fx.Node, tuple[LocalTensor, ...]],
+        numbers: Mapping[fx.Node, int],
+    ) -> tuple[LocalTensor, ...]:
+        if getattr(node.target, "__name__", "") == "getitem":
+            held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
+        elif node.target is WAIT or is_in_place(node.target):
+            held = values[node.args[0]]  # type: ignore[index]
+        else:
+            held = self._call(node, values, numbers)
+        if self.before.values:
+            self._note_change(node, held)
+        return held
+
+    def _note_change(self, node: fx.Node, held: tuple[LocalTensor, ...]) -> None:
+        """Note a result that is not the one before: the same in other memory, or another."""
+        if is_in_place(node.target):
+            self.calls.pop(node, None)
+            one, now = self.before.values.get(node, held)[0], held[0]
+            if one[:3] == now[:3] and self.before.makers.get(one.storage) is node:
+                self.moved[one.storage] = now[3:]
+                return
+        self.changed.add(node)
 
     def _fresh(
         self,
@@ -181,6 +213,7 @@ class _Shapes:
         if found is None:
             args, kwargs = call.resolved(node)
             found = known[key] = self._run(node.target, args, kwargs, operands)
+        self.calls[node] = found
         made = []
         for shape, stride, dtype, alias, nbytes in found:
             if alias is None:
