@@ -105,25 +105,8 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
     without_strides(graph)
     for node in list(graph.nodes):
         node.meta.setdefault("source", "")
-        if node.op != "call_function":
-            continue
-        if node.target is operator.getitem and type(node.meta.get("val", node)) in (
-            int,
-            type(None),
-        ):
-            _replace_by_number(node)  # sizes among an op's results, as of flash attention
-            continue
-        if (same := _aliased(node)) is not None:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-            continue
-        _make_constant(node)
-        given = node.args, node.kwargs
-        counted = from_the_front(node.target, *given, lambda n: n.meta["val"])
-        if counted[0] is not given[0] or counted[1] is not given[1]:  # setting them takes long
-            node.args, node.kwargs = counted
-        if _is_seed(node):
-            _fill(node, _FILLED_LIKE[node.target](node))
+        if node.op == "call_function" and not _has_one_form(node.target):
+            _normalise(node)
         made_on = node.kwargs.get("device")
         if made_on is not None and torch.device(made_on).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
@@ -131,6 +114,38 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+
+
+@functools.cache
+def _has_one_form(target: Any) -> bool:
+    """Whether `_normalise` changes no call of an op."""
+    is_changed = target in _LAZY or target in _FILLED_LIKE or target in _ALIASES
+    return not (is_changed or target in _OF_TWO_FORMS or _dim_arguments(target))
+
+
+_OF_TWO_FORMS = {
+    operator.getitem, aten.pow.Tensor_Scalar, aten.copy.default, aten._unsafe_view.default,
+    aten._reshape_alias.default, aten._to_copy.default, aten._efficientzerotensor.default,
+    aten.fill.Scalar, aten.zero.default,
+}  # fmt: skip
+
+
+def _normalise(node: fx.Node) -> None:
+    """Replace a node that equals its operand or a number, or write its call in the normal form."""
+    if node.target is operator.getitem and type(node.meta.get("val", node)) in (int, type(None)):
+        _replace_by_number(node)  # sizes among an op's results, as of flash attention
+        return
+    if (same := _aliased(node)) is not None:
+        node.replace_all_uses_with(same)
+        node.graph.erase_node(node)
+        return
+    _make_constant(node)
+    given = node.args, node.kwargs
+    counted = from_the_front(node.target, *given, lambda n: n.meta["val"])
+    if counted[0] is not given[0] or counted[1] is not given[1]:  # setting them takes long
+        node.args, node.kwargs = counted
+    if _is_seed(node):
+        _fill(node, _FILLED_LIKE[node.target](node))
 
 
 def _replace_by_number(node: fx.Node) -> None:
