@@ -1,5 +1,6 @@
 """Lint: specs that shard nothing, replicated weights, uneven shards, activations gathered whole."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -143,9 +144,10 @@ def _uneven(
     inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]
 ) -> list[Finding]:
     found = []
+    of_spec = functools.cache(functools.partial(uneven_dims, axes=axes))  # layers have equal ones
     for node, spec, _ in inputs:
         meta = node.results[0]
-        for u in uneven_dims(spec, meta.shape, axes):
+        for u in of_spec(spec, meta.shape):
             held = math.prod(local_shape(spec, meta.shape, dict(axes))) * meta.dtype.itemsize
             wasted = int(held * u.wasted)
             severity = "warning" if u.wasted >= WASTED and wasted >= LARGE else "note"

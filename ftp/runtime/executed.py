@@ -1,5 +1,6 @@
 """The eager runner's form of a rank's graph: its order, and its writes in place."""
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -51,9 +52,10 @@ def local_inputs(
     program: Program, coordinate: Mapping[str, int]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor that a rank's graph takes."""
-    axes = program.mesh.axes
+    at = {"axes": program.mesh.axes, "coordinate": dict(coordinate)}
+    shape_of = functools.cache(functools.partial(local_shape, **at))  # layers have equal inputs
     metas = [node.results[0] for node in program.plan.graph.inputs]
     return [
-        (local_shape(spec, meta.shape, axes, dict(coordinate)), meta.dtype)
+        (shape_of(spec, meta.shape), meta.dtype)
         for meta, spec in zip(metas, program.input_specs, strict=True)
     ]

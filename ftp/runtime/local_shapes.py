@@ -206,7 +206,8 @@ class _Shapes:
         # For a functional op it does not matter which operands share memory: without it, repeated
         # layers share an entry.
         call = _DescribedCall(values, numbers)
-        key = (node.target, call.described(node.args), call.described(node.kwargs))
+        named = call.described(node.kwargs) if node.kwargs else ()
+        key = node.target, call.described(node.args), named
         operands = call.operands
         known = self.of_torch if call.is_plain and _is_torch_op(node.target) else self.known
         found = known.get(key)
@@ -283,7 +284,9 @@ class _DescribedCall:
         if kind in _PLAIN:
             # 1, 1.0 and True are equal, as are 0.0 and -0.0
             return argument if kind is int else (kind, repr(argument))
-        if isinstance(argument, list | tuple):
+        if isinstance(argument, (list, tuple)):
+            if _INT.issuperset(map(type, argument)):
+                return tuple(argument)
             return tuple([self.described(one) for one in argument])
         if isinstance(argument, dict):
             return tuple([(key, self.described(one)) for key, one in argument.items()])
@@ -300,6 +303,7 @@ class _DescribedCall:
         )
 
 
+_INT = {int}
 _OPERAND = "an operand"  # in place of the next operand's node
 
 # Results of torch's own ops and collectives by device and key: equal in all programs of a process,
