@@ -26,7 +26,7 @@ def merge_common(graph: Graph) -> Rewrite:
     """The graph with equal ops on equal operands computed once, except ops that a recomputed region
     repeats.
     """
-    calls = _Calls()
+    calls = _SeenCalls()
     now: dict[Node, Node] = {}
     left: dict[Node, Node] = {}
     firsts = first_of_equals(graph)
@@ -50,7 +50,7 @@ def merge_common(graph: Graph) -> Rewrite:
     return Graph(list(left.values()), [Value(now[v.node], v.index) for v in graph.outputs]), left
 
 
-class _Calls:
+class _SeenCalls:
     """The calls so far. Arguments are compared only where op, operands and region are equal."""
 
     def __init__(self):
