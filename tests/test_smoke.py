@@ -10,6 +10,7 @@ import torch.distributed as dist
 from launch import launch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ftp
 from ftp import P
@@ -66,6 +67,24 @@ def test_simulated(shape: tuple[int, ...]):
     step = ftp.shard(loss_fn, mesh, SPECS, batch_specs=P(*names[1:]))
     loss, grads = step(ftp.device_put(params, mesh, SPECS), batch)
     torch.testing.assert_close((loss, dict(grads)), expected())
+
+
+def test_a_checkpointed_block_that_reads_a_value():
+    """Its code runs again in the backward pass, by torch's private functions."""
+
+    def loss_fn(w: Tensor, x: Tensor, n: Tensor) -> Tensor:
+        rows = checkpoint(lambda y: y[: int(n)].cumsum(0).sin(), x @ w, use_reentrant=False)
+        return rows.square().sum()
+
+    torch.manual_seed(0)
+    w, x = (torch.randn(6, 4, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64))
+    leaf, n = w.clone().requires_grad_(), torch.tensor(3)
+    want = loss_fn(leaf, x, n)
+    want.backward()
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    with pytest.warns(ftp.errors.ReadWarning):
+        found = ftp.shard(loss_fn, mesh, P("tp"))(w, x, n)
+    torch.testing.assert_close(found, (want.detach(), leaf.grad))
 
 
 def test_certificate():

@@ -1,13 +1,16 @@
-"""torch's default process group, its store and groups by name. Read at torch 2.13."""
+"""torch's default process group, its store and groups by name. Read at torch 2.13 and 2.14."""
 
 from functools import cache
 from importlib import import_module
 
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PythonCallbackWork
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.distributed_c10d import _get_default_group as get_default_group
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_pg_timeout
+
+# Public from torch 2.14 on, where the private name warns.
+set_pg_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 
 @cache

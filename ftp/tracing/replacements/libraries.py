@@ -153,6 +153,8 @@ def _checkpoint() -> Iterator[None]:
         yield
         return
     name, reentrant = "_checkpoint_without_reentrant_generator", module.CheckpointFunction
+    by_name = f"{name}_impl"  # from torch 2.14 on
+    name = by_name if hasattr(module, by_name) else name
     generator, forward = getattr(module, name), reentrant.forward
 
     def repeated(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,9 +166,13 @@ def _checkpoint() -> Iterator[None]:
 
         return repeat
 
-    def made(run: Callable[..., Any], preserve: bool, *args: Any, **kwargs: Any) -> Any:
+    def made(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == by_name:
+            kwargs["preserve_rng_state"] = False
+        else:
+            args = (False, *args[1:])
         # The generator calls its function only to recompute.
-        return generator(repeated(run), False, *args, **kwargs)
+        return generator(repeated(run), *args, **kwargs)
 
     def entered(ctx: Any, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
