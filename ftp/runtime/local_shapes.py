@@ -271,6 +271,7 @@ class _DescribedCall:
     ):
         self.values, self.numbers = values, numbers
         self.operands: list[LocalTensor] = []
+        self.first: dict[fx.Node, int] = {}  # x * x reads less than x * y
         self.is_plain = True
 
     def described(self, argument: Any) -> Any:
@@ -280,7 +281,8 @@ class _DescribedCall:
                 return self.numbers[argument]
             held = self.values[argument][0]
             self.operands.append(held)
-            return held[:3]
+            first = self.first.setdefault(argument, len(self.first))
+            return (*held[:3], first)
         if kind in _PLAIN:
             # 1, 1.0 and True are equal, as are 0.0 and -0.0
             return argument if kind is int else (kind, repr(argument))

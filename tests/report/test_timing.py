@@ -128,3 +128,13 @@ def test_attention_takes_what_the_busiest_rank_takes():
     last = held * (length - held) + held * (held + 1) // 2
     assert flops("cp") == 4 * 64 * 2 * last
     assert flops(ftp.zigzag("cp")) == 4 * 64 * 2 * (length * (length + 1) // 2 // ranks)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_tensor_given_twice_is_read_once(first: int):
+    calls = [lambda x, y: torch.atan2(x, y), lambda x, y: torch.atan2(x, x)]
+    order = calls if first == 0 else calls[::-1]
+    mesh, x = ftp.AbstractMesh((2,), ("n",)), torch.empty(ROWS, DIM, device="meta")
+    step = ftp.spmd(lambda x, y: tuple(f(x, y) for f in order), mesh, (P("n"), P("n")))
+    moved = [op.nbytes for op in step.lower(x, x).cost(CPU).ops if op.op.startswith("atan2")]
+    assert moved == [4 * ROWS // 2 * DIM * count for count in ([3, 2] if first == 0 else [2, 3])]
