@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from ftp.distributed.handed_out import HandedOut
@@ -96,7 +97,7 @@ def key_of(
         mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, inputs, writer.pool, places,
         list(names), list(is_state), repr(list(in_specs)), repr(list(out_specs)),
         repr(_without_hardware(options)), describe_hardware(hardware),
-        [str(c.dtype) for c in traced.constants],
+        [str(c.dtype) for c in traced.constants], str(torch.get_default_dtype()),
     ]  # fmt: skip
     text = marshal.dumps(content, 0)  # equal in all processes, and five times as fast as JSON
     return hashlib.sha256(text).hexdigest()[:32]

@@ -52,7 +52,8 @@ def executed_path(
     numbers = [] if _is_of_any_offset(program) else list(given[len(layouts) :])
     is_process, device = mesh.kind == "process", mesh_device(mesh)
     groups = [is_over_gloo(mesh.group_name(axis), device) for axis in mesh.axes if is_process]
-    beside = list(of.donated), groups, mesh.is_crowded
+    dtype = str(torch.get_default_dtype())  # of ops of integers, which may write in place
+    beside = list(of.donated), groups, mesh.is_crowded, dtype
     content = [versions(), own_code(), about, layouts, numbers, *beside]
     name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
     return cache_folder("plans") / f"{name}.executed"

@@ -104,6 +104,22 @@ def test_ranks_prepare_a_graph_once(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert len(graphs(folder)) == 2
 
 
+def test_another_default_dtype_is_another_program(folder: Path):
+    """Integers times a float have it: a product of floats may be written over one of them only if
+    both have the result's dtype.
+    """
+    fn, x, y = lambda x, y: x.sin() * (y * 0.1), torch.ones(5), torch.arange(5)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+            torch.set_default_dtype(dtype)
+            result, _ = run(ftp.spmd(fn, ONE, (P(), P()), P()), x, y)
+            assert result.dtype == dtype and same(result, fn(x, y))
+    finally:
+        torch.set_default_dtype(before)
+    assert len(graphs(folder)) == len(list(folder.glob("*.ftp"))) == 2
+
+
 def test_what_is_wrong_with_a_file_costs_a_preparation(folder: Path):
     expected = update(*arguments())
 
