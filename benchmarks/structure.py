@@ -19,10 +19,10 @@ import ftp
 seconds = time.perf_counter() - start
 import importlib
 try:
+    RULES = importlib.import_module("ftp.rules.own").RULES
+except ModuleNotFoundError:  # a checkout whose package of rules registers them
+    importlib.import_module("ftp.rules")
     RULES = importlib.import_module("ftp.rules.registry").RULES
-except ModuleNotFoundError:
-    RULES = importlib.import_module("ftp.registry").RULES
-importlib.import_module("ftp.rules")
 # A rule of one line is a text or a call of a short form. A function of the op's own is registered
 # by the decorator ``rule``; what another function registers counts only if that function
 # is called for several ops.
