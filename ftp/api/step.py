@@ -111,7 +111,7 @@ class Step:
         try:
             call = Arguments(args, self._definition.arguments)
             planned = self._look_up(call, unexpected)
-            outgrown = planned if planned is not None and planned.is_outgrown else None
+            outgrown = planned if planned is not None and self._is_outgrown(planned) else None
             if outgrown is not None:
                 self._drop(outgrown, record)
                 planned = None
@@ -326,6 +326,13 @@ class Step:
         self._dynamic.use(planned)
         if (dropped := self._cache.use(planned)) is not None:
             record.forget(dropped.program.fingerprint)
+
+    def _is_outgrown(self, planned: Planned) -> bool:
+        """Whether to plan anew with a table that a later trace has put in another's place. Not on
+        several processes: ``lower`` may have traced on one rank alone.
+        """
+        is_shared = self.mesh.kind == "process" and self.mesh.size() > 1
+        return not is_shared and planned.is_outgrown
 
     def _drop(self, planned: Planned, record: Calls) -> None:
         """Forget a program of a table that a later trace has replaced, and families of such."""

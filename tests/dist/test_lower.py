@@ -1,12 +1,15 @@
 """`lower` on processes takes what is not placed for a shard."""
 
+import os
+import warnings
+
 import pytest
 import torch
 from launch import launch
 
 import ftp
 from ftp import P
-from ftp.errors import InputError
+from ftp.errors import InputError, StaleCaptureWarning
 
 pytestmark = pytest.mark.dist
 
@@ -36,3 +39,28 @@ def test_parameters_that_are_not_placed_are_warned_of():
     assert "lower takes w, of shape (4, 2), for this rank's shard" in refused
     assert "the trace failed: a and b must have same reduction dim" in refused
     assert "f32[6@tp, 4]" in placed and placed == whole
+
+
+def _lowered_by_one_rank():
+    kept, w = {}, torch.eye(4, dtype=torch.float64)
+
+    def loss(w, x):
+        n = x.shape[0]
+        if "table" not in kept or len(kept["table"]) < n:
+            kept["table"] = torch.arange(n, dtype=torch.float64)[:, None] / n
+        return ((x @ w) * kept["table"][:n]).square().sum()
+
+    step = ftp.shard(loss, ftp.make_mesh((2,), ("tp",), device_type="cpu"), P())
+    x = torch.ones(4, 4, dtype=torch.float64)
+    found = [float(step(w, x)[0])]
+    if os.environ["RANK"] == "0":
+        step.lower(w, x.repeat(4, 1))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", StaleCaptureWarning)
+        found.append(float(step(w, x)[0]))
+    return found, len(told)
+
+
+def test_a_rank_that_lowers_alone_does_not_plan_alone():
+    first, second = launch(_lowered_by_one_rank, 2, timeout=60)
+    assert (first.value, second.value) == (([3.5, 3.5], 1), ([3.5, 3.5], 0)), first.error
