@@ -190,6 +190,8 @@ def _is_changeable(x: Any) -> bool:
         return is_users(x.__code__)
     if isinstance(x, np.ndarray):
         return x.flags.writeable and not x.dtype.hasobject and x.nbytes <= _COPIED
+    if isinstance(x, bytearray | array):
+        return len(x) * getattr(x, "itemsize", 1) <= _COPIED
     if _kind(type(x)) is not _SLOTS:
         return True
     return bool(slots_of(x)) if is_plain_object(x) else False

@@ -77,7 +77,7 @@ NEEDED = {
     "torch.cpu": "_init_amx _is_amx_tile_supported",
     "torch.distributed.distributed_c10d": "ProcessGroup._allgather_base"
     " ProcessGroup._device_types ProcessGroup._get_backend"
-    " _get_default_group _get_default_store _resolve_process_group",
+    " _get_default_group _get_default_store _resolve_process_group _set_pg_timeout",
     "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
     " _fused_matmul_reduce_scatter_fallback",

@@ -2,8 +2,11 @@
 calls, a flag or an array: a program has the ones of its trace at each call.
 """
 
+import itertools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +16,12 @@ from torch import Tensor
 
 from ftp.dataclass import dataclass
 from ftp.errors import StaleCaptureWarning, TraceError
+from ftp.functional.attributes import CONSTANTS
 from ftp.functional.carried_values import Carried, as_left
 from ftp.functional.contents import is_leaf_state, now_in
 from ftp.torch_internals.storages import storage_of
 from ftp.tracing.kept_state import given_back
-from ftp.tracing.places import SYMBOLIC, is_leaf, places_around
+from ftp.tracing.places import LARGE, SYMBOLIC, is_leaf, places_around
 
 if TYPE_CHECKING:
     from ftp.tracing.trace import Traced
@@ -70,12 +74,11 @@ def check_changes(
     for name, was, now in arrays:
         if was.value is now.value and any(_shares_memory(now.value, x) for x in traced.constants):
             raise _of_array(name)
-    with given_back(getattr(fn, "__wrapped__", fn)), as_left(carried):
-        try:
+    is_same = False
+    if not any(_gives_items(now.value) for _, _, now in changed):
+        with given_back(getattr(fn, "__wrapped__", fn)), as_left(carried), suppress(Exception):
             first = traced if traced.symbolic is None else again()
             is_same = _is_same(first, again())
-        except Exception:
-            is_same = False
     if is_same:
         return
     names = [name for name, *_ in arrays]
@@ -98,6 +101,11 @@ def check_changes(
         StaleCaptureWarning,
         stacklevel=2,
     )
+
+
+def _gives_items(x: Any) -> bool:
+    """Whether another trace would take items of an iterator that cannot be put back."""
+    return hasattr(type(x), "__next__") and not isinstance(x, itertools.count)
 
 
 def _of_array(name: str) -> TraceError:
@@ -144,6 +152,9 @@ def _mark(x: Any) -> Any:
         return x
     if is_leaf_state(x):
         return now_in(x)
+    if isinstance(x, dict | list | tuple | deque) and len(x) > LARGE:
+        values = x.values() if isinstance(x, dict) else x
+        return type(x), tuple(value for value in values if type(value) in CONSTANTS)
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return frame and (frame.f_lasti, _marks(frame.f_locals.values()))
@@ -153,7 +164,15 @@ def _mark(x: Any) -> Any:
 
 
 def _marks(values: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(len(x) if isinstance(x, list | tuple | dict) else _mark(x) for x in values)
+    """The marks of what an iterator holds, which may be itself."""
+    return tuple(
+        len(x)
+        if isinstance(x, list | tuple | dict)
+        else type(x)
+        if isinstance(x, GeneratorType)
+        else _mark(x)
+        for x in values
+    )
 
 
 def _mark_of_iterator(x: Any) -> Any:

@@ -29,6 +29,7 @@ from ftp.functional.module_program import ModuleProgram, Slot, items_of
 from ftp.source import describe_line, is_editable, is_users
 
 _VISITED = 1000  # most objects to search, the nearest first
+LARGE = 1000  # the items of a longer container that are constants are no places
 _CACHED = "(...)"
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
@@ -200,8 +201,10 @@ def _item(holder: Any, key: Any, default: Any) -> Any:
 def _described(visited: Any) -> str:
     if type(visited) is ModuleProgram:
         return visited.name
-    code = getattr(visited, "__code__", None)
-    if not isinstance(code, types.CodeType):
+    if not isinstance(visited, types.FunctionType | types.MethodType):
+        return ""
+    code: Any = getattr(visited, "__code__", None)  # none of a method of an object
+    if code is None:
         return ""
     line = describe_line(code.co_filename, code.co_firstlineno).split("  ")[0]
     return code.co_name if code.co_filename.startswith("<") else f"{code.co_name} ({line})"
@@ -335,9 +338,15 @@ _PLACES: dict[Any, Callable[[Any, str], _PlacesWithin]] = {
         for key in held
     ),
     dict: lambda x, name: (
-        (f"{name}[{key_text(key, i)}]", x, key) for i, key in enumerate(list(x))
+        (f"{name}[{key_text(key, i)}]", x, key)
+        for i, (key, value) in enumerate(list(x.items()))
+        if len(x) <= LARGE or type(value) not in CONSTANTS
     ),
-    (list, tuple, deque): lambda x, name: ((f"{name}[{i}]", x, i) for i in range(len(x))),
+    (list, tuple, deque): lambda x, name: (
+        (f"{name}[{i}]", x, i)
+        for i, value in enumerate([*x])
+        if len(x) <= LARGE or type(value) not in CONSTANTS
+    ),
     ModuleProgram: _of_program,
     nn.Module: _of_nn_module,
     CACHE: _of_cache,

@@ -138,7 +138,7 @@ class Recorder(TorchDispatchMode):
         with set_within(_current, self), self:
             yield
 
-    def place(self, inputs: Sequence[Tensor]) -> None:
+    def place(self, inputs: Sequence[Any]) -> None:
         """Make placeholders of the function's tensors: make_fx takes ten times as long for each."""
         mode: Any = get_proxy_mode()
         tracer = mode.tracer

@@ -260,3 +260,36 @@ def test_attributes_that_change_no_program_are_left_alone():
         warnings.simplefilter("error")
         found = ftp.spmd(fn, MESH, (P(), P()), P())(params, x)
     torch.testing.assert_close(found, model(x).detach())
+
+
+def _first_call(fn):
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    with pytest.warns(ftp.errors.StaleCaptureWarning, match="computes something else"):
+        ftp.shard(fn, mesh, P("tp"))(torch.ones(4, 3), torch.ones(2, 4))
+
+
+def test_a_trace_takes_no_more_of_an_iterator_than_a_call_does():
+    items = iter([torch.ones(()) * k for k in range(5)])
+    _first_call(lambda w, x: (x @ w).sum() * next(items))
+    assert [int(k) for k in items] == [1, 2, 3, 4]
+
+
+def test_a_generator_that_holds_itself():
+    def numbers():
+        own = generator  # noqa: F841
+        yield from (1.0, 2.0, 3.0)
+
+    generator = numbers()
+    _first_call(lambda w, x: (x @ w).sum() * next(generator))
+    assert next(generator) == 2.0
+
+
+def test_a_change_in_a_long_list_of_constants():
+    counts = list(range(5000))
+
+    def fn(w, x):
+        counts[3] += 1
+        return (x @ w).sum() * counts[3]
+
+    _first_call(fn)
+    assert counts[:5] == [0, 1, 2, 4, 4]
