@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from operator import is_
@@ -323,7 +323,8 @@ def _of_attributes(names: Callable[[Any], Mapping[str, Any]], by: Any) -> _Way:
             by.__delattr__(of, name)
         for name, value in held.items():
             if name not in now or now[name] is not value:
-                by.__setattr__(of, name, value)
+                with suppress(AttributeError):  # read-only, and made anew each time it is read
+                    by.__setattr__(of, name, value)
 
     return _Way(lambda of: dict(names(of)), put)
 

@@ -14,10 +14,7 @@ from torch._C._functorch import (
 )
 from torch._C._functorch import _add_batch_dim as add_batch_dim
 from torch._C._functorch import _unwrap_batched as unwrap_batched
-from torch._functorch.autograd_function import (
-    CustomFunctionHigherOrderOperator,
-    custom_function_call,
-)
+from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_all_functorch_interpreters,

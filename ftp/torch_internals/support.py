@@ -38,7 +38,7 @@ NEEDED = {
     " get_unwrapped is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor"
     " maybe_get_level peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
-    "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
+    "torch._functorch.autograd_function": "custom_function_call",
     "torch._functorch.eager_transforms": "_jvp_with_argnums _undo_create_differentiable"
     " grad_and_value_impl lazy_dynamo_disallow",
     "torch._dispatch.python": "enable_python_dispatcher",
@@ -47,7 +47,6 @@ NEEDED = {
     " VmapInterpreter.randomness retrieve_all_functorch_interpreters"
     " retrieve_current_functorch_interpreter"
     " temporarily_clear_interpreter_stack",
-    "torch._functorch.utils": "unwrap_dead_wrappers",
     "torch._guards": "GuardSource Source TracingContext tracing",
     "torch._higher_order_ops.associative_scan": "AssociativeScanOp generic_associative_scan",
     "torch._higher_order_ops.cond": "CondOp",

@@ -3,15 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
-from torch._functorch import utils as functorch_utils
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import TraceError
 from ftp.source import at_line
 from ftp.torch_internals.functorch import (
-    CustomFunctionHigherOrderOperator,
     get_unwrapped,
     is_batched,
     is_functorch_wrapped_tensor,
@@ -39,7 +38,7 @@ def node_of(x: Tensor) -> fx.Node | None:
     return None if held is None else held.proxy.node
 
 
-_Custom: Any = CustomFunctionHigherOrderOperator
+Function: Any = torch.autograd.Function
 
 
 class _Replacing(TorchFunctionMode):
@@ -57,19 +56,18 @@ class _Replacing(TorchFunctionMode):
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        # A mode does not see the arguments of an autograd.Function: patch its two ways in.
-        self._originals = _Custom.__call__, functorch_utils.unwrap_dead_wrappers
-        call, unwrapped = self._originals
+        # A mode does not see the arguments of an autograd.Function: patch its way in.
+        self._original = original = vars(Function)["apply"]
 
-        def given(operator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(operator, function, *self._swapped(args), **self._swapped(kwargs))
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            call = original.__get__(None, cls)
+            return call(*self._swapped(args), **self._swapped(kwargs))
 
-        _Custom.__call__ = given
-        functorch_utils.unwrap_dead_wrappers = lambda args: unwrapped(self._swapped(args))
+        Function.apply = classmethod(apply)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _Custom.__call__, functorch_utils.unwrap_dead_wrappers = self._originals
+        Function.apply = self._original
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

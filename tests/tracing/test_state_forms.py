@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections import defaultdict, deque
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,3 +294,18 @@ def test_a_change_in_a_long_list_of_constants():
 
     _first_call(fn)
     assert counts[:5] == [0, 1, 2, 4, 4]
+
+
+class _Duration(timedelta):
+    """Its days and seconds are read-only attributes of the class that it is made from."""
+
+
+def test_an_object_with_read_only_attributes_beside_one_that_changes():
+    held = [_Duration(milliseconds=200), 0]
+
+    def fn(w, x):
+        held[1] += 1
+        return (x @ w).sum() * held[1] * held[0].total_seconds()
+
+    _first_call(fn)
+    assert held[1] == 1
