@@ -28,8 +28,8 @@ def _refused(*_: Any) -> NoReturn:
     raise number_refused(is_of_rows=False)
 
 
-def _length(text: str) -> int:
-    return str.__len__(text) if _only_shows(sys._getframe(1)) else _refused()
+def _length(self: str) -> int:
+    return str.__len__(self) if _only_shows(sys._getframe(1)) else _refused()
 
 
 class Text(str):
