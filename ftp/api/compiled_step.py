@@ -57,7 +57,8 @@ def load_program(
         ProgramFileError: a file that is damaged, that another user owns or can write to, or that
             another version of torch or ftp saved; an op that is not registered here.
         MeshError: a mesh of another shape, other axes or another device type.
-        InputError: at a call with other arguments than the program's, before any collective.
+        InputError: at a call with other arguments than the program's, or under another default
+            dtype of torch than it was made under, before any collective.
 
     >>> import ftp, tempfile, torch
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -95,6 +96,7 @@ def bound(definition: Definition, call: Arguments, planned: Planned) -> "BoundPr
         tree_text(call.treedef),
         leaves,
         tuple(sorted(definition.state)),
+        call.settings[0],
     )
     return BoundProgram(
         program, signature, call, bool(definition.reads and definition.reads.values)
@@ -181,6 +183,10 @@ class CompiledStep(Step):
         call it together.
         """
         record, program = self._record, self.program
+        try:
+            self._check_default_dtype()
+        except InputError as e:
+            record.agree(record.next(), e)
         with uncast(), record.running(program.fingerprint):
             program.prepare(self._metas)
 
@@ -204,6 +210,7 @@ class CompiledStep(Step):
         return self.lowered
 
     def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
+        self._check_default_dtype()
         self._check_tree(call)
         specs = list(self.program.leaf_specs)
         check_static(call)
@@ -230,6 +237,16 @@ class CompiledStep(Step):
             return _static(leaf)
         is_whole = leaf.device.type == "meta" or self.mesh.kind != "process"
         return _typed(leaf.dtype, shape if is_whole and shape is not None else leaf.shape)
+
+    def _check_default_dtype(self) -> None:
+        """Raises under another default dtype than the trace's: ops of integers would give it."""
+        now, then = torch.get_default_dtype(), self._signature.default_dtype
+        if now != then:
+            raise InputError(
+                f"The program of {self._signature.function} was made under the default dtype"
+                f" {then}; it is {now} now, by which results of integers get another dtype."
+                f" Call torch.set_default_dtype({then}) first, or lower the function again."
+            )
 
     def _check_tree(self, call: Arguments) -> None:
         own = self._signature

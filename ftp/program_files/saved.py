@@ -56,6 +56,7 @@ class Signature:
         tree: the structure of the arguments, as text that is equal on all ranks.
         leaves: a ``Meta`` of each tensor's global shape and dtype; a static value.
         state: positions of the arguments that are state.
+        default_dtype: torch's default dtype where the function was traced.
     """
 
     function: str
@@ -64,6 +65,7 @@ class Signature:
     tree: str
     leaves: tuple[Any, ...]
     state: tuple[int, ...]
+    default_dtype: torch.dtype
 
 
 def tree_text(tree: optree.PyTreeSpec) -> str:
@@ -138,7 +140,7 @@ def _parts(
     return header, sections
 
 
-_OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state")
+_OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state", "default_dtype")
 
 
 def ranks_section(program: Program, most: int) -> dict[str, Any]:

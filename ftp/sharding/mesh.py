@@ -357,6 +357,10 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
         is_ascending=list(ranks) == sorted(ranks),
         torch=mesh,
     )
+    for dim, name in enumerate(names):
+        lines = mesh.mesh.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        for line in lines if len(lines) > 1 else ():  # the others' too, so that all ranks raise
+            _check_order(name, line, sorted(line))
     coordinate = resolved.coordinate
     if coordinate is None:
         return resolved
@@ -366,16 +370,22 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
             tuple(slice(None) if d == dim else coordinate[n] for d, n in enumerate(names))
         ].tolist()
         group = mesh.get_group(dim)
-        if (order := dist.get_process_group_ranks(group)) != line:
-            raise MeshError(
-                f"Along axis {name!r} the DeviceMesh holds ranks {line}, but their process group"
-                f" has them as {order}, so that"
-                " gathered shards would come out of order. Make the mesh of ranks that ascend"
-                " along each axis."
-            )
+        _check_order(name, line, dist.get_process_group_ranks(group))
         groups.append(group.group_name)
     hosts = known_hosts(ranks, dist.get_world_size())
     return replace(resolved, groups=tuple(groups), hosts=hosts)
+
+
+def _check_order(axis: str, line: list[int], held: list[int]) -> None:
+    """Raise if the process group of ranks along an axis has them in another order than the mesh;
+    torch sorts them.
+    """
+    if held != line:
+        raise MeshError(
+            f"Along axis {axis!r} the DeviceMesh holds ranks {line}, but their process group"
+            f" has them as {held}, so that gathered shards would come out of order. Make the mesh"
+            " of ranks that ascend along each axis."
+        )
 
 
 def describe_axes(shape: Sequence[int], axis_names: Sequence[str]) -> str:

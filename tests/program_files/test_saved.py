@@ -212,6 +212,28 @@ def test_other_arguments(small: Path, args: tuple[Any, ...], text: str):
         ftp.load_program(small, TP)(*args)
 
 
+def test_another_default_dtype(tmp_path: Path):
+    """Ops of integers give the default dtype: those of the program would give another one."""
+    step = ftp.spmd(lambda x: x / 3, TP, P("tp"), P("tp"))
+    x = torch.arange(8)
+    lowered = step.lower(x)
+    lowered.save(tmp_path / "ints.ftp")
+    loaded, compiled = ftp.load_program(tmp_path / "ints.ftp", TP), lowered.compile()
+    wanted = step(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for call in (lambda: loaded(x), lambda: compiled(x), lowered.compile):
+            with pytest.raises(InputError) as failure:
+                call()
+            assert "under the default dtype torch.float32; it is torch.float64 now" in str(
+                failure.value
+            )
+        assert step(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(loaded(x), wanted) and torch.equal(compiled(x), wanted)
+
+
 def test_other_placements(small: Path):
     loaded = ftp.load_program(small, TP)
     params = ftp.device_put({"w": torch.ones(3, 4)}, TP, P("tp"))

@@ -204,6 +204,21 @@ def test_device_meshes_that_cannot_be_used():
         resolve(DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("tp",)))
 
 
+@pytest.mark.parametrize("ranks", [[[3, 1], [0, 2]], [[0, 1], [3, 2]], [[2, 3], [0, 1]]])
+def test_ranks_out_of_order_are_refused_on_every_rank(ranks):
+    """Also where this rank's own groups ascend: it would wait for the others, which have raised."""
+    said = set()
+    for rank in range(4):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            with pytest.raises(MeshError) as failure:
+                resolve(DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")))
+        finally:
+            dist.destroy_process_group()
+        said.add(str(failure.value))
+    assert len(said) == 1 and "out of order" in said.pop()
+
+
 def test_init_process_group_without_a_launcher():
     with pytest.raises(
         MeshError, match=r"RANK and WORLD_SIZE are not in the environment. Launch with torchrun"
