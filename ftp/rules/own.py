@@ -2,24 +2,36 @@
 with, which come later and may override them.
 """
 
-# By full names, as families and forms share some.
-import ftp.rules.along_dim
-import ftp.rules.attention
-import ftp.rules.conv
-import ftp.rules.factory
-import ftp.rules.flex_attention
-import ftp.rules.ftp_ops
-import ftp.rules.index
-import ftp.rules.linalg
-import ftp.rules.loss
-import ftp.rules.matmul
-import ftp.rules.norm
-import ftp.rules.pointwise
-import ftp.rules.reduce
-import ftp.rules.shape
-import ftp.rules.slices  # noqa: F401
+from pathlib import Path
+from traceback import extract_tb
+
+from ftp.errors import RuleError
 from ftp.rules.forms import along_dim, einsum, pointwise, reduction
 from ftp.rules.registry import RULES, rule
+
+try:  # By full names, as families and forms share some.
+    import ftp.rules.along_dim
+    import ftp.rules.attention
+    import ftp.rules.conv
+    import ftp.rules.factory
+    import ftp.rules.flex_attention
+    import ftp.rules.ftp_ops
+    import ftp.rules.index
+    import ftp.rules.linalg
+    import ftp.rules.loss
+    import ftp.rules.matmul
+    import ftp.rules.norm
+    import ftp.rules.pointwise
+    import ftp.rules.reduce
+    import ftp.rules.shape
+    import ftp.rules.slices  # noqa: F401
+except Exception as e:
+    folder = Path(__file__).parent
+    at = [x for x in extract_tb(e.__traceback__) if Path(x.filename).parent == folder][-1]
+    raise RuleError(
+        f"ftp's own rules cannot be loaded: {at.filename}:{at.lineno}, `{at.line}`, raised"
+        f" {type(e).__name__}: {e}. Install ftp again, and a version of torch that it supports."
+    ) from e
 
 __all__ = ["OWN_RULES", "RULES", "along_dim", "einsum", "pointwise", "reduction", "rule"]
 

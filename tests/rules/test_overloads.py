@@ -1,9 +1,13 @@
 """Ops that a torch lacks: their rules are skipped, and they can be listed."""
 
+import runpy
+import sys
+
 import pytest
 import torch
 
 from ftp.errors import RuleError
+from ftp.rules import own, registry
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, decomposition
 from ftp.rules.forms import batched, pointwise
 from ftp.rules.overloads import MISSING, MissingOp, Namespace
@@ -54,3 +58,19 @@ def test_missing_ops_are_listed(older: Namespace):
 def test_a_text_alone_is_an_error():
     with pytest.raises(RuleError, match="names at least one op"):
         rule("m k, k n -> m n {k}")
+
+
+def test_a_file_of_rules_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch):
+    """The error names the file, the line and the reason."""
+
+    def lacking(*ops: object) -> None:
+        raise AttributeError("no such op")
+
+    monkeypatch.setattr(registry, "rule", lacking)
+    monkeypatch.delitem(sys.modules, "ftp.rules.conv")
+    text = (
+        r"ftp's own rules cannot be loaded: .*conv.py:\d+, `@rule\(aten.convolution.default\)`,"
+        " raised AttributeError: no such op. Install"
+    )
+    with pytest.raises(RuleError, match=text):
+        runpy.run_path(own.__file__)
