@@ -2,12 +2,9 @@
 next call would not have them.
 """
 
-import dis
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import lru_cache
-from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +19,7 @@ from ftp.functional.attributes import (
     Root,
     attributes_of,
     has_parts,
+    is_of_library,
     of_class,
 )
 from ftp.functional.modes_of_blocks import ModeOfBlocks
@@ -80,8 +78,8 @@ def _warn(model: str, does: str, first: str) -> None:
 
 class KeptAttributes:
     """Within the block, watch the attributes of modules that may carry a tensor to the next call:
-    those that are None or missing, and that the code of their classes both reads and assigns; and
-    those that hold a container or a plain object.
+    those that are None or missing, and those that hold a container or a plain object. Any code may
+    read and assign them: the model's, a function's that is given the module, a hook's.
 
     Args:
         constants: tensors that are the same in each call.
@@ -91,14 +89,13 @@ class KeptAttributes:
         self._first: dict[Root, tuple[nn.Module, Any]] = {}  # what each held before the call
         for _, module in modules:
             held = module.__dict__
-            names = [name for name in _kept(type(module)) if held.get(name) is None]
-            names += [name for name in held if name not in OF_MODULES and _fills(held[name])]
-            for name in names:
-                if not any(name in held[kind] for kind in REGISTERED):
-                    self._first[id(module), name] = module, held.get(name)
-            for name, value in of_class(type(module)):
-                if name not in held:
+            for name, value in held.items():
+                if name not in OF_MODULES and (value is None or _fills(value)):
                     self._first[id(module), name] = module, value
+            for name, value in (*of_class(type(module)), *_nones_of_class(type(module))):
+                if name not in held and not any(name in held[kind] for kind in REGISTERED):
+                    self._first[id(module), name] = module, value
+        self._modules = {id(module) for _, module in modules}
         self._read: set[Root] = set()
         self._assigned: set[Root] = set()
         self._constants = _OfConstants(constants)
@@ -107,16 +104,18 @@ class KeptAttributes:
     def __enter__(self) -> "KeptAttributes":
         for root, (module, _) in self._first.items():
             kind, name = type(module), root[1]
-            of_class = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), None)
-            if of_class is None:
-                setattr(kind, name, _NotedAttribute(name))
-                self._stack.callback(delattr, kind, name)
+            of_class = next((vars(k)[name] for k in kind.__mro__ if name in vars(k)), _MISSING)
+            if of_class is _MISSING or of_class is None:
+                self._stack.callback(_restore, kind, name, vars(kind).get(name, _MISSING))
+                setattr(kind, name, _NotedAttribute(name, of_class))
             elif not isinstance(of_class, _NotedAttribute):  # it may be read without a word
                 self._read.add(root)
+        if not _watching:
+            self._stack.callback(setattr, nn.Module, "__getattr__", nn.Module.__getattr__)
+            nn.Module.__getattr__ = _noting_missing(nn.Module.__getattr__)
         _watching.append(self)
         self._stack.callback(_watching.remove, self)
-        if self._first:
-            self._stack.enter_context(self._constants)
+        self._stack.enter_context(self._constants)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -128,6 +127,13 @@ class KeptAttributes:
         if root not in self._first or root in self._assigned:
             return
         if module.__dict__.get(name) is self._first[root][1]:
+            self._read.add(root)
+
+    def note_missing(self, module: nn.Module, name: str) -> None:
+        """A module is asked for an attribute that it lacks, as by ``hasattr``."""
+        root = id(module), name
+        if id(module) in self._modules and root not in self._assigned:
+            self._first.setdefault(root, (module, None))
             self._read.add(root)
 
     def note_assigned(self, module: nn.Module, name: str) -> None:
@@ -165,11 +171,35 @@ class KeptAttributes:
 _watching: list[KeptAttributes] = []  # the calls that run now
 
 
+def _noting_missing(own: Callable[[nn.Module, str], Any]) -> Callable[[nn.Module, str], Any]:
+    """``nn.Module.__getattr__`` that notes attributes which modules lack."""
+
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        try:
+            return own(self, name)
+        except AttributeError:
+            for each in _watching:
+                each.note_missing(self, name)
+            raise
+
+    return __getattr__
+
+
+_MISSING = object()
+
+
+def _restore(kind: type, name: str, value: Any) -> None:
+    if value is _MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, value)
+
+
 class _NotedAttribute:
     """An attribute of a class that notes for which objects it is read."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, default: Any) -> None:
+        self._name, self._default = name, default
 
     def __get__(self, module: Any, owner: type) -> Any:
         if module is not None:
@@ -177,7 +207,9 @@ class _NotedAttribute:
                 each.note(module, self._name)
             if self._name in module.__dict__:
                 return module.__dict__[self._name]
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+        if self._default is _MISSING:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+        return self._default
 
     def __set__(self, module: Any, value: Any) -> None:
         for each in _watching:
@@ -217,52 +249,14 @@ class _OfConstants(ModeOfBlocks):
         return func(*args, **kwargs)
 
 
+def _nones_of_class(kind: type[nn.Module]) -> Iterator[tuple[str, None]]:
+    """The attributes of a user's module class that are None until a module assigns its own."""
+    for owner in kind.__mro__:
+        if not is_of_library(owner):
+            own = vars(owner).items()
+            yield from ((name, x) for name, x in own if x is None and not name.startswith("__"))
+
+
 def _fills(value: Any) -> bool:
     """Whether a value may come to hold a tensor."""
     return any(map(_fills, value)) if isinstance(value, tuple) else has_parts(value)
-
-
-@lru_cache(maxsize=1024)
-def _kept(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The attributes that methods of a class assign, other than ``__init__``, and read."""
-    methods = [
-        function.__code__
-        for owner in kind.__mro__
-        if owner not in (nn.Module, object)
-        for name, held in vars(owner).items()
-        if (function := _function_of(held)) is not None and name != "__init__"
-    ]
-    if not any(map(_may_store, methods)):  # as most: to read all instructions takes a while
-        return ()
-    stored: set[str] = set()
-    loaded: set[str] = set()
-    for code in methods:
-        _attributes(code, stored, loaded)
-    return tuple(sorted(name for name in stored & loaded if not hasattr(kind, name)))
-
-
-def _may_store(code: CodeType) -> bool:
-    """Whether code assigns an attribute, or functions in it do. Every second byte of code is an
-    instruction.
-    """
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return dis.opmap["STORE_ATTR"] in code.co_code[::2] or any(map(_may_store, inner))
-
-
-def _function_of(held: Any) -> FunctionType | None:
-    if isinstance(held, property):
-        held = held.fget
-    while (inner := getattr(held, "__wrapped__", getattr(held, "__func__", None))) is not None:
-        held = inner
-    return held if isinstance(held, FunctionType) else None
-
-
-def _attributes(code: CodeType, stored: set[str], loaded: set[str]) -> None:
-    for each in dis.get_instructions(code):
-        if each.opname == "STORE_ATTR":
-            stored.add(each.argval)
-        elif each.opname.startswith("LOAD_"):  # a name, or a string as in hasattr(self, "cache")
-            loaded.update([each.argval] if isinstance(each.argval, str) else ())
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            _attributes(inner, stored, loaded)
