@@ -62,7 +62,8 @@ def build(
 def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: Any) -> Planned:
     """The `Planned` of a program: the program, and what each of its calls has to do."""
     tensors = [*traced.captured, *(each.tensor for each in traced.read)]
-    captured = with_read(places_of(definition.fn, tensors), traced.read)
+    places = places_of(definition.fn, tensors)
+    captured = with_read(places, traced.captured, traced.read)
     donated = {} if traced.asked else definition.donated_names
     return planned_for(inputs, program, definition.mesh, donated, captured, traced.asked)
 

@@ -111,8 +111,9 @@ class KeptAttributes:
             elif not isinstance(of_class, _NotedAttribute):  # it may be read without a word
                 self._read.add(root)
         if not _watching:
-            self._stack.callback(setattr, nn.Module, "__getattr__", nn.Module.__getattr__)
-            nn.Module.__getattr__ = _noting_missing(nn.Module.__getattr__)
+            modules: Any = nn.Module  # a method of it is replaced
+            self._stack.callback(setattr, modules, "__getattr__", modules.__getattr__)
+            modules.__getattr__ = _noting_missing(modules.__getattr__)
         _watching.append(self)
         self._stack.callback(_watching.remove, self)
         self._stack.enter_context(self._constants)

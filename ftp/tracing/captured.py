@@ -75,18 +75,26 @@ def read_now(tensor: Tensor) -> ReadTensor:
 
 @dataclass(frozen=True, eq=False)
 class Captured(StatePlace):
-    """A captured tensor, one place of it, and the tensor as it was, where the function read it as
-    Python numbers.
+    """A captured tensor, one place of it, its memory, and the tensor as it was, where the function
+    read it as Python numbers.
     """
 
+    memory: torch.UntypedStorage | None
     read: ReadTensor | None = None
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the place holds another object, or other numbers than were read."""
+    def is_replaced(self) -> bool:
+        """Whether the place holds another object, or the tensor another one's memory, as after
+        ``torch.utils.swap_tensors`` or an assignment to ``x.data``.
+        """
         if self.now() is not self.value:
             return True
-        return self.read is not None and self.read.has_changed
+        return self.memory is not None and self.value.untyped_storage() is not self.memory
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is replaced, or holds other numbers than were read."""
+        return self.is_replaced or (self.read is not None and self.read.has_changed)
 
 
 def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[StatePlace]:
@@ -111,30 +119,38 @@ def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[StatePl
     ]
 
 
-def with_read(places: Sequence[StatePlace], read: Sequence[ReadTensor]) -> list[Captured]:
-    """The places, with what tensors held that the function read as Python numbers."""
+def with_read(
+    places: Sequence[StatePlace], captured: Sequence[Tensor], read: Sequence[ReadTensor]
+) -> list[Captured]:
+    """The places of captured tensors, and what those held that the function read as Python numbers.
+    A tensor without a place, as one of a model, is its own.
+    """
     held = {id(each.tensor): each for each in read}
-    found = [Captured(**vars(place), read=held.get(id(place.value))) for place in places]
     placed = {id(place.value) for place in places}
-    for each in read:
-        if id(each.tensor) not in placed:
-            name = f"A captured tensor of shape {tuple(each.tensor.shape)}"
-            found.append(Captured(name, each.tensor, [each.tensor], 0, each))
-    return found
+    others = {id(x): x for x in (*captured, *(each.tensor for each in read)) if id(x) not in placed}
+    own = [
+        StatePlace(f"A captured tensor of shape {tuple(x.shape)}", x, [x], 0)
+        for x in others.values()
+    ]
+    return [
+        Captured(**vars(place), memory=storage_of(place.value), read=held.get(id(place.value)))
+        for place in (*places, *own)
+    ]
 
 
 def check_unchanged(captured: list[Captured], *, stacklevel: int) -> None:
-    """Warn of each place that now holds another object, once, and forget it.
+    """Warn of each place whose tensor is replaced, once, and forget it.
 
     Raises:
         InputError: a tensor that the function read as Python numbers was written to since.
     """
-    for place in [place for place in captured if place.now() is not place.value]:
+    for place in [place for place in captured if place.is_replaced]:
         captured.remove(place)
         now = place.now()
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
+        how = "has other memory" if now is place.value else "is another object"
         warnings.warn(
-            f"{place.name}, is another object now, {what}. The step still uses the tensor of shape"
+            f"{place.name}, {how} now, {what}. The step still uses the tensor of shape"
             f" {tuple(place.value.shape)} that it captured when it was traced. Pass a tensor that"
             " changes as an argument of the step, or make the step anew.",
             StaleCaptureWarning,

@@ -229,3 +229,45 @@ def test_a_line_that_draws_pythons_numbers_while_it_is_traced_is_warned_of(fn, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ftp.spmd(lambda x: x + 1, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))(torch.ones(4))
+
+
+def _swap(x):
+    torch.utils.swap_tensors(x, torch.zeros(3))
+
+
+def _assign_data(x):
+    x.data = torch.zeros(3)
+
+
+class OfModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.ones(3)
+
+    def forward(self, x):
+        return x * self.mask
+
+
+@pytest.mark.parametrize("change", [_swap, _assign_data])
+@pytest.mark.parametrize("where", ["variable", "model"])
+def test_a_tensor_that_gets_the_memory_of_another(change, where):
+    """The object is the same one; the program keeps the values that it had."""
+    if where == "variable":
+        mask = torch.ones(3)
+        step, args = ftp.spmd(lambda x: x * mask, MESH, P(), P()), (torch.ones(2, 3),)
+    else:
+        model = OfModel()
+        fn, params = ftp.functionalize(model)
+        mask, args = model.mask, (params, torch.ones(2, 3))
+        step = ftp.spmd(lambda p, x: fn(p, x), MESH, (P(), P()), P())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*args)
+        mask.mul_(2)
+        assert torch.equal(step(*args), torch.full((2, 3), 2.0))
+    change(mask)
+    with pytest.warns(StaleCaptureWarning, match="has other memory now, a tensor of shape"):
+        step(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*args)  # it is told once
