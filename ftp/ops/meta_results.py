@@ -19,6 +19,7 @@ from ftp.torch_internals.modes import DisableTorchDispatch, DisableTorchFunction
 from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
+META = torch.device("meta")  # which torch would make of the text in each call
 
 
 @functools.cache
@@ -62,15 +63,15 @@ class FakeOf:
         )
 
     def __call__(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        if device not in self._fresh:
-            self._fresh[device] = dict(
-                FakeTensor(self._mode, torch.empty(0, device="meta"), device).__dict__
-            )
+        fresh = self._fresh.get(device)
+        if fresh is None:
+            one = FakeTensor(self._mode, torch.empty(0, device=META), device)
+            fresh = self._fresh[device] = dict(one.__dict__)
         made = Tensor._make_subclass(
             FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
         self._guard(made)
-        made.__dict__.update(self._fresh[device])  # type: ignore[attr-defined]
+        made.__dict__.update(fresh)  # type: ignore[attr-defined]
         return made
 
     def like(self, x: Tensor, device: torch.device | None = None) -> FakeTensor:
@@ -87,13 +88,13 @@ class FakeOf:
         device: torch.device,
     ) -> FakeTensor:
         with DisableTorchDispatch(), DisableTorchFunction():
-            return self(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+            return self(torch.empty_strided(shape, stride, dtype=dtype, device=META), device)
 
     def contiguous(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> FakeTensor:
         with DisableTorchDispatch(), DisableTorchFunction():
-            return self(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+            return self(torch.empty(tuple(shape), dtype=dtype, device=META), device)
 
 
 class _NotPlain(Exception):

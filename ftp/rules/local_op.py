@@ -16,23 +16,22 @@ from ftp.dataclass import dataclass
 from ftp.rules.call import Call
 from ftp.rules.overloads import aten
 from ftp.rules.rule import BoundRule
+from ftp.torch_internals.graph_nodes import GraphNames, new_node
 
 Index = fx.Node
 Offset = int | fx.Node
 
 
 class RankGraph(fx.Graph):
-    """A rank's graph, or a stage's. Nodes get their arguments after creation: fx searches given
-    arguments for symbolic numbers, which takes half the time of making a node, and these graphs
-    have none.
-    """
+    """A rank's graph, or a stage's; no argument is a symbolic number."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._graph_namespace = GraphNames()
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
-        name = name or _name_like(target)
-        node = super().create_node(op, target, None, None, name, type_expr)
-        if args or kwargs:
-            node._update_args_kwargs(args or (), kwargs or {})
-        return node
+        name = name or _name_like(target) or self._target_to_str(target)
+        return new_node(self, op, target, args or (), kwargs or {}, name, type_expr)
 
     def node_copy(self, node, arg_transform=lambda n: n) -> fx.Node:
         args = map_arg(node.args, arg_transform)

@@ -87,7 +87,7 @@ NEEDED = {
     "torch.distributions.constraints": "_PositiveDefinite _PositiveSemidefinite _Square _Symmetric",
     "torch.export": "ExportedProgram._update",
     "torch.fx.experimental._config": "patch",
-    "torch.fx.graph": "CodeGen._gen_python_code Graph._target_to_str _BoxedCodeGen",
+    "torch.fx.graph": "CodeGen._gen_python_code Graph._target_to_str _BoxedCodeGen _Namespace",
     "torch.fx.graph_module": "_loader",
     "torch.fx.node": "Node._erased Node._next Node._prev Node._rename Node._update_args_kwargs",
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
@@ -113,12 +113,16 @@ NEEDED = {
 # class does not have them, so they are not checked.
 ATTRIBUTES = (
     "FakeTensorMode._allow_unsafe_data_ptr_access",
+    "Graph._find_nodes_lookup_table",
     "Graph._graph_namespace",
+    "Graph._insert",
+    "Graph._len",
     "Graph._root",
     "Module._backward_pre_hooks",
     "Node._sequence_nr",
     "OpOverload._overloadname",
     "UntypedStorage._cdata",
+    "_Namespace._base_count",
     "_Namespace._used_names",
 )
 

@@ -8,7 +8,7 @@ results are made from the recorded metadata.
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -17,10 +17,11 @@ from torch.fx.proxy import Proxy
 
 from ftp.dataclass import dataclass
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.meta_results import FakeOf, is_plain, meta_result
+from ftp.ops.meta_results import META, FakeOf, is_plain, meta_result
 from ftp.ops.written import is_in_place
 from ftp.rules.call import replaced
 from ftp.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from ftp.torch_internals.graph_nodes import new_node
 from ftp.torch_internals.modes import DisableTorchDispatch
 from ftp.torch_internals.op_types import OpOverload
 
@@ -71,8 +72,7 @@ class _KnownCall:
     in_place: bool
 
 
-@dataclass(frozen=True)
-class TracedCall:
+class TracedCall(NamedTuple):
     """One call: ``key``, all that its nodes depend on; ``given``, its tensors; ``inputs``, their
     nodes at the time of the call.
     """
@@ -135,9 +135,7 @@ class Recall:
             for record in known.records:
                 args = replaced(record.args, _NodeAt, node_of)
                 kwargs = record.kwargs and replaced(record.kwargs, _NodeAt, node_of)
-                # Arguments are set afterwards: fx would search them for symbolic numbers.
-                node = graph.create_node("call_function", record.target, name=record.name)
-                node._update_args_kwargs(args, kwargs)
+                node = new_node(graph, "call_function", record.target, args, kwargs, record.name)
                 nodes.append(node)
                 tensor = None
                 if (val := record.val) is not None:
@@ -166,9 +164,9 @@ class Recall:
 
     def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
         if source is None:
-            plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device="meta")
+            plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device=META)
         else:
-            plain = torch.empty(0, dtype=val.dtype, device="meta")
+            plain = torch.empty(0, dtype=val.dtype, device=META)
             plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
         return self.fake(plain, val.device)
 

@@ -31,6 +31,7 @@ from ftp.torch_internals.autograd_state import (
 from ftp.torch_internals.deferred_symbols import keep_unused_numbers
 from ftp.torch_internals.fake_tensors import FakeTensor, mode_for
 from ftp.torch_internals.functorch import unwrap_if_dead
+from ftp.torch_internals.graph_nodes import GraphNames, new_node
 from ftp.torch_internals.modes import (
     DisableTorchFunction,
     TorchDispatchMode,
@@ -142,13 +143,15 @@ class Recorder(TorchDispatchMode):
         """Make placeholders of the function's tensors: make_fx takes ten times as long for each."""
         mode: Any = get_proxy_mode()
         tracer = mode.tracer
+        tracer.graph._graph_namespace = GraphNames()
         for i, tensor in enumerate(inputs):
-            proxy = tracer.create_proxy("placeholder", f"arg{i}_1", (), {})
             if self.symbolic is not None:
+                proxy = tracer.create_proxy("placeholder", f"arg{i}_1", (), {})
                 track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
                 continue
-            track(tensor, proxy.node, tracer)
-            proxy.node.meta["val"] = self.recall.alias(tensor)
+            node = new_node(tracer.graph, "placeholder", f"arg{i}_1", (), {}, f"arg{i}_1")
+            track(tensor, node, tracer)
+            node.meta["val"] = self.recall.alias(tensor)
 
     def begin(self) -> None:
         """Begin a run of the function, of which a recording may have several."""
