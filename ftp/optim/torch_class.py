@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.errors import InputError
 from ftp.optim.slots import Slots
-from ftp.optim.traceable_step import CAPTURABLE, traceable_step
+from ftp.optim.traceable_step import CAPTURABLE, cloned_together, traceable_step
 from ftp.torch_internals import deferred_compiler
 from ftp.torch_internals.functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
@@ -202,7 +202,7 @@ class TorchClass:
         self, grads: Sequence[Tensor], slots: Sequence[Slots], params: Sequence[Tensor]
     ) -> list[tuple[Tensor, Slots]]:
         """One step on clones: per parameter its new value and state."""
-        clones = [param.clone() for param in params]
+        clones = [one["param"] for one in cloned_together([{"param": p} for p in params])]
         for clone, grad in zip(clones, grads, strict=True):
             clone.grad = grad.to(clone.dtype)
         opt = self._set_up(clones, slots)
@@ -228,11 +228,10 @@ class TorchClass:
             options |= _safe_at_zero(**{**self.prototype.param_groups[0], **options})
         opt.param_groups = [{**self.prototype.param_groups[0], **options, "params": clones}]
         opt.state = defaultdict(dict)
-        for clone, mine in zip(clones, slots, strict=True):
-            opt.state[clone] = {
-                name: _widened(v).clone() if unfused and name == "step" else v.clone()
-                for name, v in mine.items()
-            }
+        for clone, state in zip(clones, cloned_together(slots), strict=True):
+            if unfused and "step" in state:
+                state["step"] = _widened(state["step"])
+            opt.state[clone] = state
         return opt
 
     def _kept(self, old: Slots, before: Mapping[str, Any], now: Mapping[str, Any]) -> Slots:

@@ -3,7 +3,7 @@ record it.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,6 +63,22 @@ def _step_by_parameter(opt: torch.optim.Optimizer, steps: RepeatedSteps) -> list
         state.update(new)
     opt.param_groups = [group]
     return new_params
+
+
+def cloned_together(groups: Sequence[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Clones of the tensors of each group; a trace records them like a step of one parameter."""
+    are_fake = all(type(x) is FakeTensor for group in groups for x in group.values())
+    steps = steps_of_trace() if are_fake else None
+    for group in groups:
+
+        def clones(group: Mapping[str, Tensor] = group) -> dict[str, Tensor]:
+            return {name: x.clone() for name, x in group.items()}
+
+        yield (
+            clones()
+            if steps is None
+            else dict(steps.take(("clones", *group), list(group.values()), clones))
+        )
 
 
 class _TensorScalars(TorchFunctionMode):
