@@ -354,7 +354,7 @@ class _NodePrices:
         self._known: dict[Any, float] = {}
 
     def __call__(self, node: Node) -> float:
-        if node.kind in ("input", "constrain") or node.target in VIEWS or node.target in STACKS:
+        if node.kind in ("input", "constrain"):
             return 0.0
         if node.kind == "reshard":
             if _is_issued(node) or node.target.op == "slice":
@@ -364,8 +364,13 @@ class _NodePrices:
         what = node.target if node.kind == "op" else node.name
         key = what, dtype, id(node.rule), id(node.sizes)  # which equal nodes share
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._hardware.issued(self._work(node, dtype))
+            known = self._known[key] = self._priced(node, dtype)
         return known
+
+    def _priced(self, node: Node, dtype: torch.dtype) -> float:
+        if node.target in VIEWS or node.target in STACKS:
+            return 0.0
+        return self._hardware.issued(self._work(node, dtype))
 
     def _work(self, node: Node, dtype: torch.dtype) -> float:
         sizes = {factor: estimated(size) for factor, size in node.sizes.items()}

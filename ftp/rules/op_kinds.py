@@ -61,6 +61,7 @@ ATTENTION = frozenset(
 ) | {VARLEN, VARLEN_BACKWARD, FLEX, FLEX_BACKWARD}
 _OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
+_MATMULS_AND_ATTENTION = MATMULS | ATTENTION
 
 
 def may_call_autograd(target: Any) -> bool:
@@ -73,7 +74,7 @@ def may_call_autograd(target: Any) -> bool:
 
 def is_matmul(target: Any) -> bool:
     """Whether an op spends its time in matmuls: matmuls, convolutions, attention."""
-    return target in MATMULS or target in ATTENTION
+    return target in _MATMULS_AND_ATTENTION
 
 
 def multiplications(

@@ -155,6 +155,8 @@ class _Shapes:
             return None
         if not self.changed.isdisjoint(node.all_input_nodes):
             return None
+        if moved.keys().isdisjoint([h.storage for h in known]):
+            return known
         return tuple(
             [LocalTensor(*h[:3], *moved[h.storage]) if h.storage in moved else h for h in known]
         )

@@ -62,7 +62,10 @@ class Storages:
 
     def name(self, x: Tensor) -> str | None:
         """The name of the tensor in whose storage a plain tensor lies; None if of none."""
-        storage = storage_of(x) if self._names else None
+        if not self._names:
+            return None
+        with DisableTorchFunction():
+            storage = storage_of(x)
         return None if storage is None else self._names.get(storage._cdata)
 
 

@@ -79,7 +79,7 @@ def rename_writes(nodes: Sequence[fx.Node], mode: FakeTensorMode) -> bool:
         new_targets[node] = target
     latest: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        if any(n in latest for n in node.all_input_nodes):
+        if not latest.keys().isdisjoint(node.all_input_nodes):
             node.args = map_arg(node.args, lambda n: _newest(latest, n))
             node.kwargs = map_arg(node.kwargs, lambda n: _newest(latest, n))
         if node in new_targets:
