@@ -123,7 +123,9 @@ def bind(
                 left.append((dim, size))
                 continue
             is_resized = dim and rule.resized.issuperset(dim)
-            if math.prod(sizes[f] for f in dim) != size and not is_resized:
+            found = math.prod(sizes[f] for f in dim)
+            # Of formulas that differ the op needs sizes at which they are equal: a condition.
+            if found != size and not is_resized and found - size != 0:
                 raise RuleError(
                     f"The rule {str(notation)!r} of {name} does not fit shapes {operands} ->"
                     f" {results}: dim {dim} is of size {size}."

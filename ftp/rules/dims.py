@@ -42,7 +42,8 @@ def broadcast_notation(
     def dims(shape: tuple[int, ...]) -> Dims:
         skip = ndim - len(shape)
         return tuple(
-            (f"~{skip + d}",) if size == sizes[skip + d] else () for d, size in enumerate(shape)
+            (f"~{skip + d}",) if size == sizes[skip + d] or size != 1 else ()
+            for d, size in enumerate(shape)
         )
 
     return Notation(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ftp.rules.call import Call
+from ftp.rules.call import Call, Meta
 from ftp.rules.dims import (
     acting_on,
     all_whole,
@@ -62,8 +62,8 @@ def pointwise(
         ops: op overloads.
         linear: groups of operands that may be pending sums together.
         local: emits the op's local form.
-        if_zero: the argument that must be 0 for ``linear`` to hold: each rank would add any other
-            fill value once.
+        if_zero: the argument that must be 0, if it is a number, for ``linear`` to hold: each rank
+            would add any other value once. Groups are without it then.
 
     Raises:
         RuleError: what is given as an op is no op overload.
@@ -79,9 +79,14 @@ def pointwise(
         notation = broadcast_notation(
             [m.shape for m in call.operands], [m.shape for m in call.results]
         )
-        is_linear = if_zero is None or call.arg(if_zero) == 0
-        present = tuple(g for g in groups if max(g) < len(call.operands))
-        return Rule(notation, present if is_linear else (), local)
+        number = Meta(()) if if_zero is None else call.arg(if_zero)
+        if isinstance(number, Meta):
+            present = tuple(g for g in groups if max(g) < len(call.operands))
+        elif type(number) in (bool, int, float) and number == 0:
+            present = tuple(tuple(i for i in g if i < len(call.operands)) for g in groups)
+        else:
+            present = ()
+        return Rule(notation, present, local)
 
     register(ops, maker)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from ftp.rules.call import Call
-from ftp.rules.dims import factors
+from ftp.rules.dims import acting_on, factors
 from ftp.rules.forms import along_dim
 from ftp.rules.local_forms import contiguous, unless_empty, zeros
 from ftp.rules.local_op import LocalOp
@@ -108,6 +108,13 @@ rule(
     linear=[(0,)],
     local=_group_norm_backward_of_part,
 )
+
+
+@rule(aten.renorm.default)
+def renorm(call: Call) -> Rule:
+    """Slices along ``dim`` are independent."""
+    ndim = call.operands[0].ndim
+    return acting_on(call, [d for d in range(ndim) if d != call.arg("dim") % ndim])
 
 
 @rule(aten._weight_norm_interface.default)

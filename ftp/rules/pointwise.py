@@ -55,7 +55,6 @@ pointwise(
     )
 )
 pointwise(*overloads("clamp clamp_max clamp_min", "default Tensor"))
-pointwise(*overloads("add rsub sub", "Scalar"))
 pointwise(*overloads("div", "Tensor_mode Scalar_mode"))
 pointwise(*overloads("empty_like full_like ones_like"))
 pointwise(aten.fill.Scalar, aten.frexp.Tensor, aten.round.decimals)
@@ -74,15 +73,8 @@ pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
 pointwise(aten.div.Tensor, linear=[(0,)])
 
 # Linear in several operands together.
-pointwise(
-    aten.add.Tensor,
-    aten.complex.default,
-    aten.lerp.Scalar,
-    aten.lerp.Tensor,
-    aten.rsub.Tensor,
-    aten.sub.Tensor,
-    linear=[(0, 1)],
-)
+pointwise(aten.complex.default, aten.lerp.Scalar, aten.lerp.Tensor, linear=[(0, 1)])
+pointwise(*overloads("add rsub sub", "Scalar Tensor"), linear=[(0, 1)], if_zero="other")
 pointwise(aten.addcdiv.default, linear=[(0, 1)])
 pointwise(aten.addcmul.default, linear=[(0, 1), (0, 2)])
 pointwise(aten.masked_fill.Tensor, linear=[(0, 2)])

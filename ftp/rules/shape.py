@@ -8,7 +8,7 @@ from torch import fx
 
 from ftp.dynamic_int import is_dynamic
 from ftp.rules.call import Call
-from ftp.rules.dims import acting_on, numbered
+from ftp.rules.dims import acting_on, all_whole, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import (
     contiguous,
@@ -229,6 +229,11 @@ along_dims(aten.flip.default, dims="dims", linear=[(0,)])
 along_dims(aten.narrow_copy.default, linear=[(0,)])
 along_dims(aten.roll.default, dims="dims", linear=[(0,)], local=unless_empty())
 along_dims(aten.slice_scatter.default, linear=[(0, 1)])
+
+
+@rule(aten.block_diag.default)
+def block_diag(call: Call) -> Rule:
+    return all_whole(call, linear=[range(len(call.operands))])
 
 
 @rule(aten.constant_pad_nd.default)

@@ -41,7 +41,7 @@ from ftp.tracing.guards import Guards, is_number, says_one
 from ftp.tracing.math_of_sizes import function_of, of_sizes
 from ftp.tracing.places import SYMBOLIC
 from ftp.tracing.python_numbers import python_numbers
-from ftp.tracing.replacements.pools import max_pool1d
+from ftp.tracing.replacements.linspaces import OF_SIZES
 from ftp.tracing.replacements.replaced import replaced
 
 _SHOWN = 4  # conditions in a message
@@ -402,7 +402,7 @@ class Symbolic:
                 enable_python_dispatcher(),
                 numbers,
                 replaced(*SLICES),
-                replaced(torch, {"max_pool1d": max_pool1d}),
+                replaced(torch, OF_SIZES),
                 python_numbers(),
             ):
                 yield

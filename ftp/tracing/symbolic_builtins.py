@@ -1,5 +1,5 @@
-"""``int``, ``float`` and ``range`` of sizes, which stay formulas, and their ``type``. Python's own
-give plain numbers, and such a trace serves one size.
+"""``int``, ``float``, ``range``, ``divmod`` and ``len`` of sizes, which stay formulas, and their
+``type``. Python's own give plain numbers, and such a trace serves one size.
 
 No class can make Python's ``int`` return anything but an int. So while a function is traced with
 symbolic sizes, the user's code calls functions of ours instead. Of installed libraries a trace
@@ -20,7 +20,7 @@ from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt
+from torch import SymBool, SymFloat, SymInt
 
 from ftp.dataclass import dataclass
 from ftp.source import is_editable, is_users
@@ -61,11 +61,15 @@ class NumbersMade:
             AsksNumber: trace it again.
         """
         self.is_over = self.has_made = False
-        hooks = {
+        hooks: dict[Any, dict[str, Any]] = {
             SymInt: {name: self._asked(SymInt, name) for name in ("__int__", "__index__")},
             SymFloat: {name: self._asked(SymFloat, name) for name in ("__int__", "__float__")},
         }
         hooks[SymInt] |= {"__hash__": self._hashed(SymInt.__hash__), **_METHODS}
+        hooks[SymBool] = {
+            "__hash__": lambda x: hash(bool(x)),
+            "__eq__": lambda x, y: bool(x) == y if isinstance(y, bool) else NotImplemented,
+        }
         with TRACING, kept_state(fn), ExitStack() as stack:
             if not self.are_plain:
                 stack.enter_context(_called(fn, self.libraries))
@@ -141,7 +145,26 @@ def type_of(*args: Any, **named: Any) -> Any:
     return _KINDS.get(found, found) if len(args) == 1 else found
 
 
-CALLS = {"int": int_of, "float": float_of, "range": range_of, "type": type_of}
+def divmod_of(x: Any, y: Any) -> Any:
+    return (x // y, x % y) if isinstance(x, SymInt) or isinstance(y, SymInt) else divmod(x, y)
+
+
+def len_of(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor) or not x.ndim or not isinstance(x.shape[0], SymInt):
+        return len(x)
+    for numbers in _traced:
+        numbers.has_made = True
+    return x.shape[0]
+
+
+CALLS = {
+    "int": int_of,
+    "float": float_of,
+    "range": range_of,
+    "type": type_of,
+    "divmod": divmod_of,
+    "len": len_of,
+}
 
 
 def _bit_length(x: Any) -> int:

@@ -72,8 +72,15 @@ def blocked(params, x):
     return y.sum(2).square().mean() / torch.tensor(size) + torch.tensor([size, size / 3]).sum()
 
 
+def spaced(params, x):
+    size = len(x[0])
+    parts, left = divmod(size, 4)
+    y = (x @ params) * torch.linspace(-1, 1, size, dtype=D)[:, None]
+    return y[:, : parts * 4].square().sum() / size + y[:, parts * 4 :].sum() * left
+
+
 SIZES = (8, 12, 7, 9, 40, 1, 3, 2, 33, 512)
-PROGRAMS = [rotated, causal, windowed, shares, rows, blocked]
+PROGRAMS = [rotated, causal, windowed, shares, rows, blocked, spaced]
 
 
 def step_of(fn, name, **options):
@@ -148,7 +155,17 @@ def power_of_two(params, x):
     return y.square().sum() / whole + (2 ** math.ceil(math.log2(size)) + (size << 1) + (size >> 2))
 
 
-@pytest.mark.parametrize("fn", slow_after(1, [scaled, power_of_two]))
+def pairs(params, x):
+    """Of an odd size the halves have sizes of different formulas, which are equal."""
+    y = x @ params if x.shape[1] % 2 == 0 else (x @ params)[:, :-1]
+    return (y[:, 0::2] - y[:, 1::2]).square().sum()
+
+
+def by_length(params, x):
+    return (x @ params).square().sum() * {True: 2.0, False: 1.0}[x.shape[1] > 20]
+
+
+@pytest.mark.parametrize("fn", slow_after(2, [pairs, by_length, scaled, power_of_two]))
 def test_a_trace_serves_the_sizes_of_one_answer(fn):
     step = step_of(fn, "uneven")
     sizes = (15, 20, 21, 16, 22, 14, 28, 18, 30, 36, 35, 42, 19, 17, 37, 31, 32, 1, 25, 26)

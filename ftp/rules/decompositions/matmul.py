@@ -31,4 +31,4 @@ def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
     return added_matmul(x, flat, b.reshape(batch * k, b.shape[2]), beta=beta, alpha=alpha)
 
 
-from_torch(aten.diag_embed.default, aten.rot90.default, aten.trace.default)
+from_torch(aten.block_diag.default, aten.diag_embed.default, aten.rot90.default, aten.trace.default)

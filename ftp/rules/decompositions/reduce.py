@@ -197,4 +197,4 @@ def _extremum(
     return (value if keepdim else value.squeeze(dim)), _first_of(x, value, dim, keepdim)
 
 
-from_torch(aten.aminmax.default)
+from_torch(aten.aminmax.default, aten.renorm.default)

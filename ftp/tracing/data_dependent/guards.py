@@ -9,11 +9,12 @@ import ast
 import dis
 import functools
 import linecache
+import sys
 import warnings
 from types import CodeType, FrameType
 
 from ftp.dataclass import dataclass
-from ftp.source import is_users
+from ftp.source import is_ours, is_users
 
 SourcePosition = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns
 
@@ -77,6 +78,13 @@ def _guard(code: CodeType, instruction: int) -> Guard | None:
         claim = "" if warns_only else f"{ast.unparse(statement.test)} is {value}"
         return Guard(None if found == "number" else found == "true", claim)
     return None
+
+
+def asking_frame() -> FrameType:
+    """The frame that calls ``len(x)``, whose ``__len__`` is the caller."""
+    frame = sys._getframe(2)
+    # Of symbolic sizes the user's code calls a function of ours.
+    return frame.f_back if frame.f_back and is_ours(frame.f_code.co_filename) else frame
 
 
 def asks_whether_any(frame: FrameType) -> bool:

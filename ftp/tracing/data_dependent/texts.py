@@ -7,7 +7,6 @@ whose result is used.
 
 import ast
 import functools
-import sys
 from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 from ftp.source import is_users, users_frame
 from ftp.tracing.data_dependent.guards import (
     SourcePosition,
+    asking_frame,
     nodes_of,
     position_of,
     source_of,
@@ -29,7 +29,7 @@ def _refused(*_: Any) -> NoReturn:
 
 
 def _length(self: str) -> int:
-    return str.__len__(self) if _only_shows(sys._getframe(1)) else _refused()
+    return str.__len__(self) if _only_shows(asking_frame()) else _refused()
 
 
 class Text(str):

@@ -81,8 +81,12 @@ class TracedNumber:
     def __hash__(self) -> int:
         return hash(self.read())
 
-    def __round__(self, *digits: Any) -> Any:
-        return round(self.read(), *digits)
+    def __round__(self, digits: int | None = None) -> Any:
+        if not self.value.is_floating_point():
+            return round(self.read(), digits) if (digits or 0) < 0 else +self
+        if digits is None:
+            return TracedNumber(self.value.round().to(torch.int64))
+        return TracedNumber(_rounded(self.value, digits))
 
     def __format__(self, spec: str) -> str:
         return format(self.read(), spec) if decides() else UNKNOWN
@@ -141,6 +145,30 @@ def _counted(x: Any, dtype: torch.dtype | None = None) -> Any:
         return x
     is_bool = x.value.dtype is torch.bool
     return x.value.to(dtype or (torch.int64 if is_bool else x.value.dtype))
+
+
+def _rounded(x: Tensor, digits: int) -> Tensor:
+    """As Python rounds a float: the number nearest to the nearest multiple of ``10 ** -digits``.
+
+    The exact product is ``scaled + rest`` (Dekker 1971); it decides where ``scaled`` is a tie.
+    """
+    if not 0 <= digits <= 22:  # 10 ** digits is exact
+        raise number_refused(is_of_rows=False)
+    scale = 10.0**digits
+    scaled, whole = x * scale, (x * scale).round()
+    high, low = _halves(x)
+    scale_high, scale_low = (float(part) for part in _halves(torch.tensor(scale)))
+    rest = high * scale_high - scaled + low * scale_high + high * scale_low + low * scale_low
+    apart = scaled - whole
+    whole = whole + ((apart == 0.5) & (rest > 0)).double() - ((apart == -0.5) & (rest < 0)).double()
+    return torch.where(scaled.abs() < 2.0**53, whole / scale, x)  # larger ones have no such digits
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A number as a sum of two of half its bits, whose products are exact."""
+    x = x.double()
+    high = x * (2.0**27 + 1) - (x * (2.0**27 + 1) - x)
+    return high, x - high
 
 
 def _tensor(x: Any) -> Tensor:

@@ -214,7 +214,7 @@ def _asking_frame() -> FrameType | None:
     """The frame that reads a condition's value."""
     frame = sys._getframe(2)
     while frame is not None and (
-        frame.f_code.co_name in ("_compared", "_read", "_called", "__torch_function__")
+        frame.f_code.co_name in ("_compared", "_read", "_called", "len_of", "__torch_function__")
         or frame.f_code in (TracedNumber.__bool__.__code__, Selected.__len__.__code__)
     ):
         frame = frame.f_back

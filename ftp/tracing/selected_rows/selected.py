@@ -12,7 +12,6 @@ succeeds on the selected rows also succeeds on all rows.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ftp.errors import TraceError
 from ftp.tracing.captured_tensors import node_of
-from ftp.tracing.data_dependent.guards import asks_whether_any
+from ftp.tracing.data_dependent.guards import asking_frame, asks_whether_any
 from ftp.tracing.data_dependent.traced_number import TracedNumber, without_numbers
 from ftp.tracing.data_dependent.values_read import read_count
 from ftp.tracing.nested_arguments import flat, map_leaves
@@ -151,7 +150,7 @@ class Selected:
     def __len__(self) -> int:
         if self.row_dim:
             return self.size(0)
-        if asks_whether_any(sys._getframe(1)):
+        if asks_whether_any(asking_frame()):
             return int(bool(self.group.valid.any()))
         count = read_count(self.group.mask, self.group.valid.sum)
         if count is not None:
