@@ -19,6 +19,7 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import places_of, with_read
 from ftp.tracing.trace import Traced
+from ftp.tracing.watched_values import WatchedValues
 from ftp.turns import turn
 
 if TYPE_CHECKING:  # what a rank whose plan is found does not need
@@ -65,7 +66,8 @@ def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: 
     places = places_of(definition.fn, tensors)
     captured = with_read(places, traced.captured, traced.read)
     donated = {} if traced.asked else definition.donated_names
-    return planned_for(inputs, program, definition.mesh, donated, captured, traced.asked)
+    watched = WatchedValues(definition.fn) if isinstance(program, Program) else None
+    return planned_for(inputs, program, definition.mesh, donated, captured, traced.asked, watched)
 
 
 def result_facts(inputs: Inputs, traced: Traced) -> dict[str, Any]:

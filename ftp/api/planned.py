@@ -15,8 +15,10 @@ from ftp.sharding.arguments import Shape
 from ftp.sharding.counted_rows import are_counted, cut
 from ftp.sharding.mesh import Mesh
 from ftp.tensors.placement import Donated, Placement, placement
-from ftp.tracing.captured import Captured, kept_by_traces
+from ftp.tracing.captured import Captured, check_unchanged, kept_by_traces
 from ftp.tracing.data_dependent.values_read import Asked
+from ftp.tracing.trace import Traced
+from ftp.tracing.watched_values import WatchedValues
 
 if TYPE_CHECKING:
     from ftp.runtime.pipelines.stage_programs import ProgramOfSubgraphs
@@ -36,6 +38,7 @@ class Planned:
         captured: tensors that the function reads and that are no arguments, and where it finds
             them.
         asked: the program returns a value that the function reads, rather than its result.
+        watched: Python values that it may read outside of its arguments; None if there are none.
     """
 
     program: Program
@@ -46,11 +49,22 @@ class Planned:
     donated: tuple[tuple[int, Donated], ...]
     captured: list[Captured]
     asked: Asked | None = None
+    watched: WatchedValues | None = None
 
     @property
     def is_stale(self) -> bool:
-        """Whether a captured tensor is another one by now, or has other numbers than were read."""
-        return any(place.is_stale for place in self.captured)
+        """Whether a captured tensor is another one by now, or has other numbers than were read, or
+        a Python value that the function may read is another one.
+        """
+        if self.captured and any(place.is_stale for place in self.captured):
+            return True
+        return self.watched is not None and self.watched.has_changed()
+
+    def check_unchanged(self, again: Callable[[], Traced], *, stacklevel: int) -> None:
+        """Warn of what is another one by now; see `WatchedValues.check`."""
+        check_unchanged(self.captured, stacklevel=stacklevel + 1)
+        if self.watched is not None:
+            self.watched.check(again, stacklevel=stacklevel + 1)
 
     @property
     def is_outgrown(self) -> bool:
@@ -104,6 +118,7 @@ def planned_for(
     donated: dict[int, str],
     captured: list[Captured],
     asked: Asked | None = None,
+    watched: WatchedValues | None = None,
 ) -> Planned:
     """The `Planned` of a program.
 
@@ -124,4 +139,5 @@ def planned_for(
         tuple((i, facts[positions[i]]) for i in reused),
         captured,
         asked,
+        watched or None,
     )

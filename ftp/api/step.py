@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,7 +48,6 @@ from ftp.tensors.placement import Returned, known_of, remember, returned
 from ftp.tensors.replicas import check_samples
 from ftp.torch_internals.autograd_state import below_autograd, forward_level, set_grad_enabled
 from ftp.torch_internals.process_groups import load_python_kernels
-from ftp.tracing.captured import check_unchanged
 from ftp.tracing.settings import is_cast, uncast
 from ftp.tracing.trace import Traced
 from ftp.turns import are_crowded, own_cores
@@ -82,11 +81,10 @@ class Step:
     def mesh(self) -> Mesh:
         return self._definition.mesh
 
-    def __copy__(self) -> "Step":
+    def __copy__(self, memo: Any = None) -> "Step":
         return self  # as any function
 
-    def __deepcopy__(self, memo: Any) -> "Step":
-        return self
+    __deepcopy__ = __copy__
 
     def __getstate__(self) -> Any:
         raise TypeError(
@@ -101,9 +99,7 @@ class Step:
         record = self._record
         if self._last is not None and not unexpected:
             planned, expected, last = self._last
-            if (leaves := expected.leaves(args, last)) is not None and not (
-                planned.captured and planned.is_stale
-            ):
+            if (leaves := expected.leaves(args, last)) is not None and not planned.is_stale:
                 outputs = self._run(planned, leaves, record)
                 last.facts = expected.afterwards
                 self._last = planned, expected, returned(outputs, planned.placements, record.call)
@@ -116,7 +112,7 @@ class Step:
                 self._drop(outgrown, record)
                 planned = None
             if planned is not None:
-                check_unchanged(planned.captured, stacklevel=2)
+                planned.check_unchanged(partial(self._traced, call, planned), stacklevel=2)
                 _check_captured_kept(call, planned)
         except BaseException as e:
             # The other ranks may wait for this one: tell them.
@@ -280,6 +276,10 @@ class Step:
         call = Arguments(args, self._definition.arguments)
         specs = self._checked_specs(call)
         return Inputs(call, specs, estimated_shapes(call, specs, self.mesh))
+
+    def _traced(self, call: Arguments, planned: Planned) -> Traced:
+        specs = self._checked_specs(call)
+        return traced_for(self._definition, Inputs(call, specs, planned.shapes))
 
     def _known(self, *args: Any) -> Planned:
         """The program of these arguments; planned now, without talking to other ranks, if it is

@@ -78,7 +78,7 @@ def check_changes(
     if not any(_gives_items(now.value) for _, _, now in changed):
         with given_back(getattr(fn, "__wrapped__", fn)), as_left(carried), suppress(Exception):
             first = traced if traced.symbolic is None else again()
-            is_same = _is_same(first, again())
+            is_same = is_same_program(first, again())
     if is_same:
         return
     names = [name for name, *_ in arrays]
@@ -193,7 +193,8 @@ def _shares_memory(array: np.ndarray, x: Tensor) -> bool:
     return start < first + array.nbytes and first < start + storage.nbytes()
 
 
-def _is_same(a: "Traced", b: "Traced") -> bool:
+def is_same_program(a: "Traced", b: "Traced") -> bool:
+    """Whether two traces are of one program, with equal constants."""
     if (str(a.gm.graph), a.out_tree, a.out_leaves) != (str(b.gm.graph), b.out_tree, b.out_leaves):
         return False
     return len(a.constants) == len(b.constants) and all(
