@@ -12,7 +12,12 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.errors import InputError
 from ftp.optim.slots import Slots
-from ftp.optim.traceable_step import CAPTURABLE, cloned_together, traceable_step
+from ftp.optim.traceable_step import (
+    CAPTURABLE,
+    cloned_together,
+    is_without_writes,
+    traceable_step,
+)
 from ftp.torch_internals import deferred_compiler
 from ftp.torch_internals.functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
@@ -227,7 +232,9 @@ class TorchClass:
         if issubclass(self.cls, torch.optim.Adam) and (unfused or not fused):
             options |= _safe_at_zero(**{**self.prototype.param_groups[0], **options})
         opt.param_groups = [{**self.prototype.param_groups[0], **options, "params": clones}]
-        opt.state = defaultdict(dict)
+        opt.state = defaultdict(dict, zip(clones, map(dict, slots), strict=True))
+        if is_without_writes(opt):
+            return opt
         for clone, state in zip(clones, cloned_together(slots), strict=True):
             if unfused and "step" in state:
                 state["step"] = _widened(state["step"])

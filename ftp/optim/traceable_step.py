@@ -27,6 +27,8 @@ def traceable_step(opt: torch.optim.Optimizer) -> list[Tensor]:
     if type(opt) is torch.optim.Adafactor:
         _adafactor(opt)
         return group["params"]
+    if is_without_writes(opt):
+        return _step_without_writes(opt)
     is_fused = bool(group.get("fused"))
     steps = None if is_fused or not _is_by_parameter(opt) else steps_of_trace()
     mode = _FusedByParameter() if is_fused else _TensorScalars()
@@ -39,10 +41,34 @@ def traceable_step(opt: torch.optim.Optimizer) -> list[Tensor]:
 
 def _is_by_parameter(opt: torch.optim.Optimizer) -> bool:
     """Whether a step of several parameters is a step of each, in their order, of one trace."""
-    tensors = [x for p in opt.param_groups[0]["params"] for x in (p, p.grad)]
-    tensors += [x for state in opt.state.values() for x in state.values()]
     is_torchs = type(opt).__module__.startswith("torch.optim.") and unprofiled_step(type(opt))
-    return bool(is_torchs) and all(type(x) is FakeTensor for x in tensors)
+    return bool(is_torchs) and all(type(x) is FakeTensor for x in _tensors(opt))
+
+
+def _tensors(opt: torch.optim.Optimizer) -> list[Any]:
+    """Parameters, gradients and their state."""
+    tensors = [x for p in opt.param_groups[0]["params"] for x in (p, p.grad)]
+    return [*tensors, *(x for state in opt.state.values() for x in state.values())]
+
+
+def is_without_writes(opt: torch.optim.Optimizer) -> bool:
+    """Whether a step by fused kernels is recorded by its results alone: in a trace, of a class of
+    torch's, whose tensors are all different.
+    """
+    if not (opt.param_groups[0].get("fused") and _is_by_parameter(opt)):
+        return False
+    ids = list(map(id, _tensors(opt)))
+    return len({*ids}) == len(ids)
+
+
+def _step_without_writes(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """A step that writes to no tensor: parameters and state become the kernels' results."""
+    new = {id(x): x for x in _tensors(opt)}
+    with _FusedByParameter(new):
+        unprofiled_step(type(opt))(opt)
+    for state in opt.state.values():
+        state.update({name: new.get(id(x), x) for name, x in state.items()})
+    return [new.get(id(param), param) for param in opt.param_groups[0]["params"]]
 
 
 def _step_by_parameter(opt: torch.optim.Optimizer, steps: RepeatedSteps) -> list[Tensor]:
@@ -108,7 +134,15 @@ _RETURNING: dict[Any, Callable[..., Tensor]] = {
 
 
 class _FusedByParameter(TorchFunctionMode):
-    """Replace each call of a fused kernel on lists by one op per parameter."""
+    """Replace each call of a fused kernel on lists by one op per parameter.
+
+    Args:
+        new: by the ids of tensors, what replaces each. Results for others are written to them.
+    """
+
+    def __init__(self, new: dict[int, Tensor] | None = None):
+        super().__init__()
+        self._new = new or {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,10 +155,12 @@ class _FusedByParameter(TorchFunctionMode):
         if isinstance(rate := options["lr"], Tensor) and rate.device.type != "cpu":
             options["lr"] = rate.float()  # GPU kernels read float32
         for row in zip(*filter(None, args), strict=True):
-            for old, new in zip(
-                written(row), update_of(name, options["lr"])(list(row), **options), strict=True
-            ):
-                old.copy_(new)
+            results = update_of(name, options["lr"])(list(row), **options)
+            for old, new in zip(written(row), results, strict=True):
+                if id(old) in self._new:
+                    self._new[id(old)] = new
+                else:
+                    old.copy_(new)
         return None
 
 

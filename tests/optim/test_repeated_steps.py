@@ -196,3 +196,55 @@ def test_hooks_of_all_optimizers_see_one_step(monkeypatch: pytest.MonkeyPatch):
         hook.remove()
     assert set(seen) <= {1, LAYERS * 3}
     assert seen.count(LAYERS * 3) == 1
+
+
+FUSED = {
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "SGD": {"momentum": 0.9, "dampening": 0.3},
+    "Adagrad": {},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_step_is_recorded_without_writes(name: str):
+    """What the function writes to later is its own, and the arguments keep their values."""
+    cls: Any = getattr(optim, name)
+    opt = ftp.optim.from_torch(cls, lr=0.1, fused=True, **FUSED[name])
+    params = {"up": torch.randn(4, 6), "down": torch.randn(6, 4), "scale": torch.tensor(1.5)}
+    grads = {key: torch.randn_like(p) for key, p in params.items()}
+    state = opt.init(params)
+    slots = sorted(state["up"])
+
+    def update(params, grads, state):
+        new, now = opt.update(grads, state, params)
+        new["up"].mul_(0.5)
+        now["down"][slots[0]].add_(params["up"].T.sum())
+        return new, now, params, opt.update(grads, now, new)
+
+    expected = update(params, grads, state)
+    step = ftp.spmd(update, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    torch.testing.assert_close(step(params, grads, state), expected)
+
+    lowered = ftp.spmd(
+        lambda *given: opt.update(*given), ftp.simulated_mesh((2,), ("tp",)), P(), P()
+    ).lower(grads, state, params)
+    called = [str(node.target) for node in lowered._program.traced.graph.nodes]
+    assert called.count("aten.clone.default") <= len(params) * (1 + ("SGD" in name))
+    assert not any("copy" in target for target in called)
+
+
+def test_two_slots_of_one_tensor():
+    """A step of kernels writes to copies, which each slot has of its own."""
+    opt = ftp.optim.from_torch(optim.AdamW, lr=0.1, fused=True)
+    params = {"up": torch.randn(4, 6)}
+
+    def update(params, grads):
+        state = opt.init(params)
+        zeros = torch.zeros_like(params["up"])
+        state["up"].update(exp_avg=zeros, exp_avg_sq=zeros)
+        return opt.update(grads, state, params)
+
+    step = ftp.spmd(update, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    grads = {"up": torch.randn(4, 6)}
+    torch.testing.assert_close(step(params, grads), update(params, grads))
