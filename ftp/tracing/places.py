@@ -72,12 +72,14 @@ class _TupleItems:
         self._place = place
 
     def __getitem__(self, i: int) -> Any:
-        return self._place.now()[i]
+        now = self._place.now()
+        return now[i] if isinstance(now, tuple) else now
 
     def __setitem__(self, i: int, value: Any) -> None:
         now = self._place.now()
+        now = now if isinstance(now, tuple) else self._place.value
         items = (*now[:i], value, *now[i + 1 :])
-        self._place.put(now._make(items) if hasattr(now, "_make") else type(now)(items))
+        self._place.put(getattr(now, "_make", type(now))(items))
 
 
 class _Attributes:

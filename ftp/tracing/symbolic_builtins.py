@@ -66,10 +66,7 @@ class NumbersMade:
             SymFloat: {name: self._asked(SymFloat, name) for name in ("__int__", "__float__")},
         }
         hooks[SymInt] |= {"__hash__": self._hashed(SymInt.__hash__), **_METHODS}
-        hooks[SymBool] = {
-            "__hash__": lambda x: hash(bool(x)),
-            "__eq__": lambda x, y: bool(x) == y if isinstance(y, bool) else NotImplemented,
-        }
+        hooks[SymBool] = {"__hash__": lambda x: hash(bool(x)), "__eq__": _are_equal}
         with TRACING, kept_state(fn), ExitStack() as stack:
             if not self.are_plain:
                 stack.enter_context(_called(fn, self.libraries))
@@ -165,6 +162,12 @@ CALLS = {
     "divmod": divmod_of,
     "len": len_of,
 }
+
+
+def _are_equal(x: SymBool, y: Any) -> Any:
+    """Whether an answer is another one, or a number, at the sizes at hand: a condition."""
+    y = bool(y) if isinstance(y, SymBool) else y
+    return bool(x) == y if isinstance(y, int | float) else NotImplemented
 
 
 def _bit_length(x: Any) -> int:

@@ -7,7 +7,6 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +99,7 @@ def _described(place: StatePlace) -> str:
 
 @contextmanager
 def _as_before(places: list[StatePlace]) -> Iterator[None]:
-    now = [copy(place.now()) for place in places]
+    now = [[*place.now()] if isinstance(place, _Items) else place.now() for place in places]
     try:
         for place in places:
             place.put(place.value)

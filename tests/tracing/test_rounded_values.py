@@ -17,14 +17,15 @@ def floats(digits: int) -> list[float]:
     draws = random.Random(0)
     spread = [draws.uniform(-10, 10) * 10 ** draws.randint(-6, 9) for _ in range(2000)]
     ties = [(k + 0.5) / 10**digits for k in range(-300, 300)]
-    return [*spread, *ties, *(k / 8 for k in range(-80, 80)), 2.675, 1.005, 1e300, 0.0, 5e-324]
+    few = (2.675, 1.005, 1e300, 0.0, -0.0, 5e-324, -5e-324)
+    return [*spread, *ties, *(k / 8 for k in range(-80, 80)), *few]
 
 
 @pytest.mark.parametrize("digits", range(9))
 def test_it_is_pythons(digits):
     every = floats(digits)
     found = _rounded(torch.tensor(every, dtype=D), digits).tolist()
-    assert found == [round(x, digits) for x in every]
+    assert list(map(str, found)) == [str(round(x, digits)) for x in every]  # also the sign of zero
 
 
 def test_a_program_rounds():

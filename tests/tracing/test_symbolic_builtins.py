@@ -162,7 +162,9 @@ def pairs(params, x):
 
 
 def by_length(params, x):
-    return (x @ params).square().sum() * {True: 2.0, False: 1.0}[x.shape[1] > 20]
+    is_long, is_of_some = x.shape[1] > 20, x.shape[1] > 16
+    scale = {True: 2.0, False: 1.0}[is_long] + 4 * (is_long == is_of_some) + 8 * (is_long == 1)
+    return (x @ params).square().sum() * scale
 
 
 @pytest.mark.parametrize("fn", slow_after(2, [pairs, by_length, scaled, power_of_two]))

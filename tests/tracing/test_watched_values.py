@@ -56,6 +56,12 @@ def of_list():
     return (lambda x: x * sum(scales)), lambda: scales.append(1.0), "from 1 items to "
 
 
+def of_tuple():
+    held: dict[str, Any] = {"scales": (1.0, 2.0)}
+    fn = lambda x: x * (held["scales"] or (5.0,))[0]  # noqa: E731
+    return fn, lambda: held.update(scales=None), "held['scales'][0]"
+
+
 def of_attribute():
     held = types.SimpleNamespace(scale=1.0)
     return (lambda x: x * held.scale), lambda: setattr(held, "scale", held.scale + 1), "held.scale"
@@ -74,7 +80,7 @@ def of_global():
     return (lambda x: x * SCALE), change, "'SCALE', which <lambda> "
 
 
-@pytest.mark.parametrize("made", [of_item, of_list, of_attribute, of_method, of_global])
+@pytest.mark.parametrize("made", [of_item, of_list, of_tuple, of_attribute, of_method, of_global])
 def test_a_value_that_the_caller_changes(made: Any):
     fn, change, name = made()
     (message,) = called(spmd(fn), change)

@@ -160,7 +160,8 @@ def _rounded(x: Tensor, digits: int) -> Tensor:
     scale_high, scale_low = (float(part) for part in _halves(torch.tensor(scale)))
     rest = high * scale_high - scaled + low * scale_high + high * scale_low + low * scale_low
     apart = scaled - whole
-    whole = whole + ((apart == 0.5) & (rest > 0)).double() - ((apart == -0.5) & (rest < 0)).double()
+    down, up = (apart == -0.5) & (rest < 0), (apart == 0.5) & (rest > 0)
+    whole = whole - (down.double() - up.double())  # in this order -0.0 keeps its sign
     return torch.where(scaled.abs() < 2.0**53, whole / scale, x)  # larger ones have no such digits
 
 
