@@ -61,7 +61,9 @@ def choose_buckets(
 
     A bucket holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
     reduce-scatter is issued at the place of the bucket's last member. A bucket ends before a
-    collective that needs a member, so that the order of other collectives stays. Gathers that share
+    collective that needs a member, so that the order of other collectives stays; one of all-reduces
+    also where more than ``FREE_BYTES`` have been computed from its members, which would wait for
+    the next one: a microbatch's backward pass for the next microbatch's loss. Gathers that share
     a bucket are consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts
     them at the place of the first. A bucket of gathers, or of reduce-scatters, is no larger than
     the largest of: the largest parameter that is gathered, the parameters of the largest layer up
@@ -82,7 +84,7 @@ def choose_buckets(
             seeds[node.name] = FILLS[node.target], node.results[0].dtype
             filling.needs.follow(node, ())
             continue
-        filling.needs.follow(node, waits[node])
+        filling.follow(node, waits[node])
         if node.own_axes:  # per-rank code may issue collectives itself
             filling.close(list(filling.open))
         is_local = node.kind != "reshard" or node.target.op in LOCAL_STEPS
@@ -94,7 +96,8 @@ def choose_buckets(
         if kind is None or _nbytes(node) > member_bytes or node.name in without:
             continue
         members, held = filling.open.get(kind, ([], 0))
-        if members and held + sizes.added(node, members[-1]) > sizes.limit(kind):
+        is_full = members and held + sizes.added(node, members[-1]) > sizes.limit(kind)
+        if is_full or filling.would_wait(kind):
             filling.close([kind])
         filling.add(node, kind)
     filling.close(list(filling.open))
@@ -159,6 +162,21 @@ class _Filling:
         self.open: dict[Any, tuple[list[Node], int]] = {}  # members and their bytes
         self.closed: list[list[Node]] = []
         self.needs = MemberNeeds()
+        self._read: dict[Any, int] = {}  # bytes computed from the members of open all-reduces
+
+    def follow(self, node: Node, operands: Iterable[Value]) -> None:
+        """Record what a node depends on, and that what it computes would wait for a bucket."""
+        self.needs.follow(node, operands)
+        nbytes = sum(map(_result_bytes, node.results))
+        for kind, (members, _) in self.open.items():
+            if kind[0] == "all_reduce" and self.needs.any_of(node, members):
+                self._read[kind] = self._read.get(kind, 0) + nbytes
+
+    def would_wait(self, kind: Any) -> bool:
+        """Whether much that stands before this place is computed from members, such as the backward
+        pass of a microbatch from its loss: a later member would make it wait.
+        """
+        return self._read.get(kind, 0) > FREE_BYTES
 
     def add(self, node: Node, kind: Any) -> None:
         members, held = self.open.get(kind, ([], 0))
@@ -166,7 +184,9 @@ class _Filling:
         self.needs.add(node)
 
     def close(self, kinds: Iterable[Any]) -> None:
-        self.closed.extend(self.open.pop(kind)[0] for kind in kinds)
+        for kind in kinds:
+            self.closed.append(self.open.pop(kind)[0])
+            self._read.pop(kind, None)
 
     def close_before(self, node: Node) -> None:
         """Close the buckets that must be issued before a collective: those with members that it
@@ -182,6 +202,7 @@ class _Filling:
     def _close_needed(self, kind: Any, by: Node) -> None:
         """Close a bucket; members that ``by`` does not need stay open if they are large."""
         members, held = self.open.pop(kind)
+        self._read.pop(kind, None)
         needed = [node for node in members if self.needs.any_of(by, [node])]
         rest = held - sum(map(_nbytes, needed))
         # Do not copy one large tensor to send a few bytes with it.
@@ -290,9 +311,13 @@ def _kind(node: Node) -> tuple[Any, ...] | None:
     return None
 
 
+def _result_bytes(value: Value) -> int:
+    return math.prod(map(value_of, value.shape)) * value.dtype.itemsize
+
+
 def _nbytes(node: Node) -> int:
     if node.target.op == "all_reduce":
-        return math.prod(map(value_of, node.results[0].shape)) * node.results[0].dtype.itemsize
+        return _result_bytes(node.results[0])
     return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 

@@ -4,7 +4,7 @@ between.
 
 import operator
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from ftp.passes.aliasing import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_view
 from ftp.passes.branch_order import branches, conds
 from ftp.passes.buffer_reuse import in_place
 from ftp.passes.copy_elimination import put_in_order
+from ftp.rules.op_kinds import is_matmul
 
 aten = torch.ops.aten
 
@@ -55,18 +56,23 @@ def schedule_in(graph: fx.Graph) -> None:
     }
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
     starts = [position[unit[0]] for unit in units]
-    for term in _bucketed_terms(nodes):
+    passed = {node: bisect_left(starts, position[node]) for node in nodes}  # collectives before it
+    early = sorted({*_early_terms(nodes, passed)} - {*found}, key=position.__getitem__)
+    for term in (*_bucketed_terms(nodes), *early):
         if term not in due:
-            due[term], final[term] = {term}, bisect_left(starts, position[term]) - 1
+            due[term], final[term] = {term}, passed[term] - 1
     pending = sorted(due, key=lambda node: (final[node], position[node]))
     order: dict[fx.Node, None] = {}
 
+    def missing(wanted: Iterable[fx.Node]) -> list[fx.Node]:
+        found = [node for node in ancestors(wanted, stop=order) if node not in order]
+        return sorted(found, key=position.__getitem__)
+
     def emit(wanted: Iterable[fx.Node]) -> None:
-        missing = [node for node in ancestors(wanted, stop=order) if node not in order]
-        order.update(dict.fromkeys(sorted(missing, key=position.__getitem__)))
+        order.update(dict.fromkeys(missing(wanted)))
 
     emit(node for node in nodes if node.op == "placeholder")
-    at = read = 0
+    at = read = term = 0
     for i, unit in enumerate(units):
         is_ahead = unit[0].meta.get("is_ahead")
         if is_ahead:
@@ -75,7 +81,13 @@ def schedule_in(graph: fx.Graph) -> None:
                 until += 1
             emit(readers[read:until])
             read = until
-        emit(x for node in unit for x in node.all_input_nodes if number.get(x) != i)
+        needed = missing(x for node in unit for x in node.all_input_nodes if number.get(x) != i)
+        while needed and term < len(early) and position[early[term]] < position[needed[0]]:
+            computed = missing([early[term]])
+            if any(is_matmul(node.target) for node in computed):
+                order.update(dict.fromkeys(computed))
+            term += 1
+        emit(needed)
         emit(unit)
         # Nodes placed since an earlier collective's start were placed for this one; a gather of
         # parameters needs none.
@@ -109,6 +121,15 @@ def _bucketed_terms(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     rows = [_viewed(node.args[0]) for node in sums]  # type: ignore[arg-type]
     packed = [row.args[0] for row in rows if row.target is aten.cat.default]
     return [_viewed(term) for terms in packed for term in terms]  # type: ignore[union-attr]
+
+
+def _early_terms(nodes: Iterable[fx.Node], passed: dict[fx.Node, int]) -> Iterator[fx.Node]:
+    """The terms of sums that have another term after a later collective."""
+    for node in nodes:
+        if node.target is aten.add.Tensor:
+            terms = node.all_input_nodes
+            last = max(passed[term] for term in terms)
+            yield from (term for term in terms if passed[term] < last)
 
 
 def _viewed(node: fx.Node) -> fx.Node:

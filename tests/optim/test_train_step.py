@@ -177,7 +177,8 @@ def test_microbatches_reduce_gradients_once(plan: str):
     expected = train_step(loss_fn, params, state, batch)
     torch.testing.assert_close(twice(params, state, batch)[2], expected[2], rtol=1e-11, atol=0)
     large = lm_batch(CFG, 4 * TOKENS[0], TOKENS[1])  # activations outweigh summed gradients
-    assert twice.lower(params, state, large).memory < once.lower(params, state, large).memory
+    peaks = [int(step.lower(params, state, large).memory) for step in (once, twice)]
+    assert peaks[1] < 0.65 * peaks[0]
 
 
 def shapes(params: dict[str, torch.Tensor]) -> set[tuple[int, ...]]:
