@@ -19,6 +19,7 @@ from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, la
 from ftp.planning.branches import waits_for
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.labels import numbered
+from ftp.rules.call import Meta
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -311,7 +312,7 @@ def _kind(node: Node) -> tuple[Any, ...] | None:
     return None
 
 
-def _result_bytes(value: Value) -> int:
+def _result_bytes(value: Meta) -> int:
     return math.prod(map(value_of, value.shape)) * value.dtype.itemsize
 
 
