@@ -53,12 +53,13 @@ def _tensors(opt: torch.optim.Optimizer) -> list[Any]:
 
 def is_without_writes(opt: torch.optim.Optimizer) -> bool:
     """Whether a step by fused kernels is recorded by its results alone: in a trace, of a class of
-    torch's, whose tensors are all different.
+    torch's, whose tensors are all different and outside of autograd, which sees the copies.
     """
     if not (opt.param_groups[0].get("fused") and _is_by_parameter(opt)):
         return False
-    ids = list(map(id, _tensors(opt)))
-    return len({*ids}) == len(ids)
+    tensors = _tensors(opt)
+    is_plain = not any(x.requires_grad for x in tensors)
+    return is_plain and len({*map(id, tensors)}) == len(tensors)
 
 
 def _step_without_writes(opt: torch.optim.Optimizer) -> list[Tensor]:
@@ -158,7 +159,8 @@ class _FusedByParameter(TorchFunctionMode):
             results = update_of(name, options["lr"])(list(row), **options)
             for old, new in zip(written(row), results, strict=True):
                 if id(old) in self._new:
-                    self._new[id(old)] = new
+                    # A kernel's results are contiguous.
+                    self._new[id(old)] = new if old.is_contiguous() else old.clone().copy_(new)
                 else:
                     old.copy_(new)
         return None

@@ -234,6 +234,38 @@ def test_a_fused_step_is_recorded_without_writes(name: str):
     assert not any("copy" in target for target in called)
 
 
+def test_two_fused_steps_of_parameters_that_autograd_follows():
+    """The new parameters need gradients, as those of the same code outside of a program."""
+    opt = ftp.optim.from_torch(optim.AdamW, lr=0.1, fused=True)
+
+    def update(w, x):
+        params = {"w": w.detach().requires_grad_()}
+        state = opt.init(params)
+        for _ in range(2):
+            loss = (params["w"] @ x).sin().sum()
+            (grad,) = torch.autograd.grad(loss, [params["w"]])
+            params, state = opt.update({"w": grad}, state, params)
+        return params["w"].detach(), state
+
+    given = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    step = ftp.spmd(update, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    torch.testing.assert_close(step(*given), update(*given))
+
+
+def test_the_strides_of_fused_steps():
+    """What is new has the strides of what was, though the kernels' results are contiguous."""
+    opt = ftp.optim.from_torch(optim.AdamW, lr=0.1, fused=True)
+
+    def update(w):
+        params = {"w": w.T}
+        new, state = opt.update({"w": w.T.sin()}, opt.init(params), params)
+        return [torch.as_strided(x, (24,), (1,)) for x in (new["w"], state["w"]["exp_avg"])]
+
+    given = torch.randn(4, 6, dtype=torch.float64)
+    step = ftp.spmd(update, ftp.simulated_mesh((2,), ("tp",)), P(), P())
+    torch.testing.assert_close(step(given), update(given))
+
+
 def test_two_slots_of_one_tensor():
     """A step of kernels writes to copies, which each slot has of its own."""
     opt = ftp.optim.from_torch(optim.AdamW, lr=0.1, fused=True)
