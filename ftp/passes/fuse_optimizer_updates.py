@@ -2,6 +2,7 @@
 where the old values are donated.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -69,6 +70,7 @@ class _Merge:
         self.graph = graph
         self.waiting: dict[Any, list[fx.Node]] = {}
         self.results: set[fx.Node] = set()  # of the collected updates
+        self.uses: Counter[fx.Node] = Counter()  # by the updates that are called, of each family
         self.branch: BranchPath = ()
         self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.family = families(graph)
@@ -88,6 +90,8 @@ class _Merge:
         )
 
     def call_before(self, node: fx.Node) -> None:
+        updates = [update for members in self.waiting.values() for update in members]
+        self.uses = Counter(self.family[x] for update in updates for x in _tensors(update))
         with self.graph.inserting_before(node):
             for updates in self.waiting.values():
                 self._call(updates)
@@ -121,11 +125,12 @@ class _Merge:
             self.graph.erase_node(update)
 
     def _own(self, update: fx.Node, operand: fx.Node) -> fx.Node:
-        """The tensor that the update writes: ``operand`` if nothing reads it later, else a copy."""
+        """The tensor that the update writes: ``operand`` if nothing reads it later, nor another one
+        of the collected updates, whose calls have no order; else a copy.
+        """
         root = self.family[operand]
         is_free = operand in self.free or (_is_dense(operand) and root.op == "call_function")
-        is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
-        if is_free and is_used_once and self.last[root] == self.position[update]:
+        if is_free and self.uses[root] == 1 and self.last[root] == self.position[update]:
             return operand
         return self._contiguous(
             update, aten.clone.default, operand, memory_format=torch.contiguous_format

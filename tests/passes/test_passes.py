@@ -500,6 +500,29 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 
+def test_a_gradient_is_read_before_another_update_writes_it():
+    """Updates of other options are other calls, which come later or earlier than the updates did;
+    rows of one call may run side by side.
+    """
+
+    def f(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor, g: torch.Tensor):
+        options = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0.0)
+        options |= dict.fromkeys(("nesterov", "maximize", "is_first_step"), False)
+        given = [(a, g, 0.1), (b, c, 0.2), (c, g, 0.1), (d, b, 0.1)]
+        sgd = torch.ops.ftp.fused_sgd.default
+        return tuple(sgd([x, grad], **options, lr=lr)[0] for x, grad, lr in given)
+
+    given = [torch.randn(2, 2, dtype=torch.float64) for _ in range(5)]
+    graph = with_values(fx.GraphModule({}, make_fx(f)(*given).graph), given).graph
+    merged = merge_updates(graph, (0, 1, 2, 3))
+    calls = [n for n in merged.nodes if n.target is torch.ops.aten._fused_sgd_.default]
+    assert [len(call.args[0]) for call in calls] == [3, 1]  # type: ignore[arg-type]
+    written = [x for call in calls for x in call.args[0]]  # type: ignore[union-attr]
+    assert {n.name for n in written if n.op == "placeholder"} == {"a_1", "d_1"}
+    expected = f(*given)
+    torch.testing.assert_close(fx.GraphModule({}, merged)(*given), expected, rtol=0, atol=0)
+
+
 @pytest.mark.cases_by_default(1)
 @pytest.mark.parametrize(("ranks", "bucket"), [(2, True), (3, False)])
 def test_matmuls_beside_reshards_are_chunked(ranks: int, bucket: bool):
