@@ -15,6 +15,8 @@ from ftp.passes.aliasing import WAIT
 from ftp.torch_internals.process_groups import (
     AllgatherOptions,
     AllreduceOptions,
+    DebugLevel,
+    get_debug_level,
     resolve_process_group,
 )
 
@@ -54,12 +56,14 @@ def _issue(node: fx.Node) -> Callable[..., UnderWay] | None:
     if node.args[1] not in _OPS or node.meta["collective"].dtype.is_complex:
         return None
     options, is_crowded = AllreduceOptions(), node.meta.get("is_crowded", False)
+    # There torch counts messages too, and compares the ranks' counts at the next collective.
+    goes_to_first = is_crowded and get_debug_level() != DebugLevel.DETAIL
     options.reduceOp = _OPS[node.args[1]]
 
     def reduce(x: torch.Tensor, op: str, group: Any) -> UnderWay:
         y, of = x.clone(memory_format=torch.contiguous_format), resolve_process_group(group)
         if goes_by_parts(y, op, of.size()):
-            reduce_many = reduce_at_first if is_crowded else reduce_by_parts
+            reduce_many = reduce_at_first if goes_to_first else reduce_by_parts
             reduce_many(y, op, of)
             return y, None
         return y, of.allreduce([y], options)

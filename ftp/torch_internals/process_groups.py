@@ -4,7 +4,13 @@ from functools import cache
 from importlib import import_module
 
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PythonCallbackWork
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    DebugLevel,
+    PythonCallbackWork,
+    get_debug_level,
+)
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.distributed_c10d import _get_default_group as get_default_group
 from torch.distributed.distributed_c10d import _get_default_store as get_default_store

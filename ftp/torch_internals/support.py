@@ -32,8 +32,8 @@ NEEDED = {
     " _storage_Use_Count",
     "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"
     " _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks",
-    "torch._C._distributed_c10d": "AllgatherOptions AllreduceOptions PythonCallbackWork"
-    " _resolve_process_group",
+    "torch._C._distributed_c10d": "AllgatherOptions AllreduceOptions DebugLevel"
+    " PythonCallbackWork _resolve_process_group get_debug_level",
     "torch._C._functorch": "TransformType _add_batch_dim _unwrap_batched get_interpreter_stack"
     " get_unwrapped is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor"
     " maybe_get_level peek_interpreter_stack unwrap_if_dead",

@@ -16,6 +16,7 @@ RANKS = 8
 
 
 def _reduced(is_crowded: bool, fails: bool) -> tuple[int, list[float]]:
+    torch.distributed.set_debug_level_from_env()  # torch was imported before this process was
     step_module.are_crowded = lambda cores: is_crowded
     name = "reduce_at_first" if is_crowded else "reduce_by_parts"
     made, reduce_many = [], getattr(gloo_calls, name)
@@ -53,6 +54,15 @@ def test_results_and_replicas(is_crowded: bool):
         assert rank.exit == 0, rank.error
         count, errors = rank.value
         assert count >= 2 and errors == pytest.approx([0.0] * 3, abs=1e-9)
+
+
+def test_detailed_debugging_compares_the_ranks_counts_of_messages():
+    """So no rank sends more of them than another."""
+    env = {"FTP_SHM": "0", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    for rank in launch(_reduced, RANKS, True, False, env=env):
+        assert rank.exit == 0, rank.error
+        count, errors = rank.value
+        assert count == 0 and errors == pytest.approx([0.0] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("is_crowded", [False, True])
