@@ -54,6 +54,13 @@ class StatePlace:
         """Whether it is in what a cached function gave for some arguments."""
         return _CACHED in self.name
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nothing can put another value there, as into an argument of a partial."""
+        if isinstance(self.holder, _TupleItems):
+            return self.holder.place.is_fixed
+        return type(self.holder) is dict and self.holder.keys() == {""}
+
     def now(self) -> Any:
         """The object that the place holds now; the value of then if the place is gone."""
         return _item(self.holder, self.key, self.value)
@@ -69,17 +76,17 @@ class _TupleItems:
     """The items of the tuple that a place holds: an item is put there with another tuple."""
 
     def __init__(self, place: StatePlace) -> None:
-        self._place = place
+        self.place = place
 
     def __getitem__(self, i: int) -> Any:
-        now = self._place.now()
+        now = self.place.now()
         return now[i] if isinstance(now, tuple) else now
 
     def __setitem__(self, i: int, value: Any) -> None:
-        now = self._place.now()
-        now = now if isinstance(now, tuple) else self._place.value
+        now = self.place.now()
+        now = now if isinstance(now, tuple) else self.place.value
         items = (*now[:i], value, *now[i + 1 :])
-        self._place.put(getattr(now, "_make", type(now))(items))
+        self.place.put(getattr(now, "_make", type(now))(items))
 
 
 class _Attributes:
@@ -336,7 +343,7 @@ _PLACES: dict[Any, Callable[[Any, str], _PlacesWithin]] = {
     types.BuiltinMethodType: lambda x, name: iter([(name, {"": x.__self__}, "")]),
     functools.partial: lambda x, name: (
         (name, held, key)
-        for held in ({"": x.func}, dict(enumerate(x.args)), x.keywords)
+        for held in ({"": x.func}, *({"": value} for value in x.args), x.keywords)
         for key in held
     ),
     dict: lambda x, name: (

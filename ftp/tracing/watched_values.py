@@ -119,7 +119,7 @@ def _places_read(fn: Callable[..., Any]) -> Iterator[StatePlace]:
         is_list = type(value) is list
         if not (is_list and len(value) <= LARGE) and type(value) not in CONSTANTS:
             continue
-        if type(place.holder) is dict and set(place.holder) == {""}:  # no place of the value
+        if place.is_fixed:
             continue
         if all(name in names for name in re.findall(r"\.([^\W\d]\w*)", path)):
             yield _Items(place.name, [*value], value, "") if is_list else place

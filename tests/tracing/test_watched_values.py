@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ftp
 from ftp import P
@@ -99,6 +100,19 @@ def test_a_gradient_and_a_value_of_another_shape():
     assert "went from 1.0 to " in message and found[0] == found[1] == found[2]
     step(w, X[:1])  # a program of its own, with the value of now
     assert float(step(w, X[:1])[0]) == held["lr"] * float((X[:1] @ w).sum())
+
+
+def test_a_models_own_names_take_no_turns():
+    """A change is told of within a few calls, however many parameters a model has."""
+    fn, params = ftp.functionalize(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))))
+    held, calls = {"lr": 1.0}, []
+    step = ftp.spmd(lambda p, x: fn(p, x) * held["lr"], MESH, (P(), P()), P())
+
+    def change():
+        calls.append(1)
+        held["lr"] = 2.0 if len(calls) > 3 else 1.0
+
+    assert len(called(lambda x: step(params, x), change, times=12)) == 1
 
 
 def test_values_that_do_not_matter():
