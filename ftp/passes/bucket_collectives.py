@@ -20,6 +20,7 @@ from ftp.planning.branches import waits_for
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.labels import numbered
 from ftp.rules.call import Meta
+from ftp.rules.op_kinds import is_matmul
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -63,7 +64,7 @@ def choose_buckets(
     A bucket holds up to ``bucket_bytes``, or a quarter of all bytes of its kind. An all-reduce or
     reduce-scatter is issued at the place of the bucket's last member. A bucket ends before a
     collective that needs a member, so that the order of other collectives stays; one of all-reduces
-    also where more than ``FREE_BYTES`` have been computed from its members, which would wait for
+    also where matmuls with more than ``FREE_BYTES`` of results need its members and would wait for
     the next one: a microbatch's backward pass for the next microbatch's loss. Gathers that share
     a bucket are consecutive gathers of parameters of one pass, forward or backward; `prefetch` puts
     them at the place of the first. A bucket of gathers, or of reduce-scatters, is no larger than
@@ -163,19 +164,21 @@ class _Filling:
         self.open: dict[Any, tuple[list[Node], int]] = {}  # members and their bytes
         self.closed: list[list[Node]] = []
         self.needs = MemberNeeds()
-        self._read: dict[Any, int] = {}  # bytes computed from the members of open all-reduces
+        self._read: dict[Any, int] = {}  # bytes of matmuls that need members of open all-reduces
 
     def follow(self, node: Node, operands: Iterable[Value]) -> None:
-        """Record what a node depends on, and that what it computes would wait for a bucket."""
+        """Record what a node depends on, and that a matmul would wait for a bucket."""
         self.needs.follow(node, operands)
+        if not is_matmul(node.target):
+            return
         nbytes = sum(map(_result_bytes, node.results))
         for kind, (members, _) in self.open.items():
             if kind[0] == "all_reduce" and self.needs.any_of(node, members):
                 self._read[kind] = self._read.get(kind, 0) + nbytes
 
     def would_wait(self, kind: Any) -> bool:
-        """Whether much that stands before this place is computed from members, such as the backward
-        pass of a microbatch from its loss: a later member would make it wait.
+        """Whether large matmuls before this place are computed from members, such as those of a
+        microbatch's backward pass from its loss: a later member would make them wait.
         """
         return self._read.get(kind, 0) > FREE_BYTES
 
