@@ -193,13 +193,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _loaded(module: str, public: str) -> Any:
+    from ftp.errors import RuleError
     from ftp.paused_gc import collection_paused
     from ftp.turns import turn
 
     try:
         with turn(), collection_paused():
             return import_module(module)
-    except (ImportError, AttributeError) as error:  # hasattr would hide an AttributeError
+    except (ImportError, AttributeError, RuleError) as error:  # not hidden by hasattr
         raise support.explain(torch, public, error) from error
 
 

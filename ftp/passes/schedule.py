@@ -124,12 +124,12 @@ def _bucketed_terms(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _early_terms(nodes: Iterable[fx.Node], passed: dict[fx.Node, int]) -> Iterator[fx.Node]:
-    """The terms of sums that have another term after a later collective."""
+    """What is computed for a sum alone that has another term after a later collective."""
     for node in nodes:
         if node.target is aten.add.Tensor:
             terms = node.all_input_nodes
             last = max(passed[term] for term in terms)
-            yield from (term for term in terms if passed[term] < last)
+            yield from (term for term in terms if passed[term] < last and len(term.users) == 1)
 
 
 def _viewed(node: fx.Node) -> fx.Node:
