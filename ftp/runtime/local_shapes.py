@@ -208,8 +208,8 @@ class _Shapes:
         # For a functional op it does not matter which operands share memory: without it, repeated
         # layers share an entry.
         call = _DescribedCall(values, numbers)
-        named = call.described(node.kwargs) if node.kwargs else ()
-        key = node.target, call.described(node.args), named
+        # In the order of `resolved`, as the operands are numbered by it.
+        key = node.target, call.described(node.args), call.described(node.kwargs)
         operands = call.operands
         known = self.of_torch if call.is_plain and _is_torch_op(node.target) else self.known
         found = known.get(key)

@@ -738,6 +738,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "unfold_copy.default",
         samples=lambda: [s(normal(4, 7), 1, 3, 2), s(normal(7, 4), 0, 2, 1), s(normal(), 0, 1, 1)],
     ),
+    "block_diag.default": lambda: [s([normal(2, 3), normal(4, 2)]), s([normal(3), normal(2, 2)])],
+    "renorm.default": lambda: [s(normal(4, 6), 2, 0, 0.3), s(normal(3, 4, 2), 1, 1, 0.5)],
     "pixel_shuffle.default": lambda: [s(normal(2, 8, 3, 2), 2), s(normal(12, 2, 2), 2)],
     "pixel_unshuffle.default": lambda: [s(normal(2, 2, 6, 4), 2), s(normal(3, 4, 4), 2)],
     "channel_shuffle.default": lambda: [s(normal(2, 6, 3), 2), s(normal(2, 8, 3, 2), 4)],
