@@ -15,12 +15,13 @@ from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from ftp.passes.branch_order import predicates_of
 from ftp.passes.copy_elimination import put_in_order
-from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
+from ftp.passes.prefetch_parameters import LOCAL_STEPS, collective_bytes, is_ahead, largest_gathered
 from ftp.planning.branches import waits_for
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.layers.labels import numbered
 from ftp.rules.call import Meta
 from ftp.rules.op_kinds import is_matmul
+from ftp.sharding.layout import bytes_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -316,13 +317,13 @@ def _kind(node: Node) -> tuple[Any, ...] | None:
 
 
 def _result_bytes(value: Meta) -> int:
-    return math.prod(map(value_of, value.shape)) * value.dtype.itemsize
+    return bytes_of(value.shape, value.dtype, value_of)
 
 
 def _nbytes(node: Node) -> int:
     if node.target.op == "all_reduce":
         return _result_bytes(node.results[0])
-    return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
+    return collective_bytes(node)
 
 
 def bucket_collectives_in(graph: fx.Graph, buckets: Buckets) -> None:

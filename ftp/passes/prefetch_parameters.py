@@ -1,12 +1,10 @@
 """Issue gathers of parameters early, in bounded memory."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
 from ftp.planning.graph import PARAMETER, Graph, Node, Value, after_operands
-from ftp.sharding.layout import estimated
 
 LOCAL_STEPS = ("slice", "contribute", "pad")
 
@@ -20,7 +18,7 @@ def is_ahead(node: Node) -> bool:
 
 def held_bytes(node: Node) -> int:
     """Bytes of a reshard's result on the rank that holds most."""
-    return math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
+    return Value(node).nbytes()
 
 
 def collective_bytes(node: Node) -> int:

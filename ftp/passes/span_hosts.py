@@ -99,7 +99,7 @@ def span_buckets(graph: Graph, found: Collection[Span]) -> tuple[tuple[Span, ...
     of_kind: dict[tuple[object, ...], int] = {}
     for node in graph.nodes:
         if node.name in span_of:
-            ends[node] = math.prod(map(estimated, node.shape())) * node.results[0].dtype.itemsize
+            ends[node] = Value(node).nbytes()
             kind = _kind(node, span_of[node.name])
             of_kind[kind] = of_kind.get(kind, 0) + ends[node]
     needs = MemberNeeds()

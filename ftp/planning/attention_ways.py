@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ftp.planning.attention_prices import computed_share, ring_costs
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.graph import Graph, Node, Value
-from ftp.planning.narrowest_point import nbytes
 from ftp.planning.plan import Plan
 from ftp.planning.prices import PAD_LATENCIES
 from ftp.sharding.layout import estimated
@@ -112,7 +111,7 @@ def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
                 alone = _with_ring(node, alone, plan.axes, hardware)
             seconds += alone
     read = {
-        value: nbytes(value)
+        value: value.nbytes()
         for node, keys in _rings(plan.graph)
         for value, dims in zip(node.operands, node.rule.operands, strict=True)
         if any(keys in dim for dim in dims)
@@ -122,7 +121,7 @@ def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
 
 def _of_reshard(node: Node, hardware: Hardware) -> float:
     op, n = node.target.op, node.target.n
-    sizes = nbytes(node.operands[0]), nbytes(Value(node))
+    sizes = node.operands[0].nbytes(), Value(node).nbytes()
     size = n * sizes[0] if op == "all_to_all" else max(sizes)
     link = hardware.link_of(node.target.axes)
     if op == "pad":
@@ -136,7 +135,7 @@ def _with_ring(node: Node, computed: float, axes: Mapping[str, int], hardware: H
     travel = held_up = issued = 0.0
     length = max(estimated(node.sizes[keys]), 1)
     tensors = zip(node.operands, node.rule.operands, strict=True)
-    of_key = sum(nbytes(v) for v, dims in tensors if (keys,) in dims) / length
+    of_key = sum(v.nbytes() for v, dims in tensors if (keys,) in dims) / length
     for axis, sent, steps in ring_costs(node, axes):
         link = hardware.link_of((axis,))
         seconds = collective_seconds("ring", sent * of_key, axes[axis], link)

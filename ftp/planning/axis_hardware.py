@@ -9,7 +9,6 @@ from ftp.planning.cost import Hardware
 from ftp.planning.graph import BATCH, Graph, Value
 from ftp.planning.layers.repeats import Ties
 from ftp.rules.op_kinds import is_matmul
-from ftp.sharding.layout import estimated
 
 SMALL_LATENCY = 0.1  # as a share of the seconds to send the program's median activation
 
@@ -44,7 +43,7 @@ def _planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> flo
     plan would differ from that of the large model that the toy stands for.
     """
     sizes = [
-        math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
+        Value(node).nbytes()
         for node in graph.nodes
         if node.kind == "op" and node.depends & BATCH and is_matmul(node.target)
         for _ in range(ties.weight(node) if ties else 1)

@@ -5,7 +5,7 @@ Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on 
 mesh axes folded so far.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from operator import attrgetter
@@ -17,7 +17,7 @@ from ftp.ops.choose import BranchPath
 from ftp.rules.call import Meta, replaced, tensors
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule
-from ftp.sharding.layout import Layout, Size, prod
+from ftp.sharding.layout import Layout, Size, bytes_of, estimated, prod
 
 BATCH, PARAMETER = 1, 2
 
@@ -206,6 +206,10 @@ class Value(NamedTuple):
     @property
     def shape(self) -> tuple[Size, ...]:
         return self.node.shape(self.index)
+
+    def nbytes(self, size_of: Callable[[Size], int] = estimated) -> int:
+        """Bytes on the rank that holds most, cut by the axes folded so far."""
+        return bytes_of(self.shape, self.meta.dtype, size_of)
 
 
 @dataclass

@@ -12,11 +12,6 @@ from ftp.rules.own import RULES
 from ftp.sharding.layout import estimated
 
 
-def nbytes(value: Value) -> int:
-    """Bytes of a value over all ranks of the axis that is planned."""
-    return math.prod(map(estimated, value.shape)) * value.meta.dtype.itemsize
-
-
 def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     """Ops that widen values: the result has more bytes than the narrowest values that it is
     computed from, and no more elements. Examples: casts to a wider dtype, scales, tables of codes
@@ -41,7 +36,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     """
     sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that it is computed from
     found: set[Node] = set()
-    size = functools.cache(nbytes)
+    size = functools.cache(Value.nbytes)
     none = frozenset[Value]()
     for node in graph.nodes:
         results = node.values

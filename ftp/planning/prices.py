@@ -15,12 +15,11 @@ from ftp.planning.attention_prices import computed_share, ring_seconds
 from ftp.planning.cost import collective_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
 from ftp.planning.graph import BATCH, Node, Reshard, Value
-from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import is_cut_again
 from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_matmul
-from ftp.sharding.layout import PARTIAL, Layout, R, estimated
+from ftp.sharding.layout import PARTIAL, Layout, R, bytes_of, estimated
 
 RESHARD_OF_VIEW = 1e-10  # seconds; a tie-breaker, to reshard a value rather than a view of it
 REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
@@ -58,7 +57,7 @@ class Prices:
     def nbytes(self, value: Value) -> int:
         """Bytes of a value over all ranks of the axis."""
         if value not in self._sizes:
-            self._sizes[value] = nbytes(value)
+            self._sizes[value] = value.nbytes()
         return self._sizes[value]
 
     def reduced_nbytes(self, value: Value) -> int:
@@ -99,7 +98,7 @@ class Prices:
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
         if node.kind == "reshard":
-            nbytes = math.prod(map(estimated, node.target.shape)) * node.results[0].dtype.itemsize
+            nbytes = bytes_of(node.target.shape, node.results[0].dtype)
             hardware = self.problem.hardware
             link = replace(
                 hardware.link_of(node.target.axes),

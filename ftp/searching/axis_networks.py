@@ -1,6 +1,5 @@
 """The cost networks of a search, one for each mesh axis: built over open layouts, and solved."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 
@@ -15,8 +14,8 @@ from ftp.planning.layers.labels import label
 from ftp.planning.problem import AxisPlan, BytePrices, Open, Problem
 from ftp.rules.op_kinds import VIEWS
 from ftp.searching.open_axis import open_axis
-from ftp.searching.opened import Opened, nbytes_of
-from ftp.sharding.layout import Layout, R, nominal
+from ftp.searching.opened import Opened
+from ftp.sharding.layout import Layout, R, bytes_of, nominal
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 
 Choice = Mapping[str, Mapping[str, Layout | None]]
@@ -170,7 +169,7 @@ def _problem_of(
     for i, node in net.mirrors.items():
         outputs[i] = pinned.get(node)
     priced = hardware_of(net.graph, hardware, axis, folded, axes, net.ties)
-    held = {node: nbytes_of(Value(node)) for node in net.params}
+    held = {node: Value(node).nbytes(nominal) for node in net.params}
     mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
     return Problem(
         net.graph,
@@ -214,7 +213,7 @@ def kept_bytes(graph: Graph) -> dict[Value, int]:
                 and maker.kind in ("op", "reshard")
                 and maker.depends & BATCH
             ):
-                found[root] = nbytes_of(root)
+                found[root] = root.nbytes(nominal)
         if node.operands and (node.target in VIEWS or node.kind == "constrain"):
             root = roots.get(node.operands[0], node.operands[0])
             roots.update({Value(node, i): root for i in range(len(node.results))})
@@ -232,7 +231,7 @@ def planned_seconds(solved: Solved, hardware: Hardware) -> float:
             sizes = {f: nominal(s) for f, s in node.sizes.items()}
             seconds = op_seconds(node.target, node.rule, sizes, node.results, hardware)
         elif node.kind == "reshard":
-            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
+            nbytes = bytes_of(node.target.shape, node.results[0].dtype, nominal)
             link = replace(
                 hardware.link_of((node.target.axis,)), latency=solved.latencies[node.target.axis]
             )

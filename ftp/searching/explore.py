@@ -13,9 +13,9 @@ from ftp.searching.axis_networks import Price, entry_of
 from ftp.searching.candidates import Candidate, Searching
 from ftp.searching.marks import constrained_axes, marked_shapes
 from ftp.searching.open_layouts import open_layouts, shared_heads
-from ftp.searching.opened import Opened, nbytes_of
+from ftp.searching.opened import Opened
 from ftp.searching.prepared_loss import Patterns
-from ftp.sharding.layout import Layout
+from ftp.sharding.layout import Layout, nominal
 from ftp.sharding.spec import PartitionSpec
 
 STEPS = 4  # prices tried between one that saves no memory and one that saves all it can
@@ -251,7 +251,7 @@ def _promising_specs(task: Searching, pattern: str, best: Candidate) -> list[Par
     )
     if not fits:
         return [spec for spec in specs if held(spec) <= held(own)]
-    gathered = max(nbytes_of(Value(node)) for node in task.net.members(pattern))
+    gathered = max(Value(node).nbytes(nominal) for node in task.net.members(pattern))
     free = (task.memory or math.inf) - best.estimate.nbytes - task.excess + gathered
     least = 0 if not task.is_small else -math.inf
     return [spec for spec in specs if least <= held(spec) - held(own) <= free]

@@ -1,6 +1,5 @@
 """A loss and its gradient, whose parameters' layouts are open."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
@@ -72,13 +71,8 @@ class Opened:
             count = 1
             if few is not None and few.labels.get(node) == few.stands_for:
                 count += few.left_out
-            found[pattern] += nbytes_of(Value(node)) * count
+            found[pattern] += Value(node).nbytes(nominal) * count
         return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def nbytes_of(value: Value) -> int:
-    """Bytes of a value on a rank."""
-    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
 
 
 def opened(loss: PreparedLoss, kept: int) -> Opened:

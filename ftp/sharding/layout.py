@@ -8,10 +8,12 @@ no decision depends on one rank's shard.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
+
+import torch
 
 from ftp.dataclass import dataclass
 from ftp.dynamic_int import is_dynamic, value_of
@@ -100,6 +102,13 @@ def nominal(size: Size) -> int:
 def estimated(size: Size) -> int:
     """``nominal`` for prices: dynamic sizes have the values that the plan is made for."""
     return size if type(size) is int else nominal(_at_values(size))
+
+
+def bytes_of(
+    shape: Iterable[Size], dtype: torch.dtype, size_of: Callable[[Size], int] = estimated
+) -> int:
+    """Bytes of a tensor on the rank that holds most."""
+    return math.prod(map(size_of, shape)) * dtype.itemsize
 
 
 def _at_values(size: Size) -> Size:
