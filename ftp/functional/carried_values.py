@@ -1,8 +1,9 @@
-"""Python values that a call of a model leaves in the attributes of its modules. ``fn`` is pure: a
-call begins with the values of the model. A trace asks what the next call would do with those that
-the last one left.
+"""Python values that a call of a model leaves in the attributes of its modules, hooks among them.
+``fn`` is pure: a call begins with the values of the model. A trace asks what the next call would do
+with those that the last one left.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from ftp.context import set_within
 from ftp.functional.attributes import CONSTANTS, NUMBERS, OF_MODULES, Root
 
 Carried = dict[Root, Any]
+_HOOKS = tuple(name for name in sorted(OF_MODULES) if name.startswith("_forward_"))
 
 _left: ContextVar[Carried | None] = ContextVar("left", default=None)
 _given: ContextVar[Mapping[Root, Any]] = ContextVar("given", default={})  # noqa: B039
@@ -40,12 +42,20 @@ def given_to(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for (of, name), value in _given.get().items() if of == id(module))
 
 
-def note_left(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Note the attributes of a module that hold other Python values than before a call. Numbers
-    are told of at each call.
+def note_left(module: nn.Module, before: Mapping[str, Any], first_hook: int) -> None:
+    """Note the attributes of a module that hold other Python values than before a call, and the
+    hooks that the call registered. Numbers are told of at each call.
+
+    Args:
+        first_hook: torch's number for the first hook that the call registers.
     """
     if (left := _left.get()) is None:
         return
+    for name in _HOOKS:
+        now = module.__dict__.get(name, {})
+        new = {number: hook for number, hook in now.items() if number >= first_hook}
+        if new:
+            left[id(module), name] = OrderedDict(before[name]) | new
     for name, now in module.__dict__.items():
         was = before.get(name)
         is_number = type(was) in NUMBERS and type(now) in NUMBERS

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ftp.dataclass import dataclass
 from ftp.errors import FtpError, InputError, TraceError, raise_all
@@ -209,6 +210,7 @@ def _call_hooked(
     """
     program = call.program
     _register_hooks(call)
+    first_hook = RemovableHandle.next_id
     modules = [(m.path, m.module) for m in program.modules]
     attributes = {held.path: held for held in attributes_of(modules)}
     held = {
@@ -238,7 +240,7 @@ def _call_hooked(
             raise TraceError(impure(program.name, name, "modifies"))
     check_state(program.name, modules, attributes, guard, kept)
     for m in program.modules:
-        note_left(m.module, m.attributes)
+        note_left(m.module, m.attributes, first_hook)
     return out
 
 

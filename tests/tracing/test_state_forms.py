@@ -158,6 +158,10 @@ class Model(nn.Module):
         return self.keeps[0](self, x @ self.weight)
 
 
+def _doubled(module, args, out):
+    return 2 * out
+
+
 def _set(name, read, step):
     """Read an attribute, then set it to another value."""
 
@@ -219,6 +223,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda m, y: (y * m.total, setattr(type(m), "total", m.total * 0.5))[0],
         {},
     ),
+    "hooks": (lambda m, y: (y, m.register_forward_hook(_doubled))[0], {}),
 }
 
 
@@ -253,8 +258,22 @@ class Idle(nn.Module):
         return self.up(x)
 
 
-def test_attributes_that_change_no_program_are_left_alone():
-    model = Idle()
+class Hooked(Idle):
+    """Registers its hooks at its first call, as models of Hugging Face do."""
+
+    is_hooked = False
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.up.register_forward_hook(_doubled)
+            self.up.register_forward_pre_hook(lambda m, args, kwargs: None, with_kwargs=True)
+            self.is_hooked = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Idle, Hooked])
+def test_attributes_that_change_no_program_are_left_alone(kind):
+    model = kind()
     fn, params = ftp.functionalize(model)
     x = torch.ones(2, 4, dtype=torch.float64)
     with warnings.catch_warnings():
