@@ -49,7 +49,8 @@ def check_state(
             if value.grad_fn is not None and id(value) in guard.followed:
                 raise TraceError(_of_earlier_call(model, path))
         elif _is_counter(path, value) and not (_is_counter(path, new) and new == value):
-            _warn(model, f"changes attribute {path!r} from {value!r} to {new!r}", repr(value))
+            to = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else repr(new)
+            _warn(model, f"changes attribute {path!r} from {value!r} to {to}", repr(value))
 
 
 def _of_earlier_call(model: str, path: str) -> str:

@@ -554,6 +554,8 @@ class Stateful(nn.Module):
             self.calls += 1
         elif self.what == "flag":
             self.is_ready = True
+        elif self.what == "sum":
+            self.calls = self.calls + y.detach().sum()
         elif self.what == "stored":
             self.output = y
             y = self.output * 1
@@ -598,6 +600,14 @@ def test_numbers_that_a_model_counts_are_warned_of():
     fn, params = functionalize(Stateful("flag"))
     with pytest.warns(StaleCaptureWarning, match="'is_ready' from False to True"):
         fn(params, torch.ones(3))
+
+
+def test_a_number_that_becomes_a_tensor_is_warned_of_in_a_trace():
+    """As the longest sequence so far, which Llama's dynamic RoPE keeps."""
+    fn, params = functionalize(Stateful("sum"))
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), (P(), P()), P())
+    with pytest.warns(StaleCaptureWarning, match=r"'calls' from 0 to a tensor of shape \(\)"):
+        step(params, torch.ones(3))
 
 
 @pytest.mark.parametrize("what", ["conversion", "stored", "table"])
