@@ -205,4 +205,4 @@ def _loaded(module: str, public: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -230,7 +230,7 @@ def _print(table: Sequence[OpRow]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ftp", description="What ftp knows of PyTorch's ops."
+        prog="python -m ftp", description="Read and prove ftp's programs and rules."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     ops = commands.add_parser(

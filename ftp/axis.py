@@ -17,8 +17,9 @@ All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks
 ``x`` is not a tensor, a dim is out of range, or the ranks do not divide it.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -227,13 +228,15 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     Source: JAX, ``jax.lax.ppermute``.
     """
     ((name, n),) = _named("ppermute", (axis,))
-    pairs = [tuple(map(int, pair)) for pair in perm]
-    sources, targets = [p[0] for p in pairs], [p[-1] for p in pairs]
+    pairs: list[tuple[int, ...]] = [()]
+    with suppress(TypeError):
+        pairs = [tuple(map(operator.index, pair)) for pair in perm]
     if any(len(p) != 2 or not all(0 <= i < n for i in p) for p in pairs):
         raise InputError(
-            f"{at_line()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to"
+            f"{at_line()}ppermute has perm={perm!r}; it takes pairs (from, to) of ranks 0 to"
             f" {n - 1} of axis {name!r}."
         )
+    sources, targets = [p[0] for p in pairs], [p[1] for p in pairs]
     if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
         raise InputError(
             f"{at_line()}ppermute has perm={pairs!r}; each rank sends at most once and receives at"

@@ -180,8 +180,8 @@ def while_loop(
         The last carried values.
 
     Raises:
-        InputError: ``max_steps`` that is no int, or negative. TraceError: a body that changes a
-            shape or dtype.
+        InputError: ``max_steps`` that is no int, or negative; carried values in no tuple; a body
+            that gives another number of them. TraceError: a body that changes a shape or dtype.
 
     >>> while_loop(lambda x: x < 100, lambda x: (x * x,), (torch.tensor(3.0),), max_steps=5)
     (tensor(6561.),)
@@ -189,11 +189,18 @@ def while_loop(
     Source: equinox, ``equinox.internal.while_loop(kind="bounded")``.
     """
     _check_size("while_loop", max_steps, "max_steps")
+    if not isinstance(carried_inputs, tuple | list):
+        raise InputError(
+            f"while_loop takes a tuple of carried values, not {type(carried_inputs).__name__}."
+        )
     values = tuple(carried_inputs)
 
     def body(*given: Any) -> tuple[Any, ...]:
         made = body_fn(*given)
-        return tuple(made) if isinstance(made, tuple | list) else (made,)
+        made = tuple(made) if isinstance(made, tuple | list) else (made,)
+        if len(made) != len(given):
+            raise InputError(f"while_loop's body takes {len(given)} values and gives {len(made)}.")
+        return made
 
     def stay(*given: Any) -> tuple[Any, ...]:
         return tuple(x.clone() if isinstance(x, Tensor) else x for x in given)

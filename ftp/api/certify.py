@@ -63,9 +63,9 @@ def certify(lowered: Lowered) -> Certificate:
     """
     if not isinstance(lowered, Lowered):
         raise InputError(
-            f"certify takes the program of one graph, not {kind_of(lowered)}. A step over stages"
-            " has one for each action, as lowered.stages[0]['F']; certify=True of the step proves"
-            " all of them."
+            f"certify takes a program, not {kind_of(lowered)}. step.lower(*args) gives one; that of"
+            " a pipeline has one for each action, as lowered.stages[0]['F']. With certify=True a"
+            " step proves all that it runs."
         )
     return certified(lowered._program)
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
+
 from ftp.api.arguments import Arguments, check_donated_once, check_static, nones
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
@@ -19,6 +21,7 @@ from ftp.sharding.arguments import Shape, check_signature, padded_names
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.counted_rows import are_counted
 from ftp.sharding.mesh import Mesh, use_mesh
+from ftp.sharding.patterns import several
 from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.sharding.traced_arguments import arguments_with
@@ -91,6 +94,18 @@ def estimated_shapes(
 ) -> list[Shape | None]:
     """Global shapes, as far as this rank can tell."""
     return [global_shape(leaf, spec, mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
+
+
+def batch_of(call: Arguments, shapes: Sequence[Shape | None], state: Collection[int]) -> str:
+    """The tensors of a call that are no state, for messages: ``x float32[2, 4]``."""
+    tensors = [
+        f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(shape or leaf.shape)}"
+        for leaf, shape, name, at in zip(
+            call.leaves, shapes, call.names, call.positions, strict=True
+        )
+        if isinstance(leaf, Tensor) and at not in state
+    ]
+    return several(tensors)
 
 
 def taken_for_shards(

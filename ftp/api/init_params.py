@@ -18,7 +18,7 @@ from ftp.random.distributions import check_key
 from ftp.random.draws import Draws
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.patterns import match_patterns
-from ftp.sharding.pytree import broadcast_specs, kind_of
+from ftp.sharding.pytree import abbreviated, broadcast_specs, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.torch_internals.modes import TorchDispatchMode
 from ftp.torch_internals.pytree import tree_leaves
@@ -86,7 +86,9 @@ def initializer(
 ) -> Step:
     """The program that ``init_params`` runs, a function of the key."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"init_params takes an nn.Module, not {model!r}, {kind_of(model)}.")
+        raise InputError(
+            f"init_params takes an nn.Module, not {abbreviated(model)}, {kind_of(model)}."
+        )
     check_key(key, "init_params")
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     if lazy := [path for path, t in tensors.items() if is_lazy(t)]:

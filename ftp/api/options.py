@@ -1,18 +1,19 @@
 """Check the options of a step against its mesh."""
 
 import operator
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from ftp.errors import InputError, MeshError, SpecError
+from ftp.errors import InputError, MeshError, SpecError, raise_all
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.mesh_groups import uses_nccl
-from ftp.sharding.pytree import flatten
+from ftp.sharding.pytree import flatten, kind_of
 from ftp.sharding.spec import PartitionSpec, staged
 
 
@@ -25,6 +26,8 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
         MeshError: for what the mesh's devices cannot do, and for links of axes that it lacks.
     """
     _check_axes(options, mesh)
+    flags = (f.name for f in fields(options) if isinstance(f.default, bool))
+    check_flags({name: getattr(options, name) for name in flags})
     prefetch = _checked_prefetch(options.prefetch)
     chunks = _checked_count("chunks", options.chunks, "chunks, 1 for none")
     _check_cuda_graph(options, mesh)
@@ -38,20 +41,44 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     return replace(options, data_axes=data_axes, **numbers)
 
 
-def check_pipeline(pipeline: Any, mesh: Mesh, options: Options, *, updates: bool = False) -> None:
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Raises for options that are neither True nor False.
+
+    Raises:
+        InputError: such as ``compile="max-autotune"``.
+    """
+    wrong = [
+        f"{name} is {value!r}, {kind_of(value)}; give True or False."
+        for name, value in flags.items()
+        if not isinstance(value, bool)
+    ]
+    raise_all(InputError, wrong)
+
+
+def check_pipeline(
+    pipeline: Any, mesh: Mesh, options: Options, specs: Any, *, updates: bool = False
+) -> None:
     """Raises for what does not go with a pipeline.
 
     Args:
+        specs: those of the parameters, or of all arguments.
         updates: the step does more after its gradient, and returns the arguments' new values.
 
     Raises:
         InputError: no ``Pipeline``, or options that exclude it.
+        SpecError: specs without stages.
         MeshError: a mesh without its axis, or devices between which stages cannot send.
         ScheduleError: a schedule that does not end, or misses work.
     """
     if not isinstance(pipeline, Pipeline):
         raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
     pipeline.actions(pipeline.mesh_of(mesh).axes[pipeline.axis])
+    given = [s for s in flatten(specs)[0] if isinstance(s, PartitionSpec)]
+    if not has_stages(given) and not any(pipeline.axis in s.axes for s in given):
+        raise SpecError(
+            "pipeline= is given, and no spec gives a stage: all ranks would hold all parameters,"
+            " and the first do all work. Give the specs of pipeline.place(params, specs, mesh)."
+        )
     if mesh.kind == "process" and mesh.device_type == "cuda" and not uses_nccl(mesh):
         raise MeshError(
             f"The mesh is {mesh}, but its processes talk by gloo, which sends no tensors of a GPU"

@@ -8,7 +8,7 @@ import torch
 
 from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
-from ftp.api.options import check_pipeline, checked_options, has_stages
+from ftp.api.options import check_flags, check_pipeline, checked_options, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
@@ -160,6 +160,7 @@ def shard(
 
     m = resolve(mesh)
     options = checked_options(m, options)
+    check_flags({"has_aux": has_aux, "rng": rng})
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
         if dynamic_shapes is not None:
@@ -169,7 +170,7 @@ def shard(
             )
         from ftp.api.pipelined_step import PipelinedStep
 
-        check_pipeline(pipeline, m, options)
+        check_pipeline(pipeline, m, options, specs)
         definition = Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options)
         return PipelinedStep(definition, pipeline, takes_key=rng)
     if has_stages(specs):
@@ -277,7 +278,7 @@ def spmd(
     if pipeline is not None:
         from ftp.api.pipelined_train_step import PipelinedTrainStep
 
-        check_pipeline(pipeline, m, options, updates=True)
+        check_pipeline(pipeline, m, options, in_specs, updates=True)
         return PipelinedTrainStep(definition, pipeline, takes_key=rng)
     if in_stages:
         from ftp.api.staged_step import StagedStep

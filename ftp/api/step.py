@@ -21,6 +21,7 @@ from ftp.api.arguments import (
 from ftp.api.build import build
 from ftp.api.definition import (
     Definition,
+    batch_of,
     checked_specs,
     estimated_shapes,
     taken_for_shards,
@@ -357,16 +358,14 @@ class Step:
             record.agree(number, e)
             raise
         if self.mesh.kind == "process":
-            versions = f"ftp {__version__}, torch {torch.__version__}"
-            tree = without_addresses(str(call.treedef))
-            environment = f"FTP_SHM={int(is_asked_for())}"
             facets = {
-                "library version": versions,
-                "environment": environment,
-                "argument tree": tree,
+                "library version": f"ftp {__version__}, torch {torch.__version__}",
+                "environment": f"FTP_SHM={int(is_asked_for())}",
+                "argument tree": without_addresses(str(call.treedef)),
                 "hardware": describe_hardware(self._definition.hardware_on(())),
+                "specs": str(specs),
             }
-            record.agree(number, {**facets, "specs": str(specs)})
+            record.agree(number, facets, about=batch_of(call, shapes, self._definition.state))
             # The cores stand apart: those of ranks that are bound differ, and no other text does.
             sent = record.exchange("arguments", "\n".join((held, json.dumps(own_cores()))))
             texts, cores = zip(*(text.split("\n") for text in sent), strict=True)

@@ -187,7 +187,8 @@ class Certificate:
         - per-rank code: the ranks run it as written; results are equal where its out specs say so;
           a collective over one of several axes does what its name says;
         - the rule of an op, where trials on small tensors found it, or where the program
-          registered it for an op of its own (`ftp.testing.check_rule` proves that one);
+          registered it, for an op of its own or in place of ftp's (`ftp.testing.check_rule` proves
+          that one);
         - for a program that ftp did not write: an order of compared numbers that was not drawn, as
           of a router's choice, gives the same result as the orders that were.
 
@@ -201,6 +202,8 @@ class Certificate:
         return list(dict.fromkeys(self._assumptions()))
 
     def _assumptions(self) -> Iterator[str]:
+        from ftp.rules.own import is_overridden  # a start without a certificate loads no rules
+
         if self.recorded is not None:
             from ftp.certification.lockstep.check import sampled  # it imports this file
 
@@ -222,7 +225,9 @@ class Certificate:
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
                 yield f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"
-            elif isinstance(o.target, OpOverload) and o.target.namespace not in PROVEN:
+            elif isinstance(o.target, OpOverload) and (
+                o.target.namespace not in PROVEN or is_overridden(o.target)
+            ):
                 yield f"{o.target} {where} is as the rule says that was registered for it"
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -33,6 +33,7 @@ from ftp.checkpoint.write_shards import leads
 from ftp.distributed.shared_errors import all_gather_object, attempt
 from ftp.errors import CheckpointError, InputError, raise_all
 from ftp.sharding.mesh import AnyMesh, Mesh
+from ftp.sharding.patterns import listed, nearest
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Box, Shape, whole
@@ -138,7 +139,7 @@ def save_safetensors(
     draft: Path | None = None
     try:
         shards = sharded_tree(tree, m, specs)
-        names = _checked_names(shards, _renamer(rename))
+        names = _checked_names(shards, rename)
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise InputError(f"max_file_bytes={max_file_bytes!r}: give a positive number of bytes.")
         draft = _new_draft(target) if leads(m) else None
@@ -276,12 +277,24 @@ def _renamer(rename: Rename | None) -> Callable[[str], str]:
         return str
     if isinstance(rename, Mapping):
         return lambda path: rename.get(path, path)
-    return rename
+
+    def renamed(path: str) -> str:
+        if not isinstance(name := rename(path), str):
+            raise InputError(f"rename gives {name!r} for {path!r}; it must give a name, a str.")
+        return name
+
+    return renamed
 
 
-def _checked_names(shards: ShardedTree, rename: Callable[[str], str]) -> list[str]:
+def _checked_names(shards: ShardedTree, rename: Rename | None) -> list[str]:
     check_savable(shards)
-    names = [rename(leaf.path) for leaf in shards.leaves]
+    paths = [leaf.path for leaf in shards.leaves]
+    if isinstance(rename, Mapping) and (unknown := [path for path in rename if path not in paths]):
+        raise InputError(
+            f"rename names {listed(unknown)}, which the tree does not have; the nearest to"
+            f" {unknown[0]!r} are {listed(nearest(unknown[0], paths))}."
+        )
+    names = list(map(_renamer(rename), paths))
     failures = [
         f"{leaf.name} is {kind_of(leaf.value)}; only tensors can be saved."
         for leaf in shards.leaves

@@ -45,16 +45,18 @@ class Agreements:
         payload: dict[str, str] | BaseException,
         timeout: float,
         skipped: str,
+        about: str,
     ) -> None:
         """Return if all ranks give equal payloads for call number ``call``; see `Calls.agree`.
 
         Args:
             skipped: how this rank failed in this call before, if it did and sent nothing.
+            about: the arguments that this rank's call takes, for the others' messages.
         """
         # Set before anything is published, so that the watcher does not answer for this rank.
         number, self._joined = self._joined, self._joined + 1
         board = self._board(store, number)
-        is_first = board.open(call, skipped)
+        is_first = board.open(call, skipped, about)
         if isinstance(payload, BaseException):
             self._refuse(board, call, payload)
             return

@@ -41,15 +41,15 @@ class Board:
     def key(self, name: str | int) -> str:
         return f"{self.prefix}/{self.number}/{name}"
 
-    def open(self, call: int, skipped: str) -> bool:
-        """Open the agreement; returns whether this rank is the first."""
+    def open(self, call: int, skipped: str, about: str = "") -> bool:
+        """Open the agreement, for arguments ``about``; returns whether this rank is the first."""
         mine = json.dumps(
             [
                 self.mesh.rank,
                 call,
                 f"{skipped}, and makes it anew"
                 if skipped
-                else f"changes its program at call {call}",
+                else f"changes its program at call {call}{about and f', which takes {about}'}",
             ]
         )
         return self.store.propose(self.key("open"), mine) == mine

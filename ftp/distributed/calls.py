@@ -176,7 +176,12 @@ class Calls:
             self._skipped = f"failed in call {self.next()} before its first collective, with {said}"
 
     def agree(
-        self, call: int, payload: dict[str, str] | BaseException, timeout: float | None = None
+        self,
+        call: int,
+        payload: dict[str, str] | BaseException,
+        timeout: float | None = None,
+        *,
+        about: str = "",
     ) -> None:
         """Return if all ranks of the mesh give equal payloads for call number ``call``; else raise
         on every rank.
@@ -190,6 +195,7 @@ class Calls:
                 order, as strings. If this rank failed to plan: the exception, which is raised
                 again.
             timeout: seconds to wait for the last rank; default that of `init_process_group`.
+            about: the call's arguments, for the message of ranks that go on with an old program.
 
         Raises:
             MismatchError: naming the rank and the first facet that differ from the lowest rank's,
@@ -208,7 +214,7 @@ class Calls:
             try:
                 self._holder, self._agrees_on = threading.get_ident(), call
                 with self._channel.asking(timeout) as store:
-                    self._agreements.join(store, call, payload, timeout, self._skipped)
+                    self._agreements.join(store, call, payload, timeout, self._skipped, about)
                     # What failed on all ranks runs no program: the next one is to be agreed on.
                     self._agreed_call = 0 if isinstance(payload, BaseException) else call
                     self._skipped = ""

@@ -31,7 +31,7 @@ from ftp.random.distributions import check_key
 from ftp.random.draws import Draws, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.patterns import nearest
-from ftp.sharding.pytree import kind_of, remember_tied
+from ftp.sharding.pytree import abbreviated, kind_of, remember_tied
 from ftp.sharding.spec import P
 from ftp.torch_internals.storages import Storages, overlaps
 
@@ -191,8 +191,8 @@ def _uncompiled(model: nn.Module) -> nn.Module:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"functionalize takes an nn.Module, not {model!r}, {kind_of(model)}. A pure function"
-            " needs none of it."
+            f"functionalize takes an nn.Module, not {abbreviated(model)}, {kind_of(model)}. A pure"
+            " function needs none of it."
         )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

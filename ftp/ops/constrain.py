@@ -85,6 +85,8 @@ def constrain(
             f"{at_line()}constrain takes a spec such as P('dp', None), not {spec!r}, a"
             f" {type(spec).__name__}."
         )
+    if not isinstance(grad, bool):
+        raise SpecError(f"{at_line()}constrain has grad={grad!r}; give True or False.")
     if entries_over(spec, x.dim()):
         raise SpecError(
             f"{at_line()}{spec} has {len(spec)} entries, but the tensor that it pins has {x.dim()}"

@@ -139,7 +139,11 @@ def aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[An
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
-        raise InputError(f"{name} and {like} are trees of different structures: {error}") from None
+        # optree's text ends with the tree itself, which prints every tensor.
+        why = str(error).partition("; dict: ")[0].removesuffix(".")
+        raise InputError(
+            f"{name} and {like} are trees of different structures: {why[:300]}."
+        ) from None
 
 
 def natural_order(path: Sequence[Any]) -> list[tuple[int, str]]:

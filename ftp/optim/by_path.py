@@ -28,6 +28,16 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
     {'head.w': tensor([0.5000]), 'body.w': tensor([1.])}
     """
 
+    raise_all(
+        InputError,
+        (
+            f"by_path has {value!r} for {pattern!r}; give an optimizer, such as"
+            " ftp.optim.from_torch(torch.optim.AdamW), or None."
+            for pattern, value in patterns.items()
+            if value is not None and not isinstance(value, Optimizer)
+        ),
+    )
+
     def parts(params: Any) -> tuple[list[Any], Any, list[tuple[Optimizer, dict[str, int]]]]:
         """The leaves, their treedef, and per optimizer ``{path: index}`` of its parameters."""
         leaves, treedef = flatten(params)

@@ -63,6 +63,12 @@ def from_torch(
     tensor([0.9000, 0.9000])
     """
     _check_class(cls)
+    for pattern, given in (groups or {}).items():
+        if not isinstance(given, Mapping):
+            raise InputError(
+                f"groups has {given!r} for {pattern!r}; give a dict of options, as"
+                " {'weight_decay': 0.0}."
+            )
     if owned:
         check_owned(cls, owned)
     chosen = _TorchOptimizer(cls, options, groups or {}, owned)

@@ -41,10 +41,12 @@ from ftp.sharding.arguments import argument_names, argument_specs, padded_names
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import (
     KeyOrders,
+    abbreviated,
     broadcast_specs,
     check_specs,
     flatten,
     key_of_static,
+    kind_of,
     leaf_names,
 )
 from ftp.sharding.spec import PartitionSpec
@@ -118,6 +120,8 @@ def local(
 
     Source: JAX, ``jax.shard_map``.
     """
+    if not callable(fn):
+        raise SpecError(f"local takes a function of shards, not {abbreviated(fn)}, {kind_of(fn)}.")
     known: dict[Any, _Local] = {}
 
     @wraps(fn)

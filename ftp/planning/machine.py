@@ -2,11 +2,12 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from numbers import Real
 from typing import Any
 
-from ftp.errors import InputError, MeshError
+from ftp.errors import InputError, MeshError, raise_all
 from ftp.planning.cost import Hardware, Link
 from ftp.sharding.mesh import Mesh
 
@@ -30,7 +31,8 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
         given: a ``Hardware``, a preset's name, or None for the preset of the mesh's device type.
 
     Raises:
-        InputError: any other value. MeshError: links of axes that the mesh does not have.
+        InputError: any other value; a rate that is no positive number. MeshError: links of axes
+            that the mesh does not have.
 
     >>> from ftp.sharding.mesh import AbstractMesh, resolve
     >>> mesh = resolve(AbstractMesh((2, 2), ("dp", "tp"), hosts=["a", "a", "b", "b"]))
@@ -47,6 +49,7 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
             f"hardware is {given!r}; give one of {', '.join(map(repr, PRESETS))}, an ftp.Hardware,"
             " the result of ftp.calibrate(mesh), or None for the preset of the mesh's device type."
         )
+    raise_all(InputError, _impossible(given))
     unknown = [axis for axis in given.links if axis not in mesh.axes]
     if unknown:
         raise MeshError(
@@ -56,6 +59,28 @@ def hardware_on(mesh: Mesh, given: GivenHardware = None) -> Hardware:
     between = {axis: _between_hosts(mesh, axis, given) for axis in mesh.axes}
     between = {axis: link for axis, link in between.items() if link is not None}
     return replace(given, links={**between, **given.links})
+
+
+def _impossible(hardware: Hardware) -> Iterator[str]:
+    """Error messages about rates that no machine has: planning divides by them."""
+    for name in ("flops", "memory", "attention", "convolution"):
+        yield from _not_positive(f"hardware's {name}", getattr(hardware, name))
+    for name, link in {
+        "link": hardware.link,
+        "network": hardware.network,
+        **hardware.links,
+    }.items():
+        if not isinstance(link, Link):
+            yield f"hardware's link {name!r} is {link!r}; give an ftp.Link(latency, bandwidth)."
+            continue
+        yield from _not_positive(f"the bandwidth of hardware's {name!r}", link.bandwidth)
+        if not isinstance(link.latency, Real) or link.latency < 0:
+            yield f"the latency of hardware's {name!r} is {link.latency!r}; give seconds."
+
+
+def _not_positive(name: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, Real) or value <= 0:
+        yield f"{name} is {value!r}; give a positive number."
 
 
 def _between_hosts(mesh: Mesh, axis: str, hardware: Hardware) -> Link | None:

@@ -237,8 +237,7 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: ShapeLike | None = No
         sizes = tuple(p.shape) if shape is None else _sizes(shape, "bernoulli")
         drawn = _bits(key, sizes, "bernoulli").to(torch.int64) + (1 << 31)
         return drawn < (p.to(torch.float64) * 2.0**32).round().to(torch.int64)
-    if not 0 <= p <= 1:
-        raise InputError(f"bernoulli takes a probability from 0 to 1, not p={p!r}.")
+    _check_probability(p, "bernoulli")
     return drawn_below(_bits(key, () if shape is None else shape, "bernoulli"), p)
 
 
@@ -246,14 +245,15 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     """``x`` with each element zero with probability ``p``, the others divided by ``1 - p``.
 
     Raises:
-        InputError: no key, or a ``p`` outside [0, 1].
+        InputError: no key, integers, or a ``p`` outside [0, 1].
 
     >>> dropout(key(0), torch.ones(4), 0.5)
     tensor([2., 0., 0., 0.])
     """
-    if not 0 <= p <= 1:
-        raise InputError(f"dropout takes a probability from 0 to 1, not p={p!r}.")
+    _check_probability(p, "dropout")
     check_key(key, "dropout")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise InputError(f"dropout divides by 1 - p, which {x.dtype} cannot hold. Give floats.")
     if p == 0:
         return x
     return x.masked_fill(bernoulli(key, p, tuple(x.shape)), 0) * kept_scale(p)
@@ -265,13 +265,20 @@ def randint(
     """Integers of ``shape`` from ``low`` to ``high - 1``, uniform up to ``(high - low) / 2**63``.
 
     Raises:
-        InputError: ``low`` not below ``high``; no key or shape.
+        InputError: ``low`` not below ``high``; no integers, or beyond ``dtype``; no key or shape.
 
     >>> randint(key(0), 0, 10, (4,))
     tensor([1, 0, 8, 1])
     """
-    if not low < high:
-        raise InputError(f"randint takes low < high, not {low!r} and {high!r}.")
+    if isinstance(low, float) or isinstance(high, float) or not low < high:
+        raise InputError(f"randint takes integers low < high, not {low!r} and {high!r}.")
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        if low < limits.min or high - 1 > limits.max:
+            raise InputError(
+                f"randint draws from {low!r} to {high - 1!r}, beyond {dtype}, {limits.min} to"
+                f" {limits.max}."
+            )
     return ((_long(key, shape, "randint") & ((1 << 63) - 1)) % (high - low) + low).to(dtype)
 
 
@@ -302,6 +309,10 @@ def categorical(
 
     Source: Gumbel (1954): the index of the largest of the logits, each with a Gumbel draw added.
     """
+    if not -logits.ndim <= dim < logits.ndim:
+        raise InputError(
+            f"categorical has dim={dim}, but its logits have shape {tuple(logits.shape)}."
+        )
     logits = logits.movedim(dim, -1)
     batch = tuple(logits.shape[:-1])
     sizes = batch if shape is None else _sizes(shape, "categorical")
@@ -378,6 +389,7 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
             f"megatron_compat counts ranks along axis {axis!r}; the mesh has"
             f" {', '.join(map(repr, m.axes))}."
         )
+    key(seed)
     seeds = [[seed + 2718 + rank, 0] for rank in range(m.axes[axis])]
     return MegatronStreams(
         torch.tensor([seed, 0]), torch.tensor(seeds), (m.coordinate or {}).get(axis)
@@ -385,10 +397,15 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
 
 
 def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(n < 0 for n in sizes):
-        raise InputError(f"{name} takes a shape of sizes from 0 on, not {sizes}.")
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if any(isinstance(n, float | str) or n < 0 for n in sizes):
+        raise InputError(f"{name} takes a shape of sizes from 0 on, not {shape!r}.")
     return sizes
+
+
+def _check_probability(p: Any, name: str) -> None:
+    if isinstance(p, str) or not 0 <= p <= 1:
+        raise InputError(f"{name} takes a probability from 0 to 1, not p={p!r}.")
 
 
 def _floating(dtype: torch.dtype | None, name: str) -> torch.dtype:

@@ -150,7 +150,7 @@ def broken_claims(
     collectives: Collectives,
     counts: Mapping[str, int],
     max_bytes: int | None,
-    none_over: str | Iterable[str] | None,
+    none_over: Iterable[str],
 ) -> list[tuple[str, Sequence[Collective]]]:
     """The claims that do not hold, as text, each with the collectives that break it."""
     broken: list[tuple[str, Sequence[Collective]]] = []
@@ -163,7 +163,7 @@ def broken_claims(
         largest = sorted(collectives, key=lambda c: -c.wire_nbytes)
         sent = f"{collectives.wire_nbytes:,} bytes sent per rank"
         broken.append((f"{sent} where at most {max_bytes:,} are claimed", largest))
-    for axis in [none_over] if isinstance(none_over, str) else none_over or ():
+    for axis in none_over:
         found = [c for c in collectives if axis in c.axes]
         if found:
             broken.append((f"{len(found)} over {axis!r} where none is claimed", found))

@@ -46,7 +46,7 @@ from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import mesh_device
 from ftp.sharding.patterns import nearest
-from ftp.sharding.pytree import flatten
+from ftp.sharding.pytree import flatten, kind_of
 
 
 class Lowered(Startable):
@@ -255,7 +255,13 @@ class Lowered(Startable):
             "all_to_all": all_to_all,
         }
         claims = {op: n for op, n in given.items() if n is not None}
-        broken = broken_claims(self.collectives, claims, max_bytes, none_over)
+        axes = [none_over] if isinstance(none_over, str) else list(none_over or ())
+        if unknown := [axis for axis in axes if axis not in self._program.mesh.axes]:
+            raise ReportError(
+                f"none_over names {', '.join(map(repr, unknown))}, but the mesh has axes"
+                f" {', '.join(map(repr, self._program.mesh.axes))}."
+            )
+        broken = broken_claims(self.collectives, claims, max_bytes, axes)
         if not broken:
             return
         lines = dict(zip(map(id, self.collectives), self._printed.collective_lines(), strict=True))
@@ -297,6 +303,11 @@ class Lowered(Startable):
         >>> print(step.lower(params, torch.empty(16, 8)).why("mm").chain[0])
         over tp: because of params['w'] P(None, 'tp')
         """
+        if not isinstance(name, str):
+            raise ReportError(
+                f"why takes the name of a value, not {kind_of(name)}. Of a collective it is that"
+                " of its members: [m.name for m in collective.members]."
+            )
         graph, axes = self.plan.graph, self.plan.axes
         value = find(graph, name)
         if value is None:
@@ -331,6 +342,8 @@ class Lowered(Startable):
         >>> here.diff(there).specs
         {'args[0]': ("P('dp')", 'P()')}
         """
+        if not isinstance(other, Lowered):
+            raise ReportError(f"diff takes another program, as step.lower gives, not {other!r}.")
         mine, theirs = counts(self.collectives), counts(other.collectives)
         specs = {
             node.name: spec

@@ -13,7 +13,7 @@ from ftp.report.pipelined import LoweredPipeline
 from ftp.report.shard_grid import as_text
 from ftp.report.staged import LoweredRounds
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
+from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.tensors.placement import placement_of
 
 
@@ -71,11 +71,11 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
     if specs is None:
         return _placed(leaves, names)
     axes = resolve(mesh).axes
+    spec_leaves = broadcast_specs(specs, what, "tensor")
+    check_specs(spec_leaves, leaves, names, axes, takes_sums=True)
     found = [
         ShownLeaf.of(name, spec, leaf.shape, leaf.dtype)
-        for name, leaf, spec in zip(
-            names, leaves, broadcast_specs(specs, what, "tensor"), strict=True
-        )
+        for name, leaf, spec in zip(names, leaves, spec_leaves, strict=True)
         if isinstance(leaf, torch.Tensor)
     ]
     return _picture(found, axes)

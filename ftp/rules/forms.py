@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from ftp.errors import RuleError
 from ftp.rules.call import Call, Meta
 from ftp.rules.dims import (
     acting_on,
@@ -14,8 +15,8 @@ from ftp.rules.dims import (
     numbered,
     reduced,
 )
-from ftp.rules.notation import BATCH, Dims, Notation, parse
-from ftp.rules.registry import LinearGroups, register
+from ftp.rules.notation import BATCH, PENDING, Dims, Notation, parse
+from ftp.rules.registry import LinearGroups, linear_groups, register
 from ftp.rules.rule import LocalHook, Rule
 from ftp.torch_internals.op_types import OpOverload
 
@@ -32,8 +33,7 @@ def einsum(*ops: "OpOverload | str") -> None:
     >>> import torch
     >>> einsum(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
-    *targets, text = ops
-    notation = parse(text)  # type: ignore[arg-type]
+    targets, notation = _with_text(ops)
     kept = factors(*notation.results)
     summed = tuple(
         dict.fromkeys(
@@ -48,6 +48,12 @@ def einsum(*ops: "OpOverload | str") -> None:
             tuple((i,) for i in range(n)),
         ),
     )
+
+
+def _with_text(ops: Sequence[Any]) -> tuple[Sequence[Any], Notation]:
+    if not ops or not isinstance(ops[-1], str):
+        raise RuleError("Give ops, and last the text of their rule, such as 'm k, k n -> m n'.")
+    return ops[:-1], parse(ops[-1])
 
 
 def pointwise(
@@ -73,7 +79,7 @@ def pointwise(
     >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
     >>> pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
     """
-    groups = tuple(map(tuple, linear))
+    groups = linear_groups(linear)
 
     def maker(call: Call) -> Rule:
         notation = broadcast_notation(
@@ -112,7 +118,10 @@ def reduction(
     >>> import torch
     >>> reduction(torch.ops.aten.prod.default, op=None)
     """
-    register(ops, lambda call: reduced(call, op, linear, local))
+    groups = linear_groups(linear)
+    if op is not None and op not in PENDING:
+        raise RuleError(f"op={op!r}: ranks' results are reduced by {', '.join(PENDING)}.")
+    register(ops, lambda call: reduced(call, op, groups, local))
 
 
 def along_dim(
@@ -144,12 +153,12 @@ def along_dim(
     >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")
     >>> along_dim(aten.diagonal.default, "... [a] [b] -> ... [y]", dim=("dim1", "dim2"))
     """
-    *targets, text = ops
-    notation = parse(text)  # type: ignore[arg-type]
+    targets, notation = _with_text(ops)
+    fixed = "all" if linear == "all" else linear_groups(linear)
     given = [dim] if isinstance(dim, str | int) else list(dim)
 
     def maker(call: Call) -> Rule:
-        groups: LinearGroups = [range(len(call.operands))] if isinstance(linear, str) else linear
+        groups: LinearGroups = [range(len(call.operands))] if isinstance(fixed, str) else fixed
         if if_zero is not None and call.arg(if_zero) != 0:
             groups = ()
         placed = _placed(notation, call, [call.arg(d) if isinstance(d, str) else d for d in given])

@@ -17,6 +17,7 @@ from ftp.dataclass import dataclass
 from ftp.errors import RuleError
 
 BATCH = "..."
+PENDING = ("sum", "max", "min")
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
 
@@ -172,6 +173,11 @@ class _Parser:
                 if self.token == ":":
                     self.take()
                     op = self.take()
+                    if op not in PENDING:
+                        self.fail(
+                            self.tokens[self.next - 1][1],
+                            f"ranks' results are reduced by {', '.join(PENDING)}",
+                        )
                 pending.append((factor, op))
             self.take("}")
         return tuple(pending)

@@ -8,6 +8,7 @@ from traceback import extract_tb
 from ftp.errors import RuleError
 from ftp.rules.forms import along_dim, einsum, pointwise, reduction
 from ftp.rules.registry import RULES, rule
+from ftp.torch_internals.op_types import OpOverload
 
 try:  # By full names, as families and forms share some.
     import ftp.rules.along_dim
@@ -33,6 +34,21 @@ except Exception as e:
         f" {type(e).__name__}: {e}. Install ftp again, and a version of torch that it supports."
     ) from e
 
-__all__ = ["OWN_RULES", "RULES", "along_dim", "einsum", "pointwise", "reduction", "rule"]
+__all__ = [
+    "OWN_RULES",
+    "RULES",
+    "along_dim",
+    "einsum",
+    "is_overridden",
+    "pointwise",
+    "reduction",
+    "rule",
+]
 
 OWN_RULES = dict(RULES)
+
+
+def is_overridden(op: OpOverload) -> bool:
+    """Whether a user's rule stands in place of ftp's, or for an op of torch's that has none."""
+    is_torchs = op in OWN_RULES or op.namespace in ("aten", "prims")
+    return is_torchs and RULES.get(op) is not OWN_RULES.get(op)

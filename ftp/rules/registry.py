@@ -4,12 +4,14 @@ A rule knows nothing of meshes, ranks, uneven shards, dtypes or cost; strategies
 printouts and tests are derived from it. ``forms`` has the short forms.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ftp.errors import RuleError
 from ftp.rules.call import Call
-from ftp.rules.notation import parse
+from ftp.rules.notation import BATCH, Notation, parse
 from ftp.rules.overloads import MissingOp
 from ftp.rules.rule import LocalHook, Rule
 from ftp.rules.texts import by_text, has_optional_tensor
@@ -29,7 +31,26 @@ def make(
     decompose: bool = True,
 ) -> Rule:
     """A rule from its text, for functions that depend on a call's arguments."""
-    return Rule(parse(text), tuple(map(tuple, linear)), local, sizes or {}, decompose)
+    notation, groups = parse(text), linear_groups(linear)
+    if any(i >= len(notation.operands) for group in groups for i in group):
+        raise RuleError(
+            f"linear={linear!r} names operands, counted from 0, that the rule {text!r} lacks."
+        )
+    return Rule(notation, groups, local, sizes or {}, decompose)
+
+
+def linear_groups(linear: Any) -> tuple[tuple[int, ...], ...]:
+    """The groups of ``linear=`` as a user gives them."""
+    try:
+        groups = tuple(tuple(map(operator.index, group)) for group in linear)
+    except TypeError:
+        groups = ((-1,),)
+    if any(i < 0 for group in groups for i in group):
+        raise RuleError(
+            f"linear={linear!r}: give groups of operands that may be pending sums together, counted"
+            " from 0, as [(0,)], or [(0, 1)] for two."
+        )
+    return groups
 
 
 def rule(
@@ -67,6 +88,10 @@ def rule(
     texts = [op for op in ops if isinstance(op, str)]
     if texts:
         rules = [make(t, linear=linear, local=local, decompose=decompose) for t in texts]
+        for op, stated in product(targets, rules):
+            _check_counts(op, stated.notation)
+        if not (sizes or local):
+            _check_found(rules)
         optional = any(has_optional_tensor(op) for op in targets)
         if len(rules) > 1 or sizes or wanted or whole_if or or_whole or optional:
             register(targets, by_text(rules, sizes or {}, wanted, whole_if, or_whole))
@@ -77,16 +102,49 @@ def rule(
     def decorate(maker: RuleMaker) -> RuleMaker:
         def made(call: Call) -> Rule | None:
             found = maker(call)
-            return (
-                make(found, linear=linear, local=local, decompose=decompose)
-                if isinstance(found, str)
-                else found
-            )
+            if isinstance(found, str):
+                return make(found, linear=linear, local=local, decompose=decompose)
+            if not isinstance(found, Rule | None):
+                raise RuleError(
+                    f"The function {maker.__name__}, which states the rule of {call.target}, gives"
+                    f" {found!r}; it must give a text, a Rule, or None where none holds."
+                )
+            return found
 
         register(targets, made)
         return maker
 
     return decorate
+
+
+def _check_counts(op: Any, notation: Notation) -> None:
+    """Raise for a text with more or fewer tensors than an op that always has as many."""
+    if not isinstance(op, OpOverload):
+        return
+    given = {
+        "Operand": (notation.operands, op._schema.arguments),
+        "Result": (notation.results, op._schema.returns),
+    }
+    for what, (tensors, declared) in given.items():
+        kinds = [kind for kind in (str(a.type) for a in declared) if "Tensor" in kind]
+        if set(kinds) <= {"Tensor"} and len(kinds) != len(tensors):
+            raise RuleError(
+                f"{what}s: {len(tensors)} in the rule {str(notation)!r}, {len(kinds)} of {op}:"
+                f" {op._schema}. Give the dims of each, separated by commas."
+            )
+
+
+def _check_found(rules: Sequence[Rule]) -> None:
+    """Raise for a factor of a result that no operand has: no rank could tell its part's size."""
+    for notation in (stated.notation for stated in rules):
+        known = {f for dims in notation.operands for dim in dims for f in dim} | notation.whole
+        new = {f for dims in notation.results for dim in dims for f in dim} - known - {BATCH}
+        if new:
+            raise RuleError(
+                f"The rule {str(notation)!r} has {', '.join(sorted(new))} in a result and in no"
+                " operand, so no rank could tell how long its part is. Write an operand's factor,"
+                f" or [{min(new)}] if it is whole on every rank."
+            )
 
 
 def register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:

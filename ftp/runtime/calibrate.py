@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ftp.distributed.calls import calls
+from ftp.errors import MeshError
 from ftp.ops.philox import random_bits
 from ftp.partitioning.collectives import gather_of
 from ftp.planning.cost import Curve, Hardware, Link
@@ -54,7 +55,8 @@ def calibrate(
         seconds: for each measurement, of which there are about twenty, and about forty per axis.
 
     Raises:
-        MeshError: on a mesh of processes, a rank that is missing.
+        MeshError: on a mesh of processes, a rank that is missing; a device or a time that cannot be
+            measured.
 
     >>> import ftp
     >>> machine = ftp.calibrate(dtypes=[torch.float32], seconds=0.001)
@@ -65,6 +67,11 @@ def calibrate(
     """
     m = resolve(mesh) if mesh is not None else None
     kind = device_type or (m.device_type if m is not None else "cpu")
+    if kind not in ("cpu", "cuda") or not seconds > 0:
+        raise MeshError(
+            f"calibrate(device_type={kind!r}, seconds={seconds!r}) measures 'cpu' or 'cuda', for a"
+            " positive time."
+        )
     device, is_cpu = torch.device(kind), kind == "cpu"
     groups: dict[str, tuple[dist.ProcessGroup, SharedGroup | None]] = {}
     if m is not None and m.kind == "process" and m.torch is not None:

@@ -24,7 +24,7 @@ from ftp.searching.marks import constraints_along
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs, check_signature
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement_of
 
@@ -94,6 +94,7 @@ def search(
         batch_specs, batch = _placed_batch(batch_specs, len(argument_names(loss_fn)) - 1)
     check_signature(loss_fn, (params, *batch), "the search, params and each of the batch")
     given = argument_specs(batch_specs, batch, argument_names(loss_fn)[1:], "batch_specs")
+    check_specs(given, flatten(batch)[0], leaf_names(batch, "batch"), m.axes)
     on_data = (
         tuple(dict.fromkeys(axis for spec in given for axis in spec.axes))
         if data_axes is None

@@ -64,6 +64,11 @@ def plan(
     >>> plan(params, everywhere_but)["norm.weight"], plan(params, everywhere_but)["emb.weight"]
     (P(), P('dp'))
     """
+    if isinstance(params, torch.nn.Module):
+        raise SpecError(
+            f"params is a module, {type(params).__name__}. Give its parameters: fn, params ="
+            " ftp.functionalize(module)."
+        )
     leaves, treedef = flatten(params)
     names = leaf_names(params, "params")
     answers = [

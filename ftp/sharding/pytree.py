@@ -364,6 +364,7 @@ def kind_of(value: object) -> str:
     ('an int', 'a dict')
     """
     kind = "dict" if isinstance(value, Specs | PartlyCovered) else type(value).__name__
+    kind = "Tensor" if kind == "FakeTensor" else kind  # of a trace, which the caller does not see
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 

@@ -298,8 +298,8 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
         return entry[0] if len(entry) == 1 else (tuple(entry) or None)
     given = ", ".join(map(repr, entries))
     raise SpecError(
-        f"P({given}): entry {entry!r} is a {type(entry).__name__}; an entry is None, an axis name"
-        " or a tuple of names."
+        f"P({given}): entry {entry!r} is of type {type(entry).__name__}; an entry is None, an axis"
+        " name, ftp.units(...), or a tuple of names."
     )
 
 

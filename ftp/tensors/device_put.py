@@ -1,5 +1,6 @@
 """``device_put`` and ``device_get``: full tensors to shards, and back."""
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate, product
@@ -16,7 +17,7 @@ from ftp.errors import InputError, PlacementError, SpecError, raise_all
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.local_pieces import Piece, cut_pieces, local_pieces
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
-from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.sharding.sparse_matrix import with_entries, with_tensors
 from ftp.sharding.spec import PartitionSpec, Units
 from ftp.tensors.placement import placed, placement_of
@@ -58,8 +59,8 @@ def device_put(
     Raises:
         SpecError: a spec that does not fit its tensor or the mesh.
         PlacementError: a tensor that is placed with another spec or on another mesh.
-        InputError: a sparse tensor, one of a trace, or one computed from tensors that require a
-            gradient.
+        InputError: a module, a sparse tensor, one of a trace, or one computed from tensors that
+            require a gradient.
         MeshError: a ``src`` that is no rank of the mesh.
         ReplicaError: with ``check_inputs``, tensors that differ between ranks.
 
@@ -162,10 +163,15 @@ def _kind(value: Any) -> str:
 
 
 def _check_sources(tree: ShardedTree) -> None:
-    """Raises for tensors without values, and for tensors that would lose their gradient."""
+    """Raises for modules, for tensors without values, and for those that would lose a gradient."""
     failures = []
     for leaf in tree.leaves:
         x = leaf.value
+        if isinstance(x, torch.nn.Module):
+            failures.append(
+                f"{leaf.name} is a module, {type(x).__name__}, whose parameters would stay where"
+                " they are. Give its parameters: fn, params = ftp.functionalize(module)."
+            )
         if not isinstance(x, torch.Tensor):
             continue
         if is_functorch_wrapped_tensor(x) or get_proxy_mode() is not None:
@@ -248,6 +254,9 @@ def local_slice(
     (slice(0, 6, None), slice(0, 3, None))
     """
     m = resolve(mesh)
+    if not isinstance(spec, PartitionSpec):
+        raise SpecError(f"local_slice takes a spec such as P('dp'), not {spec!r}, {kind_of(spec)}.")
+    shape = _checked_shape(shape)
     raise_all(SpecError, check_spec(spec, shape, m.axes, "the tensor"))
     if m.kind != "process":
         return tuple(slice(0, s) for s in shape)
@@ -261,6 +270,16 @@ def local_slice(
         slice(*p[0]) if len(p) == 1 else torch.cat([torch.arange(a, b) for a, b in p])
         for p in pieces
     )
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(map(operator.index, shape))
+    except TypeError:
+        sizes = (-1,)
+    if min(sizes, default=0) < 0:
+        raise SpecError(f"local_slice takes a shape, a tuple of sizes from 0 on, not {shape!r}.")
+    return sizes
 
 
 def take(full: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> torch.Tensor:

@@ -21,13 +21,13 @@ from ftp.certification.element_map import DimPart, ElementMap, element_map, on_r
 from ftp.certification.ranks import MeshIndex
 from ftp.certification.unsound import Unsound
 from ftp.dataclass import dataclass
-from ftp.errors import MeshError, TraceError
+from ftp.errors import InputError, MeshError, TraceError
 from ftp.partitioning.local_program import LocalProgram
 from ftp.rules.decompositions.registry import HALF
 from ftp.runtime.mesh_groups import groups_of
 from ftp.runtime.program import shard_of
 from ftp.runtime.simulate import simulate
-from ftp.sharding.pytree import flatten
+from ftp.sharding.pytree import flatten, kind_of
 from ftp.testing.evaluate import doubled, eps, evaluate, evaluate_in_double
 
 
@@ -74,6 +74,10 @@ def first_divergence(
     >>> first_divergence(step, torch.ones(5)) is None
     True
     """
+    if not isinstance(step, Step):
+        raise InputError(
+            f"first_divergence takes a step, as ftp.shard or ftp.spmd makes, not {kind_of(step)}."
+        )
     if step.mesh.kind == "process":
         raise MeshError(
             "first_divergence runs all ranks in one process. Make the step on ftp.simulated_mesh"

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ftp.api.shard import spmd
 from ftp.api.step import Step
+from ftp.errors import InputError
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.pytree import abbreviated, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
 from ftp.testing.divergence import OF_DEVICE, OF_DTYPE, first_divergence
 
@@ -70,6 +71,11 @@ def assert_equal_to_one_device(
     from ftp.testing.strategies import meshes as any_mesh
     from ftp.testing.strategies import spec_trees
 
+    if not callable(fn) or not isinstance(args, tuple | list):
+        raise InputError(
+            "assert_equal_to_one_device takes a function and a tuple of its arguments, not"
+            f" {abbreviated(fn)} and {abbreviated(args)}."
+        )
     args = tuple(args)
     names, expected = _plain(fn, args, gradients)
     is_rounded = rtol is None and atol is None and _is_below_double(args)

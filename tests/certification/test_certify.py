@@ -718,6 +718,27 @@ def test_a_rule_that_the_program_registered_is_assumed():
     assert assumed.endswith("is as the rule says that was registered for it")
 
 
+def test_a_rule_in_place_of_ftps_is_assumed():
+    """Wrong as well: tanh of a sum is not the sum of the terms' tanh."""
+    mesh, op = ftp.simulated_mesh((2,), ("tp",)), torch.ops.aten.tanh.default
+    own = RULES[op]
+    x, w = torch.ones(4, 6), torch.ones(6, 4)
+
+    def program() -> ftp.Lowered:
+        return ftp.lower(
+            lambda x, w: (x @ w).tanh().sum(), mesh, (P(None, "tp"), P("tp")), x, w, out_specs=P()
+        )
+
+    try:
+        ftp.pointwise(op, linear=[(0,)])
+        (assumed,) = certify(program()).assumptions
+    finally:
+        RULES[op] = own
+    assert assumed.startswith("aten.tanh.default at ")
+    assert assumed.endswith("is as the rule says that was registered for it")
+    assert certify(program()).assumptions == []
+
+
 def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Such a rule is listed as assumed, and what is made of it is checked."""
 

@@ -433,6 +433,8 @@ def _one_sided(kind):
         ftp.tensors.placement.remember(params["w"], ftp.tensors.placement.Donated("p"))
     if rank == 1 and kind == "numpy":
         x = x.numpy()
+    if rank == 1 and kind == "longer":
+        x = torch.ones(3, 4)
     start = time.monotonic()
     try:
         step(params, x)
@@ -444,6 +446,7 @@ ONE_SIDED = {
     "placed": "params['w'] is placed with spec P(None, 'tp')",
     "donated": "params['w'] was donated, as p of an earlier call",
     "numpy": "x is a numpy array of shape (2, 4)",
+    "longer": "Rank 1 changes its program at call 3, which takes x float32[3, 4], but rank 0",
 }
 
 

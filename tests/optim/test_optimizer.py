@@ -609,6 +609,7 @@ def test_schedules(name: str):
             rel_tol=1e-12,
             abs_tol=1e-15,
         ), i
+        assert float(mine(i)) == float(mine(torch.tensor(float(i))))
         opt.step()
         scheduler.step()
 

@@ -99,7 +99,7 @@ def test_an_op_that_stays_keeps_what_it_reads():
     pipe, mesh = ftp.Pipeline("pp", 2, stages=[["e*"], ["decoder"]]), ftp.simulated_mesh(2, "pp")
     specs = pipe.place(params, P(), mesh)
     lowered = check(encoder_and_decoder, params, batch, mesh, specs, pipe)
-    with pytest.raises(InputError, match=r"certify takes the program of one graph, not a Lowered"):
+    with pytest.raises(InputError, match=r"certify takes a program, not a LoweredPipeline"):
         ftp.certify(lowered)
     page = ftp.visualize(lowered)
     assert str(page) == str(lowered) and "pipeline of 2 stages" in page.html

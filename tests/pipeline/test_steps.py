@@ -361,7 +361,7 @@ def test_errors(tmp_path, monkeypatch):
         monkeypatch.setattr("ftp.api.options.uses_nccl", lambda mesh, found=uses_nccl: found)
         gloo = pytest.raises(MeshError, match="gloo, which sends no tensors of a GPU")
         with nullcontext() if uses_nccl else gloo:
-            check_pipeline(pipe, on_gpus, Options())
+            check_pipeline(pipe, on_gpus, Options(), specs)
     lists = ftp.Pipeline("pp", 1, [[ftp.Action("F", 0, 0)], []])
     with pytest.raises(ScheduleError, match="is missing"):
         ftp.shard(model.loss, mesh, specs, pipeline=lists)

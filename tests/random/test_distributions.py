@@ -614,7 +614,7 @@ def test_shards_are_independent():
             lambda: random.uniform(KEY, (2,), torch.int64),
             "uniform draws float64, float32, bfloat16 or float16, not torch.int64.",
         ),
-        (lambda: random.randint(KEY, 3, 3), "randint takes low < high, not 3 and 3."),
+        (lambda: random.randint(KEY, 3, 3), "randint takes integers low < high, not 3 and 3."),
         (
             lambda: random.uniform(KEY, (-1,)),
             "uniform takes a shape of sizes from 0 on, not (-1,).",

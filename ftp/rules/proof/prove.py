@@ -65,10 +65,21 @@ def check_rule(
     """
     proven: dict[str, None] = {}
     generator = torch.Generator().manual_seed(seed)
-    for args, kwargs in samples:
+    for sample in samples:
+        args, kwargs = _checked_sample(op, sample)
         case = Case.of(op, list(args), dict(kwargs), kernel or op)
         proven |= dict.fromkeys(prove(case, ranks, pairs, generator))
     return list(proven)
+
+
+def _checked_sample(op: OpOverload, sample: Any) -> Sample:
+    match sample:
+        case (tuple() | list() as args, Mapping() as kwargs):
+            return args, kwargs
+    raise RuleError(
+        f"check_rule takes samples of {op} as pairs (args, kwargs), such as ((x, y), {{}}); one is"
+        f" of type {type(sample).__name__}."
+    )
 
 
 def prove(case: Case, ranks: Sequence[int], pairs: bool, generator: torch.Generator) -> list[str]:
