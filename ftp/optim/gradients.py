@@ -88,6 +88,8 @@ def clip_by_global_norm(
 
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """
+    if isinstance(max_norm, str | None):
+        raise InputError(f"max_norm is {max_norm!r}; give a number or a 0-d tensor.")
     leaves, treedef = flatten(grads)
     norm = global_norm(grads)
     scale = torch.clamp(max_norm / (norm + eps), max=1.0)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.errors import InputError
 from ftp.optim.base import aligned
 from ftp.sharding.pytree import flatten
 
@@ -17,13 +18,15 @@ def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
         tree, otherwise: trees of one structure, shapes and dtypes.
 
     Raises:
-        InputError: trees of different structure.
+        InputError: trees of different structure; a condition that is no tensor.
 
     >>> import ftp
     >>> bad = ftp.optim.count_nonfinite(torch.tensor([float("nan")]))
     >>> select(bad == 0, {"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])})
     {'w': tensor([1.])}
     """
+    if not isinstance(condition, Tensor):
+        raise InputError(f"select takes a 0-d bool tensor, not {condition!r}: write an if.")
     leaves, treedef = flatten(tree)
     old = aligned(treedef, otherwise, "otherwise", "tree")
     return treedef.unflatten(

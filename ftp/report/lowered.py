@@ -205,6 +205,9 @@ class Lowered(Startable):
         Args:
             args: the step's arguments, with global tensors.
 
+        Raises:
+            ReportError: fewer arguments than the step's.
+
         >>> import ftp
         >>> mesh = ftp.simulated_mesh(2, "ep")
         >>> def send(x, counts):
@@ -217,7 +220,10 @@ class Lowered(Startable):
           ep=0: 1
           ep=1: 3
         """
-        return loads_of(self._program, whole_tensors(self._program, flatten(args)[0]))
+        leaves = flatten(args)[0]
+        if len(leaves) <= max(self._program.tensor_leaves, default=-1):
+            raise ReportError("loads takes the arguments of the step, with values: loads(*args).")
+        return loads_of(self._program, whole_tensors(self._program, leaves))
 
     def assert_collectives(
         self,

@@ -52,7 +52,7 @@ def assert_equal_to_one_device(
         orders. A leaf is right if it differs from plain torch by a few roundings of its largest
         value, or by 16 times plain torch's own error against float64. If it differs more, as long
         sums that cancel can, every op must be right by itself up to rounding
-        (``ftp.testing.first_divergence``), and the program right in float64 (if ``fn`` takes it).
+        (``ftp.first_divergence``), and the program right in float64 (if ``fn`` takes it).
 
     Raises:
         AssertionError: naming mesh, specs, the leaf that differs, and its largest error.

@@ -93,6 +93,7 @@ PLACED: list[Wrong] = [
 
 READ: list[Wrong] = [
     (lambda: lowered().why(lowered().collectives[0]), "ReportError", "in collective.members"),
+    (lambda: lowered().loads(), "ReportError", "loads takes the arguments of the step"),
     (lambda: lowered().diff(None), "ReportError", "diff takes another program"),
     (lambda: lowered().assert_collectives(none_over="pp"), "ReportError", "names 'pp', but the"),
     (lambda: ftp.certify(shard()), "InputError", "step.lower(*args) gives one"),
@@ -110,6 +111,8 @@ READ: list[Wrong] = [
 ]
 
 OPTIMIZERS: list[Wrong] = [
+    (lambda: optim.select(True, X, X), "InputError", "takes a 0-d bool tensor, not True"),
+    (lambda: optim.clip_by_global_norm(PARAMS, "1"), "InputError", "max_norm is '1'; give a"),
     (
         lambda: optim.ema({"a": X}, {"b": X}, 0.9),
         "InputError",
