@@ -12,6 +12,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.restride import without_strides
 from ftp.tracing.silu_gradient import fuse_silu_gradients
+from ftp.tracing.zero_tangents import drop_zero_tangents
 
 aten = torch.ops.aten
 
@@ -97,12 +98,13 @@ def _fill(node: fx.Node, number: Any) -> None:
 
 
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
-    """Normalise a graph: no aliases, fills as constants, no negative dims, devices without an
-    index, no unused nodes. Some kernels read the size of a negative dim from foreign memory, and
-    raise by chance where a shard is empty.
+    """Normalise a graph: no aliases, fills as constants, no zero tangents, no negative dims,
+    devices without an index, no unused nodes. Some kernels read the size of a negative dim from
+    foreign memory, and raise by chance where a shard is empty.
     """
     graph = gm.graph
     without_strides(graph)
+    drop_zero_tangents(graph)
     for node in list(graph.nodes):
         node.meta.setdefault("source", "")
         if node.op == "call_function" and not _has_one_form(node.target):

@@ -1,0 +1,72 @@
+"""Tangents in forward mode that are zero, as those of weights in a derivative by inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftp.rules.op_kinds import VIEWS_AND_COPIES
+from ftp.torch_internals.op_types import OpOverload
+
+aten = torch.ops.aten
+
+
+def _zeros(size: Sequence[Any], **options: Any) -> Tensor:
+    return aten.zeros.default([], **options).expand(size)
+
+
+def _zeros_like(x: Tensor, like: Tensor, *, self_num_batch_dims: int = 0) -> Tensor:
+    """Zeros with the strides of ``like``, under the leading dims of ``x``."""
+    batch = x.shape[:self_num_batch_dims]
+    whole = like.expand(*batch, *like.shape) if batch else like
+    return torch.zeros_like(whole, dtype=x.dtype)
+
+
+OF_SIZES: dict[OpOverload, Callable[..., Any]] = {
+    aten._efficientzerotensor.default: _zeros,
+    aten._new_zeros_with_same_feature_meta.default: _zeros_like,
+}
+"""What is recorded in place of ops whose C++ asks for sizes as numbers, where sizes are dynamic."""
+
+
+def drop_zero_tangents(graph: fx.Graph) -> None:
+    """Let sums skip the products of autograd's zero tangents, which torch computes. The products
+    stay, unused.
+    """
+    zeros: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_zero(node, zeros):
+            zeros.add(node)
+        elif node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
+            x, y = node.args
+            kept = x if y in zeros else y if x in zeros else None
+            is_negative = kept is y and node.target is aten.sub.Tensor
+            if isinstance(kept, fx.Node) and not is_negative and _is_alike(node, kept):
+                node.replace_all_uses_with(kept)
+
+
+def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether a node is one of autograd's zero tangents, or linear in one."""
+    if node.target is aten._efficientzerotensor.default:
+        return True
+    of: Any = node.args[0] if node.args else None
+    if node.target is aten.expand.default and of.target is aten.zeros.default:
+        return not of.args[0]  # torch expands a number where it needs the tensor
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return bool(node.args) and zeros.issuperset(node.args)
+    return any(node.args[i] in zeros for i in _LINEAR.get(node.target, ()))
+
+
+_LINEAR: dict[Any, tuple[int, ...]] = dict.fromkeys(
+    VIEWS_AND_COPIES | {aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.div.Tensor},
+    (0,),
+) | dict.fromkeys(
+    (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), (0, 1)
+)  # fmt: skip
+"""Ops that are linear in each of these arguments alone."""
+
+
+def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
