@@ -78,7 +78,9 @@ def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, int, int | None]]:
     if node.target is aten.embedding.default:
         yield args[1], 0, args[0].meta["val"].shape[0], None
     elif node.target in _ALONG_DIM and args[0].meta["val"].ndim:
-        yield args[2], 0, args[0].meta["val"].shape[args[1]], None
+        size = args[0].meta["val"].shape[args[1]]
+        from_the_end = _before_counting(args[2], size)
+        yield from_the_end or args[2], -size if from_the_end else 0, size, None
     elif node.target in _LOSSES:
         x, ignored_class = args[0].meta["val"], args[4]
         yield args[1], 0, x.shape[min(1, x.ndim - 1)], ignored_class
@@ -228,6 +230,17 @@ def _sources(node: fx.Node) -> set[fx.Node]:
             seen.add(one)
             left += _followed(one)
     return {n for n in seen if n.op == "placeholder" and not n.meta["val"].dtype.is_floating_point}
+
+
+def _before_counting(node: Any, size: int) -> fx.Node | None:
+    """The indices that ``ftp.tracing.row_indices`` counts from the front; else None."""
+    while node.target in (aten.expand.default, aten.unsqueeze.default):
+        node = node.args[0]
+    if node.target is not aten.where.self:
+        return None
+    less, counted, index = node.args
+    is_ours = less.target is aten.lt.Scalar and less.args == (index, 0)
+    return index if is_ours and counted.args == (index, size) else None
 
 
 def _one_hot_classes(node: Any) -> int | None:

@@ -50,7 +50,7 @@ from ftp.tracing.op_facts import (
     op_facts,
 )
 from ftp.tracing.refused_calls import check_call, check_strided
-from ftp.tracing.zero_tangents import OF_SIZES
+from ftp.tracing.zero_tangents import WITH_SIZES
 
 if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
@@ -198,7 +198,9 @@ class Recorder(TorchDispatchMode):
             if facts.is_mutable:
                 self._keep_vals(args)
             before = root._prev
-            out = _called(func if self.symbolic is None else OF_SIZES.get(func, func), args, kwargs)
+            out = _called(
+                func if self.symbolic is None else WITH_SIZES.get(func, func), args, kwargs
+            )
             check_strided(func, out, line)
             if call:
                 self.recall.learn(call, out, since(before, root), self.tracer)
@@ -367,7 +369,7 @@ def _is_real_number(func: OpOverload, args: Sequence[Any]) -> bool:
     return type(args[0]) is not FakeTensor and args[0].device.type != "meta"
 
 
-def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The op's result. Batch norms use the kernel that all devices have, whose schema tells whether
     it writes to its statistics.
     """

@@ -54,6 +54,7 @@ from ftp.tracing.replacements.libraries import patched_libraries
 from ftp.tracing.replacements.nested_traces import nested_traces
 from ftp.tracing.replacements.reshaped_views import check_reshaped_views
 from ftp.tracing.replacements.value_independent import unchecked
+from ftp.tracing.row_indices import gather_rows
 from ftp.tracing.same_values import holds_same
 from ftp.tracing.selected_rows.narrow import check_copied_views
 from ftp.tracing.selected_rows.results import counted
@@ -322,6 +323,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
     if paths.runs > 1:
         merge_runs(gm, recorder.constants, list(map(len, paths.asked.values())))
     as_on_device(gm.graph, recorder.mode, recorder.device, device_type)
+    gather_rows(gm.graph, recorder.mode)
     clean(gm, recorder.device, torch.device(device_type))
     if symbolic is not None:
         symbolic.refuse_ones()

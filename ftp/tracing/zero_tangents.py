@@ -1,13 +1,12 @@
 """Tangents in forward mode that are zero, as those of weights in a derivative by inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ftp.rules.op_kinds import VIEWS_AND_COPIES
-from ftp.torch_internals.op_types import OpOverload
 
 aten = torch.ops.aten
 
@@ -23,7 +22,7 @@ def _zeros_like(x: Tensor, like: Tensor, *, self_num_batch_dims: int = 0) -> Ten
     return torch.zeros_like(whole, dtype=x.dtype)
 
 
-OF_SIZES: dict[OpOverload, Callable[..., Any]] = {
+WITH_SIZES: dict[Any, Any] = {
     aten._efficientzerotensor.default: _zeros,
     aten._new_zeros_with_same_feature_meta.default: _zeros_like,
 }
@@ -58,12 +57,14 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     return any(node.args[i] in zeros for i in _LINEAR.get(node.target, ()))
 
 
-_LINEAR: dict[Any, tuple[int, ...]] = dict.fromkeys(
-    VIEWS_AND_COPIES | {aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.div.Tensor},
-    (0,),
-) | dict.fromkeys(
-    (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default), (0, 1)
-)  # fmt: skip
+_OF_FIRST = VIEWS_AND_COPIES | {
+    aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.div.Tensor,
+}  # fmt: skip
+_OF_EACH = (aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+_LINEAR: Mapping[Any, Sequence[int]] = {
+    **dict.fromkeys(_OF_FIRST, (0,)),
+    **dict.fromkeys(_OF_EACH, (0, 1)),
+}
 """Ops that are linear in each of these arguments alone."""
 
 

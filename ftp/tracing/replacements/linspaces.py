@@ -7,7 +7,7 @@ from torch import SymInt, Tensor
 
 from ftp.tracing.replacements.pools import max_pool1d
 
-_linspace = torch.linspace
+_linspace, _take_along_dim = torch.linspace, torch.take_along_dim
 
 
 def linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Tensor:
@@ -28,5 +28,32 @@ def linspace(start: Any, end: Any, steps: Any, **kwargs: Any) -> Tensor:
     return found.to(dtype).requires_grad_(needs_gradient)
 
 
-OF_SIZES = {"linspace": linspace, "max_pool1d": max_pool1d}
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    """As `torch.kron`."""
+    ndim = max(input.ndim, other.ndim)
+    a, b = (x.reshape((1,) * (ndim - x.ndim) + tuple(x.shape)) for x in (input, other))
+    for d in range(ndim):
+        a, b = a.unsqueeze(2 * d + 1), b.unsqueeze(2 * d)
+    return (a * b).reshape([a.shape[2 * d] * b.shape[2 * d + 1] for d in range(ndim)])
+
+
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
+    """As `torch.take_along_dim`."""
+    if dim is None:
+        return input.flatten().gather(0, indices.flatten())
+    if input.ndim != indices.ndim:
+        return _take_along_dim(input, indices, dim)
+    dim %= input.ndim
+    others = [(*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in (input, indices)]
+    shape = list(torch.broadcast_shapes(*others))
+    shape[dim] = -1
+    return input.expand(shape).gather(dim, indices.expand(shape))
+
+
+OF_SIZES = {
+    "linspace": linspace,
+    "max_pool1d": max_pool1d,
+    "kron": kron,
+    "take_along_dim": take_along_dim,
+}
 """Functions of torch that take symbolic sizes in these forms."""
