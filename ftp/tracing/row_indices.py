@@ -23,7 +23,7 @@ def gather_rows(graph: fx.Graph, mode: FakeTensorMode) -> None:
         found = _rows(*node.args[:2])
         if found is None:
             continue
-        emit = _Emitter(graph, node, mode)
+        emit = _NodesBefore(graph, node, mode)
         if node.target is aten.index.Tensor:
             made = _read(emit, found, node.args[0])
         else:
@@ -35,7 +35,7 @@ def gather_rows(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _AllRows:
     """Indices of which all but one name all rows, in order.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Rows:
     ndim: int
 
 
-def _rows(x: fx.Node, indices: Sequence[fx.Node | None]) -> _Rows | None:
+def _rows(x: fx.Node, indices: Sequence[fx.Node | None]) -> _AllRows | None:
     shape = x.meta["val"].shape
     at = [d for d, index in enumerate(indices) if index is not None]
     given = [index for index in indices if index is not None]
@@ -75,7 +75,9 @@ def _rows(x: fx.Node, indices: Sequence[fx.Node | None]) -> _Rows | None:
     counts = [v.shape[place - ndim] for v in vals if v.ndim >= ndim - place and not is_one]
     count = next((n for n in counts if not _same(n, 1)), 1)
     dim = at[place]
-    return _Rows(dim, index, (*shape[:dim], count, *shape[dim + 1 :]), is_one, place, at[0], ndim)
+    return _AllRows(
+        dim, index, (*shape[:dim], count, *shape[dim + 1 :]), is_one, place, at[0], ndim
+    )
 
 
 def _row_dim(index: fx.Node, size: Any, ndim: int) -> int | None:
@@ -120,7 +122,7 @@ def _same(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
 
-class _Emitter:
+class _NodesBefore:
     """Adds nodes before a node, in its place of the user's program."""
 
     def __init__(self, graph: fx.Graph, before: fx.Node, mode: FakeTensorMode):
@@ -135,7 +137,7 @@ class _Emitter:
         return node
 
 
-def _read(emit: _Emitter, rows: _Rows, x: fx.Node) -> fx.Node | None:
+def _read(emit: _NodesBefore, rows: _AllRows, x: fx.Node) -> fx.Node | None:
     index = _along(emit, rows, x)
     if index is None:
         return None
@@ -144,8 +146,8 @@ def _read(emit: _Emitter, rows: _Rows, x: fx.Node) -> fx.Node | None:
 
 
 def _written(
-    emit: _Emitter,
-    rows: _Rows,
+    emit: _NodesBefore,
+    rows: _AllRows,
     x: fx.Node,
     indices: Any,
     values: fx.Node,
@@ -166,7 +168,7 @@ def _written(
     return emit(target, x, rows.dim, index, source)
 
 
-def _along(emit: _Emitter, rows: _Rows, x: fx.Node) -> fx.Node | None:
+def _along(emit: _NodesBefore, rows: _AllRows, x: fx.Node) -> fx.Node | None:
     """The index, counted from the front, with the dims of x; None where sizes are missing."""
     size, index = x.meta["val"].shape[rows.dim], rows.index
     if not isinstance(size, int):
@@ -182,7 +184,7 @@ def _along(emit: _Emitter, rows: _Rows, x: fx.Node) -> fx.Node | None:
     return _expanded(emit, index, rows.shape)
 
 
-def _expanded(emit: _Emitter, x: fx.Node, shape: Sequence[Any]) -> fx.Node | None:
+def _expanded(emit: _NodesBefore, x: fx.Node, shape: Sequence[Any]) -> fx.Node | None:
     """A value expanded to a shape; None where that takes a dynamic size."""
     given = x.meta["val"].shape
     own = (1,) * (len(shape) - len(given)) + tuple(given)
