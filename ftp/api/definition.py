@@ -96,16 +96,22 @@ def estimated_shapes(
     return [global_shape(leaf, spec, mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
 
 
-def batch_of(call: Arguments, shapes: Sequence[Shape | None], state: Collection[int]) -> str:
-    """The tensors of a call that are no state, for messages: ``x float32[2, 4]``."""
-    tensors = [
-        f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(shape or leaf.shape)}"
-        for leaf, shape, name, at in zip(
-            call.leaves, shapes, call.names, call.positions, strict=True
-        )
-        if isinstance(leaf, Tensor) and at not in state
-    ]
-    return several(tensors)
+def changed_from(
+    call: Arguments, shapes: Sequence[Shape | None], before: Sequence[Any] | None
+) -> str:
+    """The tensors that differ from those of a call with key ``before``, for messages:
+    ``x float32[2, 4]``.
+    """
+    if before is None or len(before) != len(call.key):
+        return ""
+    leaves = zip(call.leaves, shapes, call.names, call.key[1:], before[1:], strict=True)
+    return several(
+        [
+            f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(shape or leaf.shape)}"
+            for leaf, shape, name, now, then in leaves
+            if isinstance(leaf, Tensor) and now != then
+        ]
+    )
 
 
 def taken_for_shards(

@@ -21,7 +21,7 @@ from ftp.api.arguments import (
 from ftp.api.build import build
 from ftp.api.definition import (
     Definition,
-    batch_of,
+    changed_from,
     checked_specs,
     estimated_shapes,
     taken_for_shards,
@@ -365,7 +365,8 @@ class Step:
                 "hardware": describe_hardware(self._definition.hardware_on(())),
                 "specs": str(specs),
             }
-            record.agree(number, facets, about=batch_of(call, shapes, self._definition.state))
+            last = next(reversed(self._cache.used), None)
+            record.agree(number, facets, about=changed_from(call, shapes, last and last.key))
             # The cores stand apart: those of ranks that are bound differ, and no other text does.
             sent = record.exchange("arguments", "\n".join((held, json.dumps(own_cores()))))
             texts, cores = zip(*(text.split("\n") for text in sent), strict=True)
