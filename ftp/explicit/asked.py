@@ -1,7 +1,8 @@
 """Find the collectives of a plan that no line of the program asks for.
 
-The program asks for gathers of parameters, sums of gradients, reshards that the specs of inputs and
-outputs or a constraint need, and the transposes of these reshards in the backward pass.
+The program asks for gathers of parameters, or moves of the rows that it looks up in them, sums of
+gradients, reshards that the specs of inputs and outputs or a constraint need, and the transposes of
+these reshards in the backward pass.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ftp.ops.constrain import MARK, pin_from_str
 from ftp.passes.narrow_reductions import gradient_reductions
 from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.lookups import is_of_lookup
 from ftp.planning.plan import Plan
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.spec import PartitionSpec
@@ -86,6 +88,7 @@ class _UnaskedFinder:
                 or self._leads(Value(node), node)
                 or self._is_transposed(node)
                 or self._is_within_call(node)
+                or is_of_lookup(node, self.users)
             )
         ]
 

@@ -46,7 +46,7 @@ def sum_of_scatter(graph: Graph) -> Rewrite:
         if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
             continue
         scatter = node.args[0].node
-        if scatter.target is not aten.scatter_add.default or not _is_zero(scatter.args[0].node):
+        if scatter.target is not aten.scatter_add.default or not is_zero(scatter.args[0].node):
             continue
         onto, dim, index, source = scatter.args
         if is_sum_of_source(
@@ -130,7 +130,7 @@ def _is_less_row(less: Node, dim: int, index: Value) -> bool:
 def _is_scatter_less_product(node: Node, scatter: Node, rest: Node) -> bool:
     if scatter.target is not aten.scatter_add.default or rest.target is not aten.mul.Tensor:
         return False
-    if len(rest.operands) < 2 or not _is_zero(scatter.args[0].node):
+    if len(rest.operands) < 2 or not is_zero(scatter.args[0].node):
         return False
     (whole, row), metas = rest.operands, (scatter.results[0], rest.results[0], node.results[0])
     is_smaller = len(row.meta.shape) == len(whole.meta.shape) and row.meta.shape != whole.meta.shape
@@ -163,7 +163,7 @@ def _maker(x: Any) -> Node | None:
     return x.node if isinstance(x, Value) else None
 
 
-def _is_zero(node: Node) -> bool:
+def is_zero(node: Node) -> bool:
     if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
         return True
     return (

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Container, Mapping, Sequence
 
 from ftp.planning.graph import BATCH, Node, Value
+from ftp.planning.lookups import movable
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
 from ftp.rules.op_kinds import BY_SLICE, is_matmul
@@ -19,16 +20,20 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     - operands of conflict matmuls that feed no other matmul;
     - on other axes than data axes, keys and values of attention that are cut along the sequence;
     - ids that are sliced along a dim that the batch cuts;
+    - ids, and gradients of their rows, of tables for which the rows may be moved (`movable`);
     - operands and results of per-rank code and of functions of slices.
 
     The result of a conflict matmul may be cut otherwise than the batch cuts it (Ulysses cuts heads,
-    experts their own dim), and may be resharded until the next matmul.
+    experts their own dim), and may be resharded until the next matmul. So may rows of a table,
+    which its cut of features cuts.
     """
     free, after = set(required), set()
     matmuls = dict.fromkeys(n for n in problem.graph.nodes if is_matmul(n.target))
     conflicts: set[Node] = set()
     if problem.is_data_axis:
         conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
+    lookups = movable(problem)
+    free |= lookups.operands
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
@@ -39,7 +44,11 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
             free.add(node.operands[0])
         elif problem.axis in node.own_axes or node.target in BY_SLICE:
             free.update((*node.operands, *node.values))
-        if node in conflicts or (node not in matmuls and any(v in after for v in node.operands)):
+        if (
+            node in conflicts
+            or node in lookups.forward
+            or (node not in matmuls and any(v in after for v in node.operands))
+        ):
             after.update(node.values)
     return free | _feeding_only(conflicts, matmuls, problem.graph.nodes), after
 

@@ -34,6 +34,7 @@ from ftp.planning.graph import (
 from ftp.planning.graph_passes import key_of, live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
+from ftp.rules.decompositions.index import of_even_bags
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.own import RULES
 from ftp.rules.proof.discover import discover
@@ -333,7 +334,8 @@ def decompose(
         if node not in wanted:
             out.append(node)
             continue
-        gm = _primitives(node, sizes, table[node.target])
+        of_bags = of_even_bags(node, [v.meta.shape for v in node.operands])
+        gm = _primitives(node, sizes, of_bags or table[node.target])
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         builder = _GraphBuilder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftp.planning.graph import BATCH, Graph, Node, Reshard, Value
+from ftp.planning.lookups import is_of_lookup
 from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
 from ftp.rules.op_kinds import VIEWS, is_matmul
@@ -18,9 +19,9 @@ def disagreements(
     """Ops whose inputs one axis cuts on different dims, where the plan reshards an activation that
     parameters cut.
 
-    Constraints, cuts of the batch, and parameters gathered on a data axis are decisions of the user
-    and not reported. Two batch arguments that an op takes in different cuts are. A pending sum is
-    no cut.
+    Constraints, cuts of the batch, parameters gathered on a data axis, and rows that are moved
+    instead of a table are decisions of the user and not reported. Two batch arguments that an op
+    takes in different cuts are. A pending sum is no cut.
     """
     findings = []
     for node in graph.nodes:
@@ -43,7 +44,8 @@ def disagreements(
                 continue
             if origin.depends & BATCH and not _is_of_another(origin, node, others[0], axis, found):
                 continue
-            findings.append(_finding(node, resharded, origin, others[0], specs))
+            if not is_of_lookup(resharded, graph.users):
+                findings.append(_finding(node, resharded, origin, others[0], specs))
     return folded(findings)
 
 

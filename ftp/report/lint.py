@@ -9,6 +9,7 @@ from typing import Any
 from ftp.dataclass import dataclass
 from ftp.ops.constrain import pin_from_str
 from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.lookups import is_of_lookup
 from ftp.report.causes import Origins, Users, describe
 from ftp.report.memory import in_bytes
 from ftp.report.names import without_numbers
@@ -170,8 +171,8 @@ def _gathered(
     large: int,
 ) -> list[Finding]:
     """Activations that are gathered whole over an axis: warnings from ``large`` bytes on, unless a
-    constraint or the batch cuts the activation, or a constraint or an output's spec asks for the
-    whole.
+    constraint or the batch cuts the activation, a constraint or an output's spec asks for the
+    whole, or its rows are moved instead of a table.
     """
     findings, users = [], graph.users
     for node in graph.nodes:
@@ -185,6 +186,7 @@ def _gathered(
             origin.kind == "constrain"
             or origin.depends & BATCH
             or _is_asked(Value(node), node.target.axis, graph, users)
+            or is_of_lookup(node, users)
         )
         severity = "warning" if not asked and record.nbytes >= large else "note"
         text = (

@@ -35,6 +35,18 @@ ONTO_FIRST = frozenset(
         aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_put.default,
     }
 )  # they change some elements of a copy of their first operand  # fmt: skip
+LOOKUPS = frozenset(
+    {
+        aten.embedding.default, aten.index.Tensor, aten._unsafe_index.Tensor,
+        aten.index_select.default, aten.gather.default,
+    }
+)  # they read their first operand at ids  # fmt: skip
+LOOKUPS_BACKWARD = frozenset(
+    {
+        aten.embedding_dense_backward.default, aten.index_put.default,
+        aten._unsafe_index_put.default, aten.index_add.default, aten.scatter_add.default,
+    }
+)  # they add values at ids  # fmt: skip
 MATMULS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,

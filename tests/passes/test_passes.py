@@ -276,7 +276,7 @@ MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
 @pytest.mark.parametrize("name", MERGED)
 def test_reshards_over_several_axes_are_one(name: str):
     axes, tp, batch_spec, counts = MERGED[name]
-    cfg = LlamaConfig(vocab=64, layers=1)
+    cfg = LlamaConfig(vocab=16, layers=1)
     fn, params = ftp.functionalize(
         build(cfg, dtype=torch.float64), constraints=sequence_parallel(dp="dp") if tp else None
     )

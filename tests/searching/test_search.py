@@ -188,7 +188,7 @@ def test_of_plans_that_take_equally_long_the_one_that_holds_less_is_found():
     batch = tuple(torch.empty(8, 128, dtype=torch.int64, device="meta") for _ in range(2))
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
     found = ftp.search(loss_fn, params, mesh, P("dp"), batch, hardware="h100")
-    assert found.patterns["emb.weight"] == P("tp", None)
+    assert "tp" in found.patterns["emb.weight"].axes
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Indexing and embedding bags as primitives."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftp.rules.call import Call
 from ftp.rules.decompositions.registry import MEAN, decomposition
 from ftp.rules.overloads import aten
 
@@ -145,3 +147,90 @@ def embedding_bag_weights_backward(
 def _bag_of(indices: Tensor, starts: Tensor) -> Tensor:
     at = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
     return (torch.searchsorted(starts, at, right=True) - 1).to(indices.dtype)
+
+
+# Bags of equally many rows, as of two-dimensional ids, have a dim of their own.
+
+
+def of_even_bags(node: Any, shapes: Sequence[Sequence[Any]]) -> Callable[..., Any] | None:
+    """The decomposition of a call whose bags start at ``arange(0, rows, length)``; None of others.
+
+    Args:
+        node: the call, in the planner's graph or a traced one.
+        shapes: of its tensors.
+    """
+    if node.target not in _OF_EVEN_BAGS:
+        return None
+    call = Call(node.target, node.args, node.kwargs, ())
+    starts = getattr(call.arg("offsets"), "node", call.arg("offsets"))
+    if starts.target is not aten.arange.start_step or len(starts.args) != 3:
+        return None
+    first, end, length = starts.args
+    is_plain = all(type(n) is int for n in (*starts.args, *shapes[1]))
+    if not is_plain or (first, end) != (0, *shapes[1]) or end % length:
+        return None
+    is_whole = node.target is _BACKWARD or not call.arg("include_last_offset")
+    return _OF_EVEN_BAGS[node.target] if is_whole and call.arg("mode") != MAX else None
+
+
+def even_embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ids = indices.view(offsets.shape[0], -1)
+    count = (ids != padding_idx).sum(1)
+    rows = aten.embedding.default(weight, ids)
+    if padding_idx >= 0:
+        rows = rows.masked_fill((ids == padding_idx).unsqueeze(2), 0)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.view(ids.shape).unsqueeze(2)
+    out = rows.sum(1)
+    if mode == MEAN:
+        out = _divided(out, ids, padding_idx)
+    return out, _bag_of(indices, offsets), count, count
+
+
+def even_embedding_bag_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag: Tensor,
+    count: Tensor,
+    winner: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    ids = indices.view(offsets.shape[0], -1)
+    grad = _divided(grad, ids, padding_idx) if mode == MEAN else grad
+    rows = grad.unsqueeze(1).expand(-1, ids.shape[1], -1)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.view(ids.shape).unsqueeze(2)
+    return aten.embedding_dense_backward.default(
+        rows, ids, num_weights, padding_idx, scale_grad_by_freq
+    )
+
+
+def _divided(x: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
+    """Sums of bags, or their gradients, divided by the number of rows that are not padding."""
+    if padding_idx < 0:
+        return x / ids.shape[1]
+    return x / (ids != padding_idx).sum(1).clamp(min=1).unsqueeze(1).to(x.dtype)
+
+
+_BACKWARD = aten._embedding_bag_backward.default
+_OF_EVEN_BAGS = {
+    aten._embedding_bag.default: even_embedding_bag,
+    aten._embedding_bag_forward_only.default: even_embedding_bag,
+    _BACKWARD: even_embedding_bag_backward,
+}
