@@ -262,6 +262,8 @@ class Calls:
         if self.failure is None:
             waited = self._waited() if has_timed_out(error) else ""
             self._faults.failure = self._find_out(waited)
+        else:  # the watcher has learned it
+            self._faults.linger()
         self._faults.is_told = True
         if isinstance(self.failure, MismatchError):
             return MismatchError(str(self.failure))

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from ftp.distributed.channel import Channel
@@ -14,6 +15,16 @@ from ftp.errors import CollectiveError, FtpError
 from ftp.sharding.mesh import require_alive
 
 _SILENT = "does not answer: killed, stopped, or cut off"
+
+
+class _Once:
+    """Lets one of a rank's threads, its program's and its watcher's, do what counts the rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def is_first(self) -> bool:
+        return self._lock.acquire(blocking=False)
 
 
 class Faults:
@@ -38,7 +49,7 @@ class Faults:
         self.late = ""
         self.missing = ""
         self._channel, self._where = channel, where
-        self._has_signed = self._has_learned = False
+        self._to_sign, self._to_see = _Once(), _Once()
 
     @property
     def failure(self) -> FtpError | None:
@@ -66,7 +77,7 @@ class Faults:
             roll = self._roll(store)
             self._learn(roll, roll.settle(why, is_missing=False))
             self._channel.notify(store)
-            roll.linger(self._channel.mesh.size())
+            roll.linger()
 
     def call_roll(self, store: Store, call: int, waited: str) -> None:
         """Ask all ranks whether they are alive; the first to know the missing rank publishes it.
@@ -85,6 +96,15 @@ class Faults:
         if is_first:
             self._channel.notify(store)
         roll.linger()
+
+    def linger(self) -> None:
+        """Wait until the others know why the mesh has failed, if the store ends with this rank."""
+        if not self._holds_store():
+            return
+        with contextlib.suppress(RuntimeError):
+            roll = self._roll(self._channel.store(1.0))
+            if roll.is_settled():
+                roll.linger()
 
     def answer(self, store: Store, program: str | None) -> None:
         """Answer peers that ask for this rank's call; interrupt its collectives if a rank is known
@@ -138,7 +158,7 @@ class Faults:
                 self._lose(store, roll, f"Rank {rank} {what}: {text}")
                 return
             why = f"Rank {rank} has been killed, or has ended without a word: {text}"
-            self._learn(roll, roll.settle(why, is_missing=True))
+            self._learn(roll, roll.settle(why, is_missing=True, gone=1))
             self._channel.notify(store)
         except RuntimeError:  # without the store no other rank can be told
             why = (
@@ -154,7 +174,7 @@ class Faults:
         roll = self._roll(store)
         self._learn(roll, roll.settle(why, is_missing=True))
         self._channel.notify(store)
-        roll.linger(self._channel.mesh.size())
+        roll.linger()
         interrupt(self._channel.mesh)
 
     def leave(self, call: int) -> None:
@@ -167,17 +187,18 @@ class Faults:
             answer = Answer(f"has ended after call {call}{why}", has_ended=True)
             self._sign(self._roll(store), answer)
             # The store ends with the process that holds it: end threads that wait for it first.
-            is_holder = holder() == f"rank {channel.mesh.rank}"
-            if is_holder:
+            if is_holder := self._holds_store():
                 store.set(channel.key("closed"), "")
             channel.notify(store, channel.mesh.ranks if is_holder else [channel.mesh.rank])
+
+    def _holds_store(self) -> bool:
+        return holder() == f"rank {self._channel.mesh.rank}"
 
     def _roll(self, store: Store) -> RollCall:
         return RollCall(store, self._channel.prefix, self._channel.mesh)
 
     def _sign(self, roll: RollCall, answer: Answer | None = None) -> None:
-        if not self._has_signed:
-            self._has_signed = True
+        if self._to_sign.is_first():
             roll.sign(answer or self._where())
 
     def _lose(self, store: Store, roll: RollCall, why: str) -> None:
@@ -194,6 +215,5 @@ class Faults:
             self.missing = why
         if self.failure is None:
             self.failure = CollectiveError(why)
-        if roll is not None and not self._has_learned:
-            self._has_learned = True
+        if roll is not None and self._to_see.is_first():
             roll.see()

@@ -79,30 +79,29 @@ class RollCall:
     def is_settled(self) -> bool:
         return self.store.check(self.key("verdict"))
 
-    def settle(self, why: str, *, is_missing: bool) -> tuple[str, bool]:
-        """Publish the fault, and whether a rank is missing; returns the first verdict."""
-        self.store.propose(self.key("verdict"), json.dumps([why, is_missing]))
+    def settle(self, why: str, *, is_missing: bool, gone: int = 0) -> tuple[str, bool]:
+        """Publish the fault, whether a rank is missing, and how many ranks cannot read it because
+        their processes are gone; returns the first verdict.
+        """
+        verdict = [why, is_missing, self.mesh.size() - gone]
+        self.store.propose(self.key("verdict"), json.dumps(verdict))
         return self.learn()
 
     def learn(self) -> tuple[str, bool]:
-        why, is_missing = json.loads(self.store.get(self.key("verdict")))
+        why, is_missing, _ = json.loads(self.store.get(self.key("verdict")))
         return why, is_missing
 
     def see(self) -> None:
         """Count this rank as one that knows the verdict."""
         self.store.add(self.key("seen"), 1)
 
-    def linger(self, ranks: int | None = None) -> None:
-        """Wait until ``ranks`` ranks, default all that answered, know the verdict: this rank may
-        hold the store.
-        """
+    def linger(self) -> None:
+        """Wait until all ranks that can read the verdict know it: this rank may hold the store."""
         with contextlib.suppress(RuntimeError):
+            *_, readers = json.loads(self.store.get(self.key("verdict")))
             wait_until(
                 LINGER,
-                lambda: (
-                    self.store.add(self.key("seen"), 0)
-                    >= (ranks or self.store.add(self.key("count"), 0))
-                ),
+                lambda: self.store.add(self.key("seen"), 0) >= readers,
                 self.mesh.size(),
             )
 
@@ -126,7 +125,8 @@ class RollCall:
             if (answer := self.answer_of(rank)) is not None
         }
         why, is_missing = self._describe(call, answers, waited)
-        return self.settle(why, is_missing=is_missing)
+        living = sum(not answer.has_ended for answer in answers.values())
+        return self.settle(why, is_missing=is_missing, gone=self.mesh.size() - living)
 
     def _describe(self, call: int, answers: dict[int, Answer], waited: str) -> tuple[str, bool]:
         silent = [rank for rank in sorted(self.mesh.ranks) if rank not in answers]

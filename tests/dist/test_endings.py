@@ -15,6 +15,8 @@ from launch import free_port, launch
 
 import ftp
 from ftp import P
+from ftp.distributed.calls import Calls
+from ftp.distributed.faults import Faults
 
 pytestmark = pytest.mark.dist
 
@@ -49,6 +51,36 @@ def test_a_rank_that_comes_to_the_end_is_not_waited_for(tmp_path, then):
     assert "Rank 1 has called ftp.destroy_process_group after call" in error, error
     assert "Give all ranks as many" in other and seconds < 15.0, (other, seconds)
     assert not list(tmp_path.glob("0*"))
+
+
+def _the_store_ends_early():
+    """Rank 2 fails in its second call. Rank 0, which holds the store, is told first and raises;
+    rank 1 asks late.
+    """
+    ftp.init_process_group(timeout=60.0, step_timeout=60.0, device_type="cpu")
+    mesh, rank = ftp.make_mesh((3,), ("dp",), device_type="cpu"), dist.get_rank()
+    specs = P("dp"), P("dp")
+    rows = torch.arange(12.0).reshape(6, 2)
+
+    def looked_up(table, ids):
+        return torch.nn.functional.embedding(ids, table).sum(0)
+
+    step = ftp.spmd(looked_up, mesh, specs, P())
+    table = ftp.device_put(rows, mesh, specs[0])
+    step(table, ftp.device_put(torch.arange(6), mesh, specs[1]))
+    explain, answer = Calls.explain, Faults.answer
+    late = {0: 0.2, 1: 0.6, 2: 0.0}[rank]
+    Calls.explain = lambda *given: (time.sleep(late), explain(*given))[1]
+    if rank == 1:
+        Faults.answer = lambda *given: (time.sleep(late), answer(*given))[1]
+    ids = torch.arange(6) + 100 * (rank == 2)
+    step(table, ftp.device_put(ids, mesh, specs[1]))
+
+
+def test_the_rank_that_holds_the_store_stays_until_others_know_why():
+    errors = [run.error for run in launch(_the_store_ends_early, 3)]
+    assert all("Rank 2 left call 2" in error for error in errors[:2]), errors
+    assert "index out of range" in errors[2]
 
 
 def _a_rank_works_on_alone(size):
