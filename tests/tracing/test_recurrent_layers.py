@@ -89,3 +89,20 @@ def test_states_that_are_given():
     loss, found = step(params, *ftp.device_put((x, *states), step.mesh, P(None, "dp")))
     torch.testing.assert_close(loss, value, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [*KINDS])
+def test_many_sizes_of_batches_have_one_trace(kind):
+    """Also of the second layer, whose input the parameters' gradient flows through."""
+    module = KINDS[kind](3, 4, num_layers=2, bidirectional=True, dtype=torch.float64)
+    fn, params = ftp.functionalize(module)
+    step = ftp.shard(
+        _loss_of(fn), ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P(None, "dp")
+    )
+    for n in (5, 6, 7, 9):
+        x = torch.randn(2, n, 3, dtype=torch.float64)
+        grads, value = torch.func.grad_and_value(_loss_of(fn))(params, x)
+        loss, found = step(params, x)
+        torch.testing.assert_close(loss, value, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(found, grads, rtol=1e-10, atol=1e-11)
+    assert step.shapes.traces == 1

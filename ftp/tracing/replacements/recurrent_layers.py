@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ftp.tracing.replacements.flat_linear import linear
+
 States = tuple[Tensor, ...]
 
 
@@ -100,7 +102,7 @@ def _one_run(
         b_in, b_own = b_in + b_own, None
     is_projected = name == "lstm" and len(weights) in (3, 5)
     projection = weights[-1].T if is_projected else None
-    inputs = F.linear(x, w_in, b_in).unbind(0)
+    inputs = linear(x, w_in, b_in).unbind(0)
     found: list[Tensor] = []
     steps = range(len(inputs))
     for t in reversed(steps) if backward else steps:

@@ -49,6 +49,7 @@ from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
 from ftp.tracing.replacements.deep_copies import deepcopy
 from ftp.tracing.replacements.diagonals import fill_diagonal_
+from ftp.tracing.replacements.flat_linear import linear
 from ftp.tracing.replacements.gaussian_nll import gaussian_nll_loss
 from ftp.tracing.replacements.recurrent_layers import of_sequences
 from ftp.tracing.replacements.repeats import REPEATS, with_size
@@ -357,15 +358,6 @@ def _set_data(x: Tensor, value: Tensor) -> None:
     x.data.copy_(value.detach())
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of two dims: with a bias torch flattens three dims itself, and under a gradient
-    of torch.func then asks for their sizes as numbers (2.13).
-    """
-    if bias is None or input.ndim != 3 or all(type(size) is int for size in input.shape):
-        return F.linear(input, weight, bias)
-    return F.linear(input.flatten(0, 1), weight, bias).unflatten(0, input.shape[:2])
-
-
 def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``ctc_loss`` with its lengths as tensors."""
 
@@ -425,7 +417,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
     **OF_CLASSES,
     **tensor_lists.FUNCTIONS,
-    F.linear: _linear,
+    F.linear: linear,
     F.gaussian_nll_loss: gaussian_nll_loss,
     torch.sparse_coo_tensor: _sparse_coo_tensor,
     **{getattr(of, name): fn for name, fn in _METHODS.items() for of in (torch, Tensor)},
