@@ -62,7 +62,8 @@ def _rows(x: fx.Node, indices: Sequence[fx.Node | None]) -> _AllRows | None:
     at = [d for d, index in enumerate(indices) if index is not None]
     given = [index for index in indices if index is not None]
     vals = [index.meta["val"] for index in given]
-    if at != list(range(at[0], at[0] + len(at))) or any(v.dtype != torch.int64 for v in vals):
+    is_together = at == list(range(at[0], at[0] + len(at)))
+    if len(at) < 2 or not is_together or any(v.dtype != torch.int64 for v in vals):
         return None
     ndim = max(v.ndim for v in vals)
     row_dims = [_row_dim(index, shape[d], ndim) for d, index in zip(at, given, strict=True)]

@@ -57,6 +57,7 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "put many": _put_many,
 }  # fmt: skip
 OTHERS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "an index alone": lambda x, k: x[k[:, 0] % x.shape[0]],
     "some rows": lambda x, k: x[torch.arange(2), k[:2, 0]],
     "shifted": lambda x, k: x[torch.arange(1, x.shape[0]), k[1:, 0]],
     "every second": lambda x, k: x[torch.arange(0, x.shape[0], 2), k[::2, 0]],
@@ -110,3 +111,12 @@ def test_an_index_out_of_range_is_an_error(wrong):
     step = ftp.spmd(FORMS["one"], mesh, (P(None, "a"), P()), check_inputs=True)
     with pytest.raises(ftp.errors.InputError, match=rf"holds {wrong}, which is not in \[-5, 5\)"):
         step(x, k)
+
+
+def test_an_index_alone_is_no_gather():
+    fn = OTHERS["an index alone"]
+    lowered = ftp.spmd(fn, ftp.AbstractMesh((2,), ("a",)), (P(None, "a"), P())).lower(
+        *_arguments(6)
+    )
+    targets = {node.target for node in lowered.graph.graph.nodes}
+    assert torch.ops.aten.index.Tensor in targets and torch.ops.aten.gather.default not in targets
