@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ftp.errors import InputError, MeshError, SpecError, raise_all
@@ -50,7 +51,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     wrong = [
         f"{name} is {value!r}, {kind_of(value)}; give True or False."
         for name, value in flags.items()
-        if not isinstance(value, bool)
+        if not isinstance(value, bool | np.bool_)
     ]
     raise_all(InputError, wrong)
 
@@ -72,9 +73,11 @@ def check_pipeline(
     """
     if not isinstance(pipeline, Pipeline):
         raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
-    pipeline.actions(pipeline.mesh_of(mesh).axes[pipeline.axis])
+    ranks = pipeline.mesh_of(mesh).axes[pipeline.axis]
+    pipeline.actions(ranks)
     given = [s for s in flatten(specs)[0] if isinstance(s, PartitionSpec)]
-    if not has_stages(given) and not any(pipeline.axis in s.axes for s in given):
+    in_stages = has_stages(given) or any(pipeline.axis in s.axes for s in given)
+    if ranks > 1 and not in_stages:
         raise SpecError(
             "pipeline= is given, and no spec gives a stage: all ranks would hold all parameters,"
             " and the first do all work. Give the specs of pipeline.place(params, specs, mesh)."

@@ -8,6 +8,7 @@ are plain tensor code around two ops, and run eagerly, sharded, compiled and und
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     >>> key(0)
     tensor([0, 0])
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
+    if isinstance(seed, bool) or not isinstance(seed, Integral) or not -(1 << 63) <= seed < 1 << 63:
         raise InputError(f"key takes an integer seed of 64 bits, not {seed!r}, {kind_of(seed)}.")
     return torch.tensor([seed, 0], dtype=torch.int64, device=device)
 
@@ -272,7 +273,7 @@ def randint(
     """
     if isinstance(low, float) or isinstance(high, float) or not low < high:
         raise InputError(f"randint takes integers low < high, not {low!r} and {high!r}.")
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
         limits = torch.iinfo(dtype)
         if low < limits.min or high - 1 > limits.max:
             raise InputError(
@@ -396,9 +397,12 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
     )
 
 
-def _sizes(shape: ShapeLike, name: str) -> tuple[int, ...]:
-    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if any(isinstance(n, float | str) or n < 0 for n in sizes):
+def _sizes(shape: Any, name: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        sizes = (shape,)
+    if any(isinstance(n, float | str | None) or n < 0 for n in sizes):
         raise InputError(f"{name} takes a shape of sizes from 0 on, not {shape!r}.")
     return sizes
 

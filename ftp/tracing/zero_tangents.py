@@ -12,6 +12,7 @@ aten = torch.ops.aten
 
 
 def _zeros(size: Sequence[Any], **options: Any) -> Tensor:
+    aten._efficientzerotensor.default([], **options)  # the mark of forward mode
     return aten.zeros.default([], **options).expand(size)
 
 
@@ -31,8 +32,10 @@ WITH_SIZES: dict[Any, Any] = {
 
 def drop_zero_tangents(graph: fx.Graph) -> None:
     """Let sums skip the products of autograd's zero tangents, which torch computes. The products
-    stay, unused.
+    stay, unused. A program without forward mode may expand a zero of its own.
     """
+    if all(node.target is not aten._efficientzerotensor.default for node in graph.nodes):
+        return
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if _is_zero(node, zeros):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -186,3 +187,16 @@ def test_a_constraint_on_outputs_says_what_the_module_returns():
     fn, params = ftp.functionalize(MODEL, constraints=pin)
     with pytest.raises(ftp.errors.InputError, match="but it returns a Tensor"):
         ftp.spmd(fn, MESH, P(), P())(params, X)
+
+
+def test_what_is_no_wrong_input():
+    """NumPy's numbers and arrays, draws of bools, and a pipeline of one rank."""
+    sizes = [(2, 3), np.array([2, 3]), torch.tensor([2, 3]), iter((2, 3))]
+    assert all(random.normal(KEY, shape).shape == (2, 3) for shape in sizes)
+    assert random.uniform(KEY, np.int64(3)).shape == (3,)
+    assert random.randint(KEY, 0, 2, (4,), dtype=torch.bool).dtype == torch.bool
+    assert random.megatron_compat(np.int64(3), MESH).default.tolist() == [3, 0]
+    assert ftp.spmd(lambda x: x * 2, MESH, P("dp"), check_inputs=np.bool_(True))(X).sum() == 64
+    mesh = ftp.simulated_mesh((1, 2), ("pp", "tp"))
+    step = ftp.shard(loss, mesh, SPECS, pipeline=ftp.Pipeline("pp", 2))
+    torch.testing.assert_close(step(PARAMS, X)[0], loss(PARAMS, X))

@@ -30,3 +30,16 @@ def test_many_sizes_have_one_trace(name):
         x = torch.randn(n, 4, dtype=torch.float64)
         torch.testing.assert_close(step(w, x), fn(w, x), rtol=0, atol=1e-12)
     assert step.shapes.traces == 1
+
+
+@pytest.mark.parametrize("wrong", [(2, torch.int64), (-3, torch.int64), (1, torch.int32)])
+def test_what_torch_refuses_is_refused_at_many_sizes(wrong):
+    dim, dtype = wrong
+    step = ftp.spmd(
+        lambda x: torch.take_along_dim(x, x.argsort(1).to(dtype), dim),
+        ftp.simulated_mesh((2,), ("dp",)),
+        P("dp"),
+    )
+    for n in (5, 6, 7):
+        with pytest.raises((IndexError, ftp.FtpError), match=r"out of range|should be Long"):
+            step(torch.randn(n, 4))

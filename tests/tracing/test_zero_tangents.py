@@ -56,12 +56,12 @@ def test_products_of_zero_tangents_are_not_computed(name, products):
     assert called.count(aten.add.Tensor) == (name == "jvp by x")
 
 
-def test_zeros_of_the_function_stay():
+@pytest.mark.parametrize(
+    "by_zeros",
+    [lambda x: x @ torch.zeros(2, 2) + 1, lambda x: x * torch.zeros(()).expand(2) + x],
+)
+def test_zeros_of_the_function_stay(by_zeros):
     """What the function multiplies by its own zeros is NaN where torch says so."""
     x = torch.tensor([[float("inf"), 1.0]])
-
-    def by_zeros(x: torch.Tensor) -> torch.Tensor:
-        return x @ torch.zeros(2, 2) + 1
-
     step = ftp.spmd(by_zeros, ftp.simulated_mesh((2,), ("dp",)), P())
     torch.testing.assert_close(step(x), by_zeros(x), equal_nan=True)

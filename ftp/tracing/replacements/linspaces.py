@@ -40,10 +40,11 @@ def kron(input: Tensor, other: Tensor) -> Tensor:
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     """As `torch.take_along_dim`."""
     if dim is None:
-        return input.flatten().gather(0, indices.flatten())
-    if input.ndim != indices.ndim:
+        input, indices, dim = input.flatten(), indices.flatten(), 0
+    ndim = input.ndim
+    if indices.dtype != torch.int64 or ndim != indices.ndim or not -ndim <= dim < ndim:
         return _take_along_dim(input, indices, dim)
-    dim %= input.ndim
+    dim %= ndim
     others = [(*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in (input, indices)]
     shape = list(torch.broadcast_shapes(*others))
     shape[dim] = -1
