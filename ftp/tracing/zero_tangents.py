@@ -55,8 +55,6 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     of: Any = node.args[0] if node.args else None
     if node.target is aten.expand.default and of.target is aten.zeros.default:
         return not of.args[0]  # torch expands a number where it needs the tensor
-    if not zeros:
-        return False
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return bool(node.args) and zeros.issuperset(node.args)
     return any(node.args[i] in zeros for i in _LINEAR.get(node.target, ()))

@@ -574,9 +574,9 @@ def test_a_pipeline_may_cut_a_cond():
     model = nn.Sequential(*(Block() for _ in range(4))).double()
     fn, params = ftp.functionalize(model)
     mesh = ftp.simulated_mesh((2,), ("pp",))
-    step = ftp.shard(
-        lambda p, x: fn(p, x).square().mean(), mesh, P(), pipeline=ftp.Pipeline("pp", 2)
-    )
+    pipe = ftp.Pipeline("pp", 2)
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(lambda p, x: fn(p, x).square().mean(), mesh, specs, pipeline=pipe)
     x = torch.randn(6, 4, dtype=torch.float64)
     loss, grads = step(params, x)
     right = torch.tensor(0.0, dtype=torch.float64)
