@@ -4,13 +4,14 @@ with those that the last one left.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ftp.context import set_within
 from ftp.functional.attributes import CONSTANTS, NUMBERS, OF_MODULES, Root
@@ -42,25 +43,30 @@ def given_to(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, value) for (of, name), value in _given.get().items() if of == id(module))
 
 
-def note_left(module: nn.Module, before: Mapping[str, Any], first_hook: int) -> None:
-    """Note the attributes of a module that hold other Python values than before a call, and the
-    hooks that the call registered. Numbers are told of at each call.
+def note_left(modules: Sequence[tuple[nn.Module, Mapping[str, Any]]], first_hook: int) -> None:
+    """Note the attributes of modules that hold other Python values than before a call, and the
+    hooks that the call registered. Numbers are told of at each call; they are noted where they may
+    say that the hooks are registered.
 
     Args:
+        modules: each with its attributes before the call.
         first_hook: torch's number for the first hook that the call registers.
     """
     if (left := _left.get()) is None:
         return
-    for name in _HOOKS:
-        now = module.__dict__.get(name, {})
-        new = {number: hook for number, hook in now.items() if number >= first_hook}
-        if new:
-            left[id(module), name] = OrderedDict(before[name]) | new
-    for name, now in module.__dict__.items():
-        was = before.get(name)
-        is_number = type(was) in NUMBERS and type(now) in NUMBERS
-        if now is not was and name not in OF_MODULES and not is_number and _differ(was, now):
-            left[id(module), name] = now
+    hooks = {
+        (id(module), name): OrderedDict(before[name]) | new
+        for module, before in modules
+        for name in _HOOKS
+        if (new := {n: f for n, f in module.__dict__.get(name, {}).items() if n >= first_hook})
+    }
+    left.update(hooks)
+    for module, before in modules:
+        for name, now in module.__dict__.items():
+            was = before.get(name)
+            is_told = not hooks and type(was) in NUMBERS and type(now) in NUMBERS
+            if now is not was and name not in OF_MODULES and not is_told and _differ(was, now):
+                left[id(module), name] = now
 
 
 def _differ(was: Any, now: Any) -> bool:
@@ -79,4 +85,5 @@ def _is_plain(x: Any) -> bool:
         return all(map(_is_plain, x))
     if isinstance(x, dict):
         return all(map(_is_plain, x.values()))
-    return type(x) in CONSTANTS or isinstance(x, complex | np.ndarray | np.generic)
+    kinds = complex | np.ndarray | np.generic | RemovableHandle
+    return type(x) in CONSTANTS or isinstance(x, kinds)

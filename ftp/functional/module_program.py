@@ -239,8 +239,7 @@ def _call_hooked(
         if version(tensor) != versions[key]:
             raise TraceError(impure(program.name, name, "modifies"))
     check_state(program.name, modules, attributes, guard, kept)
-    for m in program.modules:
-        note_left(m.module, m.attributes, first_hook)
+    note_left([(m.module, m.attributes) for m in program.modules], first_hook)
     return out
 
 

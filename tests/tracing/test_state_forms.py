@@ -271,13 +271,43 @@ class Hooked(Idle):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Idle, Hooked])
+class Handle(Idle):
+    """Knows by the handle that its hook is registered."""
+
+    handle = None
+
+    def forward(self, x):
+        if self.handle is None:
+            self.handle = self.up.register_forward_hook(_doubled)
+        return super().forward(x)
+
+
+class Handles(Idle):
+    def __init__(self):
+        super().__init__()
+        self.handles = []
+
+    def forward(self, x):
+        if not self.handles:
+            self.handles.append(self.up.register_forward_hook(_doubled))
+        return super().forward(x)
+
+
+class Flag(Hooked):
+    def __init__(self):
+        super().__init__()
+        self.is_hooked = False
+
+
+@pytest.mark.parametrize("kind", [Idle, Hooked, Handle, Handles, Flag])
 def test_attributes_that_change_no_program_are_left_alone(kind):
     model = kind()
     fn, params = ftp.functionalize(model)
     x = torch.ones(2, 4, dtype=torch.float64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        if kind is Flag:  # told of as a number
+            warnings.filterwarnings("ignore", "Flag changes attribute 'is_hooked'")
         found = ftp.spmd(fn, MESH, (P(), P()), P())(params, x)
     torch.testing.assert_close(found, model(x).detach())
 
