@@ -1,6 +1,7 @@
 """Values that are exempt from the placement constraints: the planner may reshard them."""
 
 from collections.abc import Collection, Container, Mapping, Sequence
+from typing import NamedTuple
 
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.lookups import movable
@@ -9,7 +10,22 @@ from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
 from ftp.rules.op_kinds import BY_SLICE, is_matmul
 
 
-def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
+class Exemptions(NamedTuple):
+    """Values that placement constraints bind less.
+
+    Attributes:
+        free: values that none binds.
+        after_conflict: values that none binds until the next matmul.
+        rows: rows of tables for which they may be moved, and what is linear in them: their sums
+            over ranks are cut as the batch is, not replicated.
+    """
+
+    free: set[Value]
+    after_conflict: set[Value]
+    rows: set[Value]
+
+
+def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions:
     """Values that no placement constraint binds, and values that none binds until the next matmul.
 
     A conflict matmul is one of experts, attention to keys that the batch cuts, or one whose
@@ -27,7 +43,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     experts their own dim), and may be resharded until the next matmul. So may rows of a table,
     which its cut of features cuts.
     """
-    free, after = set(required), set()
+    free, after, rows = set(required), set[Value](), set[Value]()
     matmuls = dict.fromkeys(n for n in problem.graph.nodes if is_matmul(n.target))
     conflicts: set[Node] = set()
     if problem.is_data_axis:
@@ -44,13 +60,18 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
             free.add(node.operands[0])
         elif problem.axis in node.own_axes or node.target in BY_SLICE:
             free.update((*node.operands, *node.values))
-        if (
-            node in conflicts
-            or node in lookups.forward
-            or (node not in matmuls and any(v in after for v in node.operands))
-        ):
+        read = () if node in matmuls else node.operands
+        if node in lookups.forward or _passes_sums_on(node, rows):
+            rows.update(node.values)
+        if node in conflicts or node in lookups.forward or any(v in after for v in read):
             after.update(node.values)
-    return free | _feeding_only(conflicts, matmuls, problem.graph.nodes), after
+    return Exemptions(free | _feeding_only(conflicts, matmuls, problem.graph.nodes), after, rows)
+
+
+def _passes_sums_on(node: Node, values: Container[Value]) -> bool:
+    """Whether a node is linear in one of the values."""
+    slots = {slot for group in node.rule.linear for slot in group}
+    return any(slot in slots and value in values for slot, value in enumerate(node.operands))
 
 
 def _feeding_only(

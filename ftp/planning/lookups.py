@@ -6,6 +6,7 @@ of the table, and what it finds is summed into the batch's shards (rows are cut)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ftp.planning.algebra import is_zero
@@ -88,9 +89,17 @@ def lookup_of(node: Node) -> Lookup | None:
 
 
 def is_of_lookup(reshard: Node, users: UsersOf) -> bool:
-    """Whether a plan's reshard moves ids, rows or gradients of a lookup whose rows are moved."""
+    """Whether a plan's reshard moves ids, rows or gradients of a lookup whose rows are moved.
+
+    Rows come to the batch's shards: one that gathers them, for an op along the batch, is another.
+    """
+    near = [_after(reshard, users)]
+    if reshard.target.op in ("reduce_scatter", "all_to_all"):
+        near.append(_before(reshard))
     return any(
-        _moves_rows(node, axis) for axis in reshard.target.axes for node in _around(reshard, users)
+        _moves_rows(node, axis)
+        for axis in reshard.target.axes
+        for node in chain.from_iterable(near)
     )
 
 
@@ -101,19 +110,12 @@ def _moves_rows(node: Node, axis: str) -> bool:
     lookup = lookup_of(node)
     if lookup is None or not any(c.axis == axis and c.factor in lookup.factors for c in node.cuts):
         return False
-    return any(
-        made.kind == "reshard" and axis in made.target.axes
-        for ids in lookup.ids
-        for made in _made_by(ids.node)
-    )
+    made = _reached([value.node for value in lookup.ids], _operands_of_ids, lambda node: False)
+    return any(node.kind == "reshard" and axis in node.target.axes for node in made)
 
 
-def _made_by(node: Node) -> Iterator[Node]:
-    """A node, and the nodes that make its first operand, that one's first operand, and so on."""
-    yield node
-    while node.operands:
-        node = node.operands[0].node
-        yield node
+def _operands_of_ids(node: Node) -> list[Node]:
+    return [v.node for v in node.operands if not v.meta.dtype.is_floating_point]
 
 
 def _cuts(problem: Problem, lookup: Lookup) -> list[str]:
@@ -162,13 +164,13 @@ def _is_worth(problem: Problem, lookup: Lookup, operands: set[Value]) -> bool:
         return collective_seconds(op, size, problem.n, problem.hardware.link)
 
     to_table, to_rows = "all_gather", "reduce_scatter"
-    chain = _sums_of(lookup.rows, problem.graph.users)
+    forms = _sums_of(lookup.rows, problem.graph.users)
     if not lookup.is_forward:
         to_table, to_rows = to_rows, to_table
-        chain = _sources_of(lookup.rows, operands)
+        forms = _sources_of(lookup.rows, operands)
     if lookup.of_rows.issuperset(_cuts(problem, lookup)):
         to_rows = "all_to_all"
-    moved = seconds(to_rows, min(map(Value.nbytes, chain)))
+    moved = seconds(to_rows, min(map(Value.nbytes, forms)))
     moved += sum(seconds("all_gather", v.nbytes()) for v in lookup.ids if v.node.depends & BATCH)
     # A table's gather shares its latency with other parameters'.
     table = seconds(to_table, lookup.table.nbytes()) - problem.hardware.link.latency
@@ -195,18 +197,48 @@ def _sources_of(gradients: Value, operands: set[Value]) -> Iterator[Value]:
         found = next((v for v in read if v.meta.dtype.is_floating_point), None)
 
 
-def _around(reshard: Node, users: UsersOf) -> Iterator[Node]:
-    """The nodes before and after a reshard, up to matmuls and reshards over its axes."""
-    yield from _reached(reshard, lambda node: [value.node for value in node.operands])
-    yield from _reached(reshard, lambda node: [u for v in node.values for u, _ in users.get(v, ())])
+def _before(reshard: Node) -> Iterator[Node]:
+    """The nodes before a reshard, up to reshards over its axes; if it reduces no sum, which matmuls
+    pass on, up to matmuls.
+    """
+    is_sum = reshard.target.src.kind == "P"
+    return _reached(
+        [value.node for value in reshard.operands],
+        lambda node: [value.node for value in node.operands],
+        lambda node: _is_over(node, reshard) or (not is_sum and is_matmul(node.target)),
+    )
 
 
-def _reached(reshard: Node, near: Callable[[Node], list[Node]]) -> Iterator[Node]:
-    queue = dict.fromkeys([reshard])
-    for node in (todo := list(queue)):
-        for found in near(node):
-            is_end = found.kind == "reshard" and set(found.target.axes) & set(reshard.target.axes)
-            if found not in queue and not is_end and not is_matmul(found.target):
-                queue[found] = None
-                todo.append(found)
-                yield found
+def _after(reshard: Node, users: UsersOf) -> Iterator[Node]:
+    """The nodes after a reshard, up to matmuls and reshards over its axes; after one of floats, as
+    of gradients, those of its phase.
+    """
+    is_of_floats = reshard.results[0].dtype.is_floating_point
+
+    def near(node: Node) -> list[Node]:
+        found = [user for value in node.values for user, _ in users.get(value, ())]
+        return [user for user in found if user.phase == reshard.phase or not is_of_floats]
+
+    return _reached(
+        near(reshard), near, lambda node: _is_over(node, reshard) or is_matmul(node.target)
+    )
+
+
+def _is_over(node: Node, reshard: Node) -> bool:
+    """Whether a node sends something over axes of a reshard."""
+    if node.kind != "reshard" or node.target.op == "slice":
+        return False
+    return not set(node.target.axes).isdisjoint(reshard.target.axes)
+
+
+def _reached(
+    nodes: Sequence[Node], near: Callable[[Node], list[Node]], is_end: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """The nodes, and those that ``near`` leads to, without ends."""
+    todo = [node for node in dict.fromkeys(nodes) if not is_end(node)]
+    found = set(todo)
+    for node in todo:
+        yield node
+        further = [n for n in dict.fromkeys(near(node)) if n not in found and not is_end(n)]
+        found.update(further)
+        todo += further

@@ -52,7 +52,7 @@ class Prices:
         self.users, self.required = users, required
         self._sizes: dict[Value, int] = {}
         self._reduced: dict[Value, int] = {}
-        self.free_to_reshard, self.after_conflict = exemptions(problem, required)
+        self.free_to_reshard, self.after_conflict, self.rows = exemptions(problem, required)
 
     def nbytes(self, value: Value) -> int:
         """Bytes of a value over all ranks of the axis."""
@@ -93,7 +93,7 @@ class Prices:
             tuple(found.layouts.get(value, ()))
             for found in (self.problem.batch_reach, self.problem.parts)
         )
-        return (*reached, value in self.after_conflict)
+        return (*reached, value in self.after_conflict, value in self.rows)
 
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
@@ -248,7 +248,8 @@ class Prices:
                 reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
             seconds = TOO_NARROW * wide
-        if src.kind == "S" and not self.may_reshard(value, src, dst):
+        may = self.may_reshard if src.kind == "S" else self._may_reduce
+        if not may(value, src, dst):
             seconds += self.violation
         return seconds + (RESHARD_OF_VIEW if value.node.target in VIEWS else 0.0)
 
@@ -267,6 +268,12 @@ class Prices:
             value in self.after_conflict
             and home not in self.problem.batch_reach.layouts.get(value, ())
         )
+
+    def _may_reduce(self, value: Value, home: Layout, to: Layout) -> bool:
+        """The same for sums of what ranks find in their parts of a table: no rank gets all rows."""
+        is_gather = (home.kind, home.op, to.kind) == ("P", "sum", "R")
+        is_bound = value in self.rows and value not in self.free_to_reshard
+        return not (is_gather and is_bound and self.problem.batch_reach.layouts.get(value))
 
     def of_use(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
         need = strategy.operands[slot]

@@ -63,6 +63,9 @@ _WEIGHT_NORM = aten._weight_norm_interface.default
 ALWAYS[_WEIGHT_NORM] = lambda v, g, dim=0: (
     DECOMPOSITIONS[_WEIGHT_NORM](v, g, dim) if g.dtype is torch.float16 else NotImplemented
 )
+# On a CPU its kernel divides the gradient of an id by another id's frequency.
+_OF_BAGS = aten._embedding_bag_backward.default
+ALWAYS[_OF_BAGS] = lambda *args: DECOMPOSITIONS[_OF_BAGS](*args) if args[7] else NotImplemented
 
 
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)

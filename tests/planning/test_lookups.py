@@ -234,3 +234,93 @@ def test_bags_by_offsets_equal_torch(
     mesh = ftp.simulated_mesh((3,), ("dp",))
     step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"))
     torch.testing.assert_close(step(table, ids, scales), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("include_last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("starts", [[0, 3, 6, 9, 12], [0, 2, 2, 5]])
+def test_last_bag_goes_on_to_the_end(starts: list[int], mode: str, include_last: bool):
+    """As in torch, also where the given end is before the last id."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(7, 4, dtype=torch.float64, generator=generator)
+    ids = torch.randint(7, (15,), generator=generator)
+    y = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+
+    def loss(table: Tensor, ids: Tensor) -> Tensor:
+        offsets = torch.arange(0, 15, 3) if len(starts) == 5 else torch.tensor(starts)
+        x = F.embedding_bag(ids, table, offsets, mode=mode, include_last_offset=include_last)
+        return (x * y[: len(x)]).tanh().sum()
+
+    expected = torch.func.grad_and_value(loss)(table, ids)[::-1]
+    step = ftp.shard(loss, ftp.simulated_mesh((3,), ("dp",)), P("dp"), batch_specs=P("dp"))
+    torch.testing.assert_close(step(table, ids), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_no_bags(mode: str):
+    def loss(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding_bag(ids, table, mode=mode).sum()
+
+    args = torch.ones(7, 4), torch.zeros(0, 3, dtype=torch.int64)
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), P("dp"), batch_specs=P("dp"))
+    torch.testing.assert_close(step(*args), (torch.tensor(0.0), torch.zeros(7, 4)))
+
+
+@pytest.mark.parametrize("cut", [P(), P("dp")])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_frequencies_in_bags(mode: str, cut: P):
+    """Gradients are divided by the frequencies of their own ids, as of `F.embedding`; torch's
+    kernel for CPUs takes those of other ids.
+    """
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(7, 4, dtype=torch.float64, generator=generator)
+    ids = torch.randint(7, (5, 3), generator=generator)
+
+    def reference(table: Tensor, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, table, scale_grad_by_freq=True)
+        return (rows.sum(1) if mode == "sum" else rows.mean(1)).tanh().sum()
+
+    def loss(table: Tensor, ids: Tensor) -> Tensor:
+        return F.embedding_bag(ids, table, mode=mode, scale_grad_by_freq=True).tanh().sum()
+
+    expected = torch.func.grad_and_value(reference)(table, ids)[::-1]
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), cut, batch_specs=cut, certify=True)
+    torch.testing.assert_close(step(table, ids), expected, rtol=1e-12, atol=1e-12)
+
+
+def step_of(loss: Callable[..., Tensor], cut: P, explicit: bool = True) -> ftp.Lowered:
+    mesh = ftp.AbstractMesh((4,), ("dp",))
+    step = ftp.shard(loss, mesh, {"t": cut, "w": P()}, batch_specs=P("dp"), explicit=explicit)
+    params = {"t": torch.empty(100_000, 64, device="meta"), "w": torch.empty(64, 4, device="meta")}
+    return step.lower(params, torch.empty(1024, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("along", [lambda x: x.flip(0), lambda x: x.cumsum(0).tanh()])
+def test_explicit_refuses_to_gather_rows_for_an_op_along_the_batch(
+    along: Callable[[Tensor], Tensor],
+):
+    def loss(p: Any, ids: Tensor) -> Tensor:
+        return (along(F.embedding(ids, p["t"])) @ p["w"]).tanh().sum()
+
+    with pytest.raises(ftp.errors.ExplicitError, match="all_reduce over dp"):
+        step_of(loss, P("dp"))
+
+
+@pytest.mark.parametrize("cut", [P("dp"), P(None, "dp")])
+def test_explicit_takes_moved_rows(cut: P):
+    """Also after a frozen product, and before a product of rows; rows are not replicated."""
+
+    def frozen(p: Any, ids: Tensor) -> Tensor:
+        return (F.embedding(torch.arange(1) + ids, p["t"]) @ p["w"].detach()).tanh().sum()
+
+    def of_rows(p: Any, ids: Tensor) -> Tensor:
+        a, b = F.embedding(ids, p["t"]), F.embedding(ids // 2, p["t"])
+        return F.softplus((a * b).sum(-1)).sum()
+
+    def plain(p: Any, ids: Tensor) -> Tensor:
+        return F.embedding(ids, p["t"]).tanh().sum()
+
+    for loss in (of_rows, plain, *([frozen] if cut == P("dp") else [])):
+        sent = unbucketed(step_of(loss, cut)).collectives
+        assert all(c.global_shape[:1] != (100_000,) for c in sent)
+        assert all(c.global_shape == () for c in sent if c.op == "all_reduce")

@@ -121,7 +121,7 @@ def embedding_bag_backward(
         )
     if mode == MEAN:
         grad = grad / count.clamp(min=1).unsqueeze(1).to(grad.dtype)
-    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)])
+    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets[: grad.shape[0]])])
     rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(1)
     return aten.embedding_dense_backward.default(
         rows, indices, num_weights, padding_idx, scale_grad_by_freq
@@ -138,9 +138,8 @@ def embedding_bag_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> Tensor:
-    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)]) * aten.embedding.default(
-        weight, indices
-    )
+    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets[: grad.shape[0]])])
+    rows = rows * aten.embedding.default(weight, indices)
     return rows.sum(1).masked_fill(indices == padding_idx, 0)
 
 
@@ -167,10 +166,13 @@ def of_even_bags(node: Any, shapes: Sequence[Sequence[Any]]) -> Callable[..., An
         return None
     first, end, length = starts.args
     is_plain = all(type(n) is int for n in (*starts.args, *shapes[1]))
-    if not is_plain or (first, end) != (0, *shapes[1]) or end % length:
+    if not is_plain or not end or (first, end) != (0, *shapes[1]) or end % length:
         return None
-    is_whole = node.target is _BACKWARD or not call.arg("include_last_offset")
-    return _OF_EVEN_BAGS[node.target] if is_whole and call.arg("mode") != MAX else None
+    if node.target is _BACKWARD:
+        has_all = shapes[0][0] == end // length
+    else:
+        has_all = not call.arg("include_last_offset")
+    return _OF_EVEN_BAGS[node.target] if has_all and call.arg("mode") != MAX else None
 
 
 def even_embedding_bag(
