@@ -17,7 +17,7 @@ from ftp.context import set_within
 from ftp.functional.attributes import CONSTANTS, NUMBERS, OF_MODULES, Root
 
 Carried = dict[Root, Any]
-_HOOKS = tuple(name for name in sorted(OF_MODULES) if name.startswith("_forward_"))
+HOOKS = tuple(name for name in sorted(OF_MODULES) if name.startswith("_forward_"))
 
 _left: ContextVar[Carried | None] = ContextVar("left", default=None)
 _given: ContextVar[Mapping[Root, Any]] = ContextVar("given", default={})  # noqa: B039
@@ -45,8 +45,8 @@ def given_to(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def note_left(modules: Sequence[tuple[nn.Module, Mapping[str, Any]]], first_hook: int) -> None:
     """Note the attributes of modules that hold other Python values than before a call, and the
-    hooks that the call registered. Numbers are told of at each call; they are noted where they may
-    say that the hooks are registered.
+    hooks of modules that have others. Numbers are told of at each call; they are noted where they
+    may say that the hooks are registered.
 
     Args:
         modules: each with its attributes before the call.
@@ -55,10 +55,10 @@ def note_left(modules: Sequence[tuple[nn.Module, Mapping[str, Any]]], first_hook
     if (left := _left.get()) is None:
         return
     hooks = {
-        (id(module), name): OrderedDict(before[name]) | new
+        (id(module), name): found
         for module, before in modules
-        for name in _HOOKS
-        if (new := {n: f for n, f in module.__dict__.get(name, {}).items() if n >= first_hook})
+        for name in HOOKS
+        if (found := _hooks_left(before, module.__dict__, name, first_hook)) is not None
     }
     left.update(hooks)
     for module, before in modules:
@@ -67,6 +67,17 @@ def note_left(modules: Sequence[tuple[nn.Module, Mapping[str, Any]]], first_hook
             is_told = not hooks and type(was) in NUMBERS and type(now) in NUMBERS
             if now is not was and name not in OF_MODULES and not is_told and _differ(was, now):
                 left[id(module), name] = now
+
+
+def _hooks_left(
+    before: Mapping[str, Any], now: Mapping[str, Any], name: str, first_hook: int
+) -> OrderedDict[int, Any] | None:
+    """The hooks that a call leaves, without those that ftp registered for the call; None if they
+    are those of before.
+    """
+    was, found = before.get(name, {}), now.get(name, {})
+    left = [(n, hook) for n, hook in found.items() if n in was or n >= first_hook]
+    return None if [n for n, _ in left] == [*was] else OrderedDict(left)
 
 
 def _differ(was: Any, now: Any) -> bool:

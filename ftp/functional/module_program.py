@@ -14,7 +14,7 @@ from ftp.dataclass import dataclass
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import attributes_of, join
-from ftp.functional.carried_values import given_to, note_left
+from ftp.functional.carried_values import HOOKS, given_to, note_left
 from ftp.functional.contents import own_attributes
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.lost_state import KeptAttributes, check_state
@@ -149,15 +149,34 @@ def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> AbstractC
 
 @contextmanager
 def with_attributes(new: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    """Within the block modules have other attributes."""
+    """Within the block modules have other attributes. Dicts of hooks stay the same objects, with
+    other contents: the handles by which code removes hooks refer to them.
+    """
     saved = [(module, module.__dict__) for module, _ in new]
+    dicts = [
+        (own, dict(own), attributes, name)
+        for module, attributes in new
+        for name in HOOKS
+        if (own := module.__dict__.get(name)) and name in attributes
+    ]
     try:
+        for own, _, attributes, name in dicts:
+            _fill(own, attributes[name])
+            attributes[name] = own
         for module, attributes in new:
             object.__setattr__(module, "__dict__", attributes)
         yield
     finally:
         for module, attributes in saved:
             object.__setattr__(module, "__dict__", attributes)
+        for own, before, *_ in dicts:
+            _fill(own, before)
+
+
+def _fill(hooks: dict[int, Any], contents: Mapping[int, Any]) -> None:
+    contents = dict(contents)
+    hooks.clear()
+    hooks.update(contents)
 
 
 @dataclass

@@ -312,6 +312,36 @@ def test_attributes_that_change_no_program_are_left_alone(kind):
     torch.testing.assert_close(found, model(x).detach())
 
 
+class Removes(Idle):
+    """Removes a hook in its call, and may register it again."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again, self.handle = again, self.up.register_forward_hook(_doubled)
+        self.up.register_forward_hook(lambda module, args, out: out + 1)
+
+    def forward(self, x):
+        self.handle.remove()
+        y = super().forward(x)
+        if self.again:
+            self.handle = self.up.register_forward_hook(_doubled)
+        return y
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_hooks_that_a_call_removes(again):
+    model = Removes(again)
+    fn, params = ftp.functionalize(model)
+    hooks = dict(model.up._forward_hooks)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = ftp.spmd(fn, MESH, (P(), P()), P())
+        found = [step(params, x) for _ in range(2)]
+    assert hooks == model.up._forward_hooks
+    torch.testing.assert_close(found, [model(x).detach() for _ in range(2)])
+
+
 def _first_call(fn):
     mesh = ftp.simulated_mesh((2,), ("tp",))
     with pytest.warns(ftp.errors.StaleCaptureWarning, match="computes something else"):
