@@ -75,13 +75,6 @@ def check_pipeline(
         raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
     ranks = pipeline.mesh_of(mesh).axes[pipeline.axis]
     pipeline.actions(ranks)
-    given = [s for s in flatten(specs)[0] if isinstance(s, PartitionSpec)]
-    in_stages = has_stages(given) or any(pipeline.axis in s.axes for s in given)
-    if ranks > 1 and not in_stages:
-        raise SpecError(
-            "pipeline= is given, and no spec gives a stage: all ranks would hold all parameters,"
-            " and the first do all work. Give the specs of pipeline.place(params, specs, mesh)."
-        )
     if mesh.kind == "process" and mesh.device_type == "cuda" and not uses_nccl(mesh):
         raise MeshError(
             f"The mesh is {mesh}, but its processes talk by gloo, which sends no tensors of a GPU"
@@ -96,6 +89,13 @@ def check_pipeline(
     check_staged(options)
     if options.data_axes and pipeline.axis in options.data_axes:
         raise SpecError(f"data_axes names {pipeline.axis!r}, the axis of the pipeline.")
+    given = [s for s in flatten(specs)[0] if isinstance(s, PartitionSpec)]
+    in_stages = has_stages(given) or any(pipeline.axis in s.axes for s in given)
+    if ranks > 1 and not in_stages:
+        raise SpecError(
+            "pipeline= is given, and no spec gives a stage: all ranks would hold all parameters,"
+            " and the first do all work. Give the specs of pipeline.place(params, specs, mesh)."
+        )
 
 
 def has_stages(specs: Any) -> bool:
