@@ -17,6 +17,7 @@ from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.pytree import KeyOrders, key_of_static, kind_of, leaf_names
 from ftp.sharding.sparse_matrix import flatten_entries
 from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.torch_nodes import how_to_give
 from ftp.tensors.placement import Placement, known_of, placement
 from ftp.torch_internals.dispatch import dispatch_keys
 from ftp.torch_internals.fake_tensors import FakeTensor
@@ -136,8 +137,7 @@ def check_static(call: Arguments) -> None:
         elif not _is_hashable(leaf):
             failures.append(
                 f"{name} is {kind_of(leaf)}: neither a tensor, nor a container that optree knows,"
-                " nor a hashable static value. Register the class with"
-                " optree.register_pytree_node(..., namespace='ftp'), or pass its tensors in a dict."
+                f" nor a hashable static value. {how_to_give(leaf)}"
             )
     raise_all(InputError, failures)
 

@@ -18,6 +18,7 @@ from ftp.sharding.balance import misfits
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.patterns import Path, dotted, listed
 from ftp.sharding.spec import P
+from ftp.sharding.torch_nodes import adopt_registered
 
 NAMESPACE = "ftp"
 
@@ -31,6 +32,7 @@ def flatten(
     >>> flatten({"b": [1, None], "a": 2})[0]
     [2, 1]
     """
+    adopt_registered(NAMESPACE)
     return optree.tree_flatten(tree, is_leaf, none_is_leaf=False, namespace=NAMESPACE)
 
 
@@ -221,6 +223,7 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
     >>> broadcast_specs({"a": P("dp"), "b": P()}, {"a": {"x": 1, "y": 2}, "b": 3}, "params")
     [P('dp'), P('dp'), P()]
     """
+    adopt_registered(NAMESPACE)
     found: list[P] = []
     failures: list[str] = []
     _broadcast(specs, tree, where, found, failures)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError
+from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.source import at_line
 
-NAMESPACE = "ftp"
 LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
 _ALL_LAYOUTS = (*LAYOUTS, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _OF_PAIRS: frozenset[Callable[..., Any]] = frozenset(
@@ -230,7 +230,7 @@ def with_entries(tree: Any) -> Any:
 
 def flatten_entries(tree: Any) -> tuple[Any, list[Any], optree.PyTreeSpec]:
     """`with_entries`, its leaves and its structure."""
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=False, namespace=NAMESPACE)
+    leaves, treedef = flatten(tree)
     sparse = [x for x in leaves if isinstance(x, Tensor) and x.layout in _ALL_LAYOUTS]
     if not sparse:
         return tree, leaves, treedef
@@ -247,7 +247,7 @@ def flatten_entries(tree: Any) -> tuple[Any, list[Any], optree.PyTreeSpec]:
         else x
         for x in leaves
     )
-    return made, *optree.tree_flatten(made, none_is_leaf=False, namespace=NAMESPACE)
+    return made, *flatten(made)
 
 
 def with_tensors(tree: Any) -> Any:

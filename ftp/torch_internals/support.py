@@ -103,8 +103,8 @@ NEEDED = {
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " _get_current_dispatch_mode_stack is_traceable_wrapper_subclass",
     "torch.utils._ordered_set": "OrderedSet",
-    "torch.utils._pytree": "TreeSpec register_pytree_node tree_any tree_flatten tree_leaves"
-    " tree_map tree_map_only tree_unflatten",
+    "torch.utils._pytree": "SUPPORTED_NODES GetAttrKey MappingKey TreeSpec register_pytree_node"
+    " tree_any tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     "torch.utils._sympy.functions": "FloorDiv IntTrueDiv Mod PythonMod ToFloat",
     "torch.utils._sympy.value_ranges": "ValueRanges",
 }

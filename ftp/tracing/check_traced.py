@@ -10,6 +10,7 @@ from torch import SymInt, Tensor, fx
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.ops.written import writes, writing
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.sharding.torch_nodes import how_to_give
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
@@ -59,16 +60,15 @@ def _unfit_static(leaf: Any, name: str) -> list[str]:
     if held := _held_tensors(leaf):
         return [
             f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors"
-            f" ({', '.join(held)}) that would be baked in as constants. Register the class with"
-            " optree (namespace='ftp'), or use a dict."
+            f" ({', '.join(held)}) that would be baked in as constants."
+            f" {how_to_give(leaf)}"
         ]
     try:
         hash(leaf)
     except TypeError:
         return [
             f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor"
-            " a hashable static value. Register the class with optree (namespace='ftp'), or use a"
-            " dict, list or tuple."
+            f" a hashable static value. {how_to_give(leaf)}"
         ]
     return []
 

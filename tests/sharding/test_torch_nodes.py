@@ -1,0 +1,82 @@
+"""Containers that torch's pytree knows, as arguments, specs and results of steps."""
+
+import dataclasses
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+import ftp
+from ftp import P
+
+MESH = ftp.simulated_mesh((4,), ("dp",))
+W = torch.randn(3, 2)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    y: Any
+    mask: Any = None
+
+
+class Pair:
+    def __init__(self, first: Tensor, second: Tensor):
+        self.first, self.second = first, second
+
+
+@dataclasses.dataclass
+class Unregistered:
+    x: Any
+
+
+torch.export.register_dataclass(Batch)
+_pytree.register_pytree_node(
+    Pair, lambda p: ([p.first, p.second], ["a list"]), lambda children, _: Pair(*children)
+)
+
+
+def outputs(w: Tensor, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, x=batch.x @ w)
+
+
+def loss(w: Tensor, batch: Batch) -> Tensor:
+    out = outputs(w, batch)
+    return (out.x[:, 0] - out.y).square().mean()
+
+
+def test_a_dataclass_that_torch_knows():
+    step = ftp.shard(loss, MESH, P(), batch_specs=Batch(P("dp"), P("dp")))
+    forward = ftp.spmd(outputs, MESH, (P(), P("dp")))
+    for rows in (6, 7, 9):
+        batch = Batch(torch.randn(rows, 3), torch.randn(rows))
+        torch.testing.assert_close(step(W, batch)[::-1], torch.func.grad_and_value(loss)(W, batch))
+        out = forward(W, batch)
+        assert isinstance(out, Batch) and out.mask is None
+        torch.testing.assert_close(out.x, batch.x @ W)
+    assert "%batch.x: f32[9@dp, 3]" in str(step.lower(W, batch))
+    with pytest.raises(ftp.errors.SpecError, match=r"batch\.y has spec"):
+        ftp.shard(loss, MESH, P(), batch_specs=Batch(P("dp"), P(None, "dp")))(W, batch)
+
+
+def test_a_class_that_torch_knows_without_names():
+    step = ftp.spmd(lambda w, pair: Pair(pair.second, pair.first @ w), MESH, (P(), P("dp")))
+    given = Pair(torch.randn(5, 3), torch.randn(5))
+    for _ in range(2):
+        out = step(W, given)
+        torch.testing.assert_close(out.second, given.first @ W)
+        assert out.first.equal(given.second)
+
+
+def test_what_the_errors_of_other_containers_say():
+    step = ftp.spmd(lambda w, batch: batch["x"] @ w, MESH, (P(), P()))
+    with pytest.raises(
+        ftp.errors.InputError, match=r"torch\.export\.register_dataclass\(Unregistered\)"
+    ):
+        step(W, Unregistered(W))
+    with pytest.raises(ftp.errors.InputError, match=r"Give a plain dict"):
+        step(W, UserDict(x=W.T))
+    step(W, dict(UserDict(x=W.T)))
