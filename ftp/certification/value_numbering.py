@@ -20,8 +20,7 @@ from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
-from ftp.rules.decompositions.index import of_even_bags
-from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.decompositions.registry import decomposition_of
 from ftp.rules.decompositions.softmax import exponential_and_total
 from ftp.rules.index import is_of_difference, is_sum_of_source
 from ftp.rules.op_kinds import RESHAPES
@@ -321,7 +320,7 @@ class _Numbers:
         return found
 
     def decomposed(self, node: Any, by: Callable[..., Any] | None = None) -> list[Any] | None:
-        by = by or of_even_bags(node, _shapes(node)) or DECOMPOSITIONS.get(node.target)
+        by = by or decomposition_of(node, _shapes(node))
         if by is None:
             return None
         operands: list[fx.Node] = []

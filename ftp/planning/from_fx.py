@@ -34,8 +34,7 @@ from ftp.planning.graph import (
 from ftp.planning.graph_passes import key_of, live, merge_common
 from ftp.rules.bind import bind, lookup
 from ftp.rules.call import Call, Meta, replaced, tensors
-from ftp.rules.decompositions.index import of_even_bags
-from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.decompositions.registry import DECOMPOSITIONS, decomposition_of
 from ftp.rules.own import RULES
 from ftp.rules.proof.discover import discover
 from ftp.rules.rule import BoundRule
@@ -316,13 +315,13 @@ def decompose(
     *,
     strict: bool = False,
     sizes: Sizes | None = None,
-    table: Mapping[OpOverload, Callable[..., Any]] = DECOMPOSITIONS,
+    table: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> Rewrite:
-    """The graph with those of ``nodes`` that have a decomposition in ``table`` replaced by other
-    ops; the same graph if none has. ``sizes``: the dynamic sizes, if any.
+    """The graph with those of ``nodes`` that have a decomposition, of ``table`` if given, replaced
+    by other ops; the same graph if none has. ``sizes``: the dynamic sizes, if any.
     """
     size = None if sizes is None else size_in(sizes)
-    wanted = {n for n in nodes if n.target in table}
+    wanted = {n for n in nodes if n.target in (DECOMPOSITIONS if table is None else table)}
     if not wanted:
         return unchanged(graph)
     graph, copies = graph.copied()
@@ -334,8 +333,12 @@ def decompose(
         if node not in wanted:
             out.append(node)
             continue
-        of_bags = of_even_bags(node, [v.meta.shape for v in node.operands])
-        gm = _primitives(node, sizes, of_bags or table[node.target])
+        if table is None:
+            by = decomposition_of(node, [v.meta.shape for v in node.operands])
+            assert by is not None
+        else:
+            by = table[node.target]
+        gm = _primitives(node, sizes, by)
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         builder = _GraphBuilder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:

@@ -1,7 +1,7 @@
 """Indexing and embedding bags as primitives."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,8 +121,12 @@ def embedding_bag_backward(
         )
     if mode == MEAN:
         grad = grad / count.clamp(min=1).unsqueeze(1).to(grad.dtype)
-    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets[: grad.shape[0]])])
-    rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(1)
+    if indices.ndim == 2:
+        rows = grad.unsqueeze(1).expand(-1, indices.shape[1], -1)
+    else:
+        rows = aten.index.Tensor(grad, [_bag_of(indices, offsets[: grad.shape[0]])])
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.view(indices.shape).unsqueeze(-1)
     return aten.embedding_dense_backward.default(
         rows, indices, num_weights, padding_idx, scale_grad_by_freq
     )
@@ -151,30 +155,28 @@ def _bag_of(indices: Tensor, starts: Tensor) -> Tensor:
 # Bags of equally many rows, as of two-dimensional ids, have a dim of their own.
 
 
-def of_even_bags(node: Any, shapes: Sequence[Sequence[Any]]) -> Callable[..., Any] | None:
-    """The decomposition of a call whose bags start at ``arange(0, rows, length)``; None of others.
-
-    Args:
-        node: the call, in the planner's graph or a traced one.
-        shapes: of its tensors.
-    """
-    if node.target not in _OF_EVEN_BAGS:
-        return None
+def _are_even_bags(node: Any, shapes: Sequence[Sequence[Any]]) -> bool:
+    """Whether a call's bags start at ``arange(0, rows, length)``, and it takes no maximum."""
     call = Call(node.target, node.args, node.kwargs, ())
     starts = getattr(call.arg("offsets"), "node", call.arg("offsets"))
     if starts.target is not aten.arange.start_step or len(starts.args) != 3:
-        return None
+        return False
     first, end, length = starts.args
     is_plain = all(type(n) is int for n in (*starts.args, *shapes[1]))
     if not is_plain or not end or (first, end) != (0, *shapes[1]) or end % length:
-        return None
-    if node.target is _BACKWARD:
+        return False
+    if node.target is aten._embedding_bag_backward.default:
         has_all = shapes[0][0] == end // length
     else:
         has_all = not call.arg("include_last_offset")
-    return _OF_EVEN_BAGS[node.target] if has_all and call.arg("mode") != MAX else None
+    return has_all and call.arg("mode") != MAX
 
 
+@decomposition(
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    where=_are_even_bags,
+)
 def even_embedding_bag(
     weight: Tensor,
     indices: Tensor,
@@ -199,28 +201,9 @@ def even_embedding_bag(
     return out, _bag_of(indices, offsets), count, count
 
 
-def even_embedding_bag_backward(
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    bag: Tensor,
-    count: Tensor,
-    winner: Tensor,
-    num_weights: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    sparse: bool,
-    per_sample_weights: Tensor | None,
-    padding_idx: int = -1,
-) -> Tensor:
-    ids = indices.view(offsets.shape[0], -1)
-    grad = _divided(grad, ids, padding_idx) if mode == MEAN else grad
-    rows = grad.unsqueeze(1).expand(-1, ids.shape[1], -1)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.view(ids.shape).unsqueeze(2)
-    return aten.embedding_dense_backward.default(
-        rows, ids, num_weights, padding_idx, scale_grad_by_freq
-    )
+@decomposition(aten._embedding_bag_backward.default, where=_are_even_bags)
+def even_embedding_bag_backward(grad: Tensor, indices: Tensor, *args: Any) -> Tensor:
+    return embedding_bag_backward(grad, indices.view(grad.shape[0], -1), *args)
 
 
 def _divided(x: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
@@ -228,11 +211,3 @@ def _divided(x: Tensor, ids: Tensor, padding_idx: int) -> Tensor:
     if padding_idx < 0:
         return x / ids.shape[1]
     return x / (ids != padding_idx).sum(1).clamp(min=1).unsqueeze(1).to(x.dtype)
-
-
-_BACKWARD = aten._embedding_bag_backward.default
-_OF_EVEN_BAGS = {
-    aten._embedding_bag.default: even_embedding_bag,
-    aten._embedding_bag_forward_only.default: even_embedding_bag,
-    _BACKWARD: even_embedding_bag_backward,
-}

@@ -10,21 +10,42 @@ from torch import Tensor
 from ftp.rules.overloads import MissingOp
 from ftp.torch_internals.op_types import OpOverload, decomposition_table
 
+Shapes = Sequence[Sequence[Any]]
+Condition = Callable[[Any, Shapes], bool]
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
+_OF_CALLS: dict[OpOverload, tuple[Condition, Callable[..., Any]]] = {}
 HALF = (torch.float16, torch.bfloat16)
 NONE, MEAN = 0, 1
 
 
-def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def decomposition(
+    *ops: OpOverload, where: Condition | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function of the op's signature that computes it from other ops. Ops that torch
     lacks are skipped.
+
+    Args:
+        where: of which calls, in place of the decomposition of all others.
     """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        DECOMPOSITIONS.update((op, fn) for op in ops if not isinstance(op, MissingOp))
+        known = [op for op in ops if not isinstance(op, MissingOp)]
+        if where is None:
+            DECOMPOSITIONS.update((op, fn) for op in known)
+        else:
+            _OF_CALLS.update((op, (where, fn)) for op in known)
         return fn
 
     return register
+
+
+def decomposition_of(node: Any, shapes: Shapes) -> Callable[..., Any] | None:
+    """The decomposition of a call, in the planner's graph or a traced one, on tensors of these
+    shapes; None if it has none.
+    """
+    where, by = _OF_CALLS.get(node.target, (None, None))
+    is_of_call = where is not None and where(node, shapes)
+    return by if is_of_call else DECOMPOSITIONS.get(node.target)
 
 
 def from_torch(*ops: OpOverload) -> None:
