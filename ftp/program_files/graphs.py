@@ -23,7 +23,7 @@ _KINDS = ("placeholder", "call_function", "output")
 _OF_RANK = (
     "collective", "source", "origin", "branch", "is_ahead", "gives", "takes", "axis",
 )  # fmt: skip
-_OF_TRACE = ("val", "source", "phase")
+_OF_TRACE = ("val", "source", "phase", "from_the_front")
 _OF_EXECUTED = ("collective", "source", "direct", "is_crowded")
 _PAST = frozenset(
     ("val", "tensor_meta", "region", "nn_module_stack", "stack_trace", "ftp_constant", "phase")

@@ -79,7 +79,7 @@ def _indexed(node: fx.Node) -> Iterator[tuple[fx.Node, int, int, int | None]]:
         yield args[1], 0, args[0].meta["val"].shape[0], None
     elif node.target in _ALONG_DIM and args[0].meta["val"].ndim:
         size = args[0].meta["val"].shape[args[1]]
-        from_the_end = _before_counting(args[2], size)
+        from_the_end = _given_index(args[2])
         yield from_the_end or args[2], -size if from_the_end else 0, size, None
     elif node.target in _LOSSES:
         x, ignored_class = args[0].meta["val"], args[4]
@@ -232,15 +232,11 @@ def _sources(node: fx.Node) -> set[fx.Node]:
     return {n for n in seen if n.op == "placeholder" and not n.meta["val"].dtype.is_floating_point}
 
 
-def _before_counting(node: Any, size: int) -> fx.Node | None:
-    """The indices that ``ftp.tracing.row_indices`` counts from the front; else None."""
+def _given_index(node: Any) -> fx.Node | None:
+    """The index that a trace has counted from the front, as its metadata says; else None."""
     while node.target in (aten.expand.default, aten.unsqueeze.default):
         node = node.args[0]
-    if node.target is not aten.where.self:
-        return None
-    less, counted, index = node.args
-    is_ours = less.target is aten.lt.Scalar and less.args == (index, 0)
-    return index if is_ours and counted.args == (index, size) else None
+    return node.args[2] if "from_the_front" in node.meta else None
 
 
 def _one_hot_classes(node: Any) -> int | None:

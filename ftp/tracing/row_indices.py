@@ -176,6 +176,7 @@ def _along(emit: _NodesBefore, rows: _AllRows, x: fx.Node) -> fx.Node | None:
         return None
     is_negative = emit(aten.lt.Scalar, index, 0)
     index = emit(aten.where.self, is_negative, emit(aten.add.Tensor, index, size), index)
+    index.meta["from_the_front"] = True  # the last operand is the index as it was given
     while index.meta["val"].ndim < rows.ndim:
         index = emit(aten.unsqueeze.default, index, 0)
     if rows.is_one:
