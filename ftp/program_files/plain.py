@@ -82,7 +82,7 @@ class Writer:
             ProgramFileError: a value of a type that is not in the table.
         """
         kind = type(value)
-        if value is None or kind is bool or kind is int or kind is str:
+        if value is None or kind is bool or kind is int or isinstance(value, str):
             return value
         if kind is float:
             return value if math.isfinite(value) else [FLOAT, repr(value)]

@@ -147,6 +147,15 @@ def test_a_train_step(tmp_path: Path):
         runs[0](*placed[0], x)
 
 
+def test_an_explicit_program(tmp_path: Path):
+    def fn(w, x):
+        return torch.softmax(ftp.constrain(x @ w, P()), -1)
+
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(fn, mesh, (P("tp"), P(None, "tp")), P(), explicit=True)
+    check(step, (torch.randn(4, 3), torch.randn(2, 4)), tmp_path / "program")
+
+
 def test_code_of_one_rank_random_draws_and_checked_inputs(tmp_path: Path):
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
 
