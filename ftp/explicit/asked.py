@@ -66,6 +66,7 @@ class _UnaskedFinder:
         without: Collection[str],
     ):
         self.graph, self.users = graph, graph.users
+        self.places = {node: i for i, node in enumerate(graph.nodes)}
         self.returned = {
             value for value, spec in zip(graph.outputs, out_specs, strict=True) if spec is not None
         }
@@ -85,7 +86,7 @@ class _UnaskedFinder:
             if not (
                 node.name in gradients
                 or (node.target.src.kind == "S" and not node.depends & BATCH)  # of a parameter
-                or self._leads(Value(node), node)
+                or self._leads(node)
                 or self._is_transposed(node)
                 or self._is_within_call(node)
                 or is_of_lookup(node, self.users)
@@ -99,19 +100,32 @@ class _UnaskedFinder:
             return user.kind == "local" or axis in user.own_axes
         return pin.holds(axis) or user.target == MARK
 
-    def _leads(self, value: Value, reshard: Node) -> bool:
+    def _leads(self, reshard: Node) -> bool:
         """Whether an output or a constraint fixes the layout of a reshard's value, or of what all
         its users compute from it element by element.
 
         A constraint on an op's result does not ask for a reshard that matches one operand to
         another, nor for the sum of an unreduced input before an op that is not linear in it.
         """
+        reached, seen = [Value(reshard)], {Value(reshard)}
+        for value in reached:
+            for user, slot in users_in_phase(self.users, value, reshard.phase):
+                if keeps_value(user) or passes_on(user, slot):
+                    reached += [v for v in user.values if v not in seen]
+                    seen.update(user.values)
+        leads: dict[Value, bool] = {}
+        for value in sorted(reached, key=lambda v: self.places[v.node], reverse=True):
+            leads[value] = self._is_led(value, reshard, leads)
+        return leads[Value(reshard)]
+
+    def _is_led(self, value: Value, reshard: Node, leads: Mapping[Value, bool]) -> bool:
+        """Whether a value leads to an end, given which of the values computed from it do."""
         if value in self.returned:
             return True
         users = users_in_phase(self.users, value, reshard.phase)
         if any(
             self._is_end(user, reshard.target.axis)
-            or (keeps_value(user) and any(self._leads(v, reshard) for v in user.values))
+            or (keeps_value(user) and any(leads[v] for v in user.values))
             for user, _ in users
         ):
             return True
@@ -122,7 +136,7 @@ class _UnaskedFinder:
             and all(
                 passes_on(user, slot)
                 and self._stays_a_sum(user, slot, reshard)
-                and self._leads(Value(user), reshard)
+                and leads[Value(user)]
                 for user, slot in users
             )
         )

@@ -345,3 +345,16 @@ def test_the_block(mesh):
         return block(source, mesh, P("dp") if "dp" in mesh.axes else P(), **options)
 
     check_lines(make, Source(BLOCK))
+
+
+def test_a_long_chain_of_pointwise_ops_after_a_reshard():
+    def fn(w, x):
+        y = x @ w
+        for _ in range(1200):
+            y = -y
+        return y
+
+    w, x = torch.randn(4, 2, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(fn, mesh, (P("tp"), P(None, "tp")), P(), explicit=True)
+    torch.testing.assert_close(step(w, x), x @ w)
