@@ -23,6 +23,7 @@ class OpFacts:
     of_one_dtype: bool
     needs_elements: bool
     promotes: bool
+    writes_values: bool
     reads_value: bool
     is_lift: bool
     is_mutable: bool
@@ -36,6 +37,7 @@ def op_facts(func: OpOverload) -> OpFacts:
         func in ONE_DTYPE,
         func in (aten.max.default, aten.min.default),
         func in PROMOTING,
+        func in (aten.index_put.default, aten.index_put_.default),
         func in (aten._local_scalar_dense.default, aten.allclose.default),
         func in _LIFTS,
         func._schema.is_mutable,

@@ -42,6 +42,8 @@ def check_call(
         _check_elements(func, args[0], line)
     if facts.promotes:
         _check_result(func, args, line)
+    if facts.writes_values:
+        _check_values(*args[:3], line)
 
 
 def check_strided(func: OpOverload, out: Any, line: str) -> None:
@@ -77,6 +79,24 @@ def check_written(name: str, dtype: torch.dtype, x: Tensor, line: str) -> None:
         raise TraceError(
             f"{name} writes a result of dtype {made} to a tensor of dtype {held}{located(line)}"
             " which torch refuses. Convert the tensor with .to(dtype) first."
+        )
+
+
+def _check_values(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, line: str) -> None:
+    """Refuse values that do not broadcast to the elements that they are written to."""
+    given = [i for i in indices if i is not None]
+    has_mask = any(i.dtype in (torch.bool, torch.uint8) for i in given)
+    if has_mask or any(t._has_symbolic_sizes_strides for t in (x, *given, values)):
+        return
+    at = [d for d, i in enumerate(indices) if i is not None]
+    first = at[0] if at[-1] - at[0] == len(at) - 1 else 0
+    rest = [size for d, size in enumerate(x.shape) if d not in at]
+    written = (*rest[:first], *torch.broadcast_shapes(*(i.shape for i in given)), *rest[first:])
+    sizes = zip(reversed(values.shape), reversed(written), strict=False)
+    if values.ndim > len(written) or any(own not in (1, size) for own, size in sizes):
+        raise TraceError(
+            f"aten.index_put writes values of shape {tuple(values.shape)} to elements of shape"
+            f" {written}{located(line)} which torch refuses: they do not broadcast."
         )
 
 

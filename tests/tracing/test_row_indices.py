@@ -120,3 +120,22 @@ def test_an_index_alone_is_no_gather():
     )
     targets = {node.target for node in lowered.graph.graph.nodes}
     assert torch.ops.aten.index.Tensor in targets and torch.ops.aten.gather.default not in targets
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, V), (1, 2, V)])
+@pytest.mark.parametrize("key", [(slice(None), [0, 1]), ([0, 1],), ([0, 1, 2, 3], [0, 1, 1, 0])])
+def test_values_that_do_not_broadcast_are_refused(key, shape):
+    indices = [None if isinstance(i, slice) else torch.tensor(i) for i in key]
+
+    def put(x, values):
+        return torch.ops.aten.index_put(x, indices, values)
+
+    x, values = torch.zeros(4, V), torch.zeros(shape)
+    step = ftp.spmd(put, ftp.simulated_mesh((2,), ("a",)), (P("a"), P()))
+    try:
+        expected = put(x, values)
+    except (RuntimeError, IndexError):
+        with pytest.raises(ftp.errors.TraceError, match="they do not broadcast"):
+            step(x, values)
+    else:
+        torch.testing.assert_close(step(x, values), expected)
