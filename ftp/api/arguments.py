@@ -111,6 +111,12 @@ def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Me
     )
 
 
+def is_other_tensor(now: tuple[Any, ...], then: tuple[Any, ...]) -> bool:
+    """Whether the tensors of two keys differ in shape, dtype or placement, if both have one."""
+    are_placed = isinstance(now[-1], Placement) and isinstance(then[-1], Placement)
+    return now != then if are_placed else now[:2] != then[:2]
+
+
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         # A placement implies the dispatch keys, which take longer to read than all the rest.

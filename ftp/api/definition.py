@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ftp.api.arguments import Arguments, check_donated_once, check_static, nones
+from ftp.api.arguments import Arguments, check_donated_once, check_static, is_other_tensor, nones
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.api.inputs import Inputs
 from ftp.api.outputs import returned_trees, with_given
@@ -109,7 +109,7 @@ def changed_from(
         [
             f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(shape or leaf.shape)}"
             for leaf, shape, name, now, then in leaves
-            if isinstance(leaf, Tensor) and now != then
+            if isinstance(leaf, Tensor) and is_other_tensor(now, then)
         ]
     )
 
