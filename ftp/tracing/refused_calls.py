@@ -43,7 +43,7 @@ def check_call(
     if facts.promotes:
         _check_result(func, args, line)
     if facts.writes_values:
-        _check_values(*args[:3], line)
+        _check_values(args, line)
 
 
 def check_strided(func: OpOverload, out: Any, line: str) -> None:
@@ -82,8 +82,9 @@ def check_written(name: str, dtype: torch.dtype, x: Tensor, line: str) -> None:
         )
 
 
-def _check_values(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, line: str) -> None:
+def _check_values(args: Sequence[Any], line: str) -> None:
     """Refuse values that do not broadcast to the elements that they are written to."""
+    x, indices, values, *_ = args
     given = [i for i in indices if i is not None]
     has_mask = any(i.dtype in (torch.bool, torch.uint8) for i in given)
     if has_mask or any(t._has_symbolic_sizes_strides for t in (x, *given, values)):

@@ -10,16 +10,16 @@ from torch import Tensor
 from ftp.rules.overloads import MissingOp
 from ftp.torch_internals.op_types import OpOverload, decomposition_table
 
-Shapes = Sequence[Sequence[Any]]
-Condition = Callable[[Any, Shapes], bool]
+# Of a call, in the planner's graph or a traced one, and the shapes of its tensors.
+HoldsForCall = Callable[[Any, Sequence[Sequence[Any]]], bool]
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
-_OF_CALLS: dict[OpOverload, tuple[Condition, Callable[..., Any]]] = {}
+_OF_CALLS: dict[OpOverload, tuple[HoldsForCall, Callable[..., Any]]] = {}
 HALF = (torch.float16, torch.bfloat16)
 NONE, MEAN = 0, 1
 
 
 def decomposition(
-    *ops: OpOverload, where: Condition | None = None
+    *ops: OpOverload, where: HoldsForCall | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function of the op's signature that computes it from other ops. Ops that torch
     lacks are skipped.
@@ -39,10 +39,8 @@ def decomposition(
     return register
 
 
-def decomposition_of(node: Any, shapes: Shapes) -> Callable[..., Any] | None:
-    """The decomposition of a call, in the planner's graph or a traced one, on tensors of these
-    shapes; None if it has none.
-    """
+def decomposition_of(node: Any, shapes: Sequence[Sequence[Any]]) -> Callable[..., Any] | None:
+    """The decomposition of a call on tensors of these shapes; None if it has none."""
     where, by = _OF_CALLS.get(node.target, (None, None))
     is_of_call = where is not None and where(node, shapes)
     return by if is_of_call else DECOMPOSITIONS.get(node.target)
