@@ -2,7 +2,9 @@
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -831,3 +833,41 @@ def test_numbers_of_uint64_and_complex_numbers_are_refused(k: Tensor):
     step = ftp.spmd(lambda x, k: x * k.item(), ftp.simulated_mesh(2, "dp"), P(), P())
     with pytest.raises(TraceError, match="needs a tensor's value"):
         step(torch.ones(2), k)
+
+
+def ctc(w: Tensor, x: Tensor, labels: Tensor, steps: Tensor) -> Tensor:
+    """As transformers' speech models: the labels of all examples, one after the other."""
+    mask = labels >= 0
+    scores = F.log_softmax(x @ w, -1).transpose(0, 1)
+    return F.ctc_loss(scores, labels.masked_select(mask), steps, mask.sum(-1))
+
+
+def test_ctc_of_selected_labels_has_one_plan_for_all_numbers_of_them():
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    step = ftp.shard(ctc, mesh, P(), batch_specs=P("dp"))
+    for seed, batch in enumerate((3, 3, 4, 5)):
+        torch.manual_seed(seed)
+        w, x = torch.randn(4, 7).double(), torch.randn(batch, 11, 4).double()
+        labels = torch.randint(1, 7, (batch, 5)).masked_fill(torch.rand(batch, 5) < 0.4, -100)
+        given = w, x, labels, torch.randint(9, 12, (batch,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ftp.errors.ReadWarning)
+            value, grads = step(*given)
+        expected = torch.func.grad_and_value(ctc)(*given)
+        torch.testing.assert_close((grads, value), expected)
+    assert step.shapes.one_by_one == ()
+
+
+def test_ctc_of_other_lengths_reads_the_number_of_labels():
+    def loss(w, x, labels, steps, lengths):
+        scores = F.log_softmax(x @ w, -1).transpose(0, 1)
+        return F.ctc_loss(scores, labels[labels >= 0], steps, lengths)
+
+    labels = torch.tensor([[3, -1, 2], [1, 4, -1]])  # two, then two; or one, then three
+    w, x, steps = torch.randn(4, 7), torch.randn(2, 9, 4), torch.tensor([9, 8])
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))
+    for lengths in ([2, 2], [1, 3]):
+        given = w, x, labels, steps, torch.tensor(lengths)
+        with pytest.warns(ftp.errors.ReadWarning) if lengths[0] == 2 else nullcontext():
+            value, _ = step(*given)
+        torch.testing.assert_close(value, loss(*given))

@@ -351,3 +351,37 @@ def test_tangents_that_are_views_under_vmap():
         mesh = ftp.simulated_mesh((2,), ("dp",))
         step = ftp.spmd(energy, mesh, (P(), spec), P(), certify=True)
         torch.testing.assert_close(step(p, x), energy(p, x), rtol=1e-10, atol=1e-12)
+
+
+class Target(torch.nn.Module):
+    """A target network that its call averages by ``.data``."""
+
+    def __init__(self):
+        super().__init__()
+        self.online = torch.nn.Linear(3, 2)
+        self.target = torch.nn.Linear(3, 2).requires_grad_(False)
+
+    def forward(self, x):
+        for old, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            old.data.mul_(0.9)
+            old.data.add_(0.1 * new.data)
+        return (self.online(x) - self.target(x)).square().mean()
+
+
+def test_data_of_a_tensor_that_a_transform_does_not_see():
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    fn, params, buffers = ftp.functionalize(Target(), buffers=True)
+
+    def train_step(params, buffers, x):
+        of = torch.func.grad_and_value(lambda p: fn(p, buffers, x), has_aux=True)
+        grads, (loss, new) = of(params)
+        return {k: v - 0.1 * grads[k] for k, v in params.items()}, new, loss
+
+    def frozen(w, scale, x):
+        return torch.func.grad(lambda w: (x @ w * scale.data).square().sum())(w)
+
+    x, w, scale = torch.randn(6, 3), torch.randn(3, 2), torch.randn(2)
+    step = ftp.spmd(train_step, mesh, (P(), P(), P("dp")))
+    torch.testing.assert_close(step(params, buffers, x), train_step(params, buffers, x))
+    out = ftp.spmd(frozen, mesh, (P(), P(), P("dp")))(w, scale, x)
+    torch.testing.assert_close(out, frozen(w, scale, x))

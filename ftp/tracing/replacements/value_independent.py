@@ -29,7 +29,12 @@ from ftp.torch_internals.fake_tensors import (
     DynamicOutputShapeException,
     is_fake,
 )
-from ftp.torch_internals.functorch import is_gradtrackingtensor, unwrapped
+from ftp.torch_internals.functorch import (
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    temporarily_clear_interpreter_stack,
+    unwrapped,
+)
 from ftp.tracing.data_dependent.guards import guard_at, line_of_identity
 from ftp.tracing.data_dependent.known_values import KnownValues
 from ftp.tracing.data_dependent.paths import decided
@@ -343,8 +348,15 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
 
 
 def _data(x: Tensor) -> Tensor:
-    """``x.data``: under torch.func that of a captured tensor is one that no trace follows."""
-    return x.data if is_fake(unwrapped(x)) else x.detach()
+    """``x.data``: under torch.func that of a captured tensor is one that no trace follows. It skips
+    the transforms that are running, which see the copies of ops that a trace makes.
+    """
+    if not is_fake(unwrapped(x)):
+        return x.detach()
+    if is_functorch_wrapped_tensor(x):
+        return x.data
+    with temporarily_clear_interpreter_stack():
+        return x.data
 
 
 def _set_data(x: Tensor, value: Tensor) -> None:

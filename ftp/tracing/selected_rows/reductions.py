@@ -313,6 +313,30 @@ def _recurrent(name: str) -> Callable[..., Any]:
     return of
 
 
+def _ctc_loss(
+    group: SelectionGroup,
+    log_probs: Tensor,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """CTC of targets that a mask selects, in rows of one length: the selected ones of each row
+    come first.
+    """
+    mask = group.mask
+    if not isinstance(targets, Selected) or targets.rows.ndim != 1 or mask.ndim != 2:
+        return None
+    if not isinstance(target_lengths, Tensor):
+        return None
+    if not any(holds_same(target_lengths, mask.sum(dim)) for dim in (-1, 1)):
+        return None
+    order = mask.logical_not().to(torch.uint8).sort(dim=-1, stable=True).indices
+    padded = targets.rows.reshape(mask.shape).gather(1, order)
+    return F.ctc_loss(log_probs, padded, input_lengths, target_lengths, *rest, **named)
+
+
 _LOSSES = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
     kl_div cosine_embedding_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss
@@ -352,5 +376,6 @@ OF_ALL_ROWS.update(
         **{name: _loss(getattr(F, name)) for name in _LOSSES.split()},
         "cross_entropy": _cross_entropy(F.cross_entropy),
         "nll_loss": _cross_entropy(F.nll_loss),
+        "ctc_loss": _ctc_loss,
     }
 )
