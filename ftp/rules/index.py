@@ -351,6 +351,7 @@ whole(
     aten.bincount.default,
     aten.nonzero_static.default,
 )
+whole(aten.masked_scatter_backward.default, linear=((0,),))
 
 
 @rule(aten.histc.default)

@@ -986,6 +986,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "take.default": lambda: [s(normal(4, 3), ints(5, high=12))],
     "put.default": lambda: [s(normal(4, 3), ints(5, high=12), normal(5), True)],
     "masked_scatter.default": lambda: [s(normal(4, 3), bools(4, 3), normal(12))],
+    "masked_scatter_backward.default": lambda: [s(normal(4, 3), bools(4, 3), [12])],
     "bincount.default": lambda: [s(ints(6, high=5))],
     "histc.default": lambda: [s(x(4, 3), 4, 0, 1), s(normal(9), 3)],
     "searchsorted.Tensor": lambda: [

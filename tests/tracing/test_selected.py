@@ -871,3 +871,37 @@ def test_ctc_of_other_lengths_reads_the_number_of_labels():
         with pytest.warns(ftp.errors.ReadWarning) if lengths[0] == 2 else nullcontext():
             value, _ = step(*given)
         torch.testing.assert_close(value, loss(*given))
+
+
+def _beside_slices(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    """As Qwen3-VL adds the features of images to the tokens that stand for them."""
+    y = x @ w
+    y[mask, :] = y[mask, :].clone() + rows @ w
+    return y.square().mean()
+
+
+def _some_columns(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    y = x @ w
+    y[mask, 0], y[mask, 2:4] = (rows @ w)[:, 0], (rows @ w)[:, :1]
+    y[mask, ...] *= rows.sum() + w[0]
+    return y.square().mean()
+
+
+def _behind_slices(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    y = (x @ w).movedim(-1, 0).clone()
+    y[:, mask] = (rows @ w).T
+    y[..., mask] += w[:, :1]
+    return y.square().mean()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:(.|\\n)*ftp assumes that the mask selects:UserWarning",
+    "ignore:(.|\\n)*as a Python number:ftp.errors.ReadWarning",
+)
+@pytest.mark.parametrize("loss", [_beside_slices, _some_columns, _behind_slices])
+def test_values_with_gradients_are_written_at_a_mask_beside_slices(loss: Callable[..., Tensor]):
+    mask = IDS[:, :2] >= 0
+    given = W, X[:, :2], mask, torch.randn(int(mask.sum()), 6, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    step = ftp.shard(loss, mesh, P(), batch_specs=(P("dp"), P("dp"), P()))
+    torch.testing.assert_close(step(*given)[::-1], torch.func.grad_and_value(loss)(*given))

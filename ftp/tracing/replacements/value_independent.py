@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ from ftp.torch_internals.fake_tensors import (
 )
 from ftp.torch_internals.functorch import (
     is_functorch_wrapped_tensor,
-    is_gradtrackingtensor,
     temporarily_clear_interpreter_stack,
     unwrapped,
 )
@@ -56,6 +55,11 @@ from ftp.tracing.replacements.deep_copies import deepcopy
 from ftp.tracing.replacements.diagonals import fill_diagonal_
 from ftp.tracing.replacements.flat_linear import linear
 from ftp.tracing.replacements.gaussian_nll import gaussian_nll_loss
+from ftp.tracing.replacements.masked_writes import (
+    index_put,
+    is_mask,
+    write_at_mask,
+)
 from ftp.tracing.replacements.recurrent_layers import of_sequences
 from ftp.tracing.replacements.repeats import REPEATS, with_size
 from ftp.tracing.replacements.short_time_fourier import istft, stft
@@ -262,33 +266,6 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return input.masked_fill(filled, value.to(input.dtype))
 
 
-def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-    """``x[mask] = value``: one value for all selected elements by ``where``; a value per selected
-    element by their indices.
-    """
-    at = [d for d, i in enumerate(indices) if i is not None]
-    mask = indices[at[0]] if len(at) == 1 else None
-    if not _is_mask(mask) or mask.shape != input.shape[at[0] : at[0] + mask.ndim]:
-        return torch.index_put(input, indices, values, accumulate)
-    behind = input.ndim - at[0] - mask.ndim
-    before = values.ndim - behind
-    if before <= 0 or values.shape[before - 1] == 1:
-        kept = mask.to(torch.bool).reshape(*mask.shape, *(1,) * behind)
-        if before > 0:
-            ones = (1,) * mask.ndim
-            values = values.reshape(*values.shape[: before - 1], *ones, *values.shape[before:])
-        if accumulate:
-            return (input + torch.where(kept, values, 0)).to(input.dtype)
-        return torch.where(kept, values, input).to(input.dtype)
-    if not (values.requires_grad or is_gradtrackingtensor(values)):
-        return torch.index_put(input, indices, values, accumulate)
-    count = values.shape[before - 1]
-    claim = f"a mask selects {count} elements, as many as values that are written there"
-    assume(lambda: (mask != 0).sum() == count, claim)
-    places = torch.nonzero_static(mask, size=count).unbind(1)
-    return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
-
-
 def _getitem(input: Tensor, key: Any) -> Tensor:
     """``x[i]``, where ``i`` may be a tensor of one integer, which torch reads."""
     while (at := _place_by_tensor(input, key)) is not None:
@@ -312,7 +289,7 @@ def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
     if True not in numbers or any(isinstance(k, Selected) for k in keys):
         return None
     at = numbers.index(True)
-    taken = [0 if k is None or k is Ellipsis else k.ndim if _is_mask(k) else 1 for k in keys]
+    taken = [0 if k is None or k is Ellipsis else k.ndim if is_mask(k) else 1 for k in keys]
     dim = sum(taken[:at])
     if any(k is Ellipsis for k in keys[:at]):
         dim = input.ndim - sum(taken[at:])
@@ -322,10 +299,6 @@ def _place_by_tensor(input: Tensor, key: Any) -> tuple[int, Tensor, Any] | None:
     place = torch.where(place < 0, place + input.shape[dim], place)
     keys[at] = 0
     return dim, place, tuple(keys)
-
-
-def _is_mask(key: Any) -> TypeGuard[Tensor]:
-    return isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8)
 
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -341,9 +314,7 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
         part = input.index_select(dim, place)
         _setitem(part, key, value)
         input.index_copy_(dim, place, part)
-    elif _is_mask(key) and key.ndim and isinstance(value, Tensor):
-        input.copy_(_index_put(input, (key,), value.to(input.dtype)))
-    else:
+    elif not write_at_mask(input, key, value):
         Tensor.__setitem__(input, key, value)
 
 
@@ -415,7 +386,7 @@ _METHODS: dict[str, Callable[..., Any]] = {  # also functions of torch
     "cov": cov,
     "corrcoef": corrcoef,
     "index_fill": _index_fill,
-    "index_put": _index_put,
+    "index_put": index_put,
     "istft": istft,
     "stft": stft,
 }
@@ -441,7 +412,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     torch.ctc_loss: _with_lengths(torch.ctc_loss),
     Tensor.fill_diagonal_: fill_diagonal_,
     Tensor.index_fill_: _in_place(_index_fill),
-    Tensor.index_put_: _in_place(_index_put),
+    Tensor.index_put_: _in_place(index_put),
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
     Tensor.data.__get__: _data,  # pyright: ignore[reportAttributeAccessIssue]
