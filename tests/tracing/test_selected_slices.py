@@ -157,3 +157,18 @@ def test_tensors_of_a_row_for_each_selected_one():
     step = ftp.spmd(fn, MESH, (P("tp"), P()), P())
     for x in (X, -X.abs()):
         torch.testing.assert_close(step(x, LENGTHS), fn(x, LENGTHS))
+
+
+@pytest.mark.filterwarnings("ignore:(.|\\n)*as a Python number:ftp.errors.ReadWarning")
+def test_a_result_that_ends_at_a_value_along_a_later_dim_reads_it():
+    """As transformers' beam search returns its sequences."""
+
+    def ended(x, lengths):
+        longest = (lengths + 1).max().clamp(max=x.shape[1])
+        return {"sequences": x[:, :longest], "scores": x[:, 0]}
+
+    step = ftp.spmd(ended, ftp.simulated_mesh((2,), ("dp",)), (P("dp"), P("dp")))
+    x = torch.randn(4, 6)
+    for lengths in (torch.tensor([1, 3, 2, 3]), torch.tensor([1, 0, 2, 1])):
+        out = step(x, lengths)
+        torch.testing.assert_close(out, ended(x, lengths))

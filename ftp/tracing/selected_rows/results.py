@@ -6,12 +6,12 @@ from typing import Any
 
 import optree
 
-from ftp.errors import TraceError
 from ftp.ops.microbatch_means import means_of_trace
 from ftp.sharding.counted_rows import CountedRows
 from ftp.sharding.pytree import NAMESPACE, flatten
 from ftp.tracing.data_dependent.traced_number import TracedNumber
 from ftp.tracing.selected_rows.group import selected_indices
+from ftp.tracing.selected_rows.refused import value_error
 from ftp.tracing.selected_rows.selected import Selected
 
 
@@ -32,5 +32,5 @@ def counted(result: Any) -> Any:
 
 def _counted(x: Selected) -> CountedRows:
     if x.row_dim:
-        raise TraceError(x.refused_as("a result whose first dim is not that of the rows"))
+        raise value_error(x.refused_as("a result whose first dim is not that of the rows"))
     return CountedRows(x.rows.index_select(0, selected_indices(x.group)), x.group.valid.sum())
