@@ -316,6 +316,7 @@ class _TableBuilder:
             node.target,
             node.results,
             tuple(node.sizes.items()),
+            self.prices.is_of_activations(node),
             node.depends & BATCH,
             Value(node) in self.prices.free_to_reshard and not is_cut_again(node),
         )
@@ -368,7 +369,7 @@ class _TableBuilder:
             node.kind,
             self.prices.nbytes(value),
             self.prices.reshard_facts(value),
-            self.prices.is_of_statistics(node),
+            node in self.prices.of_sums,
         )
         table = self.net.once(
             key,

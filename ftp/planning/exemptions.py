@@ -18,11 +18,13 @@ class Exemptions(NamedTuple):
         after_conflict: values that none binds until the next matmul.
         rows: rows of tables for which they may be moved, and what is linear in them: their sums
             over ranks are cut as the batch is, not replicated.
+        of_sums: ops on sums over the batch alone, such as gradients and batch norm's statistics.
     """
 
     free: set[Value]
     after_conflict: set[Value]
     rows: set[Value]
+    of_sums: set[Node]
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions:
@@ -49,7 +51,9 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
     if problem.is_data_axis:
         conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
     lookups = movable(problem)
+    of_sums = _of_sums(problem)
     free |= lookups.operands
+    free.update(value for node in of_sums for value in node.values)
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
@@ -65,7 +69,25 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
             rows.update(node.values)
         if node in conflicts or node in lookups.forward or any(v in after for v in read):
             after.update(node.values)
-    return Exemptions(free | _feeding_only(conflicts, matmuls, problem.graph.nodes), after, rows)
+    free |= _feeding_only(conflicts, matmuls, problem.graph.nodes)
+    return Exemptions(free, after, rows, of_sums)
+
+
+def _of_sums(problem: Problem) -> set[Node]:
+    """The ops whose operands that depend on the batch are sums over it, or computed from such
+    sums.
+    """
+    found: set[Node] = set()
+    if not problem.is_data_axis:
+        return found
+    cuts, layouts = problem.batch_reach.cuts, problem.batch_reach.layouts
+    for node in problem.graph.nodes:
+        if node.kind == "input" or node in cuts:
+            continue
+        read = [value for value in node.operands if value.node.depends & BATCH]
+        if read and all(v.node in found or (v.node in cuts and v not in layouts) for v in read):
+            found.add(node)
+    return found
 
 
 def _passes_sums_on(node: Node, values: Container[Value]) -> bool:

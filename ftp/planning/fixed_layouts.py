@@ -10,7 +10,14 @@ from ftp.per_rank.program import factor
 from ftp.planning.axis_order import spec_layout
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.plan import FixedLayouts
-from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach, seeds_of_parts
+from ftp.planning.reachable_cuts import (
+    Cut,
+    Reach,
+    layout_of,
+    reach,
+    seeds_of_parts,
+    seeds_of_stacks,
+)
 from ftp.sharding.layout import Layout, R
 
 
@@ -68,8 +75,12 @@ class Reaches:
 
     @cached_property
     def from_specs(self) -> Reach:
-        """The cuts that all fixed layouts lead to, and those within the batch's parts."""
+        """The cuts that all fixed layouts lead to, those within the batch's parts, and those
+        between the matrices of an update's stacks.
+        """
         seeds = [*self._seeds_of_parts]
+        if self.batch:
+            seeds += seeds_of_stacks(self.graph, self.from_batch, self.n)
         seeds += [(Value(node), layout) for node, layout in self.pinned.items()]
         seeds += [
             (value, layout)

@@ -52,7 +52,8 @@ class Prices:
         self.users, self.required = users, required
         self._sizes: dict[Value, int] = {}
         self._reduced: dict[Value, int] = {}
-        self.free_to_reshard, self.after_conflict, self.rows = exemptions(problem, required)
+        found = exemptions(problem, required)
+        self.free_to_reshard, self.after_conflict, self.rows, self.of_sums = found
 
     def nbytes(self, value: Value) -> int:
         """Bytes of a value over all ranks of the axis."""
@@ -114,6 +115,7 @@ class Prices:
         }  # whole, or each part in turn
         seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
         could_be_cut = any(s.cut for s in self.options[node])
+        is_product = is_matmul(node.target) and self.is_of_activations(node)
         prices = []
         for s in self.options[node]:
             # An op that widens the gathered copy of a parameter is priced as if it were cut: bytes
@@ -136,10 +138,14 @@ class Prices:
                     if is_number or PARTIAL in self.problem.outputs
                     else PASS_ON
                 )
-            elif s.cut is None and could_be_cut and is_matmul(node.target) and node.depends & BATCH:
+            elif s.cut is None and could_be_cut and is_product:
                 price *= REPLICATED_MATMUL
             prices.append(price)
         return prices
+
+    def is_of_activations(self, node: Node) -> bool:
+        """Whether an op works on batch data, not on sums over the batch alone."""
+        return bool(node.depends & BATCH) and node not in self.of_sums
 
     def _of_attention(self, node: Node, s: Strategy, whole: float) -> float:
         """Seconds of attention: the busiest rank's computation and, in a ring, its messages.
@@ -295,29 +301,9 @@ class Prices:
             and strategy.cut is None
             and strategy.pending is None
             and any(s.cut for s in self.options[node])
-            and not self.is_of_statistics(node)
+            and node not in self.of_sums
         )
         return self.violation if is_idle else 0.0
-
-    def is_of_statistics(self, node: Node) -> bool:
-        """Whether an op works on batch statistics (batch norm's mean and scale). On a data axis
-        only a parameter's cut could reach it, and its result would be gathered.
-        """
-        return (
-            self.problem.is_data_axis
-            and bool(node.depends & BATCH)
-            and node not in self.problem.batch_reach.cuts
-            and node in self._before_activations
-        )
-
-    @cached_property
-    def _before_activations(self) -> set[Node]:
-        """Ops whose results reach values that the batch cuts; an optimizer's updates do not."""
-        found: set[Node] = set()
-        for node in reversed(self.problem.graph.nodes):
-            if node in found or node in self.problem.batch_reach.cuts:
-                found.update(value.node for value in node.operands)
-        return found
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
         """Seconds to turn a value into an operand of a pending sum. A single operand is never

@@ -9,12 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import NamedTuple
 
+import torch
+
 from ftp.dataclass import dataclass
-from ftp.planning.graph import Graph, Node, Value
+from ftp.ops.stack import STACK
+from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.rules.notation import Dims
 from ftp.rules.op_kinds import PARTS
 from ftp.sharding.layout import Layout, R, Size, div, mul, nominal, prod, shard
 
+_STACKS = (torch.ops.aten.stack.default, STACK)
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
 
@@ -185,6 +189,20 @@ def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
         for dim, there in zip(node.rule.operands[0], dims, strict=True)
         if len(dim) > 1 and nominal(node.sizes[there[-1]]) >= found.n
     ]
+
+
+def seeds_of_stacks(graph: Graph, of_batch: Reach, n: int) -> list[tuple[Value, Layout]]:
+    """For each stack of at least ``n`` matrices that the batch does not cut, such as gradients that
+    an optimizer orthogonalizes, the cut between them: each rank may compute some of them, whole.
+    """
+    stacks = [node for node in graph.nodes if node.target in _STACKS and node.depends & BATCH]
+    found: list[tuple[Value, Layout]] = []
+    for value in map(Value, stacks):
+        dim = value.node.args[1] % value.meta.ndim if len(value.node.args) > 1 else 0
+        is_of_matrices = value.meta.ndim > 2 and nominal(value.shape[dim]) >= n
+        if is_of_matrices and value not in of_batch.layouts:
+            found.append((value, Layout("S", dim)))
+    return found
 
 
 def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:
