@@ -6,10 +6,10 @@ from typing import NamedTuple
 from ftp.planning.graph import Node, Value
 from ftp.planning.reachable_cuts import Cut, cut_together, factor_of, layout_of
 from ftp.rules.notation import Dims
-from ftp.rules.op_kinds import VIEWS
+from ftp.rules.op_kinds import VIEWS, VIEWS_AND_COPIES
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
-# Replicated because a shard was gathered; views and ops that widen it keep this layout.
+# Replicated because a shard was gathered; views, casts and ops that widen it keep this layout.
 GATHERED = Layout("R", op="gathered")
 WHOLE = Layout("R", op="whole")  # an operand that may be replicated or gathered
 PASS_ON = 1e-9  # seconds per op that passes a pending sum on; a tie-breaker, to reduce early
@@ -33,11 +33,11 @@ class Strategy(NamedTuple):
 
 
 def passes_gathered(node: Node) -> bool:
-    """Whether a node's result counts as gathered if its operand does: a view, a constraint on other
-    axes, or a reshard of another axis without a reduction.
+    """Whether a node's result counts as gathered if its operand does: a view, a cast, a constraint
+    on other axes, or a reshard of another axis without a reduction.
     """
     return (
-        node.target in VIEWS
+        node.target in VIEWS_AND_COPIES
         or node.kind == "constrain"
         or (node.kind == "reshard" and node.target.src.kind != "P")
     )
@@ -71,10 +71,9 @@ def strategies(
     found = [] if is_fixed and cuts else [Strategy((R,) * slots, (R,) * results)]
     if is_cut_again:
         found = [Strategy((WHOLE,) * slots, (GATHERED,) * results)]
-    elif cuts and passes_gathered(node) and not is_fixed:
-        found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
-    elif cuts and widens and not is_fixed:
-        found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
+    elif cuts and not is_fixed and (widens or passes_gathered(node)):
+        need = WHOLE if widens and node.target not in VIEWS else GATHERED
+        found.append(Strategy((need,) * slots, (GATHERED,) * results))
     for cut in cuts:
         if (both := cut_together(node, cut, n)) is not None:
             found.append(_of_two(node, *both, n)._replace(aligned_cut=both[1]))

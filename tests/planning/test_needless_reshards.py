@@ -386,3 +386,19 @@ def test_few_examples_of_wide_layers_stay_under_zero3(n):
     assert moved == {"all_reduce": [()]}  # the loss
     grads, value = torch.func.grad_and_value(loss)(params, x)
     torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-11, atol=1e-11)
+
+
+def test_a_table_that_is_read_in_two_dtypes_is_gathered_once():
+    """A tied head in a narrower dtype casts the copy that the lookup gathered."""
+
+    def loss(p, ids):
+        h = torch.tanh(torch.nn.functional.embedding(ids, p["table"]))
+        return (h.float() @ p["table"].float().T).logsumexp(-1).mean()
+
+    params = {"table": torch.randn(12, 8, dtype=torch.float64)}
+    ids = torch.randint(12, (8, 64))
+    mesh = ftp.simulated_mesh((4,), ("dp",))
+    step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"), reshard_after_forward=False)
+    assert ops(step.lower(params, ids)).count("all_gather") == 1
+    grads, value = torch.func.grad_and_value(loss)(params, ids)
+    torch.testing.assert_close(step(params, ids), (value, grads), rtol=1e-5, atol=1e-5)
