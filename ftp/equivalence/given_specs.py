@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from ftp.errors import SpecError
-from ftp.sharding.dtensor_placements import is_dtensor, is_placements, specs_of_any
+from ftp.sharding.dtensor_placements import (
+    is_dtensor,
+    is_placements,
+    spec_of_placements,
+    specs_of_any,
+)
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, cuts_of
@@ -32,22 +37,17 @@ def placements_of(specs: Any, args: Any) -> list[Any]:
 
 def as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
     """A spec tree with placements replaced by specs; a Partial placement is an unreduced axis."""
-    if is_placements(specs) and isinstance(tree, Tensor):
-        from torch.distributed.tensor import Replicate
+    return specs_of_any(specs, tree, mesh, where, _with_sums)
 
-        pending = [p.is_partial("sum") for p in specs]
-        plain = [Replicate() if s else p for s, p in zip(pending, specs, strict=True)]
-        found = specs_of_any(plain, tree, mesh, where)
-        axes = [a for a, s in zip(mesh.axis_names, pending, strict=True) if s]
-        return PartitionSpec(*found.entries, unreduced=axes)
-    if isinstance(specs, dict) and isinstance(tree, dict):
-        return {k: as_specs(s, tree.get(k), mesh, f"{where}[{k!r}]") for k, s in specs.items()}
-    if type(specs) in (tuple, list) and isinstance(tree, tuple | list) and len(specs) == len(tree):
-        return type(specs)(
-            as_specs(s, x, mesh, f"{where}[{i}]")
-            for i, (s, x) in enumerate(zip(specs, tree, strict=True))
-        )
-    return specs_of_any(specs, tree, mesh, where)
+
+def _with_sums(placements: Any, mesh: Mesh, shape: Sequence[int], where: str) -> PartitionSpec:
+    from torch.distributed.tensor import Replicate
+
+    pending = [p.is_partial("sum") for p in placements]
+    plain = [Replicate() if s else p for s, p in zip(pending, placements, strict=True)]
+    found = spec_of_placements(plain, mesh, shape, where)
+    axes = [a for a, s in zip(mesh.axis_names, pending, strict=True) if s]
+    return PartitionSpec(*found.entries, unreduced=axes)
 
 
 def require_placements(

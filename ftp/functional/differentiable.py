@@ -5,6 +5,7 @@ for them.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +35,25 @@ def of_some(
         return tuple(x for x in fn(*filled) if is_differentiable(x))
 
     return some
+
+
+def pulled_by_autograd(
+    fn: Callable[..., Sequence[Tensor]],
+    given: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    again: bool,
+) -> Sequence[Tensor | None]:
+    """The gradients of ``given`` by torch.autograd, from those of the results of ``fn``.
+
+    Args:
+        again: for a second derivative; a tensor that has a gradient already keeps it.
+    """
+    with torch.enable_grad():
+        own = [x.view_as(x) if again and x.requires_grad else x.detach() for x in given]
+        own = [x if x.requires_grad else x.requires_grad_() for x in own]
+        pairs = [(x, grad) for x, grad in zip(fn(*own), grads, strict=True) if x.requires_grad]
+        if not pairs:
+            return [None] * len(given)
+        of, pulled = zip(*pairs, strict=True)
+        return torch.autograd.grad(of, own, pulled, allow_unused=True, create_graph=again)

@@ -18,7 +18,12 @@ from ftp.functional.captures import (
     is_within_one_gradient,
     on_top,
 )
-from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
+from ftp.functional.differentiable import (
+    is_differentiable,
+    of_some,
+    pulled_by_autograd,
+    save_inputs,
+)
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.sharding.pytree import kind_of
 from ftp.torch_internals.autograd_state import is_any_autocast_enabled
@@ -286,17 +291,12 @@ def _pulled_by_autograd(
     block: _RematBlock, fn: Function, given: Sequence[Tensor], grads: tuple[Tensor, ...]
 ) -> Sequence[Tensor | None]:
     """The same outside of torch.func, which does not take all that torch.autograd takes."""
-    again = torch.is_grad_enabled()  # for a second derivative
-    with torch.enable_grad():
-        own = [x.view_as(x) if again and x.requires_grad else x.detach() for x in given]
-        own = [x if x.requires_grad else x.requires_grad_() for x in own]
+
+    def run(*own: Tensor) -> tuple[Tensor, ...]:
         with recomputing(block.policy), block.modes():
-            results = fn(*own)
-        pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
-        if not pairs:
-            return [None] * len(given)
-        of, pulled = zip(*pairs, strict=True)
-        return torch.autograd.grad(of, own, pulled, allow_unused=True, create_graph=again)
+            return fn(*own)
+
+    return pulled_by_autograd(run, given, grads, again=torch.is_grad_enabled())
 
 
 def _alive(tensors: Sequence[Any]) -> list[Any]:

@@ -87,16 +87,21 @@ def open_whole(path: Path) -> tuple[int, bytes] | None:
 
 def write_whole(folder: Path, stem: str, content: bytes) -> Path:
     """Write a file for `open_whole`, named ``stem``, hash, ``.so``; whole or not at all."""
-    handle, draft = tempfile.mkstemp(dir=folder, prefix=".")
+    path = folder / f"{stem}-{digest(content)}.so"
+    replace_file(path, content)
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file of this user's own, whole or not at all."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
         with open(handle, "wb") as file:
             file.write(content)
-        path = folder / f"{stem}-{digest(content)}.so"
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)
         raise
-    return path
 
 
 def trim(folder: Path, limit: int) -> None:

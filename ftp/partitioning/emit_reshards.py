@@ -176,19 +176,10 @@ def _reduce_scatter(
     before, after = cut.split(src_shape)
     at, part = len(before), [*before, cut.chunk, *after]
     view, flat = [*before, cut.size, *after], [n * math.prod(part)]
-    if math.prod(before) == 1:
-        x = _in_view(site.pad_to, site, x, src_shape, view, at, n * cut.chunk, flat)
-    else:
-        x = _in_view(
-            site.pad_to,
-            site,
-            x,
-            src_shape,
-            view,
-            at,
-            n * cut.chunk,
-            [*before, n, cut.chunk, *after],
-        )
+    is_flat = math.prod(before) == 1  # the ranks' parts are contiguous
+    padded = flat if is_flat else [*before, n, cut.chunk, *after]
+    x = _in_view(site.pad_to, site, x, src_shape, view, at, n * cut.chunk, padded)
+    if not is_flat:
         x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
         x = site.emit(aten.reshape.default, x, flat)
     x = site.contiguous(x)

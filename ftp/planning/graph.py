@@ -207,6 +207,14 @@ class Value(NamedTuple):
     def shape(self) -> tuple[Size, ...]:
         return self.node.shape(self.index)
 
+    @property
+    def axes(self) -> list[tuple[str, ...]]:
+        """The axes that cut each dim."""
+        cuts: dict[str, list[str]] = {}
+        for cut in self.node.cuts:
+            cuts.setdefault(cut.factor, []).append(cut.axis)
+        return [tuple(a for factor in dim for a in cuts.get(factor, ())) for dim in self.dims]
+
     def nbytes(self, size_of: Callable[[Size], int] = estimated) -> int:
         """Bytes on the rank that holds most, cut by the axes folded so far."""
         return bytes_of(self.shape, self.meta.dtype, size_of)

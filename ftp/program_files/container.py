@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 
 from ftp.dataclass import dataclass
 from ftp.errors import ProgramFileError
-from ftp.ops.native import read_own
+from ftp.ops.native import read_own, replace_file
 
 _MAGIC = b"ftp program 2\n"  # raised when a field of a plan or program is renamed
 _DIGEST = hashlib.sha256().digest_size
@@ -86,14 +84,7 @@ def damaged(name: str) -> ProgramFileError:
 def write_file(path: Path, content: bytes) -> None:
     """Write a file of this user's own, whole or not at all."""
     try:
-        handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "wb") as file:
-                file.write(content)
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        replace_file(path, content)
     except OSError as e:
         raise ProgramFileError(f"{path} cannot be written: {e.strerror or e}.") from e
 

@@ -110,12 +110,7 @@ def spec_of(value: Value) -> PartitionSpec:
         for axis in reshard.axes:
             spec = without_axis(spec, axis)
         return with_axes(spec, reshard.dst.dim, reshard.axes) if reshard.dst.kind == "S" else spec
-    cuts: dict[str, list[str]] = {}
-    for cut in value.node.cuts:
-        cuts.setdefault(cut.factor, []).append(cut.axis)
-    return _spec(
-        [tuple(axis for factor in dim for axis in cuts.get(factor, ())) for dim in value.dims]
-    )
+    return _spec(value.axes)
 
 
 def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:

@@ -65,13 +65,8 @@ def typed(value: Value) -> str:
     """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``,
     followed by its pending sums.
     """
-    cuts: dict[str, list[str]] = {}
-    for cut in value.node.cuts:
-        cuts.setdefault(cut.factor, []).append(cut.axis)
-    dims = []
-    for size, dim in zip(value.meta.shape, value.dims, strict=True):
-        axes = [axis for factor in dim for axis in cuts.get(factor, ())]
-        dims.append(f"{size}@{','.join(axes)}" if axes else str(size))
+    sizes = zip(value.meta.shape, value.axes, strict=True)
+    dims = [f"{size}@{','.join(axes)}" if axes else str(size) for size, axes in sizes]
     pending = "".join(
         f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ())
     )

@@ -3,7 +3,7 @@ hold the same elements under both.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from typing import Any
 
@@ -20,7 +20,7 @@ from ftp.sharding.local_pieces import (
 )
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import P, Units
+from ftp.sharding.spec import P, PartitionSpec, Units
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 
@@ -128,19 +128,27 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
     return tuple(placements)
 
 
-def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
+def specs_of_any(
+    specs: Any,
+    tree: Any,
+    mesh: Mesh,
+    where: str = "tree",
+    of: Callable[..., PartitionSpec] = spec_of_placements,
+) -> Any:
     """A spec tree in which every sequence of placements (for a leaf, or all leaves below) is
-    replaced by specs.
+    replaced by specs: ``of`` it, as of `spec_of_placements`.
     """
+
+    def below(specs: Any, tree: Any, key: Any) -> Any:
+        return specs_of_any(specs, tree, mesh, f"{where}[{key!r}]", of)
+
     if is_placements(specs):
         if isinstance(tree, torch.Tensor):
-            return spec_of_placements(specs, mesh, tree.shape, where)
+            return of(specs, mesh, tree.shape, where)
         if isinstance(tree, dict):
-            return {k: specs_of_any(specs, v, mesh, f"{where}[{k!r}]") for k, v in tree.items()}
+            return {k: below(specs, v, k) for k, v in tree.items()}
         if isinstance(tree, tuple | list) and type(tree) in (tuple, list):
-            return type(tree)(
-                specs_of_any(specs, v, mesh, f"{where}[{i}]") for i, v in enumerate(tree)
-            )
+            return type(tree)(below(specs, v, i) for i, v in enumerate(tree))
         if tree is None or not hasattr(tree, "__dict__"):
             return None if tree is None else P()
         raise SpecError(
@@ -148,15 +156,10 @@ def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
             " tuple of them."
         )
     if type(specs) is dict and isinstance(tree, dict):
-        return {
-            k: specs_of_any(s, tree[k], mesh, f"{where}[{k!r}]") if k in tree else s
-            for k, s in specs.items()
-        }
+        return {k: below(s, tree[k], k) if k in tree else s for k, s in specs.items()}
     if type(specs) in (tuple, list) and isinstance(tree, tuple | list) and len(specs) == len(tree):
-        return type(specs)(
-            specs_of_any(s, v, mesh, f"{where}[{i}]")
-            for i, (s, v) in enumerate(zip(specs, tree, strict=True))
-        )
+        pairs = enumerate(zip(specs, tree, strict=True))
+        return type(specs)(below(s, v, i) for i, (s, v) in pairs)
     return specs
 
 

@@ -12,7 +12,7 @@ from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.restride import without_strides
 from ftp.tracing.silu_gradient import fuse_silu_gradients
-from ftp.tracing.zero_tangents import drop_zero_tangents
+from ftp.tracing.zero_tangents import drop_zero_tangents, is_alike
 
 aten = torch.ops.aten
 
@@ -52,9 +52,9 @@ def _aliased(node: fx.Node) -> Any:
     if node.target in _ALIASES:
         return node.args[0]
     if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:  # in the derivative of x ** 2
-        is_equal = _alike(node, node.args[0]) and not node.meta["val"].is_complex()
+        is_equal = is_alike(node, node.args[0]) and not node.meta["val"].is_complex()
         return node.args[0] if is_equal else None
-    is_copy = node.target is aten.copy.default and _alike(node, node.args[1])
+    is_copy = node.target is aten.copy.default and is_alike(node, node.args[1])
     return node.args[1] if is_copy else None
 
 
@@ -202,8 +202,3 @@ def from_the_front(
         args = (*args[:i], new, *args[i + 1 :]) if i < len(args) else args
         kwargs = kwargs if i < len(args) else {**kwargs, name: new}
     return args, kwargs
-
-
-def _alike(a: fx.Node, b: Any) -> bool:
-    x, y = a.meta["val"], b.meta["val"]
-    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

@@ -44,7 +44,7 @@ def drop_zero_tangents(graph: fx.Graph) -> None:
             x, y = node.args
             kept = x if y in zeros else y if x in zeros else None
             is_negative = kept is y and node.target is aten.sub.Tensor
-            if isinstance(kept, fx.Node) and not is_negative and _is_alike(node, kept):
+            if isinstance(kept, fx.Node) and not is_negative and is_alike(node, kept):
                 node.replace_all_uses_with(kept)
 
 
@@ -71,6 +71,7 @@ _LINEAR: Mapping[Any, Sequence[int]] = {
 """Ops that are linear in each of these arguments alone."""
 
 
-def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+def is_alike(a: fx.Node, b: Any) -> bool:
+    """Whether two nodes' tensors have one shape, dtype and device."""
     x, y = a.meta["val"], b.meta["val"]
     return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)

@@ -15,7 +15,12 @@ from ftp.axis import is_inside
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError, raise_all
 from ftp.functional.contents import bound_now
-from ftp.functional.differentiable import is_differentiable, of_some, save_inputs
+from ftp.functional.differentiable import (
+    is_differentiable,
+    of_some,
+    pulled_by_autograd,
+    save_inputs,
+)
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
 from ftp.ops.choose import CHOOSE, BranchPath, branch, common, number_of, read_in
@@ -234,14 +239,7 @@ def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[T
     if peek_interpreter_stack() is not None:
         pull: Any = torch.func.vjp(fn, *given)[1]
         return pull(tuple(grads))
-    with torch.enable_grad():
-        # Of a gradient's gradient, a tensor that has one already keeps it.
-        given = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in given]
-        results = [(x, grad) for x, grad in zip(fn(*given), grads, strict=True) if x.requires_grad]
-        outs, seeds = [x for x, _ in results], [grad for _, grad in results]
-        found: Sequence[Tensor | None] = [None] * len(given)
-        if outs:
-            found = torch.autograd.grad(outs, given, seeds, create_graph=True, allow_unused=True)
+    found = pulled_by_autograd(fn, given, grads, again=True)
     return tuple(
         torch.zeros_like(x) if grad is None else grad for x, grad in zip(given, found, strict=True)
     )
