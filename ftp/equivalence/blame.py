@@ -64,14 +64,15 @@ def blame(certificate: Certificate, seen: WrongOutput) -> BlamedLine:
             continue
         except Blind:
             break
-    return found or _at_output(certificate, seen, "this line makes it.")
+    return found or _at_output(certificate, seen)
 
 
-def _at_output(certificate: Certificate, seen: WrongOutput, why: str) -> BlamedLine:
+def _at_output(certificate: Certificate, seen: WrongOutput) -> BlamedLine:
     graph = _graph(certificate, seen.rank)
     (output,) = (n for n in graph.nodes if n.op == "output")
     node = output.args[0][seen.output]
-    return BlamedLine(_maker(node).meta.get("source", "") if isinstance(node, fx.Node) else "", why)
+    line = _maker(node).meta.get("source", "") if isinstance(node, fx.Node) else ""
+    return BlamedLine(line, "this line makes it.")
 
 
 def _graph(certificate: Certificate, rank: int) -> fx.Graph:
@@ -198,7 +199,7 @@ class _Search:
         own = self.events[self.seen.rank]
         final = self._event_of(own, node)
         if final is None:
-            return _at_output(self.certificate, self.seen, "this line makes it."), True
+            return _at_output(self.certificate, self.seen), True
         if final.axes is not None:
             pending = self._stays_pending(final)
             if pending:

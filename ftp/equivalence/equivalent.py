@@ -101,10 +101,9 @@ def equivalent(
 
 @dataclass
 class _RecordedProgram:
-    """A recorded program.
+    """A recorded program, whose graph has no output yet.
 
     Attributes:
-        graph: without an output yet.
         outputs: its results and gradients, tensors.
         names: of the outputs.
         tree: of the results.

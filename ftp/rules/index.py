@@ -89,7 +89,7 @@ def _read(op: LocalOp) -> fx.Node:
     dim, after = _dim(op)
     at, held = held_rows(op, "d", op.args[2])
     if op.target is aten.index_select.default:
-        held = unsqueezed(op, held, 0, after)
+        held = unsqueezed(op, held, after)
     return masked(op, op.emit(op.target, op.args[0], dim, at), held)
 
 
@@ -107,7 +107,7 @@ def _add(op: LocalOp) -> fx.Node:
         return op.emit(aten.alias.default, x)
     at, held = held_rows(op, "d", index)
     if op.target is aten.index_add.default:
-        held = unsqueezed(op, held, 0, after)
+        held = unsqueezed(op, held, after)
     return op.emit(op.target, x, dim, at, masked(op, source, held), **op.kwargs)
 
 
@@ -136,7 +136,7 @@ def _write_one(op: LocalOp, x: fx.Node, index: fx.Node, row: fx.Node) -> fx.Node
     dim, after = _dim(op)
     at, held = held_rows(op, "d", index)
     before = op.emit(aten.index_select.default, x, dim, at)
-    row = op.emit(aten.where.self, unsqueezed(op, held, 0, after), row, before)
+    row = op.emit(aten.where.self, unsqueezed(op, held, after), row, before)
     return op.emit(op.target, x, dim, at, row)
 
 
@@ -207,7 +207,7 @@ def index(call: Call) -> Rule:
             return zeros(op)
         indices, held = seen.local_indices(op, op.args[1])
         rows = op.emit(op.target, op.args[0], indices)
-        return masked(op, rows, unsqueezed(op, held, 0, seen.after))
+        return masked(op, rows, unsqueezed(op, held, seen.after))
 
     pending = tuple((f, "sum") for f in seen.indexed)
     return Rule(
@@ -243,7 +243,7 @@ def index_put(call: Call) -> Rule:
             return op.emit(aten.alias.default, x)
         at, held = seen.local_indices(op, indices)
         if adds:
-            value = masked(op, value, unsqueezed(op, held, 0, seen.after))
+            value = masked(op, value, unsqueezed(op, held, seen.after))
             return op.emit(op.target, x, at, value, *rest, **op.kwargs)
         dim = seen.x.index((cut[0],))
         size = op.sizes[cut[0]]

@@ -104,10 +104,8 @@ def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Nod
     return masked(op, at, held), held
 
 
-def unsqueezed(op: LocalOp, x: fx.Node, before: int, after: int) -> fx.Node:
-    """``x`` with ``before`` dims of size one in front and ``after`` behind it."""
-    for _ in range(before):
-        x = op.emit(aten.unsqueeze.default, x, 0)
-    for _ in range(after):
+def unsqueezed(op: LocalOp, x: fx.Node, dims: int) -> fx.Node:
+    """``x`` with ``dims`` dims of size one behind its own."""
+    for _ in range(dims):
         x = op.emit(aten.unsqueeze.default, x, -1)
     return x

@@ -181,7 +181,7 @@ def _selected_backward(op: LocalOp) -> fx.Node:
     dim = op.call.arg("dim") % ndim
     index = op.call.arg("index") % op.rule.sizes["d"]
     at = op.emit(aten.eq.Scalar, op.positions("d"), index)
-    at = unsqueezed(op, at, 0, ndim - dim - 1)
+    at = unsqueezed(op, at, ndim - dim - 1)
     row = op.emit(aten.unsqueeze.default, op.args[0], dim)
     return masked(op, op.emit(aten.expand.default, row, op.shape()), at)
 

@@ -164,7 +164,6 @@ def fitted_tree(
     mesh: Mesh,
     specs: Any,
     *,
-    root: str = "tree",
     holds: Holds = "shards",
     takes_sums: bool = False,
 ) -> ShardedTree:
@@ -173,7 +172,6 @@ def fitted_tree(
     Args:
         specs: a spec tree, a prefix of one, or one ``P`` for all; None is ``P()``. DTensor
             placements, one for each axis of the mesh, may stand where a spec may.
-        root: the tree's name in messages.
         holds: the kind of the tensors: this rank's ``"shards"``, ``"full"`` tensors that may not be
             placed yet, or only global ``"shapes"``.
         takes_sums: whether a spec may have unreduced axes.
@@ -181,7 +179,7 @@ def fitted_tree(
     Raises:
         SpecError, InputError, DonationError: every leaf that fails a step.
     """
-    flat = flatten_with_specs(tree, mesh, specs, root)
+    flat = flatten_with_specs(tree, mesh, specs)
     if holds != "shapes":
         check_leaves(flat)
     found = with_known_shapes(flat, holds)
