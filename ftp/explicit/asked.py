@@ -107,27 +107,27 @@ class _UnaskedFinder:
         A constraint on an op's result does not ask for a reshard that matches one operand to
         another, nor for the sum of an unreduced input before an op that is not linear in it.
         """
+        leads: dict[Value, bool] = {}
         reached, seen = [Value(reshard)], {Value(reshard)}
         for value in reached:
-            for user, slot in users_in_phase(self.users, value, reshard.phase):
+            users = users_in_phase(self.users, value, reshard.phase)
+            axis = reshard.target.axis
+            if value in self.returned or any(self._is_end(user, axis) for user, _ in users):
+                leads[value] = True
+                continue
+            for user, slot in users:
                 if keeps_value(user) or passes_on(user, slot):
                     reached += [v for v in user.values if v not in seen]
                     seen.update(user.values)
-        leads: dict[Value, bool] = {}
         for value in sorted(reached, key=lambda v: self.places[v.node], reverse=True):
-            leads[value] = self._is_led(value, reshard, leads)
+            if value not in leads:
+                leads[value] = self._is_led(value, reshard, leads)
         return leads[Value(reshard)]
 
     def _is_led(self, value: Value, reshard: Node, leads: Mapping[Value, bool]) -> bool:
-        """Whether a value leads to an end, given which of the values computed from it do."""
-        if value in self.returned:
-            return True
+        """Whether a value leads on, given which of the values computed from it do."""
         users = users_in_phase(self.users, value, reshard.phase)
-        if any(
-            self._is_end(user, reshard.target.axis)
-            or (keeps_value(user) and any(leads[v] for v in user.values))
-            for user, _ in users
-        ):
+        if any(keeps_value(user) and any(leads[v] for v in user.values) for user, _ in users):
             return True
         is_recut = reshard.target.src.kind == reshard.target.dst.kind == "S"
         return (
