@@ -140,10 +140,6 @@ def generic(op: OpOverload) -> list[Sample]:
     return out
 
 
-def _elementwise_index() -> tuple[Tensor, Tensor]:
-    return normal(4, 6, 3), ints(4, 5, 3, high=6)
-
-
 def _softmax_like(*_: Any) -> list[Sample]:
     return [s(normal(4, 5, 2), d, False) for d in (0, 1, -1)] + [
         s(normal(3), 0, False),
