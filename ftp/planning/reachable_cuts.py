@@ -15,7 +15,7 @@ from ftp.dataclass import dataclass
 from ftp.ops.stack import STACK
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.rules.notation import Dims
-from ftp.rules.op_kinds import PARTS
+from ftp.rules.op_kinds import ONE_BY_ONE, PARTS
 from ftp.sharding.layout import Layout, R, Size, div, mul, nominal, prod, shard
 
 _STACKS = (torch.ops.aten.stack.default, STACK)
@@ -178,17 +178,37 @@ def is_cut_again(node: Node) -> bool:
 
 def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
     """For each split whose operand the axis cuts between the parts, such as chunks of the flattened
-    batch, cuts within the parts. Without them a part is computed on the rank that holds it, or on
-    all ranks.
+    batch or its rows one by one, cuts within the parts. Without them a part is computed on the rank
+    that holds it, or on all ranks.
     """
-    return [
-        (Value(node, index), layout_of(dims, node.sizes, Cut(there[-1]), found.n))
+    within = [
+        (Value(node, index), dims, there[-1])
         for node in dict.fromkeys((*found.blocked, *found.across))
         if node.target in PARTS
         for index, dims in enumerate(node.rule.results)
         for dim, there in zip(node.rule.operands[0], dims, strict=True)
-        if len(dim) > 1 and nominal(node.sizes[there[-1]]) >= found.n
+        if len(dim) > 1
     ]
+    within += [
+        (Value(node, index), dims, dims[0][-1])
+        for node in dict.fromkeys((*found.blocked, *found.cuts))
+        if node.target in ONE_BY_ONE and _is_cut_between(node, found)
+        for index, dims in enumerate(node.rule.results)
+        if len(dims) > 1
+    ]
+    return [
+        (value, layout_of(dims, value.node.sizes, Cut(factor), found.n))
+        for value, dims, factor in within
+        if nominal(value.node.sizes[factor]) >= found.n
+    ]
+
+
+def _is_cut_between(node: Node, found: Reach) -> bool:
+    """Whether the axis cuts the dim whose elements become parts."""
+    cuts = {*found.blocked.get(node, ()), *(c.factor for c in found.cuts.get(node, ()))}
+    return any(cuts.intersection(dim) for dim in node.rule.operands[0]) and not all(
+        any(cut in dim for dim in node.rule.results[0]) for cut in cuts
+    )
 
 
 def seeds_of_stacks(graph: Graph, of_batch: Reach, n: int) -> list[tuple[Value, Layout]]:

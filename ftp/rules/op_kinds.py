@@ -25,6 +25,7 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 PARTS = frozenset(
     {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor}
 )
+ONE_BY_ONE = frozenset({aten.select.int, aten.unbind.int})  # elements along a dim, as tensors
 VIEWS_AND_COPIES = VIEWS | {aten._to_copy.default, aten.clone.default}
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no plan avoids
 _NAMESPACES = frozenset(("aten", "prims", "ftp", "c10d", "_c10d_functional", "_dtensor"))

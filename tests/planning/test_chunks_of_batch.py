@@ -29,6 +29,12 @@ def of_slices(p, x, y):
     return total / 4
 
 
+def of_rows(p, x, y):
+    h = torch.tanh(x @ p["u"])
+    rows = zip(h, y, strict=True)
+    return sum(cross_entropy(a @ p["head"], b, reduction="sum") for a, b in rows) / y.numel()
+
+
 def of_microbatches(p, x, y):
     total, rows = 0.0, x.shape[0] // 2
     for i in range(2):
@@ -41,8 +47,8 @@ def sent(lowered, of):
     return [(c.op, c.nbytes) for c in unbucketed(lowered).collectives if c.op in of]
 
 
-@pytest.mark.cases_by_default(2)
-@pytest.mark.parametrize("loss", [of_logits, of_slices, of_microbatches])
+@pytest.mark.cases_by_default(3)
+@pytest.mark.parametrize("loss", [of_logits, of_slices, of_microbatches, of_rows])
 @pytest.mark.parametrize(("batch", "n"), slow_after(2, [(8, 4), (8, 3), (16, 4), (8, 2)]))
 def test_each_rank_computes_its_share_of_each_chunk(loss, batch, n):
     torch.manual_seed(0)
