@@ -8,16 +8,18 @@ from typing import Any
 
 from ftp.per_rank.program import factor
 from ftp.planning.axis_order import spec_layout
-from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.plan import FixedLayouts
 from ftp.planning.reachable_cuts import (
     Cut,
     Reach,
     layout_of,
     reach,
+    seeds_of_entries,
     seeds_of_parts,
     seeds_of_stacks,
 )
+from ftp.rules.op_kinds import ONE_BY_ONE
 from ftp.sharding.layout import Layout, R
 
 
@@ -103,7 +105,7 @@ class Reaches:
 
     @cached_property
     def of_parts(self) -> Reach:
-        """The cuts within the batch's parts."""
+        """The cuts within the batch's parts, or within entries of parameters."""
         return self._closed(self._seeds_of_parts) if self._seeds_of_parts else Reach()
 
     def _closed(self, seeds: Sequence[tuple[Value, Layout]]) -> Reach:
@@ -111,7 +113,12 @@ class Reaches:
 
     @cached_property
     def _seeds_of_parts(self) -> list[tuple[Value, Layout]]:
-        return seeds_of_parts(self.from_batch)
+        if self.batch:
+            return seeds_of_parts(self.from_batch)
+        if not any(n.target in ONE_BY_ONE and not n.depends & BATCH for n in self.graph.nodes):
+            return []
+        given = [(Value(node), layout) for node, layout in self.pinned.items()]
+        return seeds_of_entries(self._closed(given))
 
     @cached_property
     def _constrained(self) -> list[tuple[Value, Layout]]:

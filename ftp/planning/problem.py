@@ -69,8 +69,8 @@ class Problem:
     constraints depend on.
 
     Attributes:
-        parts: on a data axis, the cuts within the parts of splits, such as chunks of the flattened
-            batch, and all cuts that follow from them.
+        parts: the cuts within the parts of splits, such as chunks of the flattened batch, on other
+            axes within entries of parameters, and all cuts that follow from them.
         forms: per node, a filter of its strategies, for reports that compare plans.
         by_ring: whether attention that can be a ring over this axis is one; None: the cheaper is
             chosen.

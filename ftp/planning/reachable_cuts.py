@@ -196,10 +196,28 @@ def seeds_of_parts(found: Reach) -> list[tuple[Value, Layout]]:
         for index, dims in enumerate(node.rule.results)
         if len(dims) > 1
     ]
+    return _seeds(within, found.n)
+
+
+def seeds_of_entries(found: Reach) -> list[tuple[Value, Layout]]:
+    """For each entry of a parameter that the axis cuts between the entries, such as experts that a
+    loop computes one by one, cuts within it. Without them all ranks compute with each entry.
+    """
+    within = [
+        (Value(node, index), dims, dim[-1])
+        for node in dict.fromkeys((*found.blocked, *found.cuts))
+        if node.target in ONE_BY_ONE and not node.depends & BATCH and _is_cut_between(node, found)
+        for index, dims in enumerate(node.rule.results)
+        for dim in dims
+    ]
+    return _seeds(within, found.n)
+
+
+def _seeds(within: Iterable[tuple[Value, Dims, str]], n: int) -> list[tuple[Value, Layout]]:
     return [
-        (value, layout_of(dims, value.node.sizes, Cut(factor), found.n))
+        (value, layout_of(dims, value.node.sizes, Cut(factor), n))
         for value, dims, factor in within
-        if nominal(value.node.sizes[factor]) >= found.n
+        if nominal(value.node.sizes[factor]) >= n
     ]
 
 

@@ -97,3 +97,33 @@ def test_weights_of_experts_are_never_resharded():
         torch.Size(c.global_shape).numel() < weight or c.op == "all_to_all"
         for c in unbucketed(step.lower(params, *batch)).collectives
     )
+
+
+@pytest.mark.parametrize("entries", [lambda w: [w[e] for e in range(len(w))], Tensor.unbind])
+def test_a_loop_over_experts_shares_each_experts_work(entries: Any):
+    """Their weights are exchanged once for parts of every expert, and their sum is reduced once."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        gates, out = (x @ p["router"]).softmax(-1), torch.zeros_like(x)
+        for e, (up, down) in enumerate(zip(entries(p["up"]), entries(p["down"]), strict=True)):
+            out = out + gates[:, e : e + 1] * ((x @ up).relu() @ down)
+        return (x + out).square().mean()
+
+    experts, dim, hidden = 4, 8, 16
+    shapes = {
+        "router": (dim, experts),
+        "up": (experts, dim, hidden),
+        "down": (experts, hidden, dim),
+    }
+    g = torch.Generator().manual_seed(0)
+    params = {k: torch.randn(s, generator=g, dtype=torch.float64) / 3 for k, s in shapes.items()}
+    x = torch.randn(256, dim, generator=g, dtype=torch.float64)
+    specs = {"router": P(), "up": P("ep"), "down": P("ep")}
+    mesh = ftp.simulated_mesh((2,), ("ep",))
+    step = ftp.shard(loss, mesh, specs, batch_specs=P(), certify=True)
+    lowered = step.lower(params, x)
+    assert lowered.work < 1.1 and lowered.plan.kept_rules == {"ep": True}
+    of_tokens = Counter(c.op for c in unbucketed(lowered).collectives if 256 in c.global_shape)
+    assert of_tokens == {"all_reduce": 2}  # the gates, and the sum
+    grads, value = torch.func.grad_and_value(loss)(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
