@@ -29,6 +29,7 @@ from ftp.functional.purity import WriteGuard, impure
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.taps import Tap, tapped
 from ftp.random.draws import Draws
+from ftp.torch_internals.deferred_compiler import uncompiled
 from ftp.torch_internals.error_texts import Meaning, meaning_of, times_too_large
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.storages import Storages, version
@@ -248,7 +249,7 @@ def _call_hooked(
     constants += [x for _, x, _ in attributes.values() if not getattr(x, "requires_grad", True)]
     kept = KeptAttributes(modules, (x for x in constants if isinstance(x, Tensor)))
     try:
-        with guard, kept:
+        with guard, kept, uncompiled():
             out = program.model(*args, **kwargs)
     except (TypeError, RuntimeError) as error:
         if (explained := _explained(program.name, program.model, kwargs, error)) is None:

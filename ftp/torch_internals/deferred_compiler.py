@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -217,6 +217,15 @@ def defer() -> None:
 def is_deferred() -> bool:
     """Whether torch's compiler has not been loaded yet, so that nothing is being compiled."""
     return bool(_deferred) and not _is_loading
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A context in which functions that torch.compile was given run as they are: it would compile
+    the modes of torch functions around them too.
+    """
+    if is_deferred() or "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def is_lacking(error: BaseException | None) -> bool:

@@ -1018,3 +1018,22 @@ def test_a_write_to_a_buffer_in_whose_memory_another_lies_is_an_error():
     fn, params, buffers = functionalize(Overlapping(True), buffers=True)
     with pytest.raises(TraceError, match="modifies 'a', in whose memory 'b' lies, in place"):
         fn(params, buffers, torch.ones(4))
+
+
+def test_a_model_that_calls_compiled_functions():
+    doubled = torch.compile(lambda x: 2 * F.silu(x), backend="eager", fullgraph=True)
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 6)
+
+        def forward(self, x):
+            return doubled(self.up(x))
+
+    model, x = Gated(), torch.randn(3, 4)
+    fn, params = functionalize(model)
+    expected = 2 * F.silu(model.up(x)).detach()
+    torch.testing.assert_close(fn(params, x), expected)
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), (P(), P()))
+    torch.testing.assert_close(step(params, x), expected)
