@@ -8,8 +8,9 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from ftp.errors import InputError, TraceError, raise_all
+from ftp.functional.attributes import has_parts, parts_of
 from ftp.ops.written import writes, writing
-from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.sharding.pytree import kind_of, leaf_names
 from ftp.sharding.torch_nodes import how_to_give
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
@@ -92,9 +93,19 @@ def _held_tensors(leaf: Any) -> list[str]:
 
 
 def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(isinstance(v, Tensor) for v in flatten(value)[0])
-    return isinstance(value, Tensor)
+    """Whether a value is a tensor or reaches one through containers and attributes of objects."""
+    stack, seen = [value], set()
+    while stack and len(seen) < _VISITED:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            return True
+        if id(value) not in seen and has_parts(value):
+            seen.add(id(value))
+            stack += [part for _, part in parts_of(value) or ()]
+    return False
+
+
+_VISITED = 10_000  # most objects to look into
 
 
 def _as_well(names: Sequence[str]) -> str:
