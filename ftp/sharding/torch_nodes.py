@@ -4,9 +4,12 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
+from operator import is_
 from typing import Any
 
 import optree
+from torch import Tensor
 
 from ftp.dataclass import dataclass
 from ftp.torch_internals import pytree
@@ -30,9 +33,12 @@ def how_to_give(value: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class NodeContext:
-    """What torch keeps of a container beside its children, with a hash, as it may be a list."""
+    """What torch keeps of a container beside its children, with a hash, as it may be a list; and
+    the names of its children.
+    """
 
     value: Any
+    entries: Any = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, NodeContext) and self.value == other.value
@@ -42,6 +48,9 @@ class NodeContext:
 
 
 _seen: set[Any] = set()
+# The attribute with the parts of a container of other leaves than tensors, such as specs, that its
+# class cannot hold.
+_KEPT = "_ftp_parts"
 
 
 def adopt_registered(namespace: str) -> None:
@@ -63,8 +72,11 @@ def _is_known(kind: type, namespace: str) -> bool:
 
 def _register(kind: type, node: Any, namespace: str) -> None:
     def flatten(tree: Any) -> tuple[Any, NodeContext, Any]:
+        if (kept := getattr(tree, "__dict__", {}).get(_KEPT)) is not None:
+            return kept
         children, context = node.flatten_fn(tree)
-        return children, NodeContext(context), entries(tree)
+        names = entries(tree)
+        return children, NodeContext(context, names), names
 
     def entries(tree: Any) -> list[Any] | None:
         if node.flatten_with_keys_fn is None:
@@ -72,7 +84,18 @@ def _register(kind: type, node: Any, namespace: str) -> None:
         return [_entry(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
 
     def unflatten(context: Any, children: Any) -> Any:
-        return node.unflatten_fn(list(children), context.value)
+        children = [*children]
+        leaves = optree.tree_leaves(children, namespace=namespace)
+        if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+            return node.unflatten_fn(children, context.value)
+        with suppress(Exception):  # the class may take tensors only
+            made = node.unflatten_fn(children, context.value)
+            kept = optree.tree_leaves(made, namespace=namespace)
+            if len(kept) == len(leaves) and all(map(is_, kept, leaves)):
+                return made
+        made = kind.__new__(kind)  # pyright: ignore[reportCallIssue]
+        vars(made)[_KEPT] = children, context, context.entries
+        return made
 
     of_keys = optree.GetAttrEntry if node.flatten_with_keys_fn else optree.AutoEntry
     entry_type = optree.MappingEntry if issubclass(kind, Mapping) else of_keys

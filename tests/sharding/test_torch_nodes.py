@@ -51,7 +51,7 @@ def loss(w: Tensor, batch: Batch) -> Tensor:
 def test_a_dataclass_that_torch_knows():
     step = ftp.shard(loss, MESH, P(), batch_specs=Batch(P("dp"), P("dp")))
     forward = ftp.spmd(outputs, MESH, (P(), P("dp")))
-    for rows in (6, 7, 9):
+    for rows in (6, 9):
         batch = Batch(torch.randn(rows, 3), torch.randn(rows))
         torch.testing.assert_close(step(W, batch)[::-1], torch.func.grad_and_value(loss)(W, batch))
         out = forward(W, batch)
@@ -80,3 +80,44 @@ def test_what_the_errors_of_other_containers_say():
     with pytest.raises(ftp.errors.InputError, match=r"Give a plain dict"):
         step(W, UserDict(x=W.T))
     step(W, dict(UserDict(x=W.T)))
+
+
+class Cache:
+    """As transformers' caches: made of tensors, which it looks into, and held in layers."""
+
+    def __init__(self, pairs: Any):
+        self.layers = [Pair(torch.cat([k[:0], k]), v.to(v.dtype)) for k, v in pairs]
+
+
+def test_a_class_that_takes_tensors_only():
+    _pytree.register_pytree_node(
+        Cache,
+        lambda c: ([(x.first, x.second) for x in c.layers], None),
+        lambda pairs, _: Cache(pairs),
+    )
+
+    def grown(cache: Cache, x: Tensor) -> tuple[Cache, Tensor]:
+        pairs = [(torch.cat([c.first, x], 1), c.second + x.sum(1)) for c in cache.layers]
+        return Cache(pairs), sum(second.sum() for _, second in pairs)  # pyright: ignore
+
+    step = ftp.spmd(grown, MESH, (P("dp"), P("dp")))
+    cache = expected = Cache([(torch.randn(6, 2), torch.randn(6)) for _ in range(2)])
+    for _ in range(4):
+        x = torch.randn(6, 1)
+        (cache, total), (expected, of_one) = step(cache, x), grown(expected, x)
+        torch.testing.assert_close(total, of_one)
+        torch.testing.assert_close(_pytree.tree_leaves(cache), _pytree.tree_leaves(expected))
+    assert step.shapes.one_by_one == ()
+
+
+class Held:
+    def __init__(self, x: Tensor):
+        self.layers = [{"keys": Pair(x, x)}]
+
+
+def test_tensors_deep_inside_of_an_object_are_no_constants():
+    step = ftp.spmd(lambda w, held: w + held.layers[0]["keys"].first, MESH, (P(), P()))
+    with pytest.raises(ftp.errors.InputError, match=r"holds tensors \(layers\)"):
+        step(W, Held(W))
+    with pytest.raises(ftp.errors.TraceError, match=r"holds tensors \(layers\)"):
+        ftp.spmd(Held, MESH, P())(W)
