@@ -44,7 +44,7 @@ from ftp.certification.rank_code import unproven
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
 from ftp.errors import CertificateError, raise_all
-from ftp.ops.rings import RINGS
+from ftp.ops.rings import SENDING
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -112,7 +112,7 @@ class Checker:
             yield self.certificate.misfit
             return
         issued = [
-            [n for n in g.nodes if n.target in COLLECTIVES or n.target in RINGS]
+            [n for n in g.nodes if n.target in COLLECTIVES or n.target in SENDING]
             for g in self.certificate.ranks.graphs
         ]
         yield from self.mismatched_collectives(issued)

@@ -186,7 +186,7 @@ class ExpectedParts:
 
     def _starts_alike(self, op: Operation, rule: BoundRule, factor: str) -> bool:
         """Whether an op claims to be cut along a pair of factors that its rule cuts together, over
-        one axis only, and each rank's chunks of both factors start at equal positions.
+        one axis only, and the sizes of both allow it.
         """
         for pair in rule.together:
             if factor in pair:
@@ -197,9 +197,9 @@ class ExpectedParts:
                 plain = all(
                     (claim.outer, claim.inner, claim.zigzag) == (1, 1, False) for claim in claims
                 )
-                n = self.axes[first.axis].n
-                chunks = {-(-rule.sizes[f] // n) for f in pair}
-                return plain and first.axis == second.axis and len(chunks) == 1
+                sizes, n = [rule.sizes[f] for f in pair], self.axes[first.axis].n
+                may = rule.may_cut_together(pair, sizes, n)
+                return plain and first.axis == second.axis and may
         return False
 
     def taken(

@@ -21,7 +21,7 @@ from ftp.dataclass import dataclass
 from ftp.ops.axis_collectives import OPS
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.rings import RINGS
+from ftp.ops.rings import SENDING
 from ftp.per_rank.planned import ENTER, LEAVE, collective_axis, rank_axes
 
 aten = torch.ops.aten
@@ -141,7 +141,7 @@ def _of_results(certificate: Certificate, graphs: RankGraphs, op: Operation) -> 
         if first.target in COLLECTIVES:
             over = frozenset(certificate.groups.get(first.args[-1], ()))
             axes = axes - over if first.target in _INVARIANT else axes | over
-        if first.target in RINGS or first.target is ALL_TO_ALL_ROWS or _is_random(first):
+        if first.target in SENDING or first.target is ALL_TO_ALL_ROWS or _is_random(first):
             axes = every
         for g, n in enumerate(alike):
             known[g][n] = axes

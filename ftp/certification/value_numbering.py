@@ -16,6 +16,7 @@ from ftp.ops.choose import CHOOSE
 from ftp.ops.constrain import CONSTRAIN
 from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
+from ftp.ops.windows import WINDOWS
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.rules.call import Call, Meta
@@ -24,6 +25,7 @@ from ftp.rules.decompositions.registry import decomposition_of
 from ftp.rules.decompositions.softmax import exponential_and_total
 from ftp.rules.index import is_of_difference, is_sum_of_source
 from ftp.rules.op_kinds import RESHAPES
+from ftp.rules.windows import WINDOWED, FarApart, by_windows
 from ftp.tracing.decompose import decompose
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class _Numbers:
         self.of: dict[Any, Any] = {}
         self.made: dict[Any, Any] = {}
         self.metas: dict[Ref, Meta] = {}  # of the certificate's values
+        self.windows: set[tuple[int, int]] = set()  # number and dim of the certificate's windows
         self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
@@ -97,6 +100,8 @@ class _Numbers:
         refs = [Ref(op.name, index) for index in range(len(op.results))]
         self.metas.update(zip(refs, op.results, strict=True))
         by_law = self.by_law(op)
+        if op.target is WINDOWS:
+            self.windows.add((op.args[2], op.args[1]))
         for ref in refs:
             if op.target is None:
                 key = ("input", op.name)
@@ -273,12 +278,35 @@ class _Numbers:
         elif node.target in RESHAPES:
             found = self.repeated_by_view(node)
         elif node.target in OF_HEADS and shares_keys(node.target, _shapes(node)):
-            known = len(self.classes)
-            classes = self.decomposed(node, OF_HEADS[node.target])
-            return classes if len(self.classes) == known else None
+            return self.known_by(node, OF_HEADS[node.target])
+        elif node.target in WINDOWED:
+            return self.on_windows(node)
         else:
             return None
         return None if found is None else [self.of[found]]
+
+    def known_by(self, node: Any, by: Callable[..., Any]) -> list[Any] | None:
+        """The classes of an op by a decomposition, if the certificate's program has it."""
+        known = len(self.classes)
+        classes = self.decomposed(node, by)
+        for key in list(self.classes)[known:]:
+            self.made.pop(self.classes.pop(key), None)
+        is_known = classes and all(found is None or found < known for found in classes)
+        return classes if is_known else None
+
+    def on_windows(self, node: Any) -> list[Any] | None:
+        """The classes of an op that the certificate's program computes on windows."""
+        for at in sorted(self.windows):
+            # An op within the windows of one axis may be on the windows of another.
+            self.windows.remove(at)
+            try:
+                found = self.known_by(node, by_windows(node.target, *at))
+            except FarApart:
+                found = None
+            self.windows.add(at)
+            if found is not None:
+                return found
+        return None
 
     def sum_of_repeated(self, total: Any) -> Ref | None:
         view, (dim, *more) = total.args[0], total.args[1]

@@ -1,4 +1,6 @@
-"""The ops that pass keys and values around a ring, each with its program of one rank."""
+"""The ops that send while they compute, each with its program of one rank: attention that passes
+keys and values around a ring, and the exchange of halos.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +11,19 @@ from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
 from ftp.ops.ring_pieces import Needs
-from ftp.ops.sends import OneRank, side_by_side
+from ftp.ops.sends import SendingOp
+from ftp.ops.windows import HALO, HALO_EXCHANGE
 
 
 @dataclass(frozen=True)
-class RingOp:
-    """An op whose last argument is a group.
+class RingOp(SendingOp):
+    """Attention in a ring.
 
     Attributes:
-        one_rank: the program of one rank, from the rank and the other arguments.
         at: position of the queries among the arguments; keys and values follow.
         needs_of: gives each rank's needs from the arguments named in ``known`` and ``returns``.
     """
 
-    target: Any
-    one_rank: Callable[..., OneRank]
     at: int
     needs_of: Callable[..., Needs]
     known: tuple[str, ...]
@@ -41,10 +41,6 @@ class RingOp:
     def needs(self, args: Sequence[Any]) -> Needs:
         """The keys that each rank needs, from a call's arguments."""
         return self.needs_of(*(self.argument(args, name) for name in self.known), self.returns)
-
-    def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The results, from the arguments on each rank of a group."""
-        return side_by_side([self.one_rank(rank, *args[:-1]) for rank, args in enumerate(calls)])
 
 
 _OPS = (
@@ -67,3 +63,4 @@ RINGS = {
         zip(targets, (module.one_rank, module.one_rank_backward), strict=True)
     )
 }
+SENDING: dict[Any, SendingOp] = {**RINGS, HALO_EXCHANGE: HALO}

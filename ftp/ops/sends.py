@@ -38,6 +38,22 @@ Sends = list[Send]
 OneRank = Generator[Sends, Any, Any]
 
 
+@dataclass(frozen=True)
+class SendingOp:
+    """An op of a rank's graph that sends while it computes. Its last argument is a group.
+
+    Attributes:
+        one_rank: the program of one rank, from the rank and the other arguments.
+    """
+
+    target: Any
+    one_rank: Callable[..., OneRank]
+
+    def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results, from the arguments on each rank of a group."""
+        return side_by_side([self.one_rank(rank, *args[:-1]) for rank, args in enumerate(calls)])
+
+
 # On processes.
 
 Arrived = list[Tensor | None]

@@ -60,7 +60,8 @@ class Collective:
     """One issued collective: of one tensor, or of a bucket of several.
 
     Attributes:
-        op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``ring`` or
+            ``halo_exchange``.
         axes: the mesh axes it runs over.
         shape, dtype, nbytes: of this rank's buffer on the larger side.
         global_shape: global shape of the value that is resharded.

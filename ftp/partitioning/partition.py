@@ -32,7 +32,7 @@ from ftp.partitioning.local_program import Coordinate, LocalProgram, ShardOffset
 from ftp.partitioning.nested_cuts import nested_cuts
 from ftp.partitioning.rank_tables import Table, chunk_table, table
 from ftp.partitioning.reshard_site import ReshardSite
-from ftp.partitioning.rings import record_rings
+from ftp.partitioning.rings import record_sends
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Node, Reshard, Value, identity_rule
 from ftp.planning.insert_reshards import reshard_rule
@@ -300,9 +300,9 @@ class _Emission:
                 self.group_name,
             )
             made = localize(op)
-        if node.rule.ring:
+        if node.rule.ring or node.rule.exchange:
             starts = {at: offset.at(self.coordinate) for offset, at in self.offsets.items()}
-            record_rings(last, node, self.coordinate, starts)
+            record_sends(last, node, self.coordinate, starts)
         if isinstance(made, tuple):
             self._give(node, made)
             return

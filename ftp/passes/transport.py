@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.ops.windows import HALO_EXCHANGE
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
@@ -147,7 +148,7 @@ def _pad_as_bytes(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
-    if node.target is ALL_TO_ALL_ROWS:  # sends bytes
+    if node.target in (ALL_TO_ALL_ROWS, HALO_EXCHANGE):  # sends bytes
         return None
     return node.meta["collective"].dtype if "collective" in node.meta else None
 

@@ -20,6 +20,7 @@ from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import AxisPlan, NotAlike, Problem, Watch
 from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
+from ftp.planning.windowed import Blocked, in_windows
 from ftp.rules.decompositions.heads import OF_HEADS, shares_keys
 from ftp.sharding.layout import Layout
 
@@ -211,17 +212,21 @@ def _on_primitives(
     while True:
         blocked: dict[Node, None] = {}
         across: dict[Node, None] = {}
+        by_ranks: dict[int, dict[Node, list[str]]] = {}
         for at, name in enumerate(order):
             if to.axes[name] == 1:
                 continue
             reaches = _reaches(program, name, order[:at], to)
             is_data = name in to.data_axes
             found = [reaches.from_batch, reaches.of_parts] if is_data else [reaches.from_specs]
-            blocked.update(dict.fromkeys(node for one in found for node in one.blocked))
+            for one in found:
+                blocked.update(dict.fromkeys(one.blocked))
+                by_ranks.setdefault(to.axes[name], {}).update(one.blocked)
             across.update(found[0].across)
         blocked = {n: None for n in blocked if n.kind == "op" and n.rule.decompose}
-        make = partial(_replaced, program.graph, blocked, across, decompose)
-        facts = "primitives", tuple(blocked), tuple(across)
+        make = partial(_replaced, program.graph, blocked, across, by_ranks, decompose)
+        whole = ((n, node, *factors) for n, of in by_ranks.items() for node, factors in of.items())
+        facts = "primitives", tuple(blocked), tuple(across), tuple(whole)
         smaller = program.after(to.known.once(program.graph, *facts, make=make))
         if smaller is program:
             return program
@@ -229,13 +234,20 @@ def _on_primitives(
 
 
 def _replaced(
-    graph: Graph, blocked: Collection[Node], across: Collection[Node], decompose: Decompose
+    graph: Graph,
+    blocked: Collection[Node],
+    across: Collection[Node],
+    by_ranks: Blocked,
+    decompose: Decompose,
 ) -> Rewrite:
     """The graph with the views of ``across`` that repeat elements replaced by ops; where there are
-    none, with the ``blocked`` ops replaced by primitives; the same graph where there are none.
+    none, with the ``blocked`` ops replaced by primitives, or else by ops on windows; the same graph
+    where there are none.
     """
     rewrite = repeat_each(graph, across)
     if rewrite[0] is graph:
         shared = [n for n in across if shares_keys(n.target, [v.meta.shape for v in n.operands])]
         rewrite = decompose(graph, shared, table=OF_HEADS)
-    return decompose(graph, blocked) if rewrite[0] is graph and blocked else rewrite
+    if rewrite[0] is graph and blocked:
+        rewrite = decompose(graph, blocked)
+    return in_windows(graph, by_ranks, decompose) if rewrite[0] is graph else rewrite

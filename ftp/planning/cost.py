@@ -231,7 +231,8 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
     Args:
         nbytes: bytes of the whole tensor: the reduced tensor, the gathered result, or all shards
-            together (also of an all-to-all); for a ring, the bytes that one rank sends.
+            together (also of an all-to-all); for a ring or an exchange
+            of halos, the bytes that one rank sends.
 
     >>> collective_seconds("all_gather", 8, 2, Link(latency=0.0, bandwidth=4.0))
     1.0
@@ -245,6 +246,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
         "reduce_scatter": share,
         "all_to_all": share / n,
         "ring": 1.0,
+        "halo_exchange": 1.0,
     }.get(op)
     if factor is None:
         return 0.0

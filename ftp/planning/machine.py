@@ -99,7 +99,11 @@ def _between_hosts(mesh: Mesh, axis: str, hardware: Hardware) -> Link | None:
         return network
     bandwidth = min(ports * network.bandwidth, hardware.link.bandwidth)
     one_port = bandwidth / network.bandwidth
-    factors = {"all_to_all": one_port * (n - ports) / (n - 1), "ring": one_port}
+    factors = {
+        "all_to_all": one_port * (n - ports) / (n - 1),
+        "ring": one_port,
+        "halo_exchange": one_port,
+    }
     return replace(network, bandwidth=bandwidth, factors={**network.factors, **factors})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftp.ops.windows import Exchange
 from ftp.planning.attention_prices import computed_share, ring_seconds
 from ftp.planning.cost import collective_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
@@ -127,6 +128,8 @@ class Prices:
             price = seconds / self.problem.n if is_shared else seconds
             if node.rule.ring:
                 price = self._of_attention(node, s, seconds)
+            if s.aligned_cut is not None and (exchange := node.rule.exchange):
+                price += self._of_exchange(node, exchange)
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
@@ -146,6 +149,15 @@ class Prices:
     def is_of_activations(self, node: Node) -> bool:
         """Whether an op works on batch data, not on sums over the batch alone."""
         return bool(node.depends & BATCH) and node not in self.of_sums
+
+    def _of_exchange(self, node: Node, exchange: Exchange) -> float:
+        """Seconds to send what other ranks' windows have of a rank's elements."""
+        if not exchange.most:
+            return 0.0
+        link, ((whole, _),) = self.problem.hardware.link, node.rule.together
+        sent = exchange.most * self.nbytes(node.operands[0]) // node.rule.sizes[whole]
+        seconds = collective_seconds("halo_exchange", sent, exchange.n, link)
+        return seconds + (len(exchange.places) - 1) * link.latency
 
     def _of_attention(self, node: Node, s: Strategy, whole: float) -> float:
         """Seconds of attention: the busiest rank's computation and, in a ring, its messages.

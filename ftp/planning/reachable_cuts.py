@@ -148,12 +148,13 @@ def cut_together(node: Node, cut: Cut, n: int) -> tuple[Cut, Cut] | None:
     """The cuts of an operand's and of a result's dim in an op that changes the dim's size, if
     ``cut`` is one of them. None if it is not, or the ranks' chunks of the two do not start alike.
 
-    A slice from 0 keeps chunks of 3: of 8 elements 3, 3 and 2, of the first 7 3, 3 and 1.
+    A slice from 0 keeps chunks of 3: of 8 elements 3, 3 and 2, of the first 7 3, 3 and 1. Windows
+    may be cut with the dim that they are of, as many as there are ranks.
     """
     for pair in node.rule.together:
         if cut.factor in pair and cut[1:] == (1, 1, False):
-            chunks = [-(-size // n) for f in pair if type(size := node.sizes[f]) is int]
-            if len(chunks) == 2 and chunks[0] == chunks[1]:
+            sizes = [node.sizes[f] for f in pair]
+            if node.rule.may_cut_together(pair, sizes, n):
                 return Cut(pair[0]), Cut(pair[1])
     return None
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from ftp.errors import ProgramFileError
 from ftp.ops.constrain import Pin
+from ftp.ops.windows import Exchange
 from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.local_program import ShardOffset
 from ftp.per_rank.program import Port
@@ -34,8 +35,8 @@ TUPLE, LIST, DICT, FROZENSET, FLOAT, COMPLEX, DTYPE, DEVICE, MESH_DEVICE, CONSTA
 OP, FUNCTION, SLICE, REF, NODE, VALUE, GROUP, TENSOR, ELLIPSIS, SPEC = range(10, 20)
 
 CLASSES: tuple[type, ...] = (
-    Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Member, Meta, ShardOffset, Options,
-    Pin, Port, Product, Reshard, Solution, Stage, Units, Zigzag,
+    Call, Chunk, Collective, Exchange, FactorCut, Hardware, Layout, Link, Member, Meta,
+    ShardOffset, Options, Pin, Port, Product, Reshard, Solution, Stage, Units, Zigzag,
 )  # fmt: skip
 _COLLECTIONS = (tuple, list, dict, frozenset, slice, Mapping)  # dict first: it is asked for faster
 _NUMBER = {cls: number for number, cls in enumerate(CLASSES)}

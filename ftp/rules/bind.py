@@ -155,6 +155,7 @@ def bind(
         ring=rule.ring,
         sees=rule.sees,
         together=rule.together,
+        exchange=rule.exchange,
     )
 
 

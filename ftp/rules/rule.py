@@ -1,11 +1,12 @@
 """The sharding rule of one call: how its tensors' dims share factors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
 from ftp.dataclass import dataclass
 from ftp.ops.ring_pieces import Sees
+from ftp.ops.windows import Exchange
 from ftp.rules.call import Call
 from ftp.rules.notation import Dims, Notation
 
@@ -32,6 +33,8 @@ class Rule:
             changes too. ``sizes`` has the result's size; an operand's chunks follow its own size.
         together: pairs of whole dims of different sizes, of an operand and of a result, that one
             axis may cut together where the ranks' chunks of both start alike.
+        exchange: where an axis of so many ranks may cut such a pair though chunks differ: what its
+            ranks send, in elements of the operand's dim.
     """
 
     notation: Notation
@@ -43,6 +46,7 @@ class Rule:
     sees: Sees | None = None
     resized: frozenset[str] = frozenset()
     together: tuple[tuple[str, str], ...] = ()
+    exchange: Exchange | None = None
 
     def __str__(self) -> str:
         return str(self.notation)
@@ -70,6 +74,14 @@ class BoundRule:
     sees: Sees | None = field(default=None, compare=False, repr=False)
     call: Call | None = field(default=None, compare=False, repr=False)
     together: tuple[tuple[str, str], ...] = ()
+    exchange: Exchange | None = None
+
+    def may_cut_together(self, pair: tuple[str, str], sizes: Sequence[Any], n: int) -> bool:
+        """Whether ``n`` ranks may cut such a pair, of these sizes."""
+        if self.exchange is not None:
+            return self.exchange.n == n and list(sizes) == [self.sizes[f] for f in pair]
+        chunks = [-(-size // n) for size in sizes if type(size) is int]
+        return len(chunks) == 2 and chunks[0] == chunks[1]
 
     @property
     def dims(self) -> tuple[Dims, ...]:

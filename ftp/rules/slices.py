@@ -1,10 +1,18 @@
-"""Rules of slices, splits and ``cat``: parts of a dim."""
+"""Rules of slices, splits, windows and ``cat``: parts of a dim."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
+from ftp.ops.windows import (
+    HALO_EXCHANGE,
+    JOIN_WINDOWS,
+    WINDOWS,
+    Exchange,
+    Windows,
+    exchange_of,
+)
 from ftp.rules.call import Call, Meta
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.local_forms import with_shape
@@ -183,3 +191,50 @@ def _in_parts(
     each = tuple(seen(f"k{i}", length) for i, length in enumerate(parts))
     first, then = (each, whole) if reverse else (whole, each)
     return Notation(first, then, frozenset(sizes.keys() - {"s"}), ((),) * len(then)), sizes
+
+
+@rule(WINDOWS)
+def windows(call: Call) -> Rule:
+    """As many windows as an axis has ranks may be cut with the dim that they are of."""
+    (x,) = call.operands
+    _, dim, n, start, step, size = call.args
+    operand = tuple(("x",) if d == dim else (f"~{d}",) for d in range(x.ndim))
+    result = (("w",), *(("l",) if d == dim else (f"~{d}",) for d in range(x.ndim)))
+    cut = Windows(x.shape[dim], n, start, step, size)
+    is_local = (start, step) == (0, cut.chunk) and size <= step
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut("x"):
+            return op.emit(WINDOWS, op.args[0], dim, *op.args[2:])
+        if is_local:  # a window is within the rank's chunk, or goes on with zeros
+            after = [0, 0] * (x.ndim - 1 - dim)
+            more = size - op.operand_shape(0)[dim]
+            held = op.emit(aten.constant_pad_nd.default, op.args[0], [*after, 0, more])
+            return op.emit(aten.unsqueeze.default, held if more else op.args[0], 0)
+        group = op.group(op.cuts["x"][0].axis)
+        return op.emit(HALO_EXCHANGE, op.args[0], dim, *op.args[2:], cut.whole, group)
+
+    notation = Notation((operand,), (result,), frozenset("xwl"), ((),))
+    exchange = Exchange(n, 0, ()) if is_local else exchange_of(cut)
+    return Rule(notation, ((0,),), local, together=(("x", "w"),), exchange=exchange)
+
+
+@rule(JOIN_WINDOWS)
+def join_windows(call: Call) -> Rule:
+    """Windows that are a rank's chunks may be cut with the dim that they make."""
+    (x,), (y,) = call.operands, call.results
+    _, dim, length = call.args
+    operand = (("w",), *(("l",) if d == dim else (f"~{d}",) for d in range(y.ndim)))
+    result = tuple(("y",) if d == dim else (f"~{d}",) for d in range(y.ndim))
+    n, size = x.shape[0], x.shape[1 + dim]
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut("y"):
+            return op.emit(JOIN_WINDOWS, op.args[0], dim, length)
+        held = op.emit(aten.squeeze.dim, op.args[0], 0)
+        mine = op.sizes["y"]
+        return held if mine == size else op.emit(aten.slice.Tensor, held, dim, 0, mine)
+
+    notation = Notation((operand,), (result,), frozenset("wly"), ((),))
+    exchange = Exchange(n if -(-length // n) == size else 0, 0, ())
+    return Rule(notation, ((0,),), local, together=(("w", "y"),), exchange=exchange)

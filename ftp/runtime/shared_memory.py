@@ -21,8 +21,8 @@ from torch import fx
 from ftp.distributed.interrupt import interrupts
 from ftp.ops.define import define, like, register_fake
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, by_rank, checked_counts
-from ftp.ops.rings import RINGS, RingOp
-from ftp.ops.sends import Send, run
+from ftp.ops.rings import SENDING
+from ftp.ops.sends import Send, SendingOp, run
 from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.runtime.shared_pages import HEADER_BYTES, failure_of, with_shared_memory
@@ -249,7 +249,7 @@ def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     return issue
 
 
-def _in_ring(op: RingOp) -> Callable[..., Any]:
+def _in_ring(op: SendingOp) -> Callable[..., Any]:
     def issue(*args: Any) -> Any:
         group = _groups[args[-1]]
 
@@ -294,5 +294,5 @@ _IN_MEMORY = {
     ALL_TO_ALL_ROWS: _define(
         ALL_TO_ALL_ROWS, lambda *args: _groups[args[-1]].all_to_all_rows(*args[:-1])
     ),
-    **{target: _define(target, _in_ring(op)) for target, op in RINGS.items()},
+    **{target: _define(target, _in_ring(op)) for target, op in SENDING.items()},
 }

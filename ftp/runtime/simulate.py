@@ -13,7 +13,7 @@ from torch import fx
 from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.mapped_arguments import mapped_arguments
-from ftp.ops.rings import RINGS
+from ftp.ops.rings import SENDING
 from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.partitioning.local_program import LocalProgram
 from ftp.passes.branch_order import branches
@@ -177,7 +177,7 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
 BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
     ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,
-    **{target: op.by_rank for target, op in RINGS.items()},
+    **{target: op.by_rank for target, op in SENDING.items()},
     gather_matmuls: _gather_matmuls,
     matmul_scatter: _matmul_scatter,
 }

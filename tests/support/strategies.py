@@ -971,6 +971,14 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(torch.tensor(side), normal(4, 3), normal(4, 3), 0) for side in (True, False)
     ],
     "ftp.map_slices.default": _mapped_slices,
+    "ftp.windows.default": lambda: [
+        s(normal(7, 3), 0, 2, -1, 4, 6),
+        s(normal(2, 6), 1, 3, 0, 2, 2),
+    ],
+    "ftp.join_windows.default": lambda: [
+        s(normal(2, 4, 3), 0, 7),
+        s(normal(3, 2, 2), 1, 6),
+    ],
     "ftp.repeat_each.default": lambda: [s(normal(3, 2), 4, 0), s(normal(2, 3, 2), 2, 1)],
     "ftp.sum_each.default": lambda: [s(normal(12, 2), 4, 0), s(normal(2, 6, 2), 2, 1)],
     "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],

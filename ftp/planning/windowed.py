@@ -1,0 +1,68 @@
+"""Ops along a dim that an axis cuts, on one window of the dim for each rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, unchanged
+from ftp.rules.call import replaced, tensors
+from ftp.rules.windows import WINDOWED, FarApart, by_windows
+
+Blocked = Mapping[int, Mapping[Node, Sequence[str]]]
+
+
+def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]) -> Rewrite:
+    """The graph with ops replaced by ops on windows, where ranks then exchange less than they have.
+
+    Args:
+        blocked: by a number of ranks, the factors that they may cut and that a node keeps whole.
+    """
+    found: dict[tuple[int, int], list[Node]] = {}
+    taken: set[Node] = set()
+    for n, nodes in blocked.items():
+        for node, factors in nodes.items():
+            if node.target in WINDOWED and node not in taken:
+                dims = [dim for factor in factors if (dim := _dim_of(node, factor)) is not None]
+                if dims and _fits(node, n, dims[0]):
+                    found.setdefault((n, dims[0]), []).append(node)
+                    taken.add(node)
+    rewrite = unchanged(graph)
+    for (n, dim), nodes in found.items():
+        now, copies = rewrite
+        table = {op: by_windows(op, n, dim) for op in WINDOWED}
+        made = decompose(now, [copies[node] for node in nodes], table=table)
+        rewrite = made[0], in_turn(copies, made[1])
+    return rewrite
+
+
+def _dim_of(node: Node, factor: str) -> int | None:
+    """The dim of the operands that has a factor; None for one of another kind, as a kernel's."""
+    for dims in (*node.rule.operands[:1], *node.rule.results[:1]):
+        for at, dim in enumerate(dims):
+            if factor in dim:
+                return at
+    return None
+
+
+def _fits(node: Node, n: int, dim: int) -> bool:
+    """Whether the op has windows, of which each rank holds the most itself. Numbers that are no
+    floats take few bytes to gather.
+    """
+    metas = [*(v.meta for v in node.operands), *node.results]
+    given, first = (node.args, dict(node.kwargs)), node.operands[0].meta.dtype
+    numbers = [*tensors(given, (int, float)), *(s for m in metas for s in m.shape)]
+    if not all(type(x) in (int, float, bool) for x in numbers):
+        return False  # dynamic sizes
+    if not (first.is_floating_point or first.is_complex):
+        return False
+
+    def like(value: Value) -> Any:
+        return torch.empty(value.meta.shape, dtype=value.meta.dtype, device="meta")
+
+    args, kwargs = (replaced(x, Value, like) for x in given)
+    try:
+        by_windows(node.target, n, dim)(*args, **kwargs)
+    except FarApart:
+        return False
+    return True

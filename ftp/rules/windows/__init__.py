@@ -1,0 +1,9 @@
+"""Ops in which neighbours along a dim meet, as the same ops on windows of the dim: slices, padding,
+rolls, convolutions, pooling and upsampling.
+
+Each rank of an axis that cuts the dim computes one window. It needs a halo: the elements around its
+own, which the ranks next to it hold. The windows are a new first dim, which ops take as the batch.
+"""
+
+from ftp.rules.windows import convolution, movement, pooling  # noqa: F401
+from ftp.rules.windows.registry import WINDOWED, FarApart, by_windows  # noqa: F401

@@ -1,0 +1,318 @@
+"""Dims in which neighbours meet, cut over an axis: slices, padding, rolls, convolutions, pooling,
+upsampling. They run on windows and exchange halos; their numbers are those of one device.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import run_examples
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.ops.windows import HALO, JOIN_WINDOWS, WINDOWS, Windows, exchange_of
+from ftp.rules.windows import WINDOWED, FarApart, by_windows
+
+aten = torch.ops.aten
+
+
+@given(
+    st.integers(0, 20), st.integers(1, 6), st.integers(-5, 5), st.integers(0, 7), st.integers(1, 9)
+)
+def test_ranks_get_their_windows(whole: int, n: int, start: int, step: int, size: int):
+    """Of every dtype that a tensor may have; and no rank sends or receives more than is said."""
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.int16):
+        x = torch.arange(2.0 * whole * 3).reshape(2, whole, 3).to(dtype)
+        expected = torch.stack(
+            [
+                torch.stack(
+                    [x[:, i] if 0 <= i < whole else x.new_zeros(2, 3) for i in range(a, a + size)],
+                    1,
+                )
+                for a in range(start, start + n * step, step or 1)[: n if step else 0]
+            ]
+            if step
+            else [WINDOWS(x, 1, 1, start, 1, size)[0]] * n
+        )
+        assert torch.equal(WINDOWS(x, 1, n, start, step, size), expected)
+        windows = Windows(whole, n, start, step, size)
+        parts = [x[:, a:b] for a, b in map(windows.held, range(n))]
+        got = HALO.by_rank([(part, 1, n, start, step, size, whole, "") for part in parts])
+        assert torch.equal(torch.cat(got), expected)
+    moved = [[windows.part(i, j)[1] if i != j else 0 for j in range(n)] for i in range(n)]
+    assert exchange_of(windows).most == max(
+        *map(sum, moved), *map(sum, zip(*moved, strict=True)), 0
+    )
+
+
+# Ops on windows, against the op.
+
+
+def _numbers(draw: Any, least: int, most: int, ndim: int) -> list[int]:
+    return [draw(st.integers(least, most)) for _ in range(ndim)]
+
+
+def _of_convolution(draw: Any, ndim: int) -> list[Any]:
+    groups, transposed = draw(st.integers(1, 2)), draw(st.booleans())
+    kernel, stride = _numbers(draw, 1, 4, ndim), _numbers(draw, 1, 3, ndim)
+    x = torch.randn(2, 2 * groups, *_numbers(draw, 4, 13, ndim))
+    weight = torch.randn((2 if transposed else 3) * groups, 3 if transposed else 2, *kernel)
+    more = [draw(st.integers(0, s - 1)) if transposed else 0 for s in stride]
+    how = stride, _numbers(draw, 0, 3, ndim), _numbers(draw, 1, 2, ndim), transposed, more, groups
+    y = aten.convolution.default
+    back = lambda out: (torch.randn_like(out), x, weight, [3 * groups], *how, [True] * 3)  # noqa: E731
+    return [
+        (y, (x, weight, torch.randn(3 * groups), *how)),
+        (aten.convolution_backward.default, back),
+    ]
+
+
+def _of_pooling(draw: Any, ndim: int) -> list[Any]:
+    kernel, stride = _numbers(draw, 1, 3, ndim), _numbers(draw, 1, 3, ndim)
+    padding = [draw(st.integers(0, k // 2)) for k in kernel]
+    batch = [2] * draw(st.integers(0, 1))
+    x = torch.randn(*batch, 3, *_numbers(draw, 4, 11, ndim))
+    if draw(st.booleans()):
+        how = kernel, stride, padding, _numbers(draw, 1, 2, ndim), False
+        op = "max_pool2d_with_indices" if ndim == 2 else "max_pool3d_with_indices"
+        back = lambda out: (torch.randn_like(out[0]), x, *how, out[1])  # noqa: E731
+    else:
+        how = kernel, stride, padding, False, draw(st.booleans()), draw(st.sampled_from([None, 3]))
+        op = "avg_pool2d" if ndim == 2 else "avg_pool3d"
+        back = lambda out: (torch.randn_like(out), x, *how)  # noqa: E731
+    ops = getattr(aten, op).default, getattr(aten, f"{op}_backward").default
+    return [(ops[0], (x, *how)), (ops[1], back)]
+
+
+def _of_upsampling(draw: Any, ndim: int) -> list[Any]:
+    name = draw(st.sampled_from(["upsample_nearest", "_upsample_nearest_exact"])) + f"{ndim}d"
+    x, times = torch.randn(2, 3, *_numbers(draw, 2, 9, ndim)), _numbers(draw, 1, 3, ndim)
+    sizes = [a * b for a, b in zip(x.shape[2:], times, strict=True)]
+    back = lambda out: (torch.randn_like(out), sizes, list(x.shape))  # noqa: E731
+    packet = getattr(aten, name)
+    return [
+        (packet.default, (x, sizes)),
+        (packet.vec, (x, None, list(map(float, times)))),
+        (getattr(aten, f"{name}_backward").default, back),
+    ]
+
+
+def _of_movement(draw: Any, ndim: int) -> list[Any]:
+    x, dim = torch.randn(*_numbers(draw, 3, 9, ndim + 1)), draw(st.integers(0, ndim))
+    size = x.shape[dim]
+    start, end = sorted(_numbers(draw, 0, size, 2))
+    grad = torch.randn(*x.shape[:dim], end - start, *x.shape[dim + 1 :])
+    pad = _numbers(draw, -1, 3, 2 * draw(st.integers(1, ndim + 1)))
+    rolls = _numbers(draw, -9, 9, 2), [dim, (dim + 1) % (ndim + 1)]
+    return [
+        (aten.slice.Tensor, (x, dim, start, end)),
+        (aten.slice_backward.default, (grad, list(x.shape), dim, start, end, 1)),
+        (aten.constant_pad_nd.default, (x, pad)),
+        (aten.roll.default, (x, *rolls)),
+    ]
+
+
+OF: dict[str, tuple[Callable[..., list[Any]], int, int]] = {
+    "convolution": (_of_convolution, 1, 2),
+    "pooling": (_of_pooling, 2, 3),
+    "upsampling": (_of_upsampling, 1, 3),
+    "movement": (_of_movement, 1, 2),
+}
+
+
+@pytest.mark.parametrize("kind", OF)
+def test_ops_on_windows(kind: str):
+    make, least, most = OF[kind]
+    seen, done = set(), 0
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def check(data: st.DataObject):
+        nonlocal done
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        ndim = data.draw(st.integers(least, most))
+        n, made = data.draw(st.integers(1, 5)), None
+        for op, given_args in make(data.draw, ndim):
+            args: Any = given_args(made) if callable(given_args) else given_args
+            dim = data.draw(st.integers(0, ndim + 1))
+            try:
+                made = op(*args)
+            except RuntimeError:  # torch refuses such sizes
+                return
+            try:
+                found = by_windows(op, n, dim)(*args)
+            except FarApart:
+                continue
+            seen.add(op)
+            done += 1
+            torch.testing.assert_close(found, made, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+    try:
+        check()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert done > 20 and seen
+
+
+def test_every_op_on_windows_is_drawn():
+    assert len(WINDOWED) == 32  # a new one belongs into OF
+
+
+# Whole programs.
+
+
+def check(
+    fn: Callable[..., Any], params: Any, x: Tensor, spec: P, axes: dict[str, int], **options: Any
+) -> ftp.Lowered:
+    """Loss and gradients against one device; returns the certified program."""
+    mesh = ftp.simulated_mesh(tuple(axes.values()), tuple(axes))
+    step = ftp.shard(fn, mesh, P(), batch_specs=spec, certify=True, **options)
+    batch = ftp.device_put(x, mesh, spec)
+    loss, grads = step(params, batch)
+    expected, of_one = torch.func.grad_and_value(fn)(params, x)[::-1]
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads, of_one)
+    return step.lower(params, batch)
+
+
+def moved(lowered: ftp.Lowered) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for c in lowered.collectives:
+        found[c.op] = found.get(c.op, 0) + c.wire_nbytes
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_convolution_sends_its_halo(n: int):
+    """Rows of 3 channels and 8 columns in float64, one to each neighbour, forward and backward."""
+    x, w = torch.randn(2, 3, 24, 8).double(), torch.randn(5, 3, 3, 3).double()
+    lowered = check(
+        lambda p, x: F.conv2d(x, p, padding=1).square().mean(), w, x, P(None, None, "h"), {"h": n}
+    )
+    row = 2 * 3 * 8 * 8
+    sides = 1 if n == 2 else 2  # a rank at an end has one neighbour
+    assert moved(lowered)["halo_exchange"] == sides * row  # kept for the weight's gradient
+    assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
+
+
+def _heat(u: Tensor, k: Tensor) -> Tensor:
+    inner = u[:, 1:-1]
+    return F.pad(inner + k * (u[:, 2:] + u[:, :-2] - 2 * inner), (1, 1))
+
+
+PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token shift": lambda x, k: k * F.pad(x[:, :-1], (1, 0)) + x,
+    "differences": lambda x, k: (k * x)[:, 1:] - x[:, :-1],
+    "periodic": lambda x, k: k * (torch.roll(x, 1, 1) + torch.roll(x, -2, 1)),
+    "heat": lambda x, k: _heat(_heat(x, k), k),
+    "causal": lambda x, k: F.conv1d(x[:, None], k.expand(1, 1, 4), padding=3)[..., : x.shape[1]],
+    "down, up": lambda x, k: F.conv_transpose1d(
+        F.conv1d(x[:, None], k.expand(1, 1, 3), stride=2, padding=1), k.expand(1, 1, 4), None, 2, 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("size", "n"), [(16, 2), (23, 3)])
+def test_programs_along_a_sequence(name: str, size: int, n: int):
+    torch.manual_seed(size)
+    x, k = torch.randn(2, size).double(), torch.randn(1).double()
+    fn = PROGRAMS[name]
+    check(lambda k, x: fn(x, k).square().mean(), k, x, P(None, "s"), {"s": n})
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(PROGRAMS)), st.integers(4, 33), st.integers(2, 5))
+def test_many_programs_along_a_sequence(name: str, size: int, n: int):
+    test_programs_along_a_sequence(name, size, n)
+
+
+def test_a_pyramid_exchanges_halos_alone():
+    torch.manual_seed(0)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = F.max_pool2d(F.conv2d(x, w, padding=1).relu(), 3, 2, 1)
+        return (F.interpolate(y, scale_factor=2) - x).square().mean()
+
+    x, w = torch.randn(2, 3, 16, 8).double(), torch.randn(3, 3, 3, 3).double()
+    lowered = check(loss, w, x, P(None, None, "h"), {"h": 2})
+    assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.inner = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, 2, 1)
+        self.norm, self.up = nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 4, 2, 2)
+        self.out = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.down(x).relu()
+        b = F.avg_pool2d(self.norm(self.inner(F.max_pool2d(a, 3, 1, 1))), 2)
+        b = self.up(F.interpolate(b, scale_factor=2))
+        return self.out(torch.cat([a, b], 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "axes"),
+    [
+        (P(None, None, "h"), {"h": 2}),
+        (P("dp", None, None, "w"), {"dp": 2, "w": 2}),
+        (P(None, None, "h", "w"), {"h": 2, "w": 2}),
+    ],
+    ids=str,
+)
+def test_a_unet_exchanges_halos_alone(spec: P, axes: dict[str, int]):
+    torch.manual_seed(0)
+    fn, params = ftp.functionalize(UNet().double())
+    x = torch.randn(2, 3, 16, 16).double()
+    lowered = check(lambda p, x: fn(p, x).square().mean(), params, x, spec, axes)
+    assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
+    whole = 2 * 4 * 16 * 16 * 8  # bytes of one activation, which a gather would move
+    assert moved(lowered)["halo_exchange"] < whole
+
+
+def test_halos_wider_than_chunks_are_gathered():
+    x, w = torch.randn(2, 1, 16).double(), torch.randn(1, 1, 11).double()
+    lowered = check(
+        lambda w, x: F.conv1d(x, w, padding=5).square().sum(), w, x, P(None, None, "s"), {"s": 4}
+    )
+    assert "halo_exchange" not in moved(lowered)
+
+
+def test_a_saved_program_exchanges_halos(tmp_path: Path):
+    mesh, cut = ftp.simulated_mesh((2,), ("s",)), P(None, "s")
+    fn = lambda x: F.pad(x[:, :-1], (1, 0)) * x  # noqa: E731
+    x = torch.randn(2, 8)
+    ftp.spmd(fn, mesh, cut, cut).lower(x).save(tmp_path / "program")
+    found = ftp.load_program(tmp_path / "program", mesh)(ftp.device_put(x, mesh, cut))
+    torch.testing.assert_close(ftp.device_get(found, mesh, cut), fn(x))
+
+
+def test_wrong_halos_are_refused():
+    """A certificate of a program whose windows begin one element too late."""
+    mesh = ftp.AbstractMesh((2,), ("s",))
+    step = ftp.spmd(lambda x: F.pad(x[:, :-1], (1, 0)), mesh, P(None, "s"), P(None, "s"))
+    lowered = step.lower(torch.ones(2, 8))
+    (node,) = (n for n in lowered.graph.graph.nodes if n.target is HALO.target)
+    node.args = (*node.args[:3], node.args[3] + 1, *node.args[4:])
+    with pytest.raises(ftp.errors.CertificateError, match="not the local form"):
+        ftp.certify(lowered)
+
+
+def test_windows_join_to_their_dim():
+    x = torch.randn(3, 10)
+    assert torch.equal(JOIN_WINDOWS(WINDOWS(x, 1, 3, 0, 4, 4), 1, 10), x)
+
+
+def test_page():
+    run_examples("halos.md")
