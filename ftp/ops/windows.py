@@ -124,7 +124,7 @@ def one_rank(
 ) -> OneRank:
     """One rank's window."""
     cut = Windows(whole, n, start, step, size)
-    out = x.new_zeros([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+    out = x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
     each = out.numel() // max(size, 1) * x.element_size()
     exchange, first = exchange_of(cut), start + rank * step
 
@@ -147,6 +147,10 @@ def one_rank(
         )
         for places, (_, length) in zip(exchange.places, arriving, strict=True)
     ]
+    before = min(max(-first, 0), size)
+    after = min(max(first + size - whole, 0), size - before)
+    out.narrow(dim, 0, before).zero_()
+    out.narrow(dim, size - after, after).zero_()
     begin, length = cut.part(rank, rank)
     if length:
         out.narrow(dim, begin - first, length).copy_(

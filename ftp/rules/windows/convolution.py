@@ -50,7 +50,11 @@ def _spread(
     first = -((reach - 1 - padding[at]) // stride[at])  # of x, that the first result needs
     last = (chunk - 1 + padding[at]) // stride[at]
     x = split(x, dim, n, first, of_x, last - first + 1)
-    inside = [0 if d == at else p for d, p in enumerate(padding)]
+    # Of all that the elements of a window are added to, the window's results are in the middle.
+    begin = padding[at] - first * stride[at]
+    end = (last - first) * stride[at] + reach - begin - chunk
+    cropped = max(min(begin, end), 0)
+    inside = [cropped if d == at else p for d, p in enumerate(padding)]
     made = [
         (x.shape[3 + d] - 1) * s - 2 * p + (weight.shape[2 + d] - 1) * dil + 1
         for d, (s, p, dil) in enumerate(zip(stride, inside, dilation, strict=True))
@@ -59,8 +63,7 @@ def _spread(
     y = aten.convolution.default(
         x.flatten(0, 1), weight, None, stride, inside, dilation, True, more, groups
     )
-    begin = padding[at] - first * stride[at]
-    around = [*[0, 0] * (y.ndim - 1 - dim), -begin, begin + chunk - y.shape[dim]]
+    around = [*[0, 0] * (y.ndim - 1 - dim), cropped - begin, cropped - end]
     y = aten.constant_pad_nd.default(y, around) if any(around) else y
     return joined(y.unflatten(0, (n, -1)), dim, length)
 
