@@ -178,11 +178,7 @@ class _Numbers:
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))
         if self.key(LOCAL, node.args, {}, 0) not in self.classes:
-            live = self.live(node.graph)
-            items: list[Any] = [
-                n.args[1] for n in node.users if n.target is operator.getitem and n in live
-            ]
-            kept = sorted(set(items))
+            kept = sorted(self.used(node))
             if not kept:
                 return [None for _ in every]
             program, taken = program_of(key).giving(kept)
@@ -192,6 +188,11 @@ class _Numbers:
             self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None
             for i in every
         ]
+
+    def used(self, node: fx.Node) -> set[Any]:
+        """Which of an op's results an output depends on."""
+        live = self.live(node.graph)
+        return {n.args[1] for n in node.users if n.target is operator.getitem and n in live}
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
         """The nodes that an output depends on. Per-rank code depends on the operands that its used
@@ -286,9 +287,17 @@ class _Numbers:
         return None if found is None else [self.of[found]]
 
     def known_by(self, node: Any, by: Callable[..., Any]) -> list[Any] | None:
-        """The classes of an op by a decomposition, if the certificate's program has it."""
+        """The classes of an op by a decomposition, if the certificate's program has it. The program
+        may lack results without users.
+        """
+        used = None if _is_tensor(node) else self.used(node)
+
+        def by_used(*args: Any, **kwargs: Any) -> Any:
+            made = by(*args, **kwargs)
+            return made if used is None else [x if i in used else None for i, x in enumerate(made)]
+
         known = len(self.classes)
-        classes = self.decomposed(node, by)
+        classes = self.decomposed(node, by_used)
         for key in list(self.classes)[known:]:
             self.made.pop(self.classes.pop(key), None)
         is_known = classes and all(found is None or found < known for found in classes)

@@ -212,16 +212,17 @@ def _on_primitives(
     while True:
         blocked: dict[Node, None] = {}
         across: dict[Node, None] = {}
-        by_ranks: dict[int, dict[Node, list[str]]] = {}
+        by_ranks: dict[int, dict[Node, dict[str, None]]] = {}
         for at, name in enumerate(order):
             if to.axes[name] == 1:
                 continue
             reaches = _reaches(program, name, order[:at], to)
             is_data = name in to.data_axes
             found = [reaches.from_batch, reaches.of_parts] if is_data else [reaches.from_specs]
-            for one in found:
-                blocked.update(dict.fromkeys(one.blocked))
-                by_ranks.setdefault(to.axes[name], {}).update(one.blocked)
+            by_node = by_ranks.setdefault(to.axes[name], {})
+            for node, factors in ((n, f) for one in found for n, f in one.blocked.items()):
+                blocked[node] = None
+                by_node.setdefault(node, {}).update(dict.fromkeys(factors))
             across.update(found[0].across)
         blocked = {n: None for n in blocked if n.kind == "op" and n.rule.decompose}
         make = partial(_replaced, program.graph, blocked, across, by_ranks, decompose)

@@ -1,6 +1,6 @@
 """Ops along a dim that an axis cuts, on one window of the dim for each rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, unchanged
 from ftp.rules.call import replaced, tensors
 from ftp.rules.windows import WINDOWED, FarApart, by_windows
 
-Blocked = Mapping[int, Mapping[Node, Sequence[str]]]
+Blocked = Mapping[int, Mapping[Node, Collection[str]]]
 
 
 def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]) -> Rewrite:
@@ -23,9 +23,10 @@ def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]
     for n, nodes in blocked.items():
         for node, factors in nodes.items():
             if node.target in WINDOWED and node not in taken:
-                dims = [dim for factor in factors if (dim := _dim_of(node, factor)) is not None]
-                if dims and _fits(node, n, dims[0]):
-                    found.setdefault((n, dims[0]), []).append(node)
+                dims = (dim for factor in factors if (dim := _dim_of(node, factor)) is not None)
+                fitting = next((dim for dim in dims if _fits(node, n, dim)), None)
+                if fitting is not None:
+                    found.setdefault((n, fitting), []).append(node)
                     taken.add(node)
     rewrite = unchanged(graph)
     for (n, dim), nodes in found.items():

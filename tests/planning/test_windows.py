@@ -289,6 +289,28 @@ def test_halos_wider_than_chunks_are_gathered():
     assert "halo_exchange" not in moved(lowered)
 
 
+def test_a_dim_without_windows_leaves_another_ones():
+    """Padding over two axes of equal size, of which one's chunks are narrower than its halos."""
+    mesh, rows = ftp.AbstractMesh((2, 2), ("h", "w")), P(None, None, "h", "w")
+    pad = lambda x: F.pad(x, (4, 4, 2, 1))  # noqa: E731
+    lowered = ftp.lower(pad, mesh, rows, torch.ones(2, 3, 64, 4), out_specs=rows)
+    assert {(c.op, c.axes) for c in lowered.collectives} == {
+        ("halo_exchange", ("h",)),
+        ("all_gather", ("w",)),
+    }
+
+
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("axes", [{"h": 2}, {"h": 2, "w": 2}], ids=str)
+def test_one_result_of_max_pooling(axes: dict[str, int], result: int):
+    """The certified program makes no other one."""
+    mesh, cut = ftp.simulated_mesh(tuple(axes.values()), tuple(axes)), P(None, None, *axes)
+    pool = lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True)[result]  # noqa: E731
+    x = torch.randn(2, 3, 12, 16)
+    found = ftp.spmd(pool, mesh, cut, cut, certify=True)(ftp.device_put(x, mesh, cut))
+    assert torch.equal(ftp.device_get(found, mesh, cut), pool(x))
+
+
 def test_a_saved_program_exchanges_halos(tmp_path: Path):
     mesh, cut = ftp.simulated_mesh((2,), ("s",)), P(None, "s")
     fn = lambda x: F.pad(x[:, :-1], (1, 0)) * x  # noqa: E731
