@@ -7,7 +7,9 @@ from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.lookups import movable
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
-from ftp.rules.op_kinds import BY_SLICE, is_matmul
+from ftp.rules.op_kinds import BY_SLICE, LOOKUPS, ONE_BY_ONE, PARTS, is_matmul
+
+_TAKING = LOOKUPS | ONE_BY_ONE | PARTS
 
 
 class Exemptions(NamedTuple):
@@ -75,17 +77,20 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
 
 def _of_sums(problem: Problem) -> set[Node]:
     """The ops whose operands that depend on the batch are sums over it, or computed from such
-    sums.
+    sums. Rows that are taken from the batch are no sums.
     """
     found: set[Node] = set()
     if not problem.is_data_axis:
         return found
-    cuts, layouts = problem.batch_reach.cuts, problem.batch_reach.layouts
+    reaches = (problem.batch_reach, problem.parts)
+    cuts = {node for reached in reaches for node in reached.cuts}
+    rows = {value for reached in reaches for value in reached.layouts}
+    rows.update(value for node in cuts if node.target in _TAKING for value in node.values)
     for node in problem.graph.nodes:
         if node.kind == "input" or node in cuts:
             continue
         read = [value for value in node.operands if value.node.depends & BATCH]
-        if read and all(v.node in found or (v.node in cuts and v not in layouts) for v in read):
+        if read and all(v.node in found or (v.node in cuts and v not in rows) for v in read):
             found.add(node)
     return found
 

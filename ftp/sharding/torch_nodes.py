@@ -55,7 +55,7 @@ _KEPT = "_ftp_parts"
 
 def adopt_registered(namespace: str) -> None:
     """Registers with optree each class that was registered with torch since the last call."""
-    if len(pytree.SUPPORTED_NODES) == len(_seen):
+    if next(reversed(pytree.SUPPORTED_NODES)) in _seen:
         return
     for kind, node in [*pytree.SUPPORTED_NODES.items()]:
         if kind not in _seen:
@@ -76,7 +76,8 @@ def _register(kind: type, node: Any, namespace: str) -> None:
             return kept
         children, context = node.flatten_fn(tree)
         names = entries(tree)
-        return children, NodeContext(context, names), names
+        kept = optree.tree_map(lambda x: x, context)  # the caller may change its lists and dicts
+        return children, NodeContext(kept, names), names
 
     def entries(tree: Any) -> list[Any] | None:
         if node.flatten_with_keys_fn is None:

@@ -52,7 +52,12 @@ def loss_fn(params, x):
     return x.square().mean()
 
 
-def training(update):
+def halves_loss(params, x):
+    n = len(x) // 2
+    return loss_fn(params, x[:n]) + loss_fn(params, x[n:])
+
+
+def training(update, loss_fn=loss_fn):
     def step(params, momenta, x):
         grads, loss = torch.func.grad_and_value(loss_fn)(params, x)
         momenta = {k: 0.9 * momenta[k] + grads[k] for k in params}
@@ -67,10 +72,10 @@ def parameters(layers, width, make):
     return {f"{k}{i}": make(shapes[k]) for i in range(layers) for k in shapes}
 
 
-def lowered(update, params, x, mesh, spec, **options):
+def lowered(update, params, x, mesh, spec, loss_fn=loss_fn, **options):
     specs = dict.fromkeys(params, spec)
     inputs, outputs = (specs, specs, P("dp")), (specs, specs, P())
-    step = ftp.spmd(training(update), mesh, inputs, outputs, **options)
+    step = ftp.spmd(training(update, loss_fn), mesh, inputs, outputs, **options)
     return step, step.lower(params, params, x)
 
 
@@ -90,12 +95,13 @@ def test_updates_equal_those_of_one_device(update, spec, n):
     torch.testing.assert_close(step(params, params, x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_gradient_is_gathered_once_for_all_products_with_it():
+@pytest.mark.parametrize("loss_fn", [loss_fn, halves_loss])
+def test_a_gradient_is_gathered_once_for_all_products_with_it(loss_fn):
     with torch.device("meta"):
         params, x = parameters(2, 64, torch.empty), torch.empty(4096, 64)
     mesh, spec = ftp.AbstractMesh((4,), ("dp",)), P("dp")
-    _, made = lowered(each, params, x, mesh, spec)
-    _, plain = lowered(lambda updates: updates, params, x, mesh, spec)
+    _, made = lowered(each, params, x, mesh, spec, loss_fn)
+    _, plain = lowered(lambda updates: updates, params, x, mesh, spec, loss_fn)
     assert _counted(made) - _counted(plain) == Counter({"all_gather": 4})
     sent = [m.collectives.wire_nbytes for m in (made, plain)]
     assert sent[0] - sent[1] == 3 / 4 * sum(p.numel() * 4 for p in params.values())

@@ -402,3 +402,17 @@ def test_a_table_that_is_read_in_two_dtypes_is_gathered_once():
     assert ops(step.lower(params, ids)).count("all_gather") == 1
     grads, value = torch.func.grad_and_value(loss)(params, ids)
     torch.testing.assert_close(step(params, ids), (value, grads), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_rows_of_the_batch_in_another_order_are_no_gradients(n):
+    """Each rank computes its share of what is computed from them."""
+
+    def loss(p, x):
+        return (torch.relu(x[torch.arange(len(x) - 1, -1, -1)] @ p["a"]) @ p["b"]).square().mean()
+
+    with torch.device("meta"):
+        params, x = {"a": torch.empty(64, 256), "b": torch.empty(256, 64)}, torch.empty(4096, 64)
+    mesh = ftp.AbstractMesh((n,), ("dp",))
+    made = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp")).lower(params, x)
+    assert made.work == 1.0

@@ -71,6 +71,25 @@ def test_a_class_that_torch_knows_without_names():
         assert out.first.equal(given.second)
 
 
+class Scaled:
+    def __init__(self, x: Tensor, scales: list[float]):
+        self.x, self.scales = x, scales
+
+
+def test_a_class_that_is_registered_late_with_a_list_that_changes():
+    passing = type("Passing", (), {})
+    _pytree.register_pytree_node(passing, lambda _: ([], None), lambda _, __: passing())
+    step = ftp.spmd(lambda scaled: scaled.x * scaled.scales[0], MESH, P("dp"))
+    ftp.spmd(torch.neg, MESH, P())(W)
+    _pytree._deregister_pytree_node(passing)
+    _pytree.register_pytree_node(
+        Scaled, lambda s: ([s.x], s.scales), lambda children, scales: Scaled(*children, scales)
+    )
+    given = Scaled(W[:2], [2.0])
+    for given.scales[0] in (2.0, 5.0):
+        torch.testing.assert_close(step(given), W[:2] * given.scales[0])
+
+
 def test_what_the_errors_of_other_containers_say():
     step = ftp.spmd(lambda w, batch: batch["x"] @ w, MESH, (P(), P()))
     with pytest.raises(
