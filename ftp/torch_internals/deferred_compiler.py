@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -225,7 +225,25 @@ def uncompiled() -> AbstractContextManager[Any]:
     """
     if is_deferred() or "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    return _eagerly()
+
+
+_stance_lock = threading.Lock()
+_stances: list[Any] = []  # that of the first thread within, and one None for each other
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """torch has one stance for all threads: the last one that leaves restores it."""
+    with _stance_lock:
+        _stances.append(None if _stances else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            if len(_stances) == 1:
+                _stances[0].__exit__(None, None, None)
+            _stances.pop()
 
 
 def is_lacking(error: BaseException | None) -> bool:

@@ -10,6 +10,7 @@ for byte.
 import copy
 import functools
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -1037,3 +1038,40 @@ def test_a_model_that_calls_compiled_functions():
     torch.testing.assert_close(fn(params, x), expected)
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), (P(), P()))
     torch.testing.assert_close(step(params, x), expected)
+
+
+def test_models_in_threads_leave_the_compiler_as_it_was():
+    """One call begins before another and ends before it."""
+    graphs = []
+
+    def counted(gm, _):
+        graphs.append(gm)
+        return gm.forward
+
+    doubled = torch.compile(lambda x: 2 * x, backend=counted)
+    x = torch.ones(2)
+    inside, outside = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            inside.set()
+            assert outside.wait(20)
+            return self.scale * x
+
+    class Starts(Waits):
+        def forward(self, x):
+            thread.start()
+            assert inside.wait(20)
+            return self.scale * x
+
+    (starts, params), (waits, _) = functionalize(Starts()), functionalize(Waits())
+    thread = threading.Thread(target=waits, args=(params, x))
+    starts(params, x)
+    outside.set()
+    thread.join()
+    doubled(x)
+    assert len(graphs) == 1
