@@ -192,7 +192,8 @@ class _Numbers:
     def used(self, node: fx.Node) -> set[Any]:
         """Which of an op's results an output depends on."""
         live = self.live(node.graph)
-        return {n.args[1] for n in node.users if n.target is operator.getitem and n in live}
+        items: Any = [n.args[1] for n in node.users if n.target is operator.getitem and n in live]
+        return set(items)
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
         """The nodes that an output depends on. Per-rank code depends on the operands that its used

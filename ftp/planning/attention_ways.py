@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ftp.planning.attention_prices import computed_share, ring_costs
-from ftp.planning.cost import Hardware, collective_seconds, op_seconds
+from ftp.planning.cost import Hardware, collective_seconds, exchange_seconds, op_seconds
 from ftp.planning.graph import Graph, Node, Value
 from ftp.planning.plan import Plan
 from ftp.planning.prices import PAD_LATENCIES
@@ -28,7 +28,7 @@ class PlanCost(NamedTuple):
     Attributes:
         seconds: sum over all ops and reshards, without overlap.
         attention: the part of ``seconds`` that attention computes.
-        moves: the part of ``seconds`` of reshards.
+        moves: the part of ``seconds`` of reshards and of exchanges of halos.
         held: bytes of the keys and values that attention reads.
     """
 
@@ -110,6 +110,7 @@ def cost_of(plan: Plan, hardware: Hardware) -> PlanCost:
                 attention += alone
                 alone = _with_ring(node, alone, plan.axes, hardware)
             seconds += alone
+            moves += _of_exchange(node, hardware)
     read = {
         value: value.nbytes()
         for node, keys in _rings(plan.graph)
@@ -127,6 +128,17 @@ def _of_reshard(node: Node, hardware: Hardware) -> float:
     if op == "pad":
         return PAD_LATENCIES * link.latency + collective_seconds("all_gather", size, n, link)
     return collective_seconds(op, size, n, link)
+
+
+def _of_exchange(node: Node, hardware: Hardware) -> float:
+    """Seconds of an exchange of halos; none where no axis cuts the dim."""
+    if (exchange := node.rule.exchange) is None:
+        return 0.0
+    ((whole, _),), (x,) = node.rule.together, node.operands
+    (dims,) = node.rule.operands
+    each = x.nbytes() / max(estimated(x.shape[dims.index((whole,))]), 1)
+    axes = [cut.axis for cut in node.cuts if cut.factor == whole]
+    return sum(exchange_seconds(exchange, each, hardware.link_of((axis,))) for axis in axes)
 
 
 def _with_ring(node: Node, computed: float, axes: Mapping[str, int], hardware: Hardware) -> float:

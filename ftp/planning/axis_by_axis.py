@@ -38,6 +38,7 @@ class PlanFor:
             gathered copy.
         decompose: replaces nodes by primitives where an axis may cut a factor that they keep whole.
         known: results of passes that plans of one program share.
+        windows: whether ops along a cut dim may become ops on windows.
     """
 
     axes: Mapping[str, int]
@@ -46,6 +47,7 @@ class PlanFor:
     reshard_after_forward: bool = True
     decompose: Decompose | None = None
     known: KnownPasses = field(default_factory=KnownPasses)
+    windows: bool = True
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _on_primitives(
             reaches = _reaches(program, name, order[:at], to)
             is_data = name in to.data_axes
             found = [reaches.from_batch, reaches.of_parts] if is_data else [reaches.from_specs]
-            by_node = by_ranks.setdefault(to.axes[name], {})
+            by_node = by_ranks.setdefault(to.axes[name], {}) if to.windows else {}
             for node, factors in ((n, f) for one in found for n, f in one.blocked.items()):
                 blocked[node] = None
                 by_node.setdefault(node, {}).update(dict.fromkeys(factors))

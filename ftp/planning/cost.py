@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ftp.dataclass import dataclass
+from ftp.ops.windows import Exchange
 from ftp.rules.call import Meta
 from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
 from ftp.rules.rule import BoundRule
@@ -224,6 +225,14 @@ class Hardware:
 
 
 DEFAULT = Hardware()
+
+
+def exchange_seconds(exchange: Exchange, each: float, link: Link) -> float:
+    """Seconds to send what other ranks' windows have of a rank's elements, of ``each`` bytes."""
+    if not exchange.most:
+        return 0.0
+    seconds = collective_seconds("halo_exchange", exchange.most * each, exchange.n, link)
+    return seconds + (len(exchange.places) - 1) * link.latency
 
 
 def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:

@@ -6,9 +6,11 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ftp.errors import PlanningError
+from ftp.ops.windows import WINDOWS
 from ftp.paused_gc import collection_paused
 from ftp.planning.attention_ways import Ways, chosen_ways, cost_of
 from ftp.planning.axis_by_axis import Decompose, PlanFor, Progress, plan_axes
@@ -54,13 +56,36 @@ def make_plan(
         PlanningError: where no program meets the specs.
     """
     known = known or KnownPasses()
-    to = PlanFor(axes, data_axes, hardware, reshard_after_forward, decompose, known)
+    make = partial(_make_plan, graph, specs, list(batch_inputs))
     with collection_paused():
-        return _make_plan(graph, specs, list(batch_inputs), to, watch)
+        to = PlanFor(axes, data_axes, hardware, reshard_after_forward, decompose, known)
+        to, plan = _with_windows_or_without(make, to)
+        assert plan is not None
+        return plan if watch is None else make(to, watch)
+
+
+def _with_windows_or_without(
+    make: Callable[[PlanFor], Plan | None], to: PlanFor
+) -> tuple[PlanFor, Plan | None]:
+    """The faster of the plans with ops on windows and without, and what it is for; the second is
+    made only where the first has such ops.
+    """
+    plan, without = make(to), replace(to, windows=False)
+    if plan is None or all(node.target is not WINDOWS for node in plan.graph.nodes):
+        return to, plan
+    least = cost_of(plan, to.hardware).seconds
+    other = make(without)
+    if other is None or other.kept_rules != plan.kept_rules:
+        return to, plan
+    return (without, other) if cost_of(other, to.hardware).seconds <= least else (to, plan)
 
 
 def _make_plan(
-    graph: Graph, given: FixedLayouts, batch: Sequence[Node], to: PlanFor, watch: Watch | None
+    graph: Graph,
+    given: FixedLayouts,
+    batch: Sequence[Node],
+    to: PlanFor,
+    watch: Watch | None = None,
 ) -> Plan:
     orders, specs = axis_orders(graph, to.axes, given)
     whole = Progress.of(graph, specs, batch)
@@ -158,19 +183,22 @@ def plan_few(
         if folded is not None:
             start, specs = _of_few(start, folded), _few_specs(specs, folded)
 
-        def made(order: Sequence[str], ways: Ways) -> Plan:
-            plan, program = plan_axes(start, order, to, ways)
-            return _as_given(plan, specs, program)
+        def make(to: PlanFor) -> Plan | None:
+            def made(order: Sequence[str], ways: Ways) -> Plan:
+                plan, program = plan_axes(start, order, to, ways)
+                return _as_given(plan, specs, program)
 
-        def in_order(order: Sequence[str]) -> tuple[Ways, Plan]:
-            return chosen_ways(partial(made, order), hardware)
+            def in_order(order: Sequence[str]) -> tuple[Ways, Plan]:
+                return chosen_ways(partial(made, order), hardware)
 
-        try:
-            if folded is not None:
-                return in_order(orders[0])[1]
-            return _in_best_order(graph, orders, in_order, hardware)[1][1]
-        except NotAlike:
-            return None
+            try:
+                if folded is not None:
+                    return in_order(orders[0])[1]
+                return _in_best_order(graph, orders, in_order, hardware)[1][1]
+            except NotAlike:
+                return None
+
+        return _with_windows_or_without(make, to)[1]
 
 
 def _folded(whole: Progress, known: KnownPasses) -> Progress | None:

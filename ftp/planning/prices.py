@@ -13,7 +13,7 @@ import torch
 
 from ftp.ops.windows import Exchange
 from ftp.planning.attention_prices import computed_share, ring_seconds
-from ftp.planning.cost import collective_seconds, op_seconds
+from ftp.planning.cost import collective_seconds, exchange_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
 from ftp.planning.graph import BATCH, Node, Reshard, Value
 from ftp.planning.problem import Problem
@@ -151,13 +151,9 @@ class Prices:
         return bool(node.depends & BATCH) and node not in self.of_sums
 
     def _of_exchange(self, node: Node, exchange: Exchange) -> float:
-        """Seconds to send what other ranks' windows have of a rank's elements."""
-        if not exchange.most:
-            return 0.0
-        link, ((whole, _),) = self.problem.hardware.link, node.rule.together
-        sent = exchange.most * self.nbytes(node.operands[0]) // node.rule.sizes[whole]
-        seconds = collective_seconds("halo_exchange", sent, exchange.n, link)
-        return seconds + (len(exchange.places) - 1) * link.latency
+        ((whole, _),) = node.rule.together
+        each = self.nbytes(node.operands[0]) / max(node.rule.sizes[whole], 1)
+        return exchange_seconds(exchange, each, self.problem.hardware.link)
 
     def _of_attention(self, node: Node, s: Strategy, whole: float) -> float:
         """Seconds of attention: the busiest rank's computation and, in a ring, its messages.

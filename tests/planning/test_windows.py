@@ -300,6 +300,22 @@ def test_a_dim_without_windows_leaves_another_ones():
     }
 
 
+@pytest.mark.parametrize(("size", "op"), [(16, "all_gather"), (2**24, "halo_exchange")])
+def test_the_cheaper_of_halos_and_a_gather(size: int, op: str):
+    """Ten exchanges of one element take longer than a gather of 16 elements."""
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w
+        for _ in range(5):
+            y = torch.roll(y, 1, 1) * y
+        return y.sum()
+
+    w, x = torch.empty(8, size, device="meta"), torch.empty(2, 8, device="meta")
+    step = ftp.shard(loss, ftp.AbstractMesh((4,), ("tp",)), P(None, "tp"), batch_specs=P())
+    found = {c.op for c in step.lower(w, x).collectives}
+    assert found - {"all_reduce"} == {op}
+
+
 @pytest.mark.parametrize("result", [0, 1])
 @pytest.mark.parametrize("axes", [{"h": 2}, {"h": 2, "w": 2}], ids=str)
 def test_one_result_of_max_pooling(axes: dict[str, int], result: int):
