@@ -316,6 +316,14 @@ def test_the_cheaper_of_halos_and_a_gather(size: int, op: str):
     assert found - {"all_reduce"} == {op}
 
 
+def test_elements_that_no_result_reads_may_be_infinite():
+    x, w = torch.randn(1, 2, 8).double(), torch.randn(3, 2, 3).double()
+    x[..., -1] = torch.inf
+    fn = lambda w, x: F.conv1d(x, w, stride=2).square().sum()  # noqa: E731
+    lowered = check(fn, w, x, P(None, None, "s"), {"s": 2})
+    assert "halo_exchange" in moved(lowered)
+
+
 @pytest.mark.parametrize("result", [0, 1])
 @pytest.mark.parametrize("axes", [{"h": 2}, {"h": 2, "w": 2}], ids=str)
 def test_one_result_of_max_pooling(axes: dict[str, int], result: int):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ftp.rules.overloads import aten
-from ftp.rules.windows.registry import FarApart, joined, split, windowed
+from ftp.rules.windows.registry import FarApart, joined, places, split, windowed
 
 
 def _convolved(
@@ -80,8 +80,12 @@ def _weight_gradient(
     """The gradient of a convolution's weight, from its operand and its result's gradient."""
     (stride, padding, dilation), at = how, dim - 2
     chunk, reach = -(-grad.shape[dim] // n), (weight.shape[dim] - 1) * dilation[at] + 1
-    step = chunk * stride[at]
+    step, whole = chunk * stride[at], x.shape[dim]
     x = split(x, dim, n, -padding[at], step, step - stride[at] + reach)
+    read = (grad.shape[dim] - 1) * stride[at] + reach - padding[at]
+    if read < whole and grad.shape[dim] < n * chunk:
+        # The rest may be infinite, and times zeros beyond the last gradient NaN.
+        x = x.masked_fill(places(x, dim, -padding[at], step) >= read, 0.0)
     grad = split(grad, dim, n, 0, chunk, chunk)
     inside = [0 if d == at else p for d, p in enumerate(padding)]
     _, made, _ = aten.convolution_backward.default(

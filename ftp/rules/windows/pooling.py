@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftp.rules.overloads import aten
-from ftp.rules.windows.registry import FarApart, joined, split, windowed
+from ftp.rules.windows.registry import FarApart, joined, places, split, windowed
 
 
 class _Back(NamedTuple):
@@ -131,9 +131,7 @@ def _max_pool(
     held, whole = pool.windows(x, n), x.shape[dim]
     size, step, first = held.shape[1 + dim], pool.step(n, whole), -pool.padding[pool.at]
     if first:
-        place = torch.arange(n, device=x.device).unsqueeze(1) * step + first
-        place = place + torch.arange(size, device=x.device)
-        place = place.reshape([n, *[1] * dim, size, *[1] * (x.ndim - 1 - dim)])
+        place = places(held, dim, first, step)
         held = held.masked_fill((place < 0) | (place >= whole), -math.inf)
     made = op(pool.batch(held), pool.kernel, pool.stride, pool.inside, pool.dilation)
     y, index = (pool.unbatch(part, n, x.ndim) for part in made)

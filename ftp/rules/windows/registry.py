@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ftp.ops.windows import JOIN_WINDOWS, WINDOWS, Windows, exchange_of
@@ -48,6 +49,14 @@ def split(x: Tensor, dim: int, n: int, start: int, step: int, size: int) -> Tens
     if size < 1 or exchange_of(cut).most > cut.chunk:
         raise FarApart
     return WINDOWS(x, dim, n, start, step, size)
+
+
+def places(x: Tensor, dim: int, start: int, step: int) -> Tensor:
+    """Where in their dim the elements of windows are, in a shape that broadcasts to theirs."""
+    n, size = x.shape[0], x.shape[1 + dim]
+    first = torch.arange(n, device=x.device).unsqueeze(1) * step + start
+    place = first + torch.arange(size, device=x.device)
+    return place.reshape([n, *[1] * dim, size, *[1] * (x.ndim - 2 - dim)])
 
 
 def joined(x: Tensor, dim: int, length: int) -> Tensor:
