@@ -55,7 +55,8 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
     lookups = movable(problem)
     of_sums = _of_sums(problem)
     free |= lookups.operands
-    free.update(value for node in of_sums for value in node.values)
+    statistics = _before_activations(problem)
+    free.update(value for node in of_sums - statistics for value in node.values)
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
@@ -92,6 +93,15 @@ def _of_sums(problem: Problem) -> set[Node]:
         read = [value for value in node.operands if value.node.depends & BATCH]
         if read and all(v.node in found or (v.node in cuts and v not in rows) for v in read):
             found.add(node)
+    return found
+
+
+def _before_activations(problem: Problem) -> set[Node]:
+    """The ops whose results reach values that the batch cuts; an optimizer's updates do not."""
+    found: set[Node] = set()
+    for node in reversed(problem.graph.nodes):
+        if node in found or node in problem.batch_reach.cuts:
+            found.update(value.node for value in node.operands)
     return found
 
 

@@ -416,3 +416,18 @@ def test_rows_of_the_batch_in_another_order_are_no_gradients(n):
     mesh = ftp.AbstractMesh((n,), ("dp",))
     made = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp")).lower(params, x)
     assert made.work == 1.0
+
+
+def test_statistics_of_the_batch_are_not_cut_as_the_parameters_are():
+    def loss(p, x):
+        h = torch.nn.functional.conv2d(x, p["kernel"], padding=1)
+        h = torch.nn.functional.batch_norm(h, None, None, p["scale"], p["shift"], training=True)
+        return (h.relu().mean((2, 3)) @ p["head"]).square().mean()
+
+    shapes = {"kernel": (16, 3, 3, 3), "scale": (16,), "shift": (16,), "head": (16, 10)}
+    with torch.device("meta"):
+        params, x = {k: torch.empty(s) for k, s in shapes.items()}, torch.empty(16, 3, 16, 16)
+    mesh, batch = ftp.AbstractMesh((2, 2), ("rep", "dp")), P(("rep", "dp"))
+    made = ftp.shard(loss, mesh, P("dp"), batch_specs=batch).lower(params, x)
+    moments = [c.op for c in unbucketed(made).collectives if c.dtype == torch.float64]
+    assert set(moments) == {"all_reduce"}
