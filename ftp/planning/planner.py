@@ -23,6 +23,8 @@ from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Watch
+from ftp.rules.op_kinds import VIEWS
+from ftp.rules.windows import WINDOWED
 
 FEW_NODES = 128  # at most, to plan in every order of the axes
 FEW_IN_ALL = 320  # at most, over all orders but the first
@@ -67,17 +69,33 @@ def make_plan(
 def _with_windows_or_without(
     make: Callable[[PlanFor], Plan | None], to: PlanFor
 ) -> tuple[PlanFor, Plan | None]:
-    """The faster of the plans with ops on windows and without, and what it is for; the second is
-    made only where the first has such ops.
+    """Of the plans with ops on windows and without the one that keeps more placement constraints, or
+    else the faster one, and what it is for. The first is made only where the second breaks a
+    constraint or gathers for an op that has windows.
     """
-    plan, without = make(to), replace(to, windows=False)
-    if plan is None or all(node.target is not WINDOWS for node in plan.graph.nodes):
-        return to, plan
-    least = cost_of(plan, to.hardware).seconds
-    other = make(without)
-    if other is None or other.kept_rules != plan.kept_rules:
-        return to, plan
-    return (without, other) if cost_of(other, to.hardware).seconds <= least else (to, plan)
+    without = replace(to, windows=False)
+    plan = make(without)
+    if plan is None or (all(plan.kept_rules.values()) and not _gathers_for_windows(plan)):
+        return without, plan
+    other = make(to)
+    if other is None or all(node.target is not WINDOWS for node in other.graph.nodes):
+        return without, plan
+    kept = [sum(made.kept_rules.values()) for made in (other, plan)]
+    seconds = [cost_of(made, to.hardware).seconds for made in (other, plan)]
+    is_better = kept[0] > kept[1] or (kept[0] == kept[1] and seconds[0] < seconds[1])
+    return (to, other) if is_better else (without, plan)
+
+
+def _gathers_for_windows(plan: Plan) -> bool:
+    """Whether an op that has windows reads what was cut before."""
+    for node in plan.graph.nodes:
+        if node.target in WINDOWED:
+            at = node.operands[0].node
+            while at.kind == "op" and at.target in VIEWS:
+                at = at.operands[0].node
+            if at.kind == "reshard" and at.target.src.kind == "S":
+                return True
+    return False
 
 
 def _make_plan(
