@@ -69,8 +69,8 @@ def make_plan(
 def _with_windows_or_without(
     make: Callable[[PlanFor], Plan | None], to: PlanFor
 ) -> tuple[PlanFor, Plan | None]:
-    """Of the plans with ops on windows and without the one that keeps more placement constraints, or
-    else the faster one, and what it is for. The first is made only where the second breaks a
+    """Of the plans with ops on windows and without, the one that keeps more placement constraints,
+    or else the faster one, and what it is for. The first is made only where the second breaks a
     constraint or gathers for an op that has windows.
     """
     without = replace(to, windows=False)
