@@ -362,3 +362,14 @@ def test_windows_join_to_their_dim():
 
 def test_page():
     run_examples("halos.md")
+
+
+def test_single_numbers_and_empty_dims():
+    x, w, how = torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3), ([1], [1], [1], False, [0], 1)
+    made = by_windows(aten.convolution.default, 2, 2)(x, w, None, *how)
+    torch.testing.assert_close(made, aten.convolution.default(x, w, None, *how))
+    back = torch.randn_like(made), x, w, None, *how, [True, True, False]
+    made = by_windows(aten.convolution_backward.default, 2, 3)(*back)
+    torch.testing.assert_close(made, aten.convolution_backward.default(*back))
+    with pytest.raises(FarApart):
+        by_windows(aten.roll.default, 2, 0)(torch.ones(0, 2), [1], [0])

@@ -95,6 +95,11 @@ def _weight_gradient(
     return made
 
 
+def _each(numbers: Sequence[int], ndim: int) -> list[int]:
+    """A number for each dim of space; a single one holds for all."""
+    return [*numbers] * (ndim // len(numbers))
+
+
 def _require_space(
     x: Tensor, dim: int, stride: Sequence[int], output_padding: Sequence[int]
 ) -> None:
@@ -121,7 +126,9 @@ def _convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    how, space = (stride, padding, dilation), range(x.ndim - 2)
+    space = range(x.ndim - 2)
+    how = stride, padding, dilation = [_each(v, x.ndim - 2) for v in (stride, padding, dilation)]
+    output_padding = _each(output_padding, x.ndim - 2)
     _require_space(x, dim, stride, output_padding)
     if transposed:
         shape = [
@@ -157,8 +164,8 @@ def _convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    how = (stride, padding, dilation)
-    _require_space(x, dim, stride, output_padding)
+    how = [_each(v, x.ndim - 2) for v in (stride, padding, dilation)]
+    _require_space(x, dim, how[0], _each(output_padding, x.ndim - 2))
     of_x = of_weight = of_bias = None
     if output_mask[0] and transposed:
         of_x = _convolved(grad, weight, n, dim, x.shape[dim], how, groups)

@@ -55,7 +55,7 @@ def _pad(n: int, over: int, x: Tensor, pad: Sequence[int], value: float = 0.0) -
 @windowed(aten.roll.default)
 def _roll(n: int, over: int, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
     places = [d % x.ndim for d in dims]
-    if places.count(over) != 1:
+    if places.count(over) != 1 or not x.shape[over]:
         raise FarApart
     at, whole = places.index(over), x.shape[over]
     shift, chunk = shifts[at] % whole, -(-whole // n)
