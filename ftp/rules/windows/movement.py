@@ -12,10 +12,10 @@ from ftp.rules.windows.registry import FarApart, joined, split, windowed
 
 def _moved(x: Tensor, n: int, dim: int, start: int, length: int) -> Tensor:
     """Elements from ``start`` on, with zeros beyond the ends; not the half of a dim, or its double,
-    whose chunks have no neighbours in common.
+    whose chunks have no neighbours in common, nor fewer elements than there are ranks.
     """
     chunk, held = -(-length // n), -(-x.shape[dim] // n)
-    if 2 * min(chunk, held) <= max(chunk, held):
+    if length < n or 2 * min(chunk, held) <= max(chunk, held):
         raise FarApart
     return joined(split(x, dim, n, start, chunk, chunk), dim, length)
 
