@@ -66,6 +66,11 @@ class Windows(NamedTuple):
 
 @functools.lru_cache(256)
 def exchange_of(cut: Windows) -> Exchange:
+    """What the ranks send one another for their windows.
+
+    >>> exchange_of(Windows(whole=8, n=2, start=-1, step=4, size=6))
+    Exchange(n=2, most=1, places=(1,))
+    """
     sent, received, places = Counter[int](), Counter[int](), set[int]()
     chunk = max(cut.chunk, 1)
     for reader in range(cut.n):
@@ -76,7 +81,7 @@ def exchange_of(cut: Windows) -> Exchange:
                 sent[owner] += length
                 received[reader] += length
                 places.add((reader - owner) % cut.n)
-    most = max(0, *sent.values(), *received.values(), 0)
+    most = max((*sent.values(), *received.values()), default=0)
     return Exchange(cut.n, most, tuple(sorted(places)))
 
 

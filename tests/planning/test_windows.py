@@ -162,7 +162,8 @@ def test_ops_on_windows(kind: str):
 
 
 def test_every_op_on_windows_is_drawn():
-    assert len(WINDOWED) == 32  # a new one belongs into OF
+    drawn = ("convolution", "_pool2d", "_pool3d", "upsample_nearest", "slice", "pad_nd", "roll")
+    assert not [op for op in WINDOWED if not any(name in str(op) for name in drawn)]
 
 
 # Whole programs.
