@@ -1,14 +1,17 @@
 """nn.Module -> a pure function of its parameters, and those parameters as a tree."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.attributes import join
@@ -49,7 +52,7 @@ def functionalize(
     The model itself is not changed, and ``fn`` keeps the submodules, hooks and train or eval mode
     that it has at this call. Hooks on parameters (``Tensor.register_hook``) run; backward hooks on
     modules are an error if a gradient is taken. ``fn`` keeps the model alive: ``model.to("meta")``
-    frees its weights.
+    frees its weights. Calls from several threads run one after another.
 
     Args:
         model: any module; on the meta device its tensors stay there.
@@ -135,6 +138,7 @@ def functionalize(
         if buffers
         else partial(_call, program, tuple(params))
     )
+    locks = _locks(model)
 
     def pure(
         params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any
@@ -143,11 +147,29 @@ def functionalize(
             check_key(rng, f"{program.name}(..., rng=)")
         elif any(m.module.training for m in program.modules):
             rng = surrounding_key(program.name)
-        with Draws(rng, program.name) as draws, surrounded(partial(_as_now, program, draws)):
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            draws = stack.enter_context(Draws(rng, program.name))
+            stack.enter_context(surrounded(partial(_as_now, program, draws)))
             return fn(draws, params, *args, **kwargs)
 
     pure.__name__ = pure.__qualname__ = program.name
     return (pure, params, state) if buffers else (pure, params)
+
+
+_locks_of_modules: Any = WeakIdKeyDictionary()  # {module: (number, lock)}
+_made_locks, _making = count(), RLock()
+
+
+def _locks(model: nn.Module) -> list[Any]:
+    """The locks that a call of a model takes, as it swaps the attributes of the model's modules.
+    Models that share modules share locks, and take them in one order.
+    """
+    with _making:
+        new = next(_made_locks), RLock()
+        found = {_locks_of_modules.setdefault(m, new) for m in model.modules()}
+    return [lock for _, lock in sorted(found, key=lambda made: made[0])]
 
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:

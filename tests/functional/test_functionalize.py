@@ -1075,3 +1075,30 @@ def test_models_in_threads_leave_the_compiler_as_it_was():
     thread.join()
     doubled(x)
     assert len(graphs) == 1
+
+
+def test_models_that_share_a_module_in_threads():
+    """A second call begins within the first one, with other parameters of the shared module."""
+    begun, results = threading.Event(), []
+
+    class Starts(nn.Linear):
+        def forward(self, x):
+            if not thread.ident:
+                thread.start()
+                begun.wait(0.2)
+            return super().forward(x)
+
+    class Begins(nn.Sequential):
+        def forward(self, x):
+            begun.set()
+            return super().forward(x)
+
+    model = Starts(2, 2)
+    (first, params), (second, others) = functionalize(model), functionalize(Begins(model))
+    others = {path: torch.zeros_like(p) for path, p in others.items()}
+    x = torch.randn(3, 2)
+    thread = threading.Thread(target=lambda: results.append(second(others, x)))
+    expected = nn.functional.linear(x, *params.values())
+    torch.testing.assert_close(first(params, x), expected)
+    thread.join()
+    assert not results[0].any()
