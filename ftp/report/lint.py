@@ -63,7 +63,7 @@ def lint(
 
     Args:
         inputs: input nodes with their specs and roles.
-        collectives: ``{name of a reshard: record}``.
+        collectives: ``{name of a reshard, or of per-rank code with one: record}``.
         is_strict: warn of every activation that is gathered without a request, however small.
     """
     specs = {node: spec for node, spec, _ in inputs}
@@ -177,7 +177,8 @@ def _gathered(
     findings, users = [], graph.users
     for node in graph.nodes:
         record = collectives.get(node.name)
-        if record is None or record.op != "all_gather" or not node.depends & BATCH:
+        is_planned = node.kind == "reshard" and node.depends & BATCH
+        if record is None or record.op != "all_gather" or not is_planned:
             continue
         origin = found.get((node.operands[0], node.target.axis))
         if origin is None:

@@ -236,3 +236,16 @@ def test_results_without_a_dim_are_no_parts_of_it():
     lint = step.lower({"w": torch.empty(8, 6)}, torch.empty(4, 8)).lint
     assert any("gathered whole over 'tp'" in f.text for f in lint)
     assert not any("parts" in f.text for f in lint)
+
+
+def test_what_per_rank_code_gathers_is_no_finding():
+    def gathered(x):
+        return ftp.axis.all_gather(x, "tp")
+
+    def loss(params, x):
+        whole = ftp.local(gathered, in_specs=P("tp"), out_specs=P())(x * params["w"])
+        return whole.square().mean()
+
+    step = ftp.shard(loss, MESH, {"w": P()}, batch_specs=P("tp"))
+    lowered = step.lower({"w": torch.ones(8)}, torch.ones(16, 8))
+    assert [c.op for c in lowered.collectives][0] == "all_gather" and not lowered.lint
