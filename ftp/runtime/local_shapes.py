@@ -237,14 +237,14 @@ class _Shapes:
         self, target: Any, args: Any, kwargs: Any, operands: Sequence[LocalTensor]
     ) -> tuple[tuple[Any, ...], ...]:
         with disable_current_modes(), torch.no_grad(), self.mode:
-            fakes = [self.fake.strided(h.shape, h.stride, h.dtype, self.device) for h in operands]
-            left = iter(fakes)
-            args, kwargs = map_aggregate(
-                (args, kwargs), lambda a: next(left) if a is _OPERAND else a
-            )  # type: ignore[misc]
-            is_simple = isinstance(target, OpOverload) and is_plain(target)
-            out = meta_result(target, args, kwargs) if is_simple else None
-            out = target(*args, **kwargs) if out is None else out
+            try:
+                fakes, out = self._made(target, args, kwargs, operands, self.device)
+            except (RuntimeError, AssertionError):
+                # Some fake kernels, as of convolutions along one dim and bilinear upsampling, call
+                # what fails on a GPU's tensors in a build of torch without CUDA.
+                if self.device.type != "cuda" or torch.backends.cuda.is_built():
+                    raise
+                fakes, out = self._made(target, args, kwargs, operands, torch.device("cpu"))
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
         found = []
         for one in out if isinstance(out, list | tuple) else (out,):
@@ -257,6 +257,23 @@ class _Shapes:
                 (shape, stride, one.dtype, storages.get(storage._cdata), int(storage.nbytes()))
             )
         return tuple(found)
+
+    def _made(
+        self,
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        operands: Sequence[LocalTensor],
+        device: torch.device,
+    ) -> tuple[Sequence[torch.Tensor], Any]:
+        """Fake operands, and what the call makes of them."""
+        fakes = [self.fake.strided(h.shape, h.stride, h.dtype, device) for h in operands]
+        left = iter(fakes)
+        given = map_aggregate((args, kwargs), lambda a: next(left) if a is _OPERAND else a)
+        args, kwargs = given  # type: ignore[misc]
+        is_simple = isinstance(target, OpOverload) and is_plain(target)
+        out = meta_result(target, args, kwargs) if is_simple else None
+        return fakes, target(*args, **kwargs) if out is None else out
 
 
 class _DescribedCall:
