@@ -248,4 +248,4 @@ def test_what_per_rank_code_gathers_is_no_finding():
 
     step = ftp.shard(loss, MESH, {"w": P()}, batch_specs=P("tp"))
     lowered = step.lower({"w": torch.ones(8)}, torch.ones(16, 8))
-    assert [c.op for c in lowered.collectives][0] == "all_gather" and not lowered.lint
+    assert lowered.collectives[0].op == "all_gather" and not lowered.lint
