@@ -229,6 +229,15 @@ def test_programs_along_a_sequence(name: str, size: int, n: int):
     check(lambda k, x: fn(x, k).square().mean(), k, x, P(None, "s"), {"s": n})
 
 
+@pytest.mark.parametrize("shift", [1, -2])
+def test_a_roll_keeps_the_sign_of_zero(shift: int):
+    x = torch.zeros(8, 3).copysign(torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1])[:, None])
+    roll = lambda x: torch.roll(x, shift, 0)  # noqa: E731
+    step = ftp.spmd(roll, ftp.simulated_mesh((2,), ("s",)), P("s"), P("s"), certify=True)
+    assert {c.op for c in step.lower(x).collectives} == {"halo_exchange"}
+    assert torch.equal(step(x).signbit(), roll(x).signbit())
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(PROGRAMS)), st.integers(4, 33), st.integers(2, 5))

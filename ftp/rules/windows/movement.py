@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ftp.rules.overloads import aten
 from ftp.rules.size_functions import slice_bounds
-from ftp.rules.windows.registry import FarApart, joined, split, windowed
+from ftp.rules.windows.registry import FarApart, joined, places, split, windowed
 
 
 def _moved(x: Tensor, n: int, dim: int, start: int, length: int) -> Tensor:
@@ -54,16 +54,19 @@ def _pad(n: int, over: int, x: Tensor, pad: Sequence[int], value: float = 0.0) -
 
 @windowed(aten.roll.default)
 def _roll(n: int, over: int, x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    places = [d % x.ndim for d in dims]
-    if places.count(over) != 1 or not x.shape[over]:
+    rolled_dims = [d % x.ndim for d in dims]
+    if rolled_dims.count(over) != 1 or not x.shape[over]:
         raise FarApart
-    at, whole = places.index(over), x.shape[over]
+    at, whole = rolled_dims.index(over), x.shape[over]
     shift, chunk = shifts[at] % whole, -(-whole // n)
     shift = shift - whole if 2 * shift > whole else shift
     inside = split(x, over, n, -shift, chunk, chunk)
     # What one end of the dim gives to the other one.
     around = split(x, over, n, (whole if shift > 0 else -whole) - shift, chunk, chunk)
-    rolled = joined(inside + around, over, whole)
+    at_place = places(inside, over, -shift, chunk)
+    # Chosen, not added: -0.0 and the other windows' zero have the sum 0.0.
+    is_inside = at_place >= 0 if shift > 0 else at_place < whole
+    rolled = joined(aten.where.self(is_inside, inside, around), over, whole)
     left = [i for i in range(len(dims)) if i != at]
     return (
         aten.roll.default(rolled, *([of[i] for i in left] for of in (shifts, dims)))
