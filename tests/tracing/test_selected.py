@@ -894,11 +894,29 @@ def _behind_slices(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def _behind_parts(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    y = (x @ w).movedim(-1, 0).clone()
+    y[1:3, mask], y[None, ::2, mask] = (rows @ w).T[:2], w[0, 0]
+    y[-1, mask] = rows[:, 0] * w.sum()
+    y[3:, mask] *= w[:3, :1]
+    return y.square().mean() + (w[:2, :1] * y[4:, mask]).exp().sum() + y[0, mask].mean()
+
+
+def _beside_indices(w: Tensor, x: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+    y, first = (x @ w), torch.tensor([True, False])
+    y[mask[:, 0], first] = rows[0] @ w
+    y[mask, torch.arange(len(rows)).flip(0)] *= w[0, 0]
+    y[torch.tensor([3, 0]), first] += w[0]
+    return y.square().mean() + y[1:, torch.tensor([1]), mask[0].nonzero()[:1, 0]].sum()
+
+
 @pytest.mark.filterwarnings(
     "ignore:(.|\\n)*ftp assumes that the mask selects:UserWarning",
     "ignore:(.|\\n)*as a Python number:ftp.errors.ReadWarning",
 )
-@pytest.mark.parametrize("loss", [_beside_slices, _some_columns, _behind_slices])
+@pytest.mark.parametrize(
+    "loss", [_beside_slices, _some_columns, _behind_slices, _behind_parts, _beside_indices]
+)
 def test_values_with_gradients_are_written_at_a_mask_beside_slices(loss: Callable[..., Tensor]):
     mask = IDS[:, :2] >= 0
     given = W, X[:, :2], mask, torch.randn(int(mask.sum()), 6, dtype=torch.float64)

@@ -9,17 +9,26 @@ from torch import Tensor
 
 from ftp.ops.assume import assume
 from ftp.torch_internals.functorch import is_gradtrackingtensor
-from ftp.tracing.selected_rows.selecting import mask_in, masked_first
+from ftp.tracing.selected_rows.selecting import (
+    mask_in,
+    masked_first,
+    taken_before_mask,
+    with_places,
+)
 
 
 def write_at_mask(input: Tensor, key: Any, value: Any) -> bool:
     """Whether ``input[key] = value`` is a write of a tensor to a mask's places, which is done."""
+    if (indices := with_places(input, key)) is not None:
+        input[indices] = value
+        return True
     if not isinstance(value, Tensor):
         return False
     value = value.to(input.dtype)
     if is_mask(key) and key.ndim:
         input.copy_(index_put(input, (key,), value))
         return True
+    input, key = taken_before_mask(input, key)
     if (found := mask_in(input, key)) is None:
         return False
     at, mask, rest = found

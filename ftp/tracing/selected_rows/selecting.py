@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.tracing.data_dependent.values_read import Level, is_reading
 from ftp.tracing.replacements.packed_sequences import packed_steps
 from ftp.tracing.selected_rows.group import SelectionGroup, group_of
 from ftp.tracing.selected_rows.selected import Selected, all_counted, select
@@ -90,10 +91,15 @@ def _asked(found: list[Any], inverse: bool, counts: bool) -> Any:
     return made[0] if len(made) == 1 else tuple(made)
 
 
-def _read(x: Tensor, key: Any) -> Selected | None:
-    """``x[key]`` for a key with a traced slice, or with a mask after full slices; else None."""
+def _read(x: Tensor, key: Any) -> Tensor | Selected | None:
+    """``x[key]`` for a key with a traced slice, or with a mask after slices and numbers; else
+    None.
+    """
     if (span := read_traced_slice(x, key)) is not None:
         return span
+    x, key = taken_before_mask(x, key)
+    if (indices := with_places(x, key)) is not None:
+        return x[indices]
     if (found := mask_in(x, key)) is None:
         return None
     at, mask, rest = found
@@ -104,18 +110,60 @@ def _read(x: Tensor, key: Any) -> Selected | None:
     return Selected(select(masked_first(x, at, mask), group).rows, group, row_dim=at)
 
 
+def taken_before_mask(x: Tensor, key: Any) -> tuple[Tensor, Any]:
+    """``x`` after the slices and numbers that precede a mask in a key, and the key that is left:
+    ``x[1, 2:, mask]`` is ``x[1, 2:][:, mask]``.
+    """
+    keys = _spelled_out(x, key if isinstance(key, tuple) else (key,))
+    at = next((i for i, k in enumerate(keys) if isinstance(k, Tensor)), 0)
+    before = keys[:at]
+    if all(_is_full(k) for k in before) or not all(
+        k is None or type(k) in (int, slice) for k in before
+    ):
+        return x, key
+    left = sum(type(k) is not int for k in before)
+    return x[before], (*(slice(None),) * left, *keys[at:])
+
+
+def with_places(x: Tensor, key: Any) -> tuple[Any, ...] | None:
+    """A key with a mask beside other masks or indices, ``x[mask, index]``, with the mask's places
+    for the mask; None for another key.
+    """
+    keys = key if isinstance(key, tuple) else (key,)
+    if sum(isinstance(k, Tensor) and k.ndim > 0 for k in keys) < 2 or any(
+        k is Ellipsis for k in keys
+    ):
+        return None
+    found: list[Any] = []
+    dim, has_mask = 0, False
+    for k in keys:
+        is_mask = is_selection(k, x, dim)
+        found += _indices_of(k) if is_mask else [k]
+        dim += k.ndim if is_mask else k is not None
+        has_mask = has_mask or is_mask
+    return tuple(found) if has_mask else None
+
+
+def _indices_of(mask: Tensor) -> Any:
+    found = places(group_of(mask))
+    return all_counted(found) if is_reading(Level.INTEGERS) else found
+
+
 def mask_in(x: Tensor, key: Any) -> tuple[int, Tensor, tuple[Any, ...]] | None:
     """Of a mask in the key of ``x[key]``: the first dim that it masks, the mask, and the rest of
     the key. None if there is no mask, or if anything but full slices precedes it.
     """
     keys = _spelled_out(x, key if isinstance(key, tuple) else (key,))
-    is_full = [isinstance(k, slice) and k.start is k.stop is k.step is None for k in keys]
-    at = [*is_full, False].index(False)
+    at = [*map(_is_full, keys), False].index(False)
     if not at < len(keys) <= x.ndim + sum(k is None or k is Ellipsis for k in keys):
         return None
     if not is_selection(keys[at], x, at):
         return None
     return at, keys[at], tuple(keys[at + 1 :])
+
+
+def _is_full(key: Any) -> bool:
+    return isinstance(key, slice) and key.start is key.stop is key.step is None
 
 
 def _spelled_out(x: Tensor, keys: tuple[Any, ...]) -> tuple[Any, ...]:

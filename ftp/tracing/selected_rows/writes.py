@@ -18,7 +18,13 @@ from ftp.tracing.selected_rows.selected import (
     fill_unselected,
     write_rows,
 )
-from ftp.tracing.selected_rows.selecting import is_selection, mask_in, masked_first, places
+from ftp.tracing.selected_rows.selecting import (
+    is_selection,
+    mask_in,
+    masked_first,
+    places,
+    taken_before_mask,
+)
 from ftp.tracing.selected_rows.slices import write_traced_slice
 
 
@@ -27,7 +33,7 @@ def _setitem(group: SelectionGroup, x: Any, key: Any, value: Any) -> Any:
         return write_rows(x, apply(_with_item, (x, key, value), {}))
     if write_traced_slice(x, key, value):
         return x
-    key = _with_indices(group, key)
+    x, key = taken_before_mask(x, _with_indices(group, key))
     new = _put(group, x, key, value)
     if new is None:
         new = _write_to_mask(x, group, key, value)
