@@ -4,7 +4,7 @@ operands get one number, their class.
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.ops.windows import WINDOWS
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
+from ftp.rules.along_dim import scan_between_flips
 from ftp.rules.call import Call, Meta
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import decomposition_of
@@ -282,7 +283,7 @@ class _Numbers:
         elif node.target in OF_HEADS and shares_keys(node.target, _shapes(node)):
             return self.known_by(node, OF_HEADS[node.target])
         elif node.target in WINDOWED:
-            return self.on_windows(node)
+            return self.reverse_scan(node) or self.on_windows(node)
         else:
             return None
         return None if found is None else [self.of[found]]
@@ -317,6 +318,16 @@ class _Numbers:
             if found is not None:
                 return found
         return None
+
+    def reverse_scan(self, flip: Any) -> list[Any] | None:
+        """The class of a scan between flips, if the certificate's program has it as one op, or
+        computes this op on windows.
+        """
+        scan = _call(flip)
+        if not isinstance(scan, _OneOp):
+            return None
+        whole = self.known(scan.target, *scan.args)
+        return self.on_windows(scan) if whole is None else [self.of[whole]]
 
     def sum_of_repeated(self, total: Any) -> Ref | None:
         view, (dim, *more) = total.args[0], total.args[1]
@@ -381,6 +392,28 @@ _LAWS: dict[Any, Callable[[_Numbers, Any], Any]] = {
     aten.sub.Tensor: _Numbers.scatter_onto_rest,
     aten.gather.default: _Numbers.gather_before_difference,
 }  # each gives the key of an equal call, as `ftp.planning.algebra` writes it
+
+
+class _OneOp(NamedTuple):
+    """An op that stands for several nodes of a traced program."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+def _call(x: Any) -> Any:
+    """The call that makes a value of a traced program; a scan between flips is one from the other
+    end. None for what is no call.
+    """
+    if not isinstance(x, fx.Node) or x.op != "call_function" or not _is_tensor(x):
+        return None
+    found = scan_between_flips(x, _call, _val(x).ndim)
+    if found is None:
+        return x
+    target, of, dim = found
+    return _OneOp(target, (of, dim), {}, x.meta)
 
 
 def _is_tensor(node: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, rewired, unchanged
 from ftp.planning.graph_passes import live
+from ftp.rules.along_dim import scan_between_flips
 from ftp.rules.bind import lookup
 from ftp.rules.call import Call
 from ftp.rules.decompositions.softmax import exponential_and_total
@@ -117,6 +118,24 @@ def gather_before_difference(graph: Graph) -> Rewrite:
                 node = now[old] = _changed(node, less.target, Value(gathered), row)
         nodes.append(node)
     return Graph(nodes, [Value(now[v.node], v.index) for v in graph.outputs]), now
+
+
+def reverse_scans(graph: Graph) -> Rewrite:
+    """Replace ``scan(x.flip(dim)).flip(dim)`` by a scan from the other end; the same graph where
+    there is none.
+    """
+    now: dict[Node, Node] = {}
+    is_found = False
+    for old in graph.nodes:
+        node = now[old] = rewired(old, now)
+        found = scan_between_flips(node, _maker, node.results[0].ndim)
+        if found is not None and _is_beside(node.args[0].node.args[0].node, node):
+            now[old], is_found = _changed(node, *found), True
+    if not is_found:
+        return unchanged(graph)
+    made = live(Graph(list(now.values()), [Value(now[v.node], v.index) for v in graph.outputs]))
+    left = set(made.nodes)
+    return made, {old: new for old, new in now.items() if new in left}
 
 
 def _is_less_row(less: Node, dim: int, index: Value) -> bool:

@@ -8,6 +8,7 @@ from ftp.planning.lookups import movable
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
 from ftp.rules.op_kinds import BY_SLICE, LOOKUPS, ONE_BY_ONE, PARTS, is_matmul
+from ftp.rules.windows import SCANS
 
 _TAKING = LOOKUPS | ONE_BY_ONE | PARTS
 
@@ -40,6 +41,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
     - operands of conflict matmuls that feed no other matmul;
     - on other axes than data axes, keys and values of attention that are cut along the sequence;
     - ids that are sliced along a dim that the batch cuts;
+    - operands of scans of one element for each rank, as the totals of windows;
     - ids, and gradients of their rows, of tables for which the rows may be moved (`movable`);
     - operands and results of per-rank code and of functions of slices.
 
@@ -63,6 +65,8 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
     for node in problem.graph.nodes:
         if not problem.is_data_axis:
             free.update(_cut_keys(problem, node))
+        if node.target in SCANS and node.shape()[node.args[1]] == problem.n:
+            free.update(node.operands)
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
         elif problem.axis in node.own_axes or node.target in BY_SLICE:

@@ -5,19 +5,26 @@ from typing import Any
 
 import torch
 
+from ftp.planning.algebra import reverse_scans
 from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, unchanged
 from ftp.rules.call import replaced, tensors
-from ftp.rules.windows import WINDOWED, FarApart, by_windows
+from ftp.rules.windows import SCANS, WINDOWED, FarApart, by_windows
 
+_OF_SCANS = {*SCANS, torch.ops.aten.flip.default}
 Blocked = Mapping[int, Mapping[Node, Collection[str]]]
 
 
 def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]) -> Rewrite:
-    """The graph with ops replaced by ops on windows, where ranks then exchange less than they have.
+    """The graph with ops replaced by ops on windows, where ranks then exchange less than they have;
+    where there are some, with scans between flips replaced by reverse scans.
 
     Args:
         blocked: by a number of ranks, the factors that they may cut and that a node keeps whole.
     """
+    if any(node.target in _OF_SCANS for nodes in blocked.values() for node in nodes):
+        rewrite = reverse_scans(graph)
+        if rewrite[0] is not graph:
+            return rewrite
     found: dict[tuple[int, int], list[Node]] = {}
     taken: set[Node] = set()
     for n, nodes in blocked.items():
@@ -48,14 +55,17 @@ def _dim_of(node: Node, factor: str) -> int | None:
 
 def _fits(node: Node, n: int, dim: int) -> bool:
     """Whether the op has windows, of which each rank holds the most itself. Numbers that are no
-    floats take few bytes to gather.
+    floats take few bytes to gather; but scans of them, such as positions, take long. Of one element
+    for each rank, all are gathered in the time of one.
     """
     metas = [*(v.meta for v in node.operands), *node.results]
     given, first = (node.args, dict(node.kwargs)), node.operands[0].meta.dtype
     numbers = [*tensors(given, (int, float)), *(s for m in metas for s in m.shape)]
     if not all(type(x) in (int, float, bool) for x in numbers):
         return False  # dynamic sizes
-    if not (first.is_floating_point or first.is_complex):
+    if metas[0].shape[dim] <= n:
+        return False
+    if not (first.is_floating_point or first.is_complex or node.target in SCANS):
         return False
 
     def like(value: Value) -> Any:

@@ -118,6 +118,13 @@ def sending_tokens() -> ftp.Lowered:
     return step.lower(params, x)
 
 
+def scanning() -> ftp.Lowered:
+    """A scan from the end of a cut dim."""
+    mesh, cut = ftp.simulated_mesh((2,), ("s",)), P("s")
+    step = ftp.spmd(lambda x: x.flip(0).cumsum(0).flip(0), mesh, cut, cut)
+    return step.lower(torch.ones(64, 64))
+
+
 @pytest.mark.slow
 def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPatch):
     called: Counter[str] = Counter()
@@ -147,6 +154,7 @@ def test_no_pass_changes_the_graph_that_it_is_given(monkeypatch: pytest.MonkeyPa
         choosing(),
         over_slow_links(),
         sending_tokens(),
+        scanning(),
     ]
     for lowered in programs:
         local = lowered._program.local()

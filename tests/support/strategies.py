@@ -901,6 +901,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "logcumsumexp.default",
         "cummax.default",
         "cummin.default",
+        "ftp.reverse_cumsum.default",
+        "ftp.reverse_logcumsumexp.default",
         samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5, 2), -1), s(normal(5), 0)],
     ),
     **_alike(

@@ -1,4 +1,4 @@
-"""Slices, padding and rolls on windows."""
+"""Slices, padding, rolls and flips on windows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -73,3 +73,12 @@ def _roll(n: int, over: int, x: Tensor, shifts: Sequence[int], dims: Sequence[in
         if left
         else rolled
     )
+
+
+@windowed(aten.flip.default)
+def _flip(n: int, over: int, x: Tensor, dims: Sequence[int]) -> Tensor:
+    if over not in [d % x.ndim for d in dims]:
+        raise FarApart
+    whole, chunk = x.shape[over], -(-x.shape[over] // n)
+    held = split(x, over, n, whole - chunk, -chunk, chunk)
+    return joined(aten.flip.default(held, [d % x.ndim + 1 for d in dims]), over, whole)
