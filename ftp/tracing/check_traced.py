@@ -1,7 +1,18 @@
 """Check what a traced function takes, returns and writes to."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import io
+import types
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MappingView,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -12,7 +23,8 @@ from ftp.functional.attributes import has_parts, parts_of
 from ftp.ops.written import writes, writing
 from ftp.sharding.pytree import kind_of, leaf_names
 from ftp.sharding.torch_nodes import how_to_give
-from ftp.torch_internals.fake_tensors import FakeTensor
+from ftp.torch_internals.fake_tensors import FakeTensor, is_fake
+from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
@@ -44,9 +56,37 @@ def checked_results(leaves: Sequence[Any], out: Any) -> list[Any]:
         return leaves
     failures = []
     for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
-        failures += [] if isinstance(leaf, Tensor | SymInt) else _unfit_static(leaf, name)
+        if isinstance(leaf, Tensor | SymInt):
+            continue
+        failures += (unfit := _unfit_static(leaf, name))
+        if not unfit and _has_tensor(_parts_of_function(leaf), _is_traced):
+            failures.append(
+                f"{name} is {kind_of(leaf)} that holds tensors of the trace, which have no values"
+                " when it is called. Return the tensors."
+            )
     raise_all(TraceError, failures)
     return leaves
+
+
+def _parts_of_function(x: Any) -> list[Any]:
+    """What a function, a method or a ``functools.partial`` holds."""
+    if isinstance(x, functools.partial):
+        return [*_parts_of_function(x.func), *x.args, *x.keywords.values()]
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    return [getattr(x, "__self__", None)]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell.cell_contents
+    except ValueError:
+        return False
+
+
+def _is_traced(x: Tensor) -> bool:
+    return is_fake(unwrapped(x))
 
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:
@@ -57,6 +97,13 @@ def _unfit_static(leaf: Any, name: str) -> list[str]:
         return [
             f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params ="
             " ftp.functionalize(module)."
+        ]
+    if isinstance(leaf, Iterator | MappingView | Awaitable | AsyncIterator) and not isinstance(
+        leaf, io.IOBase
+    ):
+        return [
+            f"{name} is {kind_of(leaf)}, which gives its items after the trace, or only once. Give"
+            " a list or a tuple of them, from a function without async."
         ]
     if held := _held_tensors(leaf):
         return [
@@ -92,14 +139,15 @@ def _held_tensors(leaf: Any) -> list[str]:
     return [name for name, value in fields.items() if _has_tensor(value)]
 
 
-def _has_tensor(value: Any) -> bool:
-    """Whether a value is a tensor or reaches one through containers and attributes of objects."""
+def _has_tensor(value: Any, asked: Callable[[Tensor], bool] = lambda _: True) -> bool:
+    """Whether a value is such a tensor, or reaches one through containers and attributes."""
     stack, seen = [value], set()
     while stack and len(seen) < _VISITED:
         value = stack.pop()
         if isinstance(value, Tensor):
-            return True
-        if id(value) not in seen and has_parts(value):
+            if asked(value):
+                return True
+        elif id(value) not in seen and has_parts(value):
             seen.add(id(value))
             stack += [part for _, part in parts_of(value) or ()]
     return False

@@ -167,7 +167,8 @@ def functions_of(kind: type) -> Iterator[Any]:
 
 
 def _is_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARIES
+    # Of classes made by Cython it is a descriptor.
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
 
 
 def _around(

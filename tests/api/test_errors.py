@@ -3,6 +3,7 @@ must work.
 """
 
 import copy
+import functools
 import gc
 import pickle
 
@@ -529,6 +530,38 @@ def test_a_container_that_is_not_registered_is_never_baked_in(make):
 def test_a_result_in_a_container_that_is_not_registered():
     text = message(ftp.spmd(lambda x: {"out": Box(x)}, MESH), X)
     assert "the result['out'] is a Box, which optree does not know" in text
+
+
+def _generator(x):
+    yield x
+
+
+async def _async_generator(x):
+    yield x
+
+
+def test_results_that_are_computed_after_the_trace():
+    def closed(x):
+        y = x + 1
+        return {"later": lambda: y.sum()}
+
+    made = (
+        _generator,
+        _async_generator,
+        lambda x: zip(x, x, strict=True),
+        lambda x: {1: x}.values(),
+    )
+    for fn in made:
+        assert "gives its items after the trace" in message(ftp.spmd(fn, MESH), X)
+    for fn in (closed, lambda x: (x * 2).sum, lambda x: functools.partial(torch.add, x * 2)):
+        assert "that holds tensors of the trace" in message(ftp.spmd(fn, MESH), X)
+    assert ftp.spmd(lambda x: (x, torch.tanh), MESH)(X)[1] is torch.tanh
+
+
+def test_arguments_that_give_their_items_once():
+    assert "batch is a list_iterator" in message(
+        step(lambda p, batch: next(batch) @ p["w"]), PARAMS, iter([X])
+    )
 
 
 def test_modules_and_sets_are_no_arguments():

@@ -4,6 +4,7 @@ nothing else is.
 
 import functools
 import random
+import sys
 import warnings
 
 import numpy
@@ -229,6 +230,25 @@ def test_a_line_that_draws_pythons_numbers_while_it_is_traced_is_warned_of(fn, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ftp.spmd(lambda x: x + 1, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))(torch.ones(4))
+
+
+def test_numpys_draws_are_warned_of_where_it_loads_them_in_the_trace(monkeypatch):
+    monkeypatch.delattr(numpy, "random")
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    step = ftp.spmd(_numpy, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))
+    with pytest.warns(StaleCaptureWarning, match=r"draws numbers with numpy\.random\.normal"):
+        step(torch.ones(4))
+
+
+def test_functions_made_by_cython_around_a_function():
+    draw = numpy.random.default_rng  # its class' class has a descriptor as __module__
+
+    def fn(x):
+        return x * draw(0).random()
+
+    x = torch.ones(4)
+    step = ftp.spmd(fn, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))
+    assert torch.equal(step(x), fn(x))
 
 
 def _swap(x):

@@ -41,12 +41,25 @@ def python_draws() -> Iterator[None]:
         return drawn
 
     with ExitStack() as stack:
-        modules: list[tuple[Any, Sequence[str]]] = [(random, _PYTHON)]
-        if "numpy.random" in sys.modules:
-            modules.append((sys.modules["numpy.random"], _NUMPY))
-        for module, names in modules:
+
+        def watch(module: Any, names: Sequence[str]) -> None:
             new = {n: noting(f"{module.__name__}.{n}", getattr(module, n)) for n in names}
             stack.enter_context(replaced(module, new))
+
+        watch(random, _PYTHON)
+        numpy = sys.modules.get("numpy")
+        if "numpy.random" in sys.modules:
+            watch(sys.modules["numpy.random"], _NUMPY)
+        elif load := getattr(numpy, "__getattr__", None):
+
+            def loaded(name: str) -> Any:
+                """``np.random``, which numpy loads when it is first asked for it."""
+                found = load(name)
+                if name == "random" and threading.get_ident() == thread:
+                    watch(found, _NUMPY)
+                return found
+
+            stack.enter_context(replaced(numpy, {"__getattr__": loaded}))
         yield
     for name, line in found:
         warnings.warn(
