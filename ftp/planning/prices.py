@@ -27,7 +27,8 @@ REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that cou
 # Padding a shard to a pending sum is priced this many latencies above a gather, so that it never
 # replaces one.
 PAD_LATENCIES = 3
-# A sum that is reduced before it is widened costs its price in the wider dtype times this factor.
+# A gradient that is reduced over a data axis before it is widened costs its price in the wider
+# dtype times this factor.
 TOO_NARROW = 2.0
 
 
@@ -255,9 +256,10 @@ class Prices:
             return seconds + (
                 self.violation if src.kind == "S" and not self.may_reshard(value, src, dst) else 0.0
             )
-        if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
-            # Add a sum that a user widens in the wider dtype: reducing it in the narrow one costs
-            # more than widening its terms and reducing those.
+        if src.kind == "P" and self.problem.is_data_axis and self.reduced_nbytes(value) > nbytes:
+            # Add a gradient that a user widens in the wider dtype: reducing it in the narrow one
+            # costs more than widening its terms and reducing those. Sums over other axes are mostly
+            # of activations, which one device would have rounded as well.
             wide = collective_seconds(
                 reshard.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )

@@ -99,7 +99,9 @@ def work_of(
     """The work of a plan's graph on a mesh of ``axes``."""
     found = []
     for node in graph.nodes:
-        if node.kind != "op" or not is_counted(node.target) or not (flops := _flops(node)):
+        if node.kind != "op" or node.rank_axes or not is_counted(node.target):
+            continue
+        if not (flops := _flops(node)):
             continue
         cut = {c.axis for c in node.cuts}
         whole = tuple(axis for axis, n in axes.items() if n > 1 and axis not in cut)

@@ -431,3 +431,22 @@ def test_statistics_of_the_batch_are_not_cut_as_the_parameters_are():
     made = ftp.shard(loss, mesh, P("dp"), batch_specs=batch).lower(params, x)
     moments = [c.op for c in unbucketed(made).collectives if c.dtype == torch.float64]
     assert set(moments) == {"all_reduce"}
+
+
+@pytest.mark.parametrize(("axis", "dtype"), [("tp", BF16), ("dp", torch.float32)])
+def test_sums_of_activations_are_reduced_in_their_dtype_and_gradients_in_a_wider_one(axis, dtype):
+    """A norm of a row-parallel product computes in float32, as those after Gemma's projections."""
+
+    def loss(p, x):
+        return torch.nn.functional.rms_norm((x @ p["w"]).float(), (16,)).sum()
+
+    def wide(p, x):
+        return p["w"].square().sum(), torch.func.grad(loss)(p, x)["w"].float()
+
+    x, w = torch.ones(64, 8, dtype=BF16), {"w": torch.ones(8, 16, dtype=BF16)}
+    mesh = ftp.AbstractMesh((2,), (axis,))
+    if axis == "tp":
+        lowered = ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P()).lower(w, x)
+    else:
+        lowered = ftp.spmd(wide, mesh, ({"w": P()}, P("dp")), (P(), P())).lower(w, x)
+    assert {c.dtype for c in lowered.collectives if len(c.shape) == 2} == {dtype}

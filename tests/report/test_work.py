@@ -302,3 +302,22 @@ def test_strict_names_constraints_that_no_plan_keeps():
     step = ftp.shard(scanned, mesh, {"w": P("tp")}, strict=True)
     with pytest.raises(ftp.errors.PlanningError, match="no plan that keeps all constraints"):
         step.lower(params, torch.empty(64, 64, device="meta"))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_per_rank_code_is_not_counted(tp):
+    """``tp`` cuts matmuls inside of the per-rank code, so that they are ops of the plan."""
+
+    def rank(x, w):
+        return x @ w
+
+    def loss_fn(p, x):
+        made = ftp.local(rank, in_specs=(P("dp"), P()), out_specs=P("dp"), axes="dp")(x, p["up"])
+        return (made @ p["down"]).square().mean()
+
+    mesh = ftp.AbstractMesh((4, tp), ("dp", "tp"))
+    specs_of = {"up": P(None, "tp"), "down": P("tp")}
+    params = {"up": torch.ones(8, 16), "down": torch.ones(16, 8)}
+    step = ftp.shard(loss_fn, mesh, specs_of, batch_specs=P("dp"))
+    lowered = step.lower(params, torch.ones(32, 8))
+    assert lowered.work == 1.0 and not [f for f in lowered.lint if f.kind == "repeated work"]
