@@ -1102,3 +1102,16 @@ def test_models_that_share_a_module_in_threads():
     torch.testing.assert_close(first(params, x), expected)
     thread.join()
     assert not results[0].any()
+
+
+def test_cumulative_averages_have_one_program():
+    """As torch.optim.swa_utils.update_bn sets them; a count that is read is warned of."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3, momentum=None))
+    expected = copy.deepcopy(model)
+    fn, params, buffers = functionalize(model, buffers=True)
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), (P(), P(), P("dp")))
+    for i in range(3):
+        x = torch.randn(4, 2, 5) + i
+        out, buffers = step(params, buffers, x)
+        torch.testing.assert_close(out, expected(x))
+        torch.testing.assert_close(buffers, dict(expected.named_buffers()))

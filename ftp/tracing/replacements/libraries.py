@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
-from torch.nn.modules import adaptive, transformer
+from torch.nn import functional as F
+from torch.nn.modules import adaptive, batchnorm, transformer
 
 from ftp.errors import TraceError
 from ftp.functional.remat import run_again
@@ -98,6 +99,31 @@ def _adaptive_softmax() -> Iterator[None]:
         rows = self.log_prob(input_.reshape(-1, input_.shape[-1]))
         output = rows.gather(1, target_.reshape(-1, 1)).reshape(target_.shape)
         return adaptive._ASMoutput(output, (-output).mean())
+
+    with replaced(owner, {"forward": forward}):
+        yield
+
+
+@contextmanager
+def _cumulative_averages() -> Iterator[None]:
+    """Let batch norm's cumulative averages (``momentum=None``) divide by a count that is a tensor,
+    where torch reads it as a Python number at each step.
+    """
+    owner = batchnorm._BatchNorm
+    original = owner.forward
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        is_updated = self.training and self.track_running_stats
+        if self.momentum is not None or self.num_batches_tracked is None or not is_updated:
+            return original(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        share = 1.0 / self.num_batches_tracked.to(torch.float64)
+        for running, own in ((self.running_mean, mean), (self.running_var, var)):
+            running.copy_(share * own + (1 - share) * running)
+        return out
 
     with replaced(owner, {"forward": forward}):
         yield
@@ -246,6 +272,7 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _torch_nn,
     _torch_checks,
     _adaptive_softmax,
+    _cumulative_averages,
     _distributions,
     _transformers,
     _checkpoint,
