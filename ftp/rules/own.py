@@ -20,6 +20,7 @@ try:  # By full names, as families and forms share some.
     import ftp.rules.index
     import ftp.rules.linalg
     import ftp.rules.loss
+    import ftp.rules.low_precision
     import ftp.rules.matmul
     import ftp.rules.norm
     import ftp.rules.pointwise

@@ -29,6 +29,7 @@ from ftp.torch_internals.modes import is_traceable_wrapper_subclass
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.python_numbers import plain_number
+from ftp.tracing.refused_calls import is_wrapper
 from ftp.tracing.selected_rows.selected import Selected
 from ftp.tracing.selected_rows.unsqueezed import UnsqueezedRows
 
@@ -38,7 +39,7 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, Tensor):
             failures += _unfit_static(leaf, name)
-        elif is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, FakeTensor):
+        elif is_wrapper(type(leaf)):
             failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(
@@ -52,10 +53,16 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def checked_results(leaves: Sequence[Any], out: Any) -> list[Any]:
     """The leaves of a result, with numbers for symbolic floats and bools."""
     leaves = [leaf if type(leaf) is SymInt else plain_number(leaf) for leaf in leaves]
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
+    if all(isinstance(leaf, Tensor) and not is_wrapper(type(leaf)) for leaf in leaves):
         return leaves
     failures = []
     for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
+        if is_wrapper(type(leaf)):
+            held = " and ".join(leaf.__tensor_flatten__()[0])
+            failures.append(
+                f"{name} is a {type(leaf).__name__}, a tensor that holds others. Return those:"
+                f" {held}."
+            )
         if isinstance(leaf, Tensor | SymInt):
             continue
         failures += (unfit := _unfit_static(leaf, name))

@@ -37,7 +37,6 @@ from ftp.torch_internals.modes import (
     TorchDispatchMode,
     disable_current_modes,
     get_current_function_mode_stack,
-    is_traceable_wrapper_subclass,
 )
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall, track
@@ -49,7 +48,13 @@ from ftp.tracing.op_facts import (
     checks_in_gradient,
     op_facts,
 )
-from ftp.tracing.refused_calls import check_call, check_strided
+from ftp.tracing.refused_calls import (
+    check_call,
+    check_captured,
+    check_strided,
+    check_wrappers,
+    is_wrapper,
+)
 from ftp.tracing.zero_tangents import WITH_SIZES
 
 if TYPE_CHECKING:
@@ -177,6 +182,9 @@ class Recorder(TorchDispatchMode):
         facts = op_facts(func)
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
+        if any(map(is_wrapper, types)):
+            check_wrappers((args, kwargs), line)
+            return NotImplemented  # their class runs ops on the tensors in them
         check_call(func, facts, args, kwargs, line)
         if facts.reads_value and _is_real_number(func, args):
             self.note_read(args[0])
@@ -273,17 +281,7 @@ class Recorder(TorchDispatchMode):
         if is_outer and not self._within:
             raise of_earlier_trace(self.line)
         if id(tensor) not in self._known:
-            if tensor.layout is not torch.strided:
-                raise TraceError(
-                    f"The function captures a tensor of layout {tensor.layout}{located(self.line)}"
-                    " which no spec describes. Capture x.to_dense()."
-                )
-            if is_traceable_wrapper_subclass(tensor):
-                raise TraceError(
-                    f"The function captures a {type(tensor).__name__}{located(self.line)} but ftp"
-                    " takes plain tensors only. Pass a DTensor's shard, ftp.from_dtensor(x), as an"
-                    " argument."
-                )
+            check_captured(tensor, self.line)
             if not is_outer and tensor.device.type != "meta":
                 self.with_values[len(self.constants)] = tensor
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())

@@ -3,13 +3,19 @@ torch's kernels refuse where shape functions take them.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ftp.errors import TraceError
+from ftp.functional.gradient_hooks import GradientRefused
+from ftp.rules.call import tensors
 from ftp.rules.overloads import aten
+from ftp.sharding.dtensor_placements import is_dtensor
+from ftp.torch_internals.functorch import is_functorch_wrapped_tensor, unwrap_if_dead
+from ftp.torch_internals.modes import is_traceable_wrapper_subclass_type
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.explain_errors import NO_COLLECTIVE, located
 from ftp.tracing.op_facts import ONE_DTYPE, PROMOTING, OpFacts, is_deterministic
@@ -44,6 +50,42 @@ def check_call(
         _check_result(func, args, line)
     if facts.writes_values:
         _check_values(args, line)
+
+
+@cache
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of this class hold other tensors, with which it computes."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def check_wrappers(arguments: Any, line: str) -> None:
+    """Raises for a tensor among a call's arguments that holds others in a way that no graph has."""
+    for x in tensors(arguments, Tensor):
+        if not is_wrapper(type(x)):
+            continue
+        check_captured(x, line)
+        kind = type(x).__name__
+        if is_dtensor(x):
+            raise TraceError(
+                f"The function captures a {kind}{located(line)} but ftp takes plain tensors only."
+                " Pass a DTensor's shard, ftp.from_dtensor(x), as an argument."
+            )
+        held = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        if any(is_functorch_wrapped_tensor(unwrap_if_dead(y)) for y in held):
+            raise GradientRefused(
+                f"A {kind} that is made{located(line)} holds a tensor of a transform of torch.func,"
+                " which its class does not know. Make it outside of the transform, or compute with"
+                " plain tensors."
+            )
+
+
+def check_captured(x: Tensor, line: str) -> None:
+    """Raises for a captured tensor that has no strides."""
+    if x.layout is not torch.strided:
+        raise TraceError(
+            f"The function captures a tensor of layout {x.layout}{located(line)} which no spec"
+            " describes. Capture x.to_dense()."
+        )
 
 
 def check_strided(func: OpOverload, out: Any, line: str) -> None:

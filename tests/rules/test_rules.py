@@ -289,6 +289,7 @@ WRONG = [
     ("linalg", aten._fft_r2c.default, without_whole),
     ("shape", aten.tril.default, without_local),
     ("loss", ctc_loss, without_whole),
+    ("low_precision", aten._scaled_mm.default, without_pending),
     ("ftp_ops", torch.ops.ftp.fused_adamw.default, all_linear),
     ("ftp_ops", UNSTACK, without_whole),
     ("ftp_ops", random_bits, without_local),

@@ -53,6 +53,20 @@ def ints(*shape: int, high: int = 8, low: int = 0) -> Tensor:
     return torch.randint(low, high, shape)
 
 
+def int8(*shape: int) -> Tensor:
+    return ints(*shape, low=-9, high=9).to(torch.int8)
+
+
+def float8(*shape: int) -> Tensor:
+    """Small integers, whose products have exact sums."""
+    return ints(*shape, low=-3, high=4).to(torch.float8_e4m3fn)
+
+
+def halves(*shape: int) -> Tensor:
+    """Powers of two, by which products stay exact."""
+    return 0.5 ** ints(*shape, high=3).float()
+
+
 def bools(*shape: int) -> Tensor:
     return torch.rand(shape) < 0.5
 
@@ -444,6 +458,20 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "baddbmm.default": lambda: [
         s(normal(4, 3), normal(2, 4, 5), normal(2, 5, 3), beta=2),
         s(normal(2, 1, 3), normal(2, 4, 5), normal(2, 5, 3)),
+    ],
+    "_int_mm.default": lambda: [s(int8(4, 6), int8(6, 5)), s(int8(1, 3), int8(3, 1))],
+    "_scaled_mm.default": lambda: [
+        s(float8(4, 6), float8(6, 5), a, b, *rest)
+        for a, b, *rest in (
+            (halves(), halves(), None, None, torch.float32),
+            (halves(4, 1), halves(1, 5), None, None, torch.float32),
+            (halves(4, 1), halves(1, 5), halves(5).bfloat16(), None, torch.bfloat16),
+            (halves(1), halves(1, 1), None, halves()),
+        )
+    ],
+    "_scaled_mm_v2.default": lambda: [
+        s(float8(4, 6), float8(6, 5), [a], [way], [], [b], [way], [], None, torch.float32)
+        for way, a, b in ((0, halves(), halves()), (1, halves(4, 1), halves(1, 5)))
     ],
     "grouped_mm.default": lambda: [
         s(normal(6, 5), normal(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)),

@@ -1,0 +1,186 @@
+"""Training with matmuls of float8 beside one device, and what it sends beside code by hand."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.rules import low_precision
+from ftp.rules.call import Call, Meta
+
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+ScalingType = F.ScalingType
+
+
+def cast(x: Tensor, dtype: torch.dtype, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Numbers of ``dtype``, and the scale by which they are multiplied to give ``x``."""
+    most = x.abs().amax(1, keepdim=True) if by_rows else x.abs().max()
+    scale = torch.finfo(dtype).max / most.clamp(min=1e-12).float()
+    return (x * scale).to(dtype), scale.reciprocal()
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, by_rows: bool, new: bool) -> Tensor:
+    """``a @ b.T`` of float8."""
+    (a, of_a), (b, of_b) = cast(a, dtype, by_rows), cast(b, E4, by_rows)
+    of_b = of_b.t() if by_rows else of_b
+    if not new:
+        return torch._scaled_mm(a, b.t(), of_a, of_b, out_dtype=torch.float32)
+    way = ScalingType.RowWise if by_rows else ScalingType.TensorWise
+    return F.scaled_mm(a, b.t(), of_a, way, of_b, way, output_dtype=torch.float32)
+
+
+def linear(by_rows: bool, new: bool = False) -> Callable[[Tensor, Tensor], Tensor]:
+    """``x @ w.T``, and its gradients, by products of float8."""
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor, w: Tensor) -> Tensor:
+            return product(x, w, E4, by_rows, new)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            of_x = product(grad, w.t(), E5, by_rows, new)
+            return of_x, product(grad.t(), x.t(), E5, by_rows, new)
+
+    return Linear.apply
+
+
+def mlp(linear: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(linear(F.gelu(linear(x, params["up"])), params["down"]), y)
+
+    return loss
+
+
+def drawn(tokens: int, d: int, hidden: int) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    params = {"up": torch.randn(hidden, d) / d**0.5, "down": torch.randn(d, hidden) / hidden**0.5}
+    return params, (torch.randn(tokens, d), torch.randn(tokens, d))
+
+
+def gradients(loss: Callable[..., Tensor], params: dict[str, Tensor], batch: Any) -> list[Tensor]:
+    given = {path: p.clone().requires_grad_() for path, p in params.items()}
+    value = loss(given, *batch)
+    return [value.detach(), *torch.autograd.grad(value, list(given.values()))]
+
+
+def distance(found: list[Tensor], due: list[Tensor]) -> float:
+    return max(
+        float((x.double() - y.double()).norm() / y.double().norm())
+        for x, y in zip(found, due, strict=True)
+    )
+
+
+TP = {"up": P("tp"), "down": P(None, "tp")}
+PLACEMENTS = {
+    "tp": ((2,), ("tp",), TP, P()),
+    "dp": ((3,), ("dp",), {"up": P(), "down": P()}, P("dp")),
+    "ZeRO-3": ((2,), ("dp",), {"up": P("dp"), "down": P("dp")}, P("dp")),
+    "dp x tp": ((2, 2), ("dp", "tp"), TP, P("dp")),
+}
+
+
+@pytest.mark.cases_by_default(4)
+@pytest.mark.parametrize("by_rows", [False, True], ids=["a scale", "scales of rows"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_training_in_float8(placement: str, by_rows: bool):
+    """Rounding to float8 turns the last bits of a sum into steps of an eighth: no two orders of a
+    sum agree closely. The step is as near to float64's gradients as one device's is.
+    """
+    shape, axes, specs, batch_specs = PLACEMENTS[placement]
+    loss = mlp(linear(by_rows, new=placement == "dp"))
+    params, batch = drawn(45, 24, 50)
+    mesh = ftp.simulated_mesh(shape, axes)
+    step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, certify=True, strict=True)
+    value, grads = step(params, *batch)
+    wide = {path: p.double() for path, p in params.items()}
+    exact = gradients(mlp(F.linear), wide, [x.double() for x in batch])
+    one_device = distance(gradients(loss, params, batch), exact)
+    assert distance([value, *grads.values()], exact) < 1.1 * one_device < 0.2
+
+
+def sent(placement: str, by_rows: bool) -> dict[tuple[str, torch.dtype], int]:
+    """Bytes by collective and dtype, but for largest elements and the loss."""
+    shape, axes, specs, batch_specs = PLACEMENTS[placement]
+    params, batch = drawn(96, 32, 64)
+    mesh, loss = ftp.AbstractMesh(shape, axes), mlp(linear(by_rows))
+    step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, bucket=False)
+    found: dict[tuple[str, torch.dtype], int] = {}
+    for c in step.lower(params, *batch).collectives:
+        if c.nbytes > 1024:
+            found[c.op, c.dtype] = found.get((c.op, c.dtype), 0) + c.nbytes
+    return found
+
+
+def test_what_it_sends():
+    """As code by hand: the sum of a row-parallel product; gradients; weights gathered as float8."""
+    for by_rows in (False, True):
+        assert sent("tp", by_rows) == {("all_reduce", torch.float32): 96 * 32 * 4}
+        assert sent("dp", by_rows) == {("all_reduce", torch.float32): 2 * 32 * 64 * 4}
+        assert sent("ZeRO-3", by_rows) == {
+            ("all_gather", E4): 3 * 32 * 64,  # down again for the gradient, with other scales
+            ("reduce_scatter", torch.float32): 2 * 32 * 64 * 4,
+        }
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.data())
+def test_operands_padded_for_gpus(m: int, k: int, n: int, by_rows: bool, data: st.DataObject):
+    """As a rank of GPUs pads them to multiples of 16, run on a CPU, to the bit."""
+    a, b = (torch.randint(-3, 4, shape).to(E4) for shape in ((m, k), (n, k)))
+    scales = [0.5 ** torch.randint(3, s if by_rows else ()).float() for s in ((m, 1), (1, n))]
+    bias = data.draw(st.sampled_from([None, torch.arange(n).bfloat16()]))
+    out_dtype = torch.float32 if bias is None else torch.bfloat16
+
+    def f(a: Tensor, b: Tensor, scales: list[Tensor], bias: Tensor | None) -> Tensor:
+        return torch._scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=out_dtype)
+
+    cuts = [data.draw(st.sampled_from([P(), P("x"), P(None, "x")])) for _ in "ab"]
+    mesh = ftp.simulated_mesh((data.draw(st.integers(2, 3)),), ("x",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(low_precision, "MULTIPLES", {"cpu": 16})
+        found = ftp.spmd(f, mesh, (*cuts, P(), P()))(a, b, scales, bias)
+    assert torch.equal(found, f(a, b, scales, bias))
+
+
+@pytest.mark.parametrize(("k", "pads"), [(96, 2), (64, 0)])
+def test_parts_are_padded_on_gpus_alone(k: int, pads: int):
+    def f(a: Tensor, b: Tensor, one: Tensor) -> Tensor:
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)
+
+    for device, due in (("cuda", pads), ("cpu", 0)):
+        mesh = ftp.AbstractMesh((4,), ("x",), device_type=device)
+        a, b = (torch.empty(16, k, dtype=E4, device="meta") for _ in "ab")
+        step = ftp.spmd(f, mesh, (P(None, "x"), P(None, "x"), P()))
+        nodes = step.lower(a, b, torch.empty(())).graph.graph.nodes
+        found = sum(x.target is torch.ops.aten.constant_pad_nd.default for x in nodes)
+        assert found == due
+
+
+@pytest.mark.parametrize(
+    ("scales", "text"),
+    [
+        (((256, 2), (2, 384)), "m [k], [k] n, m [m0], [n0] n -> m n"),  # blocks of 1 x 128
+        (((256, 2), (2, 3)), "m [k], [k] [n], m [m0], [n00] [n01] -> m [n]"),  # of 128 x 128
+        (((2048,), (3072,)), "[m] [k], [k] [n], [m00], [n00] -> [m] [n]"),  # swizzled
+    ],
+)
+def test_scales_of_blocks(scales: tuple[tuple[int, ...], ...], text: str):
+    """Which no CPU multiplies: rows and columns are cut where each has its own scales."""
+    narrow = torch.float32 if len(scales[0]) == 2 else torch.float8_e8m0fnu
+    of_a, of_b = (Meta(shape, narrow) for shape in scales)
+    args = (Meta((256, 256), E4), Meta((256, 384), E4), of_a, of_b, None, None, torch.bfloat16)
+    call = Call(torch.ops.aten._scaled_mm.default, args, {}, (Meta((256, 384), torch.bfloat16),))
+    assert str(low_precision.scaled_mm(call)) == text

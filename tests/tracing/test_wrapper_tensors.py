@@ -1,0 +1,112 @@
+"""Tensors that hold other tensors, made or captured by a traced function: their class runs ops on
+what they hold, and the program has those.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import ftp
+from ftp import P, errors
+
+aten = torch.ops.aten
+
+
+class Quantized(Tensor):
+    """Integers and a scale for each row; products are of integers, all else of numbers."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor):
+        return Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+
+    def __init__(self, numbers: Tensor, scale: Tensor):
+        self.numbers, self.scale = numbers, scale
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Quantized":
+        scale = x.abs().amax(1, keepdim=True).clamp(min=1e-9) / 127
+        return cls((x / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Quantized(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is aten.detach.default:
+            return cls(args[0].numbers, args[0].scale)
+        if func is aten.mm.default and all(isinstance(x, cls) for x in args):
+            a, b = args  # of rows both: a @ b.T
+            return torch._int_mm(a.numbers, b.numbers.t()) * a.scale * b.scale.t()
+        whole = tree_map(lambda x: x.numbers * x.scale if isinstance(x, cls) else x, args)
+        return func(*whole, **(kwargs or {}))
+
+
+class Product(torch.autograd.Function):
+    """A product of quantized tensors forward, of numbers backward."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        return aten.mm.default(Quantized.of(x), Quantized.of(w))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad @ Quantized.of(w), grad.t() @ x
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 3)])
+def test_a_wrapper_made_in_the_function(shape: tuple[int, int]):
+    torch.manual_seed(0)
+    params = {
+        "up": torch.randn(13, 6, dtype=torch.float64),
+        "down": torch.randn(5, 13, dtype=torch.float64),
+    }
+    x = torch.randn(9, 6, dtype=torch.float64)
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return Product.apply(Product.apply(x, params["up"]).sin(), params["down"]).square().mean()
+
+    mesh = ftp.simulated_mesh(shape, ("dp", "tp"))
+    specs = {"up": P("tp"), "down": P(None, "tp")}
+    step = ftp.shard(loss, mesh, specs, batch_specs=P("dp"), certify=True)
+    found, grads = step(params, x)
+    given = {path: p.clone().requires_grad_() for path, p in params.items()}
+    due = loss(given, x)
+    torch.testing.assert_close(found, due.detach(), rtol=1e-12, atol=0)
+    for path, grad in zip(given, torch.autograd.grad(due, list(given.values())), strict=True):
+        torch.testing.assert_close(grads[path], grad, rtol=1e-10, atol=1e-12)
+    assert torch.int32 in {r.dtype for r in step.lower(params, x).collectives} or shape[1] == 1
+
+
+def test_a_captured_wrapper():
+    torch.manual_seed(0)
+    weight = Quantized.of(torch.randn(8, 6, dtype=torch.float64))
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        return aten.mm.default(Quantized.of(x), weight) + (x @ weight.t()).sum()
+
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    found = ftp.spmd(f, mesh, P("dp"), P("dp"), certify=True)(x)
+    torch.testing.assert_close(found, f(x), rtol=1e-12, atol=0)
+
+
+def test_a_wrapper_as_an_argument_or_a_result():
+    mesh, x = ftp.simulated_mesh((2,), ("dp",)), torch.randn(4, 6)
+    with pytest.raises(errors.InputError, match="is a Quantized; ftp takes plain tensors"):
+        ftp.spmd(lambda q: q + 1, mesh, P())(Quantized.of(x))
+    with pytest.raises(errors.TraceError, match="the result is a Quantized"):
+        ftp.spmd(Quantized.of, mesh, P())(x)
