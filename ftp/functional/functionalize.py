@@ -21,6 +21,7 @@ from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
     ModuleProgram,
     Slot,
+    WrapperSlot,
     installed,
     parameter_names,
     remat_modules,
@@ -36,6 +37,7 @@ from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.patterns import nearest
 from ftp.sharding.pytree import abbreviated, kind_of, remember_tied
 from ftp.sharding.spec import P
+from ftp.torch_internals.modes import is_wrapper
 from ftp.torch_internals.storages import Storages, overlaps
 
 
@@ -105,11 +107,14 @@ def functionalize(
     stand_ins: dict[int, Any] = {}
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if buffers and is_wrapper(type(tensor)):
+            stand_ins[id(tensor)] = _slot_of_wrapper(path, tensor, state)
+            continue
         plain = (params if trained else state)[path] = tensor.detach()
         stand_ins[id(tensor)] = Slot(path) if trained or buffers else plain
         if len(tied[id(tensor)]) > 1:
             remember_tied(plain, tied[id(tensor)])
-    frozen = frozenset(path for path, p in model.named_parameters() if not p.requires_grad)
+    frozen = frozenset(state.keys() - dict(model.named_buffers()).keys())
     constants = {} if buffers else state
     of_constants = Storages(constants)
     program = ModuleProgram(
@@ -170,6 +175,17 @@ def _locks(model: nn.Module) -> list[Any]:
         new = next(_made_locks), RLock()
         found = {_locks_of_modules.setdefault(m, new) for m in model.modules()}
     return [lock for _, lock in sorted(found, key=lambda made: made[0])]
+
+
+def _slot_of_wrapper(path: str, x: Any, state: dict[str, Tensor]) -> Slot:
+    """The placeholder of a frozen tensor; what it holds is put into ``state`` under its paths."""
+    if not is_wrapper(type(x)):
+        state[path] = x.detach()
+        return Slot(path)
+    held = {
+        n: _slot_of_wrapper(join(path, n), getattr(x, n), state) for n in x.__tensor_flatten__()[0]
+    }
+    return WrapperSlot(path, x, held)
 
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:
@@ -237,6 +253,13 @@ def _check_model(model: nn.Module) -> None:
             " that, its plan to ftp.from_parallelize_plan, and to the step its shards,"
             " ftp.from_dtensor(dict(model.named_parameters()))."
         )
+    for path, p in model.named_parameters():
+        if p.requires_grad and is_wrapper(type(p)):
+            raise InputError(
+                f"parameter {path!r} is a {type(p).__name__}, a tensor that holds others, of which"
+                " no gradient is taken. Freeze it, parameter.requires_grad_(False), or give the"
+                " model before it was converted."
+            )
     lazy = [path for path, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
     if lazy:
         raise InputError(

@@ -41,6 +41,29 @@ class Slot:
 
     path: str
 
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The tensor of a call."""
+        return values[self.path]
+
+
+@dataclass(frozen=True, eq=False)
+class WrapperSlot(Slot):
+    """Placeholder for a tensor that holds others, which are arguments of the call.
+
+    Attributes:
+        wrapper: the model's own.
+        held: placeholders of what it holds, by the attribute.
+    """
+
+    wrapper: Any
+    held: Mapping[str, Slot]
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        held = {name: slot.of(values) for name, slot in self.held.items()}
+        _, context = self.wrapper.__tensor_flatten__()
+        shape, stride = self.wrapper.shape, self.wrapper.stride()
+        return type(self.wrapper).__tensor_unflatten__(held, context, shape, stride)
+
 
 @dataclass(frozen=True)
 class ModuleState:
@@ -143,7 +166,7 @@ def _leave_parameters() -> None:
 
 def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
     """Within the block each module has a copy of its snapshot, with ``values`` in the slots."""
-    copies = _Copies(lambda v: values[v.path] if type(v) is Slot else v)
+    copies = _Copies(lambda v: v.of(values) if isinstance(v, Slot) else v)
     begun = ((m.module, {**m.attributes, **dict(given_to(m.module))}) for m in program.modules)
     return with_attributes([(module, copies.of(attributes)) for module, attributes in begun])
 

@@ -101,8 +101,7 @@ NEEDED = {
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._config_module": "get_assignments_with_compile_ignored_comments",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
-    " _get_current_dispatch_mode_stack is_traceable_wrapper_subclass"
-    " is_traceable_wrapper_subclass_type",
+    " _get_current_dispatch_mode_stack is_traceable_wrapper_subclass_type",
     "torch.utils._ordered_set": "OrderedSet",
     "torch.utils._pytree": "SUPPORTED_NODES GetAttrKey MappingKey TreeSpec register_pytree_node"
     " tree_any tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",

@@ -25,11 +25,10 @@ from ftp.sharding.pytree import kind_of, leaf_names
 from ftp.sharding.torch_nodes import how_to_give
 from ftp.torch_internals.fake_tensors import FakeTensor, is_fake
 from ftp.torch_internals.functorch import unwrapped
-from ftp.torch_internals.modes import is_traceable_wrapper_subclass
+from ftp.torch_internals.modes import is_wrapper
 from ftp.tracing.explain_errors import COPY, located
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.python_numbers import plain_number
-from ftp.tracing.refused_calls import is_wrapper
 from ftp.tracing.selected_rows.selected import Selected
 from ftp.tracing.selected_rows.unsqueezed import UnsqueezedRows
 
@@ -40,7 +39,11 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
         if not isinstance(leaf, Tensor):
             failures += _unfit_static(leaf, name)
         elif is_wrapper(type(leaf)):
-            failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
+            failures.append(
+                f"{name} is a {type(leaf).__name__}, a tensor that holds others. Give those,"
+                f" {_held(leaf)}, and make it of them in the function; of a model's frozen"
+                " parameters ftp.functionalize(model, buffers=True) does."
+            )
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(
                 f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones, and"
@@ -48,6 +51,10 @@ def check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
                 " values, and add rows up: y.index_add(0, rows, values[:, None] * x[columns])."
             )
     raise_all(InputError, failures)
+
+
+def _held(wrapper: Any) -> str:
+    return " and ".join(wrapper.__tensor_flatten__()[0])
 
 
 def checked_results(leaves: Sequence[Any], out: Any) -> list[Any]:
@@ -58,10 +65,9 @@ def checked_results(leaves: Sequence[Any], out: Any) -> list[Any]:
     failures = []
     for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
         if is_wrapper(type(leaf)):
-            held = " and ".join(leaf.__tensor_flatten__()[0])
             failures.append(
                 f"{name} is a {type(leaf).__name__}, a tensor that holds others. Return those:"
-                f" {held}."
+                f" {_held(leaf)}."
             )
         if isinstance(leaf, Tensor | SymInt):
             continue

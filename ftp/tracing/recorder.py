@@ -37,6 +37,7 @@ from ftp.torch_internals.modes import (
     TorchDispatchMode,
     disable_current_modes,
     get_current_function_mode_stack,
+    is_wrapper,
 )
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.call_cache import Recall, TracedCall, track
@@ -53,7 +54,6 @@ from ftp.tracing.refused_calls import (
     check_captured,
     check_strided,
     check_wrappers,
-    is_wrapper,
 )
 from ftp.tracing.zero_tangents import WITH_SIZES
 

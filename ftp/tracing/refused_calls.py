@@ -3,7 +3,6 @@ torch's kernels refuse where shape functions take them.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ftp.rules.call import tensors
 from ftp.rules.overloads import aten
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor, unwrap_if_dead
-from ftp.torch_internals.modes import is_traceable_wrapper_subclass_type
+from ftp.torch_internals.modes import is_wrapper
 from ftp.torch_internals.op_types import OpOverload
 from ftp.tracing.explain_errors import NO_COLLECTIVE, located
 from ftp.tracing.op_facts import ONE_DTYPE, PROMOTING, OpFacts, is_deterministic
@@ -50,12 +49,6 @@ def check_call(
         _check_result(func, args, line)
     if facts.writes_values:
         _check_values(args, line)
-
-
-@cache
-def is_wrapper(kind: type) -> bool:
-    """Whether tensors of this class hold other tensors, with which it computes."""
-    return is_traceable_wrapper_subclass_type(kind)
 
 
 def check_wrappers(arguments: Any, line: str) -> None:

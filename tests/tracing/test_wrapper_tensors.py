@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import ftp
@@ -106,7 +106,37 @@ def test_a_captured_wrapper():
 
 def test_a_wrapper_as_an_argument_or_a_result():
     mesh, x = ftp.simulated_mesh((2,), ("dp",)), torch.randn(4, 6)
-    with pytest.raises(errors.InputError, match="is a Quantized; ftp takes plain tensors"):
+    with pytest.raises(
+        errors.InputError, match="a tensor that holds others. Give those, numbers and scale"
+    ):
         ftp.spmd(lambda q: q + 1, mesh, P())(Quantized.of(x))
-    with pytest.raises(errors.TraceError, match="the result is a Quantized"):
+    with pytest.raises(
+        errors.TraceError, match="the result is a Quantized, .* Return those: numbers and scale"
+    ):
         ftp.spmd(Quantized.of, mesh, P())(x)
+
+
+def test_a_model_of_wrappers():
+    """Frozen parameters that hold tensors are arguments by these, and cut by their specs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(*d, bias=False).double() for d in ((6, 10), (10, 6))))
+    for linear in model:
+        linear.weight = nn.Parameter(Quantized.of(linear.weight.detach()), requires_grad=False)
+    due = model(x := torch.randn(5, 6, dtype=torch.float64))
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    fn, params = ftp.functionalize(model)
+    assert not params
+    torch.testing.assert_close(ftp.spmd(fn, mesh, ({}, P()))({}, x), due)
+
+    fn, params, buffers = ftp.functionalize(model, buffers=True)
+    assert list(buffers) == [f"{i}.weight.{name}" for i in (0, 1) for name in ("numbers", "scale")]
+    specs = ftp.plan(buffers, {"0.weight.*": P("tp"), "1.weight.numbers": P(None, "tp")})
+    step = ftp.spmd(lambda b, x: fn({}, b, x)[0], mesh, (specs, P()), certify=True)
+    torch.testing.assert_close(step(ftp.device_put(buffers, mesh, specs), x), due)
+    assert (
+        step.lower(buffers, x).memory.arguments < sum(b.nbytes for b in buffers.values()) + x.nbytes
+    )
+
+    model[0].weight.requires_grad_()
+    with pytest.raises(errors.InputError, match="'0.weight' is a Quantized, .*Freeze it"):
+        ftp.functionalize(model)
