@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import run_examples
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -184,3 +185,7 @@ def test_scales_of_blocks(scales: tuple[tuple[int, ...], ...], text: str):
     args = (Meta((256, 256), E4), Meta((256, 384), E4), of_a, of_b, None, None, torch.bfloat16)
     call = Call(torch.ops.aten._scaled_mm.default, args, {}, (Meta((256, 384), torch.bfloat16),))
     assert str(low_precision.scaled_mm(call)) == text
+
+
+def test_the_page_runs():
+    run_examples("low_precision.md", 10)

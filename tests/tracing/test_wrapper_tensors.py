@@ -107,11 +107,11 @@ def test_a_captured_wrapper():
 def test_a_wrapper_as_an_argument_or_a_result():
     mesh, x = ftp.simulated_mesh((2,), ("dp",)), torch.randn(4, 6)
     with pytest.raises(
-        errors.InputError, match="a tensor that holds others. Give those, numbers and scale"
+        errors.InputError, match=r"a tensor that holds others. Give those, numbers and scale"
     ):
         ftp.spmd(lambda q: q + 1, mesh, P())(Quantized.of(x))
     with pytest.raises(
-        errors.TraceError, match="the result is a Quantized, .* Return those: numbers and scale"
+        errors.TraceError, match=r"the result is a Quantized, .* Return those: numbers and scale"
     ):
         ftp.spmd(Quantized.of, mesh, P())(x)
 
@@ -133,10 +133,8 @@ def test_a_model_of_wrappers():
     specs = ftp.plan(buffers, {"0.weight.*": P("tp"), "1.weight.numbers": P(None, "tp")})
     step = ftp.spmd(lambda b, x: fn({}, b, x)[0], mesh, (specs, P()), certify=True)
     torch.testing.assert_close(step(ftp.device_put(buffers, mesh, specs), x), due)
-    assert (
-        step.lower(buffers, x).memory.arguments < sum(b.nbytes for b in buffers.values()) + x.nbytes
-    )
+    assert [c.op for c in step.lower(buffers, x).collectives] == ["all_reduce"]
 
     model[0].weight.requires_grad_()
-    with pytest.raises(errors.InputError, match="'0.weight' is a Quantized, .*Freeze it"):
+    with pytest.raises(errors.InputError, match=r"'0.weight' is a Quantized, .*Freeze it"):
         ftp.functionalize(model)
