@@ -23,7 +23,7 @@ from ftp.functional.attributes import has_parts, parts_of
 from ftp.ops.written import writes, writing
 from ftp.sharding.pytree import kind_of, leaf_names
 from ftp.sharding.torch_nodes import how_to_give
-from ftp.torch_internals.fake_tensors import FakeTensor, is_fake
+from ftp.torch_internals.fake_tensors import is_fake
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.modes import is_wrapper
 from ftp.tracing.explain_errors import COPY, located

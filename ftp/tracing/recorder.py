@@ -53,7 +53,7 @@ from ftp.tracing.refused_calls import (
     check_call,
     check_captured,
     check_strided,
-    check_wrappers,
+    wrappers_in,
 )
 from ftp.tracing.zero_tangents import WITH_SIZES
 
@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
         self.replayed: Mapping[str, Any] | None = None
         self._phase = 0
         self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
+        self._wrappers: dict[int, Tensor] = {}
         self._lines: dict[int, str] = {}
         self.tracer: Any = None
         self._graph: fx.Graph | None = None
@@ -183,7 +184,9 @@ class Recorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
         if any(map(is_wrapper, types)):
-            check_wrappers((args, kwargs), line)
+            for wrapper, held in wrappers_in((args, kwargs), line):
+                if not any(isinstance(x, FakeTensor) for x in held):
+                    self._wrappers[id(wrapper)] = wrapper
             return NotImplemented  # their class runs ops on the tensors in them
         check_call(func, facts, args, kwargs, line)
         if facts.reads_value and _is_real_number(func, args):
@@ -262,6 +265,11 @@ class Recorder(TorchDispatchMode):
     def captured(self) -> tuple[Tensor, ...]:
         """The tensors that the function found outside of its arguments."""
         return tuple(tensor for tensor, _ in self._known.values())
+
+    @property
+    def wrappers(self) -> tuple[Tensor, ...]:
+        """The tensors that hold captured ones, by which the function found these."""
+        return tuple(self._wrappers.values())
 
     def note_read(self, tensor: Tensor) -> None:
         """Note a tensor that has values, such as a captured one, and that is read as numbers."""

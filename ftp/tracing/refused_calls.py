@@ -2,7 +2,7 @@
 torch's kernels refuse where shape functions take them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,8 +51,12 @@ def check_call(
         _check_values(args, line)
 
 
-def check_wrappers(arguments: Any, line: str) -> None:
-    """Raises for a tensor among a call's arguments that holds others in a way that no graph has."""
+def wrappers_in(arguments: Any, line: str) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The tensors among a call's arguments that hold others, with these.
+
+    Raises:
+        TraceError: a tensor holds others in a way that no graph has.
+    """
     for x in tensors(arguments, Tensor):
         if not is_wrapper(type(x)):
             continue
@@ -63,13 +67,15 @@ def check_wrappers(arguments: Any, line: str) -> None:
                 f"The function captures a {kind}{located(line)} but ftp takes plain tensors only."
                 " Pass a DTensor's shard, ftp.from_dtensor(x), as an argument."
             )
-        held = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
-        if any(is_functorch_wrapped_tensor(unwrap_if_dead(y)) for y in held):
+        names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        held = [unwrap_if_dead(getattr(x, name)) for name in names]
+        if any(map(is_functorch_wrapped_tensor, held)):
             raise GradientRefused(
                 f"A {kind} that is made{located(line)} holds a tensor of a transform of torch.func,"
                 " which its class does not know. Make it outside of the transform, or compute with"
                 " plain tensors."
             )
+        yield x, held
 
 
 def check_captured(x: Tensor, line: str) -> None:

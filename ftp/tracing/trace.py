@@ -337,7 +337,7 @@ def _traced(request: _Request, recorders: list[Recorder], *, reads: ValuesRead |
         ran.tree,
         out_leaves=tuple(next(index) if s is None else s.value for s in ran.statics),
         is_static=tuple(s is not None for s in ran.statics),
-        captured=recorder.captured,
+        captured=(*recorder.captured, *recorder.wrappers),
         read=tuple(recorder.read.values()),
         assumptions=tuple(claim for claim, _ in ran.claims),
         symbolic=symbolic,

@@ -100,8 +100,11 @@ def test_a_captured_wrapper():
         return aten.mm.default(Quantized.of(x), weight) + (x @ weight.t()).sum()
 
     mesh = ftp.simulated_mesh((2,), ("dp",))
-    found = ftp.spmd(f, mesh, P("dp"), P("dp"), certify=True)(x)
-    torch.testing.assert_close(found, f(x), rtol=1e-12, atol=0)
+    step = ftp.spmd(f, mesh, P("dp"), P("dp"), certify=True)
+    torch.testing.assert_close(step(x), f(x), rtol=1e-12, atol=0)
+    weight = Quantized.of(torch.randn(8, 6, dtype=torch.float64))
+    with pytest.warns(errors.StaleCaptureWarning, match=r"'weight', which f .* another object"):
+        step(x)
 
 
 def test_a_wrapper_as_an_argument_or_a_result():
