@@ -73,13 +73,10 @@ def _ones(x: Meta) -> str:
 
 
 def _laid_out(op: LocalOp) -> fx.Node:
-    """The op on operands as GPUs' kernels ask for them: the rows of the first and the columns of
-    the second contiguous, k and n padded to multiples of 16 with zeros.
+    """The op on operands as kernels of GPUs and inductor ask for them: the rows of the first and
+    the columns of the second contiguous; on GPUs k and n are padded to multiples of 16 with zeros.
     """
-    step = MULTIPLES.get(op.device.type)
-    if step is None:
-        return op.default()
-    k, n = (-op.sizes[factor] % step for factor in "kn")
+    k, n = (-op.sizes[factor] % MULTIPLES.get(op.device.type, 1) for factor in "kn")
     a, b, *rest = op.args
 
     def by_rows(x: fx.Node, *pad: int) -> fx.Node:
