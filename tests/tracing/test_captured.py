@@ -218,8 +218,17 @@ def _numpy(x):
     return x + float(numpy.random.normal()) if x.ndim else x
 
 
+def _unseeded(x):
+    return x * numpy.random.default_rng(0).random() * numpy.random.default_rng().random()
+
+
 @pytest.mark.parametrize(
-    ("fn", "name"), [(_python, "random.random"), (_numpy, "numpy.random.normal")]
+    ("fn", "name"),
+    [
+        (_python, "random.random"),
+        (_numpy, "numpy.random.normal"),
+        (_unseeded, "numpy.random.default_rng"),
+    ],
 )
 def test_a_line_that_draws_pythons_numbers_while_it_is_traced_is_warned_of(fn, name):
     step = ftp.spmd(fn, ftp.simulated_mesh(2, "dp"), P("dp"), P("dp"))

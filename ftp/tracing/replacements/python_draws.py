@@ -20,7 +20,7 @@ _PYTHON = (
 )  # fmt: skip
 _NUMPY = (
     "rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal", "randint",
-    "choice", "permutation", "shuffle", "beta", "binomial", "exponential", "poisson",
+    "choice", "permutation", "shuffle", "beta", "binomial", "exponential", "poisson", "default_rng",
 )  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def python_draws() -> Iterator[None]:
 
     def noting(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            if not found and threading.get_ident() == thread:
+            is_seeded = name == "numpy.random.default_rng" and (args or kwargs)
+            if not (found or is_seeded) and threading.get_ident() == thread:
                 found.append((name, user_line()))
             return draw(*args, **kwargs)
 
