@@ -260,5 +260,5 @@ def _plan_unfolded(few: Progress, order: Sequence[str], to: PlanFor, ways: Ways)
     graph, like = found
     plan.graph, _ = placed(graph)
     plan.out_specs = [plan.out_specs[i] for i in like]
-    plan.alike = program.folded.left_out + 2
+    plan.alike = (program.folded.left_out + 2) * program.folded.period
     return plan

@@ -221,17 +221,56 @@ def test_layers_that_differ_are_planned_one_by_one():
     cfg = MLPConfig(layers=12)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
     mesh, batch = ftp.simulated_mesh((2,), ("tp",)), models.class_batch(cfg, dtype=torch.float64)
-    alternating = {
-        name: P("tp") if name.endswith("up.weight") and int(name.split(".")[1]) % 2 else P()
+    mixed = {
+        name: P("tp")
+        if name.endswith("up.weight") and int(name.split(".")[1]) in (1, 4, 5, 7, 8, 9)
+        else P()
         for name in params
         if "layers" in name
     }
-    of_params = ftp.plan(params, alternating)
+    of_params = ftp.plan(params, mixed)
     step = ftp.shard(models.class_loss(fn), mesh, of_params, certify=True)
     assert step.lower(params, batch).plan.alike == 0
     grads, _ = torch.func.grad_and_value(models.class_loss(fn))(params, batch)
     for name, grad in step(params, batch)[1].items():
         torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("period", [2, 3])
+def test_layers_that_alternate_are_planned_by_periods(period: int, monkeypatch: pytest.MonkeyPatch):
+    """As local and global attention, dense layers and experts, or attention and recurrences do."""
+    cfg = MLPConfig(layers=8 * period + 1)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    mesh, batch = (
+        ftp.simulated_mesh((2, 2), ("dp", "tp")),
+        models.class_batch(cfg, dtype=torch.float64),
+    )
+    cut = {"up.weight": P("tp", "dp"), "down.weight": P("dp", "tp")}
+    alternating = {
+        name: P("dp") if int(name.split(".")[1]) % period else cut[name.split(".", 2)[2]]
+        for name in params
+        if name.startswith("layers") and name.split(".", 2)[2] in cut
+    }
+    step = ftp.shard(
+        models.class_loss(fn),
+        mesh,
+        ftp.plan(params, alternating),
+        batch_specs=P("dp"),
+        certify=True,
+    )
+    lowered = step.lower(params, batch)
+    assert lowered.plan.alike >= 3 * period
+    loss, grads = step(params, batch)
+    expected, right = torch.func.grad_and_value(models.class_loss(fn))(params, batch)
+    torch.testing.assert_close(loss, right, rtol=1e-12, atol=0)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(repeats, "FEWEST", 10**9)
+    whole = ftp.shard(
+        models.class_loss(fn), mesh, ftp.plan(params, alternating), batch_specs=P("dp")
+    ).lower(params, batch)
+    assert whole.plan.alike == 0 and whole.plan.cost == pytest.approx(lowered.plan.cost, rel=1e-12)
+    assert facts(lowered) == facts(whole)
 
 
 @pytest.mark.slow

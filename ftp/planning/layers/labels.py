@@ -10,7 +10,7 @@ same distance.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ftp.dataclass import dataclass
@@ -199,10 +199,31 @@ def _computed(node: Node) -> Node:
     return node
 
 
-def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
-    """For each layer, whether it equals the next one."""
-    described: list[_Layer] = [describe_layer(r, layers, facts) for r in range(len(layers.nodes))]
-    return [described[r] == described[r + 1] for r in range(len(described) - 1)]
+def kinds(layers: Layers, facts: Callable[[Node], Any]) -> list[int]:
+    """For each layer the number of the first one that it equals."""
+    described: list[_Layer] = []
+    found: list[int] = []
+    for r in range(len(layers.nodes)):
+        described.append(describe_layer(r, layers, facts))
+        firsts = reversed(dict.fromkeys(found))  # mostly it equals one that was met lately
+        found.append(next((k for k in firsts if described[k] == described[r]), r))
+    return found
+
+
+def repeated_run(found: Sequence[int], period: int) -> tuple[int, int]:
+    """The longest run of layers in which each equals the one ``period`` layers after it: its first
+    layer, and the number of whole periods; of two as long the first.
+
+    >>> repeated_run([0, 1, 2, 1, 2, 1, 2, 7], 2)  # 7 differs from all
+    (1, 3)
+    """
+    best, length, start = 0, 0, 0
+    for r in range(len(found) - period + 1):
+        if r == len(found) - period or found[r] != found[r + period]:
+            if r - start > length:
+                best, length = start, r - start
+            start = r + 1
+    return best, (length + period) // period
 
 
 def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> _Layer:

@@ -1,7 +1,8 @@
 """Fold repeated layers: plan a graph without most of them, and record how to put them back.
 
 Of a run of equal layers a few are kept, at each end of the run; one of them stands for those left
-out. `unfold` copies its plan to them.
+out. `unfold` copies its plan to them. Where layers alternate, as of local and global attention, the
+layers of a period are one layer of the fold.
 """
 
 from collections import Counter
@@ -16,12 +17,13 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.labels import (
     FEWEST,
     Layers,
-    alike,
     decisions,
     describe_layer,
     is_stack_of,
+    kinds,
     label,
     numbered,
+    repeated_run,
     stack_shift,
 )
 from ftp.rules.rule import BoundRule
@@ -29,6 +31,7 @@ from ftp.rules.rule import BoundRule
 # Layers kept at each end of a run: one next to the layers that differ, which may be planned
 # otherwise, and one that is planned like those left out.
 KEPT = 2
+FEWEST_PERIODS = 3  # equal periods in a row that are folded; one is kept at each end
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Folded:
         labels: the layers of its inputs.
         slices: number of slices of its stacks, if layers are slices; else 0.
         whole, layers: the graph before the fold, and its layers.
+        period: number of the model's layers that are one layer here.
     """
 
     graph: Graph
@@ -125,6 +129,7 @@ class Folded:
     slices: int
     whole: Graph
     layers: Layers
+    period: int = 1
 
     @property
     def gap(self) -> Gap:
@@ -164,38 +169,77 @@ def fold(
     """
     labels = numbered({node: node.name for node in graph.inputs})
     slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
+    given = graph, facts, _out_facts(graph, out_facts)
     found = None
     if labels and (named := max(labels.values()) + 1) >= FEWEST:
         # A stack of one tensor of each layer, as of gradients that an optimizer sends to owners, is
         # split into layers too.
         cut = named if named in slices else 0
-        found = _fold(graph, labels, cut, facts, out_facts, kept)
+        found = _fold(*given, labels, cut, kept)
     if found is None and slices and max(slices) >= FEWEST:
-        found = _fold(graph, {}, max(slices), facts, out_facts, kept)
+        found = _fold(*given, {}, max(slices), kept)
     if found is None or known is None:
         return found
     of = found
-    return known.once(graph, "fold", of.gap, of.slices, bool(of.labels), make=lambda: of)
+    key = (of.gap, of.slices, bool(of.labels), of.period)
+    return known.once(graph, "fold", *key, make=lambda: of)
+
+
+def _out_facts(graph: Graph, out_facts: Sequence[Any]) -> dict[Node, list[Any]]:
+    returned: dict[Node, list[Any]] = {}
+    for value, fact in zip(graph.outputs, out_facts, strict=True):
+        returned.setdefault(value.node, []).append((value.index, fact))
+    return returned
 
 
 def _fold(
     graph: Graph,
+    facts: Callable[[Node], Any],
+    returned: Mapping[Node, list[Any]],
     labels: dict[Node, int],
     slices: int,
-    facts: Callable[[Node], Any],
-    out_facts: Sequence[Any],
-    kept_layers: int,
+    kept: int,
 ) -> Folded | None:
     layers = label(graph, labels, slices)
-    returned: dict[Node, list[Any]] = {}
-    for value, fact in zip(graph.outputs, out_facts, strict=True):
-        if value.node in layers.stacks:
-            return None
-        returned.setdefault(value.node, []).append((value.index, fact))
-    same = alike(layers, lambda node: (facts(node), returned.get(node)))
-    run = _longest_run(same, layers)
-    if run is None:
+    if any(node in layers.stacks for node in returned):
         return None
+    found = kinds(layers, lambda node: (facts(node), returned.get(node)))
+    run = _longest_run(found, layers)
+    gone = 0 if run is None else run[1] + 1 - run[0] - 2 * KEPT
+    start, period = (0, 1) if slices else _best_period(found, gone)
+    if period > 1:
+        grouped = {n: r if r < start else start + (r - start) // period for n, r in labels.items()}
+        of_groups = label(graph, grouped, 0)
+        same = kinds(of_groups, lambda node: (facts(node), returned.get(node)))
+        first, count = repeated_run(same, 1)
+        if count >= FEWEST_PERIODS:
+            run_of_groups = first, first + count - 1
+            if folded := _without(graph, of_groups, grouped, 0, run_of_groups, 1):
+                return replace(folded, period=period)
+    return None if run is None else _without(graph, layers, labels, slices, run, kept)
+
+
+def _best_period(found: Sequence[int], gone: int) -> tuple[int, int]:
+    """The first layer and the length of the periods whose fold leaves out most layers: (0, 1) where
+    none leaves out more than ``gone``. The periods at both ends have other neighbours, and differ.
+    """
+    best = 0, 1
+    for period in range(2, len(found) // (FEWEST_PERIODS + 2) + 1):
+        start, count = repeated_run(found, period)
+        if count >= FEWEST_PERIODS + 2 and (count - 4) * period > gone:
+            best, gone = (start, period), (count - 4) * period
+    return best
+
+
+def _without(
+    graph: Graph,
+    layers: Layers,
+    labels: Mapping[Node, int],
+    slices: int,
+    run: tuple[int, int],
+    kept_layers: int,
+) -> Folded | None:
+    """The graph without the layers of a run but those kept; None if others read them."""
     first, last = run
     gap = Gap(first + kept_layers, last + 1 - first - 2 * kept_layers)
     if not _reads_neighbours_only(graph, layers, gap, (first, last)):
@@ -263,13 +307,13 @@ def _with_slices(rule: BoundRule, n: int) -> BoundRule:
     return replace(rule, operands=rule.operands[:n])
 
 
-def _longest_run(same: Sequence[bool], layers: Layers) -> tuple[int, int] | None:
+def _longest_run(found: Sequence[int], layers: Layers) -> tuple[int, int] | None:
     """The first and the last layer of the run of equal layers whose fold leaves out most nodes;
     None without a run that is long enough.
     """
     best, most, start = None, 0, 0
-    for r in range(len(same) + 1):
-        if r == len(same) or not same[r]:
+    for r in range(len(found)):
+        if r + 1 == len(found) or found[r] != found[r + 1]:
             gone = (r - start + 1 - 2 * KEPT) * len(layers.nodes[start])
             if r - start + 1 >= FEWEST and gone > most:
                 best, most = (start, r), gone
