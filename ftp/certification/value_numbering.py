@@ -14,13 +14,12 @@ from ftp.errors import CertificateError, raise_all
 from ftp.ops.ancestors import ancestors
 from ftp.ops.choose import CHOOSE
 from ftp.ops.constrain import CONSTRAIN
-from ftp.ops.mapped_arguments import mapped_arguments
 from ftp.ops.repeat_each import REPEAT_EACH, SUM_EACH
 from ftp.ops.windows import WINDOWS
 from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, program_of
 from ftp.rules.along_dim import scan_between_flips
-from ftp.rules.call import Call, Meta
+from ftp.rules.call import Call, Meta, replaced
 from ftp.rules.decompositions.heads import OF_HEADS, merged_dim, repeated_dim, shares_keys
 from ftp.rules.decompositions.registry import decomposition_of
 from ftp.rules.decompositions.softmax import exponential_and_total
@@ -103,6 +102,8 @@ class _Numbers:
         by_law = self.by_law(op)
         if op.target is WINDOWS:
             self.windows.add((op.args[2], op.args[1]))
+        elif op.target in (aten.index_select.default, aten.index_add.default):
+            self.windows.add((1, op.args[1]))  # of a slice of few elements
         for ref in refs:
             if op.target is None:
                 key = ("input", op.name)
@@ -378,7 +379,7 @@ class _Numbers:
             operands.append(n)
             return _val(n)
 
-        args, kwargs = mapped_arguments(node, meta)
+        args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, meta)
         gm = decompose(node.target, args, kwargs, by, self.symbolic)
         assert gm is not None
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 from ftp.errors import PlanningError
-from ftp.ops.windows import WINDOWS
 from ftp.paused_gc import collection_paused
 from ftp.planning.attention_ways import Ways, chosen_ways, cost_of
 from ftp.planning.axis_by_axis import Decompose, PlanFor, Progress, plan_axes
@@ -24,7 +23,7 @@ from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Watch
 from ftp.rules.op_kinds import VIEWS
-from ftp.rules.windows import WINDOWED
+from ftp.rules.windows import OVERLAYS, WINDOWED
 
 FEW_NODES = 128  # at most, to plan in every order of the axes
 FEW_IN_ALL = 320  # at most, over all orders but the first
@@ -78,7 +77,7 @@ def _with_windows_or_without(
     if plan is None or (all(plan.kept_rules.values()) and not _gathers_for_windows(plan)):
         return without, plan
     other = make(to)
-    if other is None or all(node.target is not WINDOWS for node in other.graph.nodes):
+    if other is None:
         return without, plan
     kept = [sum(made.kept_rules.values()) for made in (other, plan)]
     seconds = [cost_of(made, to.hardware).seconds for made in (other, plan)]
@@ -89,8 +88,9 @@ def _with_windows_or_without(
 def _gathers_for_windows(plan: Plan) -> bool:
     """Whether an op that has windows reads what was cut before."""
     for node in plan.graph.nodes:
-        if node.target in WINDOWED:
-            at = node.operands[0].node
+        along = node.operands[: None if node.target in OVERLAYS else 1]
+        for value in along if node.target in WINDOWED else ():
+            at = value.node
             while at.kind == "op" and at.target in VIEWS:
                 at = at.operands[0].node
             if at.kind == "reshard" and at.target.src.kind == "S":

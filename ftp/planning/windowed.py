@@ -8,7 +8,7 @@ import torch
 from ftp.planning.algebra import reverse_scans
 from ftp.planning.graph import Graph, Node, Rewrite, Value, in_turn, unchanged
 from ftp.rules.call import replaced, tensors
-from ftp.rules.windows import SCANS, WINDOWED, FarApart, by_windows
+from ftp.rules.windows import OVERLAYS, SCANS, WINDOWED, FarApart, by_windows
 
 _OF_SCANS = {*SCANS, torch.ops.aten.flip.default}
 Blocked = Mapping[int, Mapping[Node, Collection[str]]]
@@ -46,7 +46,8 @@ def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]
 
 def _dim_of(node: Node, factor: str) -> int | None:
     """The dim of the operands that has a factor; None for one of another kind, as a kernel's."""
-    for dims in (*node.rule.operands[:1], *node.rule.results[:1]):
+    alike = None if node.target in OVERLAYS else 1
+    for dims in (*node.rule.operands[:alike], *node.rule.results[:1]):
         for at, dim in enumerate(dims):
             if factor in dim:
                 return at
@@ -63,7 +64,7 @@ def _fits(node: Node, n: int, dim: int) -> bool:
     numbers = [*tensors(given, (int, float)), *(s for m in metas for s in m.shape)]
     if not all(type(x) in (int, float, bool) for x in numbers):
         return False  # dynamic sizes
-    if metas[0].shape[dim] <= n:
+    if all(m.shape[dim] <= n for m in (metas[0], node.results[0])):
         return False
     if not (first.is_floating_point or first.is_complex or node.target in SCANS):
         return False

@@ -106,17 +106,36 @@ def _of_upsampling(draw: Any, ndim: int) -> list[Any]:
 def _of_movement(draw: Any, ndim: int) -> list[Any]:
     x, dim = torch.randn(*_numbers(draw, 3, 9, ndim + 1)), draw(st.integers(0, ndim))
     size = x.shape[dim]
-    start, end = sorted(_numbers(draw, 0, size, 2))
-    grad = torch.randn(*x.shape[:dim], end - start, *x.shape[dim + 1 :])
+    (start, end), step = sorted(_numbers(draw, 0, size, 2)), draw(st.integers(1, 3))
+    part = torch.randn(*x.shape[:dim], end - start, *x.shape[dim + 1 :])
+    grad = part.narrow(dim, 0, -(-(end - start) // step))
+    more = [torch.randn_like(x.narrow(dim, 0, k)) for k in _numbers(draw, 0, 3, 2)]
+    few = torch.randn(2, 40).movedim(1, dim % 2), dim % 2, *sorted(_numbers(draw, 0, 40, 2))
     pad = _numbers(draw, -1, 3, 2 * draw(st.integers(1, ndim + 1)))
     rolls = _numbers(draw, -9, 9, 2), [dim, (dim + 1) % (ndim + 1)]
     return [
-        (aten.slice.Tensor, (x, dim, start, end)),
-        (aten.slice_backward.default, (grad, list(x.shape), dim, start, end, 1)),
+        (aten.slice.Tensor, (x, dim, start, end, step)),
+        (aten.slice_backward.default, (grad, list(x.shape), dim, start, end, step)),
+        (aten.slice.Tensor, few),
+        (
+            aten.slice_backward.default,
+            lambda out: (torch.randn_like(out), list(few[0].shape), *few[1:], 1),
+        ),
+        (aten.slice_scatter.default, (x, part, dim, start, end)),
+        (aten.cat.default, ([more[0], x, more[1]], dim)),
         (aten.constant_pad_nd.default, (x, pad)),
         (aten.roll.default, (x, *rolls)),
         (aten.flip.default, (x, rolls[1])),
     ]
+
+
+def _of_padding(draw: Any, ndim: int) -> list[Any]:
+    batch = [2] * draw(st.integers(0, 1))
+    x, pad = torch.randn(*batch, 3, *_numbers(draw, 4, 11, ndim)), _numbers(draw, 0, 3, 2 * ndim)
+    name = draw(st.sampled_from(["reflection", "replication"])) + f"_pad{ndim}d"
+    back = lambda out: (torch.randn_like(out), x, pad)  # noqa: E731
+    ops = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
+    return [(ops[0], (x, pad)), (ops[1], back)]
 
 
 OF: dict[str, tuple[Callable[..., list[Any]], int, int]] = {
@@ -124,6 +143,7 @@ OF: dict[str, tuple[Callable[..., list[Any]], int, int]] = {
     "pooling": (_of_pooling, 2, 3),
     "upsampling": (_of_upsampling, 1, 3),
     "movement": (_of_movement, 1, 2),
+    "padding": (_of_padding, 1, 3),
 }
 
 
@@ -163,16 +183,7 @@ def test_ops_on_windows(kind: str):
 
 
 def test_every_op_on_windows_is_drawn():
-    drawn = (
-        "convolution",
-        "pool2d",
-        "pool3d",
-        "upsample_nearest",
-        "slice",
-        "pad_nd",
-        "roll",
-        "flip",
-    )
+    drawn = ("convolution", "pool2d", "pool3d", "nearest", "slice", "_pad", "roll", "flip", "cat")
     ops = WINDOWED.keys() - SCANS  # scans: test_scans.py
     assert not [op for op in ops if not any(name in str(op) for name in drawn)]
 
@@ -224,6 +235,15 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "differences": lambda x, k: (k * x)[:, 1:] - x[:, :-1],
     "periodic": lambda x, k: k * (torch.roll(x, 1, 1) + torch.roll(x, -2, 1)),
     "heat": lambda x, k: _heat(_heat(x, k), k),
+    "a first token": lambda x, k: torch.cat([k.expand(2, 1), x], 1)[:, 1:] * x,
+    "shift by cat": lambda x, k: torch.cat([x[:, :1] * 0, k * x[:, :-1]], 1) + x,
+    "every second": lambda x, k: k * x[:, ::2],
+    "periodic convolution": lambda x, k: F.conv1d(
+        F.pad(x[:, None], (2, 1), mode="circular"), k.expand(1, 1, 4)
+    ),
+    "mirrored convolution": lambda x, k: F.conv1d(
+        F.pad(x[:, None], (2, 1), mode="reflect"), k.expand(1, 1, 4)
+    ),
     "causal": lambda x, k: F.conv1d(x[:, None], k.expand(1, 1, 4), padding=3)[..., : x.shape[1]],
     "down, up": lambda x, k: F.conv_transpose1d(
         F.conv1d(x[:, None], k.expand(1, 1, 3), stride=2, padding=1), k.expand(1, 1, 4), None, 2, 1
@@ -231,7 +251,10 @@ PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n.endswith("convolution") else n for n in PROGRAMS],
+)
 @pytest.mark.parametrize(("size", "n"), [(16, 2), (23, 3)])
 def test_programs_along_a_sequence(name: str, size: int, n: int):
     torch.manual_seed(size)
@@ -300,6 +323,38 @@ def test_a_unet_exchanges_halos_alone(spec: P, axes: dict[str, int]):
     assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
     whole = 2 * 4 * 16 * 16 * 8  # bytes of one activation, which a gather would move
     assert moved(lowered)["halo_exchange"] < whole
+
+
+SMALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "first token": lambda x: x[:, :1],
+    "last tokens": lambda x: x[:, -3:],
+    "between": lambda x: x[:, 2000:2002],
+    "a token before": lambda x: torch.cat([x.new_ones(2, 1, 8), x], 1),
+    "shift": lambda x: torch.cat([x[:, :1] * 0, x[:, :-1]], 1),
+    "every second": lambda x: x[:, 1::2],
+    "reflect": lambda x: F.pad(x.mT, (3, 3), mode="reflect"),
+    "replicate": lambda x: F.pad(x[:, None], (1, 1, 2, 2), mode="replicate"),
+    "circular": lambda x: F.pad(x.mT, (2, 1), mode="circular"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_few_elements_move(name: str):
+    """Loss and gradient send less than ten elements of 8 float32 features, on 4 ranks."""
+    mesh, cut = ftp.AbstractMesh((4,), ("s",)), P(None, "s")
+    grad = torch.func.grad_and_value(lambda x: SMALL[name](x).square().sum())
+    lowered = ftp.spmd(grad, mesh, cut, (cut, P())).lower(torch.empty(2, 4096, 8, device="meta"))
+    assert sum(moved(lowered).values()) < 4 * 10 * 2 * 8 * 4
+    ftp.certify(lowered)
+
+
+def test_merged_patches_exchange_nothing():
+    """The four neighbours of each patch, as in Swin."""
+    mesh, cut = ftp.AbstractMesh((4,), ("h",)), P(None, "h")
+    merge = lambda x: torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)  # noqa: E731
+    lowered = ftp.lower(merge, mesh, cut, torch.ones(2, 64, 8, 4), out_specs=cut)
+    assert sum(c.wire_nbytes for c in lowered.collectives) <= 2 * 1 * 8 * 4 * 4
+    ftp.certify(lowered)
 
 
 def test_halos_wider_than_chunks_are_gathered():

@@ -6,5 +6,6 @@ own, which the ranks next to it hold. The windows are a new first dim, which ops
 """
 
 from ftp.rules.windows import convolution, movement, pooling  # noqa: F401
+from ftp.rules.windows.overlays import OVERLAYS  # noqa: F401
 from ftp.rules.windows.registry import WINDOWED, FarApart, by_windows  # noqa: F401
 from ftp.rules.windows.scans import SCANS  # noqa: F401

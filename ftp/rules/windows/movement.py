@@ -1,13 +1,15 @@
 """Slices, padding, rolls and flips on windows."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ftp.rules.overloads import aten
 from ftp.rules.size_functions import slice_bounds
-from ftp.rules.windows.registry import FarApart, joined, places, split, windowed
+from ftp.rules.windows.registry import MOST_PACKS, FarApart, joined, places, split, windowed
 
 
 def _moved(x: Tensor, n: int, dim: int, start: int, length: int) -> Tensor:
@@ -24,22 +26,47 @@ def _moved(x: Tensor, n: int, dim: int, start: int, length: int) -> Tensor:
 def _slice(
     n: int, over: int, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tensor:
-    if step != 1 or dim % x.ndim != over:
+    if dim % x.ndim != over:
         raise FarApart
     first, last, _ = slice_bounds(start, end, step, x.shape[over])
-    return _moved(x, n, over, first, last - first)
+    length = -(-(last - first) // step)
+    if _is_apart(x.shape[over], first, length, step):
+        at = torch.arange(first, last, step, device=x.device)
+        return aten.index_select.default(x, over, at)
+    if step == 1:
+        return _moved(x, n, over, first, length)
+    chunk = -(-length // n)
+    held = split(x, over, n, first, chunk * step, (chunk - 1) * step + 1)
+    every = aten.slice.Tensor(held, 1 + over, 0, held.shape[1 + over], step)
+    return joined(every, over, length)
 
 
 @windowed(aten.slice_backward.default)
 def _slice_backward(
     n: int, over: int, grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> Tensor:
-    if step != 1 or dim % grad.ndim != over:
+    if dim % grad.ndim != over:
         raise FarApart
-    first, last, _ = slice_bounds(start, end, step, sizes[over])
-    if last - first != grad.shape[over]:  # one element, which is broadcast
+    whole, length = sizes[over], grad.shape[over]
+    first, last, _ = slice_bounds(start, end, step, whole)
+    if -(-(last - first) // step) != length:  # one element, which is broadcast
         raise FarApart
-    return _moved(grad, n, over, -first, sizes[over])
+    if _is_apart(whole, first, length, step):
+        onto = grad.new_zeros(sizes)
+        at = torch.arange(first, last, step, device=grad.device)
+        return aten.index_add.default(onto, over, at, grad)
+    if step == 1:
+        return _moved(grad, n, over, -first, whole)
+    of_grad = -(-whole // (n * step))
+    held = split(grad, over, n, -(first // step), of_grad, of_grad)
+    shape = [*held.shape[: 1 + over], of_grad * step, *held.shape[2 + over :]]
+    made = aten.slice_backward.default(held, shape, 1 + over, first % step, of_grad * step, step)
+    return joined(made, over, whole)
+
+
+def _is_apart(whole: int, first: int, length: int, step: int) -> bool:
+    """Whether a slice takes few elements, which are looked up, and no pack of several."""
+    return 4 * length <= whole and MOST_PACKS * math.gcd(whole, first, length) < whole
 
 
 @windowed(aten.constant_pad_nd.default)

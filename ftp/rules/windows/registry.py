@@ -10,6 +10,8 @@ from torch import Tensor
 from ftp.ops.windows import JOIN_WINDOWS, WINDOWS, Windows, exchange_of
 from ftp.torch_internals.op_types import OpOverload
 
+MOST_PACKS = 16  # in a dim, such as queries, keys and values, each of which is cut by itself
+
 
 class FarApart(Exception):
     """An op has no windows along a dim, or ones that are mostly of elements that others hold."""
