@@ -52,4 +52,4 @@ def test_halos_on_processes(memory: str, compiles: bool, monkeypatch: pytest.Mon
     for rank in ranks:
         worst, ops = rank.value
         assert worst < 1e-12
-        assert ops == {"halo_exchange", "all_reduce", "all_gather"}
+        assert ops == {"halo_exchange", "all_reduce", "all_gather", "reduce_scatter"}
