@@ -64,7 +64,7 @@ def _fits(node: Node, n: int, dim: int) -> bool:
     numbers = [*tensors(given, (int, float)), *(s for m in metas for s in m.shape)]
     if not all(type(x) in (int, float, bool) for x in numbers):
         return False  # dynamic sizes
-    if all(m.shape[dim] <= n for m in (metas[0], node.results[0])):
+    if all(m.shape[dim] <= n for m in (metas[0], node.results[0]) if dim < m.ndim):
         return False
     if not (first.is_floating_point or first.is_complex or node.target in SCANS):
         return False
