@@ -296,7 +296,7 @@ def test_strict_names_constraints_that_no_plan_keeps():
     params = {"w": torch.empty(8, 64, 64, device="meta")}
 
     def scanned(p, x):
-        return torch.cumsum(p["w"], 0)[-1].mul(x).sum()
+        return torch.cumprod(p["w"], 0)[-1].mul(x).sum()
 
     mesh = ftp.AbstractMesh((2,), ("tp",))
     step = ftp.shard(scanned, mesh, {"w": P("tp")}, strict=True)
