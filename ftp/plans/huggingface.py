@@ -122,23 +122,38 @@ def from_hf(
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
     if styles or placed or getattr(getattr(model, "config", None), "model_type", "") not in OURS:
-        reader = _HuggingFaceStyles(model, axis, styles, vocab_parallel, placed)
+        reader = _HuggingFaceStyles(model, axis, styles, vocab_parallel)
         reader.check(own)
         specs, constraints = reader.specs(params), reader.constraints()
     else:
         specs, constraints = _ours(model, params, axis, vocab_parallel), {}
-    if placed is not None:
-        return specs, {**constraints, **placed.constraints(model)}
     if plan is None and (not own or min(cut_shares(model, specs, but=_ends_of(model))) < FEW):
         specs = completed(model, params, specs, axis, vocab_parallel, _ends_of(model))
-    if not any(specs.values()):
+    if placed is None and not any(specs.values()):
         raise SpecError(
             f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
             " base_model_tp_plan in its config. Nor has it layers to build one from. Give one as"
             " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
             " ftp.plans.attention, mlp and vocabulary."
         )
+    if placed is not None:
+        specs = _on_expert_axis(model, params, specs, placed)
+        constraints = {**constraints, **placed.constraints(model)}
     return with_shares(model, specs, () if vocab_parallel else _ends_of(model)), constraints
+
+
+def _on_expert_axis(model: nn.Module, params: Any, specs: Specs, placed: ExpertAxis) -> Specs:
+    """The specs with experts on their axis besides."""
+    names, given = paths_of_tensors(model), dict[str, LabelAndSpec]()
+    for path, row in zip(sorted(params), specs.rows.values(), strict=True):
+        parameter = model.get_parameter(path)
+        spec = placed.spec(model, names[id(parameter)][0], parameter, row.spec)
+        is_placed = spec != row.spec
+        given[path] = (
+            f"expert_axis={placed.axis!r}; {row.given_by}" if is_placed else row.given_by,
+            spec,
+        )
+    return labelled_specs(params, given)
 
 
 def _placed(
@@ -231,10 +246,9 @@ class _HuggingFaceStyles:
         axis: str,
         styles: Mapping[str, str],
         vocab_parallel: bool,
-        placed: ExpertAxis | None,
     ):
         self.model, self.axis, self.styles = model, axis, styles
-        self.vocab_parallel, self.placed, self.ends = vocab_parallel, placed, _ends_of(model)
+        self.vocab_parallel, self.ends = vocab_parallel, _ends_of(model)
 
     def check(self, own: Mapping[str, str]) -> None:
         failures = []
@@ -274,10 +288,6 @@ class _HuggingFaceStyles:
             chosen = next(
                 (f for f in found if f[1]), found[0] if found else ("no style: replicated", P())
             )
-            if self.placed is not None:
-                spec = self.placed.spec(self.model, paths[0], parameter, chosen[1])
-                if spec != chosen[1]:
-                    chosen = (f"expert_axis={self.placed.axis!r}; {chosen[0]}", spec)
             given.update(dict.fromkeys(paths, chosen))
         return labelled_specs(params, given)
 

@@ -202,6 +202,22 @@ def test_models_of_transformers(name, implementation, plan):
     check_model(name, implementation, plan)
 
 
+def test_what_a_plan_does_not_name_is_cut_by_its_layers_beside_the_expert_axis():
+    """transformers' plan of gpt-oss names its embedding and head alone."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_local_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    specs, _ = ftp.from_hf(model, expert_axis="dp")
+    assert specs["model.layers.0.self_attn.q_proj.weight"] == P(ftp.units("tp", 8))
+    assert specs["model.layers.0.mlp.experts.down_proj"] == P("dp", "tp", None)
+    assert specs["model.layers.0.mlp.experts.down_proj_bias"] == P("dp", None)
+    assert "cut: 99% of the parameters" in str(specs)
+
+
 def test_what_from_hf_refuses():
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(ftp.errors.SpecError, match="shards nothing without expert_axis"):
