@@ -22,6 +22,7 @@ from ftp.planning.graph import Graph, Node
 from ftp.rules.op_kinds import (
     ATTENTION,
     CONVOLUTIONS,
+    NARROW_MATMULS,
     STACKS,
     VIEWS,
     is_matmul,
@@ -385,6 +386,8 @@ class _NodePrices:
             reached = self._hardware.attention
         elif node.target in CONVOLUTIONS:
             reached = self._hardware.convolution
+        if node.target in NARROW_MATMULS and node.rule.call is not None:
+            dtype = node.rule.call.operands[0].dtype
         computing = operations / (reached * self._hardware.flops_of(dtype))
         return self._hardware.matmul(computing, moving)
 

@@ -37,6 +37,7 @@ HOPPER_RATES = {  # dense, in FLOP/s
     torch.float16: 989e12,
     torch.float32: 67e12,
     torch.float64: 67e12,
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8), 1979e12),
 }
 
 
@@ -168,15 +169,16 @@ class Hardware:
 
     @classmethod
     def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
-        """B200 SXM: dense bf16 2.25 PFLOP/s, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in both
-        directions together, one port of 400 Gb/s to other hosts. Source: NVIDIA DGX B200 datasheet
-        and Blackwell architecture brief, per GPU.
+        """B200 SXM: dense bf16 2.25 PFLOP/s, float8 4.5, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in
+        both directions together, one port of 400 Gb/s to other hosts. Source: NVIDIA DGX B200
+        datasheet and Blackwell architecture brief, per GPU.
         """
         rates = {
             torch.bfloat16: 2250e12,
             torch.float16: 2250e12,
             torch.float32: 75e12,
             torch.float64: 37e12,
+            **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8), 4500e12),
         }
         return cls._node("B200", 2250e12, rates, 8e12, 900e9, 180e9, links)
 

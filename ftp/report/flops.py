@@ -24,6 +24,7 @@ from ftp.sharding.local_pieces import Interval
 
 _FORWARD = (PART, FLEX, VARLEN)
 _BACKWARD = (PART_BACKWARD, FLEX_BACKWARD, VARLEN_BACKWARD)
+_AS_MM = (torch.ops.aten._scaled_mm_v2, torch.ops.aten._int_mm)  # torch's counter lacks them
 PIPELINED = (gather_matmuls, matmul_scatter, *RINGS)  # compute while they send
 
 
@@ -51,7 +52,9 @@ def is_counted(target: Any) -> bool:
     """Whether calls of an op have FLOPs that are counted."""
     packet = getattr(target, "overloadpacket", None)
     is_own = target in (*PIPELINED, MAP_SLICES)
-    return packet is not None and (is_own or is_attention(target) or packet in flop_registry)
+    return packet is not None and (
+        is_own or is_attention(target) or packet in flop_registry or packet in _AS_MM
+    )
 
 
 def flops_of_call(
@@ -78,7 +81,8 @@ def flops_of_call(
 @functools.lru_cache(maxsize=4096)
 def _counted(packet: Any, args: Any, kwargs: Any, results: tuple[Any, ...]) -> float:
     out = results[0] if len(results) == 1 else results
-    return float(flop_registry[packet](*args, **dict(kwargs), out_val=out))
+    formula = flop_registry[torch.ops.aten.mm if packet in _AS_MM else packet]
+    return float(formula(*args, **dict(kwargs), out_val=out))
 
 
 @functools.cache

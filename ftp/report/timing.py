@@ -20,6 +20,7 @@ from ftp.planning.cost import Hardware, measured_seconds, on_curve
 from ftp.report.flops import PIPELINED, flops_of, is_attention, op_name
 from ftp.report.names import Reported
 from ftp.report.rank_shapes import with_equal_loads
+from ftp.rules.op_kinds import NARROW_MATMULS
 from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 
 aten = torch.ops.aten
@@ -202,7 +203,7 @@ def estimate(
             )
             if node.target in PIPELINED:  # the longer of matmul, transfer
                 timed = _op(node, shapes, hardware, now, 0)
-                ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
+                ideal += timed.flops / hardware.flops_of(_multiplied(node, shapes))
                 ops.append(timed)
                 waiting += max(0.0, link_free - now - timed.seconds)
                 now = max(now + timed.seconds, link_free)
@@ -216,7 +217,7 @@ def estimate(
                 unequal += _op(node, most_shapes, hardware, now, moved).seconds - timed.seconds
             moved = timed.nbytes if timed.flops else 0
             if timed.flops:
-                ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
+                ideal += timed.flops / hardware.flops_of(_multiplied(node, shapes))
             now += timed.seconds
             ops.append(timed)
     end, waiting = max(now, link_free), waiting + max(0.0, link_free - now)
@@ -290,7 +291,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             held.nbytes for n in written if (held := shapes.values[n][0]).storage not in given
         )
         flops = flops_of(node, shapes)
-        work = {"compute": _arithmetic(node, operands, results, flops, hardware)}
+        work = {"compute": _arithmetic(node, shapes, operands, flops, hardware)}
         work["memory"] = nbytes / (
             hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
         )
@@ -321,10 +322,16 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
     )
 
 
+def _multiplied(node: fx.Node, shapes: LocalShapes) -> torch.dtype:
+    """The dtype that a matmul's rate is of."""
+    is_narrow = node.target in NARROW_MATMULS
+    return shapes.values[node.all_input_nodes[0] if is_narrow else node][0].dtype
+
+
 def _arithmetic(
     node: fx.Node,
+    shapes: LocalShapes,
     operands: Sequence[LocalTensor],
-    results: Sequence[LocalTensor],
     flops: float,
     hardware: Hardware,
 ) -> float:
@@ -340,12 +347,12 @@ def _arithmetic(
             if "convolution" in name
             else 1.0
         )
-        return flops / (reached * hardware.flops_of(results[0].dtype))
+        return flops / (reached * hardware.flops_of(_multiplied(node, shapes)))
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
     rate = hardware.elements.get(_LIKE.get(name, name), math.inf)
     if not all(map(_is_dense, operands)):
         rate = min(rate, hardware.elements.get("strided", math.inf))
-    return max((math.prod(t.shape) for t in (*operands, *results)), default=0) / rate
+    return max((math.prod(t.shape) for t in (*operands, *shapes.values[node])), default=0) / rate
 
 
 _LIKE = {

@@ -48,14 +48,14 @@ LOOKUPS_BACKWARD = frozenset(
         aten._unsafe_index_put.default, aten.index_add.default, aten.scatter_add.default,
     }
 )  # they add values at ids  # fmt: skip
-MATMULS = frozenset(
-    {
-        aten.mm.default, aten.bmm.default, aten.convolution.default,
-        aten.convolution_backward.default, aten.mv.default, aten.dot.default, aten.addmm.default,
-        aten.baddbmm.default, aten.addmv.default, GROUPED_MM,
-    }
-)  # fmt: skip
-
+NARROW_MATMULS = frozenset(  # their operands are narrower than their results
+    {aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default}
+)
+MATMULS = NARROW_MATMULS | {
+    aten.mm.default, aten.bmm.default, aten.convolution.default,
+    aten.convolution_backward.default, aten.mv.default, aten.dot.default, aten.addmm.default,
+    aten.baddbmm.default, aten.addmv.default, GROUPED_MM,
+}  # fmt: skip
 
 CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 
@@ -98,6 +98,8 @@ def multiplications(
     """
     if target in ATTENTION:  # its other factors belong to masks, lengths and generators
         sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
+    elif target in NARROW_MATMULS:  # to scales of blocks
+        sizes = {f: sizes[f] for f in "mkn"}
     total = math.prod(sizes.values())
     if target in CONVOLUTIONS:
         # Each position of one lattice, z, meets all taps, and by them positions of the other, y.

@@ -15,6 +15,27 @@ from ftp.rules import low_precision
 from ftp.rules.call import Call, Meta
 
 
+def test_what_it_costs():
+    """Its FLOPs at twice the rate of bfloat16, and each rank computes its share."""
+    params, batch = drawn(2048, 256, 1024)
+    found = {}
+    for of_float8 in (True, False):
+        for ranks in (1, 4):
+            mesh = ftp.AbstractMesh((ranks,), ("dp",), device_type="cuda")
+            loss = mlp(linear(by_rows=True, new=True) if of_float8 else linear_in_bfloat16)
+            step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"), hardware="h100")
+            found[of_float8, ranks] = step.lower(params, *batch).cost()
+    for of_float8, rate in ((True, 1979e12), (False, 989e12)):
+        flops = [sum(op.flops for op in found[of_float8, ranks].ops) for ranks in (1, 4)]
+        assert flops == [5 * 2 * 2048 * 256 * 1024, 5 * 2 * 512 * 256 * 1024]
+        cost = found[of_float8, 1]
+        assert cost.mfu * float(cost) == pytest.approx(flops[0] / rate)
+
+
+def linear_in_bfloat16(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.bfloat16(), w.bfloat16())
+
+
 @pytest.mark.cases_by_default(4)
 @pytest.mark.parametrize("by_rows", [False, True], ids=["a scale", "scales of rows"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
