@@ -101,49 +101,50 @@ def functionalize(
     """
     model = _uncompiled(model)
     _check_model(model)
-    tied = paths_of_tensors(model)
-    params: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    stand_ins: dict[int, Any] = {}
-    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
-        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        if buffers and is_wrapper(type(tensor)):
-            stand_ins[id(tensor)] = _slot_of_wrapper(path, tensor, state)
-            continue
-        plain = (params if trained else state)[path] = tensor.detach()
-        stand_ins[id(tensor)] = Slot(path) if trained or buffers else plain
-        if len(tied[id(tensor)]) > 1:
-            remember_tied(plain, tied[id(tensor)])
-    frozen = frozenset(state.keys() - dict(model.named_buffers()).keys())
-    constants = {} if buffers else state
-    of_constants = Storages(constants)
-    program = ModuleProgram(
-        name=type(model).__name__,
-        model=model,
-        modules=tuple(snapshots(model, stand_ins)),
-        pins=pins_of(model, constraints or {}),
-        taps=taps_of(model, taps or {}),
-        blocks=(),
-        other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
-        constants={id(t): _describe(path, frozen) for path, t in state.items()},
-        memory=Storages(
-            {
-                path: x
-                for path, x in {**params, **state}.items()
-                if path not in constants and of_constants.name(x) is None
-            }
-        ),
-        hooks=gradient_hooks(model),
-    )
-    overlapping = overlaps({**params, **state}) if buffers else {}
-    mutable = frozenset(state) - frozen - overlapping.keys() if buffers else frozenset()
-    program = replace(program, blocks=remat_modules(program, remat or {}, mutable))
-    fn = (
-        partial(_call_with_buffers, program, tuple(params), tuple(state), frozen, overlapping)
-        if buffers
-        else partial(_call, program, tuple(params))
-    )
     locks = _locks(model)
+    with _alone(locks):
+        tied = paths_of_tensors(model)
+        params: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        stand_ins: dict[int, Any] = {}
+        for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+            trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+            if buffers and is_wrapper(type(tensor)):
+                stand_ins[id(tensor)] = _slot_of_wrapper(path, tensor, state)
+                continue
+            plain = (params if trained else state)[path] = tensor.detach()
+            stand_ins[id(tensor)] = Slot(path) if trained or buffers else plain
+            if len(tied[id(tensor)]) > 1:
+                remember_tied(plain, tied[id(tensor)])
+        frozen = frozenset(state.keys() - dict(model.named_buffers()).keys())
+        constants = {} if buffers else state
+        of_constants = Storages(constants)
+        program = ModuleProgram(
+            name=type(model).__name__,
+            model=model,
+            modules=tuple(snapshots(model, stand_ins)),
+            pins=pins_of(model, constraints or {}),
+            taps=taps_of(model, taps or {}),
+            blocks=(),
+            other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
+            constants={id(t): _describe(path, frozen) for path, t in state.items()},
+            memory=Storages(
+                {
+                    path: x
+                    for path, x in {**params, **state}.items()
+                    if path not in constants and of_constants.name(x) is None
+                }
+            ),
+            hooks=gradient_hooks(model),
+        )
+        overlapping = overlaps({**params, **state}) if buffers else {}
+        mutable = frozenset(state) - frozen - overlapping.keys() if buffers else frozenset()
+        program = replace(program, blocks=remat_modules(program, remat or {}, mutable))
+        fn = (
+            partial(_call_with_buffers, program, tuple(params), tuple(state), frozen, overlapping)
+            if buffers
+            else partial(_call, program, tuple(params))
+        )
 
     def pure(
         params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any
@@ -152,11 +153,11 @@ def functionalize(
             check_key(rng, f"{program.name}(..., rng=)")
         elif any(m.module.training for m in program.modules):
             rng = surrounding_key(program.name)
-        with ExitStack() as stack:
-            for lock in locks:
-                stack.enter_context(lock)
-            draws = stack.enter_context(Draws(rng, program.name))
-            stack.enter_context(surrounded(partial(_as_now, program, draws)))
+        with (
+            _alone(locks),
+            Draws(rng, program.name) as draws,
+            surrounded(partial(_as_now, program, draws)),
+        ):
             return fn(draws, params, *args, **kwargs)
 
     pure.__name__ = pure.__qualname__ = program.name
@@ -175,6 +176,15 @@ def _locks(model: nn.Module) -> list[Any]:
         new = next(_made_locks), RLock()
         found = {_locks_of_modules.setdefault(m, new) for m in model.modules()}
     return [lock for _, lock in sorted(found, key=lambda made: made[0])]
+
+
+@contextmanager
+def _alone(locks: Sequence[Any]) -> Iterator[None]:
+    """No other thread reads the model's modules, or swaps their attributes, within the block."""
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield
 
 
 def _slot_of_wrapper(path: str, x: Any, state: dict[str, Tensor]) -> Slot:

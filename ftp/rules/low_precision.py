@@ -79,11 +79,11 @@ def _laid_out(op: LocalOp) -> fx.Node:
     k, n = (-op.sizes[factor] % MULTIPLES.get(op.device.type, 1) for factor in "kn")
     a, b, *rest = op.args
 
-    def by_rows(x: fx.Node, *pad: int) -> fx.Node:
+    def by_rows(x: fx.Node, dtype: torch.dtype, *pad: int) -> fx.Node:
         if any(pad):
             of_bytes = op.emit(aten.view.dtype, x, torch.uint8)
             of_bytes = op.emit(aten.constant_pad_nd.default, of_bytes, list(pad))
-            x = op.emit(aten.view.dtype, of_bytes, op.call.operands[0].dtype)
+            x = op.emit(aten.view.dtype, of_bytes, dtype)
         return op.emit(aten.contiguous.default, x)
 
     by_column = {
@@ -92,6 +92,7 @@ def _laid_out(op: LocalOp) -> fx.Node:
         if n and dims and dims[-1] == ("n",)
     }
     rest = replaced(rest, fx.Node, lambda x: by_column.get(x, x))
-    b = op.emit(aten.t.default, by_rows(op.emit(aten.t.default, b), 0, k, 0, n))
-    made = op.default(by_rows(a, 0, k), b, *rest)
+    of_a, of_b = (x.dtype for x in op.call.operands[:2])  # a gradient's may be another one
+    b = op.emit(aten.t.default, by_rows(op.emit(aten.t.default, b), of_b, 0, k, 0, n))
+    made = op.default(by_rows(a, of_a, 0, k), b, *rest)
     return op.emit(aten.slice.Tensor, made, 1, 0, op.sizes["n"]) if n else made

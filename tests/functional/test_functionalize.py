@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 import ftp.functional.module_constraints
-from ftp.errors import InputError, SpecError, StaleCaptureWarning, TraceError
+from ftp.errors import InputError, ReadWarning, SpecError, StaleCaptureWarning, TraceError
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.sharding.plan import plan
@@ -1115,3 +1115,32 @@ def test_cumulative_averages_have_one_program():
         out, buffers = step(params, buffers, x)
         torch.testing.assert_close(out, expected(x))
         torch.testing.assert_close(buffers, dict(expected.named_buffers()))
+
+
+def test_cumulative_averages_that_are_not_kept():
+    model = nn.BatchNorm1d(3, momentum=None)
+    model.running_mean = model.running_var = None
+    expected, (fn, params, buffers) = copy.deepcopy(model), functionalize(model, buffers=True)
+    x = torch.randn(4, 3)
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("dp",)), (P(), P(), P("dp")))
+    with pytest.warns(ReadWarning):  # torch reads the count
+        out, _ = step(params, buffers, x)
+    torch.testing.assert_close(out, expected(x))
+
+
+def test_a_model_is_read_after_a_call_of_another_thread():
+    begun = threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            begun.set()
+            thread.join(0.2)
+            return super().forward(x)
+
+    model, read = Slow(2, 2), []
+    fn, params = functionalize(model)
+    thread = threading.Thread(target=lambda: read.append(begun.wait() and functionalize(model)[1]))
+    thread.start()
+    fn({path: torch.zeros_like(p) for path, p in params.items()}, torch.randn(3, 2))
+    thread.join()
+    torch.testing.assert_close(read[0], params)

@@ -703,6 +703,18 @@ def test_a_block_of_remat_in_a_branch_captures_parameters():
         torch.testing.assert_close(step(w, x), expected)
 
 
+def test_branches_capture_a_tensor_that_has_values():
+    """Ops on it alone are traced once, for both branches."""
+    w, x = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ w.t(), lambda x: x.sin() @ w.t(), (x,))
+
+    step = ftp.spmd(f, ftp.simulated_mesh((2,), ("tp",)), P("tp"), P("tp"), certify=True)
+    for given in (x, -x):
+        torch.testing.assert_close(step(given), f(given))
+
+
 def test_branches_of_another_dtype_are_refused_in_a_gradient_too():
     mesh = ftp.simulated_mesh((2,), ("tp",))
     step = ftp.shard(

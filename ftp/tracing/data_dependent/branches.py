@@ -282,5 +282,5 @@ def unmark_cut(graph: fx.Graph) -> None:
                 cut |= {number for number, _ in own[len(at) :]}
     for node in graph.nodes if cut else ():
         node.meta["branch"] = tuple(s for s in node.meta.get("branch", ()) if s[0] not in cut)
-        if number_of(node.target, node.args) in cut:
+        if node.target is CHOOSE and node.args[3] in cut:
             node.args = (*node.args[:3], -1)

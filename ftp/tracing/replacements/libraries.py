@@ -113,8 +113,9 @@ def _cumulative_averages() -> Iterator[None]:
     original = owner.forward
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        is_updated = self.training and self.track_running_stats
-        if self.momentum is not None or self.num_batches_tracked is None or not is_updated:
+        is_averaged = self.running_mean is not None and self.num_batches_tracked is not None
+        is_updated = self.training and self.track_running_stats and is_averaged
+        if self.momentum is not None or not is_updated:
             return original(self, input)
         self._check_input_dim(input)
         self.num_batches_tracked.add_(1)
