@@ -20,8 +20,6 @@ from ftp.functional.gradient_hooks import gradient_hooks
 from ftp.functional.module_constraints import Constraint, pins_of
 from ftp.functional.module_program import (
     ModuleProgram,
-    Slot,
-    WrapperSlot,
     installed,
     parameter_names,
     remat_modules,
@@ -30,6 +28,7 @@ from ftp.functional.module_program import (
 )
 from ftp.functional.purity import ChangesFrozen, impure
 from ftp.functional.remat import Again, Policy, surrounded
+from ftp.functional.slots import Slot, WrapperSlot, slot_of_wrapper
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
 from ftp.random.draws import Draws, surrounding_key
@@ -110,7 +109,7 @@ def functionalize(
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
             if buffers and is_wrapper(type(tensor)):
-                stand_ins[id(tensor)] = _slot_of_wrapper(path, tensor, state)
+                stand_ins[id(tensor)] = slot_of_wrapper(path, tensor, state)
                 continue
             plain = (params if trained else state)[path] = tensor.detach()
             stand_ins[id(tensor)] = Slot(path) if trained or buffers else plain
@@ -185,17 +184,6 @@ def _alone(locks: Sequence[Any]) -> Iterator[None]:
         for lock in locks:
             stack.enter_context(lock)
         yield
-
-
-def _slot_of_wrapper(path: str, x: Any, state: dict[str, Tensor]) -> Slot:
-    """The placeholder of a frozen tensor; what it holds is put into ``state`` under its paths."""
-    if not is_wrapper(type(x)):
-        state[path] = x.detach()
-        return Slot(path)
-    held = {
-        n: _slot_of_wrapper(join(path, n), getattr(x, n), state) for n in x.__tensor_flatten__()[0]
-    }
-    return WrapperSlot(path, x, held)
 
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:
@@ -381,6 +369,13 @@ def _updating(
                             " tensor to come back updated."
                         )
                     new[path] = value
+                elif isinstance(slot := held.get(name), WrapperSlot) and slot.path == path:
+                    if type(value) is not type(slot.wrapper):
+                        raise TraceError(
+                            f"{program.name} makes buffer {path!r} {kind_of(value)}; it must stay a"
+                            f" {type(slot.wrapper).__name__} to come back updated."
+                        )
+                    new |= slot.parts(value)
                 elif value is not None and held.get(name) is None:
                     raise TraceError(_made(program.name, path))
     return out, new

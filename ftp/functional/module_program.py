@@ -27,42 +27,13 @@ from ftp.functional.module_constraints import (
 )
 from ftp.functional.purity import WriteGuard, impure
 from ftp.functional.remat import Policy, policy_problem
+from ftp.functional.slots import Slot, with_held
 from ftp.functional.taps import Tap, tapped
 from ftp.random.draws import Draws
 from ftp.torch_internals.deferred_compiler import uncompiled
 from ftp.torch_internals.error_texts import Meaning, meaning_of, times_too_large
 from ftp.torch_internals.functorch import unwrapped
 from ftp.torch_internals.storages import Storages, version
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Placeholder in a module's attributes for a tensor that is an argument of the call."""
-
-    path: str
-
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The tensor of a call."""
-        return values[self.path]
-
-
-@dataclass(frozen=True, eq=False)
-class WrapperSlot(Slot):
-    """Placeholder for a tensor that holds others, which are arguments of the call.
-
-    Attributes:
-        wrapper: the model's own.
-        held: placeholders of what it holds, by the attribute.
-    """
-
-    wrapper: Any
-    held: Mapping[str, Slot]
-
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        held = {name: slot.of(values) for name, slot in self.held.items()}
-        _, context = self.wrapper.__tensor_flatten__()
-        shape, stride = self.wrapper.shape, self.wrapper.stride()
-        return type(self.wrapper).__tensor_unflatten__(held, context, shape, stride)
 
 
 @dataclass(frozen=True)
@@ -418,11 +389,11 @@ def _leave(call: ModelCall, module: nn.Module, args: tuple, out: Any) -> None:
 
 
 def _registered(program: ModuleProgram) -> Iterator[tuple[str, Any]]:
-    """The modules' parameters and buffers, by path."""
+    """The modules' parameters and buffers, and what those hold, by path."""
     for m in program.modules:
         for kind in ("_parameters", "_buffers"):
             for name, value in m.module.__dict__[kind].items():
-                yield join(m.path, name), value
+                yield from with_held(join(m.path, name), value)
 
 
 def _swap(program: ModuleProgram, old: Tensor, new: Tensor) -> None:

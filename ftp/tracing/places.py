@@ -25,7 +25,8 @@ from ftp.functional.attributes import (
     slots_of,
 )
 from ftp.functional.contents import CACHE, values_of_cache
-from ftp.functional.module_program import ModuleProgram, Slot, items_of
+from ftp.functional.module_program import ModuleProgram, items_of
+from ftp.functional.slots import Slot
 from ftp.source import describe_line, is_editable, is_users
 
 _VISITED = 1000  # most objects to search, the nearest first

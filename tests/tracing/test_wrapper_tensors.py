@@ -141,3 +141,37 @@ def test_a_model_of_wrappers():
     model[0].weight.requires_grad_()
     with pytest.raises(errors.InputError, match=r"'0.weight' is a Quantized, .*Freeze it"):
         ftp.functionalize(model)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_buffer_of_wrappers_comes_back_updated(traced: bool):
+    class Doubles(nn.Module):
+        def __init__(self, way: str):
+            super().__init__()
+            self.way = way
+            self.register_buffer("q", Quantized.of(torch.randn(6, 6, dtype=torch.float64)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.way == "another":
+                self.q = Quantized(self.q.numbers, self.q.scale * 2)
+            elif self.way == "in place":
+                self.q.scale.mul_(2)
+            else:
+                self.q = self.q * 2
+            return x @ self.q.t()
+
+    x, mesh = torch.randn(4, 6, dtype=torch.float64), ftp.simulated_mesh((2,), ("tp",))
+    for way in ("another", "in place"):
+        fn, params, buffers = ftp.functionalize(model := Doubles(way), buffers=True)
+        before = {path: b.clone() for path, b in buffers.items()}
+        step = ftp.spmd(fn, mesh, (P(), P("tp"), P()), P()) if traced else fn
+        out, new = step(params, buffers, x)
+        assert torch.equal(new["q.scale"], 2 * before["q.scale"])
+        assert all(torch.equal(buffers[path], b) for path, b in before.items())
+        torch.testing.assert_close(out, model(x))
+    fn, params, buffers = ftp.functionalize(Doubles("plain"), buffers=True)
+    with pytest.raises(errors.TraceError, match="makes buffer 'q' a Tensor; it must stay a Quant"):
+        fn(params, buffers, x)
+    fn, params = ftp.functionalize(Doubles("in place"))
+    with pytest.raises(errors.TraceError, match=r"modifies attribute 'q.scale' while it runs"):
+        fn(params, x)
