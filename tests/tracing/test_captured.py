@@ -219,7 +219,7 @@ def _numpy(x):
 
 
 def _unseeded(x):
-    return x * numpy.random.default_rng(0).random() * numpy.random.default_rng().random()
+    return x * numpy.random.default_rng(0).random() * numpy.random.default_rng(seed=None).random()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def python_draws() -> Iterator[None]:
 
     def noting(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            is_seeded = name == "numpy.random.default_rng" and (args or kwargs)
+            seeds = [x for x in (*args, *kwargs.values()) if x is not None]
+            is_seeded = name == "numpy.random.default_rng" and seeds
             if not (found or is_seeded) and threading.get_ident() == thread:
                 found.append((name, user_line()))
             return draw(*args, **kwargs)
