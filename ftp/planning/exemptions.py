@@ -65,7 +65,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> Exemptions
     for node in problem.graph.nodes:
         if not problem.is_data_axis:
             free.update(_cut_keys(problem, node))
-        if node.target in SCANS and node.shape()[node.args[1]] == problem.n:
+        if node.target in SCANS and (node.shape() or (1,))[node.args[1]] == problem.n:
             free.update(node.operands)
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])

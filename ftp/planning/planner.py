@@ -22,6 +22,7 @@ from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Watch
+from ftp.planning.windowed import fits
 from ftp.rules.op_kinds import VIEWS
 from ftp.rules.windows import OVERLAYS, WINDOWED
 
@@ -94,7 +95,9 @@ def _gathers_for_windows(plan: Plan) -> bool:
             while at.kind == "op" and at.target in VIEWS:
                 at = at.operands[0].node
             if at.kind == "reshard" and at.target.src.kind == "S":
-                return True
+                dims = range(len(value.meta.shape))
+                if any(fits(node, at.target.n, dim) for dim in dims):
+                    return True
     return False
 
 

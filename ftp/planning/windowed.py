@@ -31,7 +31,7 @@ def in_windows(graph: Graph, blocked: Blocked, decompose: Callable[..., Rewrite]
         for node, factors in nodes.items():
             if node.target in WINDOWED and node not in taken:
                 dims = (dim for factor in factors if (dim := _dim_of(node, factor)) is not None)
-                fitting = next((dim for dim in dims if _fits(node, n, dim)), None)
+                fitting = next((dim for dim in dims if fits(node, n, dim)), None)
                 if fitting is not None:
                     found.setdefault((n, fitting), []).append(node)
                     taken.add(node)
@@ -54,7 +54,7 @@ def _dim_of(node: Node, factor: str) -> int | None:
     return None
 
 
-def _fits(node: Node, n: int, dim: int) -> bool:
+def fits(node: Node, n: int, dim: int) -> bool:
     """Whether the op has windows, of which each rank holds the most itself. Numbers that are no
     floats take few bytes to gather; but scans of them, such as positions, take long. Of one element
     for each rank, all are gathered in the time of one.

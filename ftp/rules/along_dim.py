@@ -55,7 +55,7 @@ def scan_between_flips(
 
 def _flipped(call: Any, ndim: int) -> tuple[Any, int]:
     """What a call flips, and along which dim; None and -1 where it flips nothing, or several."""
-    if call is None or call.target is not aten.flip.default or len(call.args) < 2:
+    if call is None or call.target is not aten.flip.default or len(call.args) < 2 or not ndim:
         return None, -1
     x, dims = call.args
     return (x, dims[0] % ndim) if len(dims) == 1 else (None, -1)

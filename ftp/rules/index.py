@@ -85,7 +85,7 @@ def _read(op: LocalOp) -> fx.Node:
     if not op.is_cut("d"):
         return op.default()
     if not op.sizes["d"]:
-        return zeros(op)
+        return zeros(op, zero=-0.0)  # as of `masked`
     dim, after = _dim(op)
     at, held = held_rows(op, "d", op.args[2])
     if op.target is aten.index_select.default:

@@ -32,10 +32,10 @@ def contiguous(*operands: int) -> LocalHook:
     return local
 
 
-def zeros(op: LocalOp, result: int = 0) -> fx.Node:
+def zeros(op: LocalOp, result: int = 0, zero: float = 0) -> fx.Node:
     """Zeros in a result's local shape."""
     meta = op.call.results[result]
-    return op.emit(aten.full.default, op.shape(result), 0, dtype=meta.dtype, device=op.device)
+    return op.emit(aten.full.default, op.shape(result), zero, dtype=meta.dtype, device=op.device)
 
 
 def unless_empty(local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
@@ -91,8 +91,10 @@ def contributed_once(op: LocalOp, value: fx.Node, *factors: str) -> fx.Node:
 
 
 def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
-    """``value`` where ``keep`` is true, zero elsewhere, even in place of NaN."""
-    return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), 0)
+    """``value`` where ``keep`` is true, zero elsewhere, even in place of NaN: -0.0, which added to
+    another rank's -0.0 keeps its sign.
+    """
+    return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), -0.0)
 
 
 def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -176,6 +176,11 @@ def test_gradients_of_a_running_maximum():
     )
 
 
+def test_scans_and_flips_of_single_numbers():
+    fn = lambda x: x.sum().flip(0).cumsum(0).flip(0) + x.flip(0)  # noqa: E731
+    check(fn, torch.randn(16, dtype=torch.float64), P("a"), {"a": 4})
+
+
 def test_a_dim_that_two_axes_cut():
     torch.manual_seed(0)
     x = torch.randn(2, 37).double()

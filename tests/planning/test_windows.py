@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.ops.windows import HALO, JOIN_WINDOWS, WINDOWS, Windows, exchange_of
+from ftp.planning import planner
 from ftp.rules.windows import SCANS, WINDOWED, FarApart, by_windows
 
 aten = torch.ops.aten
@@ -270,6 +271,43 @@ def test_a_roll_keeps_the_sign_of_zero(shift: int):
     step = ftp.spmd(roll, ftp.simulated_mesh((2,), ("s",)), P("s"), P("s"), certify=True)
     assert {c.op for c in step.lower(x).collectives} == {"halo_exchange"}
     assert torch.equal(step(x).signbit(), roll(x).signbit())
+
+
+@pytest.mark.parametrize("size", [64, 21])  # of 21, ranks have two each, one, and none
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "first", "joined"])
+def test_looked_up_elements_keep_the_sign_of_zero(mode: str, size: int):
+    def fn(x: Tensor) -> Tensor:
+        if mode == "first":
+            return x[:1] * 1
+        return torch.cat([x[:1], x]) if mode == "joined" else F.pad(x[None], (1, 1), mode=mode)[0]
+
+    mesh, out = ftp.simulated_mesh((16,), ("s",)), P() if mode == "first" else P("s")
+    step = ftp.spmd(fn, mesh, P("s"), out, certify=True)
+    x = torch.full((size,), -0.0)
+    assert torch.equal(ftp.device_get(step(x), mesh, out).signbit(), fn(x).signbit())
+
+
+def test_an_empty_tensor_decides_the_dtype_of_joined_ones():
+    fn = lambda x: torch.cat([x.new_zeros(0, dtype=torch.float64), x, x.new_zeros(1)])  # noqa: E731
+    step = ftp.spmd(fn, ftp.simulated_mesh((4,), ("s",)), P("s"), P("s"), certify=True)
+    x = torch.randn(64, dtype=torch.float32)
+    torch.testing.assert_close(step(x), fn(x))
+
+
+def test_programs_that_gather_without_windows_are_planned_once(monkeypatch: pytest.MonkeyPatch):
+    made = []
+    make = planner._make_plan  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(planner, "_make_plan", lambda *a, **k: made.append(1) or make(*a, **k))
+    for fn, n in (
+        (lambda ids, x: torch.cat([ids[:, :1], ids[:, :-1]], 1), 1),  # integers are gathered
+        (lambda ids, x: torch.cat([x, x * 2], 1).sin(), 1),  # as are halves
+        (lambda ids, x: torch.cat([x[:, :1] * 0, x[:, :-1]], 1), 2),
+    ):
+        made.clear()
+        given = torch.ones(2, 64, dtype=torch.int64), torch.ones(2, 64)
+        mesh = ftp.AbstractMesh((4,), ("s",))
+        ftp.lower(fn, mesh, P(None, "s"), *given, out_specs=P(None, "s"))
+        assert len(made) == n
 
 
 @pytest.mark.slow

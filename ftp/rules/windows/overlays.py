@@ -43,7 +43,7 @@ def _overlaid(n: int, over: int, length: int, parts: Sequence[tuple[Tensor, int]
 @windowed(aten.cat.default)
 def _cat(n: int, over: int, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     ndim = tensors[-1].ndim
-    if any(t.ndim != ndim for t in tensors) or dim % ndim != over:
+    if len({(t.ndim, t.dtype) for t in tensors}) > 1 or dim % ndim != over:
         raise FarApart
     sizes = [t.shape[over] for t in tensors]
     if MOST_PACKS * math.gcd(*sizes) >= sum(sizes):
