@@ -98,7 +98,7 @@ def multiplications(
     """
     if target in ATTENTION:  # its other factors belong to masks, lengths and generators
         sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
-    elif target in NARROW_MATMULS:  # to scales of blocks
+    elif target in NARROW_MATMULS and sizes.keys() >= {*"mkn"}:  # to scales of blocks
         sizes = {f: sizes[f] for f in "mkn"}
     total = math.prod(sizes.values())
     if target in CONVOLUTIONS:

@@ -93,7 +93,7 @@ NEEDED = {
     "torch.fx._lazy_graph_module": "_LazyGraphModule _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
     "torch.nn.modules.adaptive": "_ASMoutput",
-    "torch.nn.modules.batchnorm": "_NormBase",
+    "torch.nn.modules.batchnorm": "_BatchNorm _BatchNorm._check_input_dim _NormBase",
     "torch.nn.modules.transformer": "_detect_is_causal_mask",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
     "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
