@@ -113,7 +113,8 @@ def _cumulative_averages() -> Iterator[None]:
     original = owner.forward
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        is_averaged = self.running_mean is not None and self.num_batches_tracked is not None
+        averaged = (self.running_mean, self.num_batches_tracked)
+        is_averaged = all(isinstance(x, Tensor) for x in averaged)
         is_updated = self.training and self.track_running_stats and is_averaged
         if self.momentum is not None or not is_updated:
             return original(self, input)
