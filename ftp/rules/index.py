@@ -15,9 +15,10 @@ from ftp.rules.call import Call
 from ftp.rules.dims import all_whole, broadcast_notation, factors, numbered
 from ftp.rules.forms import along_dim, whole
 from ftp.rules.local_forms import (
+    NOTHING,
+    addend,
     contributed_once,
     held_rows,
-    masked,
     unless_empty,
     unsqueezed,
     zeros,
@@ -35,11 +36,11 @@ def masked_lookup(op: LocalOp) -> fx.Node:
     if not op.is_cut("v"):
         return op.default()
     if not op.sizes["v"]:
-        return zeros(op)
+        return zeros(op, zero=NOTHING)
     weight, index, *_ = op.args
     at, held = held_rows(op, "v", index)
     held = op.emit(aten.unsqueeze.default, held, len(op.rule.operands[1]))
-    return masked(op, op.emit(op.target, weight, at), held)
+    return addend(op, op.emit(op.target, weight, at), held)
 
 
 rule(aten.embedding.default, "v d, ... -> ... d {v}", linear=[(0,)], local=masked_lookup)
@@ -85,12 +86,12 @@ def _read(op: LocalOp) -> fx.Node:
     if not op.is_cut("d"):
         return op.default()
     if not op.sizes["d"]:
-        return zeros(op, zero=-0.0)  # as of `masked`
+        return zeros(op, zero=NOTHING)
     dim, after = _dim(op)
     at, held = held_rows(op, "d", op.args[2])
     if op.target is aten.index_select.default:
         held = unsqueezed(op, held, after)
-    return masked(op, op.emit(op.target, op.args[0], dim, at), held)
+    return addend(op, op.emit(op.target, op.args[0], dim, at), held)
 
 
 def _add(op: LocalOp) -> fx.Node:
@@ -108,7 +109,7 @@ def _add(op: LocalOp) -> fx.Node:
     at, held = held_rows(op, "d", index)
     if op.target is aten.index_add.default:
         held = unsqueezed(op, held, after)
-    return op.emit(op.target, x, dim, at, masked(op, source, held), **op.kwargs)
+    return op.emit(op.target, x, dim, at, addend(op, source, held), **op.kwargs)
 
 
 def _write(op: LocalOp) -> fx.Node:
@@ -204,10 +205,10 @@ def index(call: Call) -> Rule:
         if not cut:
             return op.default()
         if any(not op.sizes[f] for f in cut):
-            return zeros(op)
+            return zeros(op, zero=NOTHING)
         indices, held = seen.local_indices(op, op.args[1])
         rows = op.emit(op.target, op.args[0], indices)
-        return masked(op, rows, unsqueezed(op, held, seen.after))
+        return addend(op, rows, unsqueezed(op, held, seen.after))
 
     pending = tuple((f, "sum") for f in seen.indexed)
     return Rule(
@@ -243,7 +244,7 @@ def index_put(call: Call) -> Rule:
             return op.emit(aten.alias.default, x)
         at, held = seen.local_indices(op, indices)
         if adds:
-            value = masked(op, value, unsqueezed(op, held, seen.after))
+            value = addend(op, value, unsqueezed(op, held, seen.after))
             return op.emit(op.target, x, at, value, *rest, **op.kwargs)
         dim = seen.x.index((cut[0],))
         size = op.sizes[cut[0]]

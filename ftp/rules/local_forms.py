@@ -10,6 +10,8 @@ from ftp.rules.local_op import LocalOp
 from ftp.rules.overloads import aten
 from ftp.rules.rule import LocalHook
 
+NOTHING = -0.0  # added to any number gives it, with its sign; 0.0 makes 0.0 of -0.0
+
 
 def with_shape(at: int) -> LocalHook:
     """The op with its argument ``at`` replaced by the local shape of its result."""
@@ -87,14 +89,17 @@ def contributed_once(op: LocalOp, value: fx.Node, *factors: str) -> fx.Node:
     the pending sum counts it once.
     """
     first = is_first(op, *factors)
-    return value if first is None else masked(op, value, first)
+    return value if first is None else addend(op, value, first)
 
 
-def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
-    """``value`` where ``keep`` is true, zero elsewhere, even in place of NaN: -0.0, which added to
-    another rank's -0.0 keeps its sign.
-    """
-    return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), -0.0)
+def masked(op: LocalOp, value: fx.Node, keep: fx.Node, zero: float = 0) -> fx.Node:
+    """``value`` where ``keep`` is true, zero elsewhere, even in place of NaN."""
+    return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), zero)
+
+
+def addend(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
+    """``value`` where ``keep`` is true, elsewhere what adds nothing to a sum."""
+    return masked(op, value, keep, NOTHING)
 
 
 def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:

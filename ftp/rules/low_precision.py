@@ -37,12 +37,10 @@ def _scaled(
     """With one scale for a tensor, a row of the first or a column of the second, ranks that hold
     parts of k have parts of the sum, unless the result is float8 or has a bias.
     """
-    (m, _), (_, n) = (x.shape for x in call.operands[:2])
+    a, b = call.operands[:2]
     bias = call.arg("bias")
-    (of_a, m, is_a_split), (of_b, n, is_b_split) = (
-        _scales(scale_a, "m", m),
-        _scales(scale_b, "n", n),
-    )
+    of_a, m, is_a_split = _scales(scale_a, "m", a.shape[0])
+    of_b, n, is_b_split = _scales(scale_b, "n", b.shape[1])
     is_sum = is_a_split and is_b_split and bias is None and call.results[0].dtype.itemsize > 1
     k, pending = ("k", "{k}") if is_sum else ("[k]", "")
     texts = [f"{m} {k}", f"{k} {n}", *of_a, *of_b]

@@ -11,6 +11,8 @@ from ftp.rules.call import Call
 from ftp.rules.dims import acting_on, all_whole, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import (
+    NOTHING,
+    addend,
     contiguous,
     held_rows,
     masked,
@@ -163,7 +165,7 @@ def _selected(op: LocalOp) -> fx.Node:
     if not op.is_cut("d"):
         return op.default()
     if not op.sizes["d"]:
-        return zeros(op)
+        return zeros(op, zero=NOTHING)
     size = op.rule.sizes["d"]
     dim = op.call.arg("dim") % op.call.operands[0].ndim
     index = op.call.arg("index") % size
@@ -171,7 +173,7 @@ def _selected(op: LocalOp) -> fx.Node:
     at, held = held_rows(op, "d", index)
     row = op.emit(aten.index_select.default, op.args[0], dim, at)
     row = op.emit(aten.squeeze.dims, row, [dim])
-    return masked(op, row, op.emit(aten.squeeze.dims, held, [0]))
+    return addend(op, row, op.emit(aten.squeeze.dims, held, [0]))
 
 
 def _selected_backward(op: LocalOp) -> fx.Node:

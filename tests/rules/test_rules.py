@@ -28,6 +28,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 
 import ftp
+from ftp import P
 from ftp.errors import RuleError
 from ftp.ops.philox import random_bits
 from ftp.ops.stack import UNSTACK
@@ -363,6 +364,37 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     if isinstance(tree, dict):
         return {k: _cast(t, dtype) for k, t in tree.items()}
     return dtype if tree is torch.float64 else tree
+
+
+AT = torch.tensor([0, 3, 4])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.tril(),
+        lambda x: x.triu(1),
+        torch.func.grad(lambda x: x[2].sum()),
+        torch.func.grad(lambda x: x[AT].sum()),
+        torch.func.grad(lambda x: x.gather(0, AT[:, None].expand(3, 5)).sum()),
+        lambda x: x[2] * 0,
+        lambda x: x[AT] * 0,
+        lambda x: torch.zeros_like(x).index_add(0, AT, x[:3]),
+        lambda x: (x * 0).index_add(0, AT, x[:3] * 0),
+    ],
+    ids=lambda _: "",
+)
+def test_zeros_have_the_sign_of_one_device(
+    function: Callable[[torch.Tensor], torch.Tensor], dim: int
+):
+    x = torch.randn(5, 5, dtype=torch.float64)
+    specs = P("x") if dim == 0 else P(None, "x")
+    due = function(x)
+    out_specs = specs if due.ndim == 2 else P()
+    found = ftp.spmd(function, ftp.simulated_mesh((3,), ("x",)), specs, out_specs)(x)
+    assert torch.equal(found, due)
+    assert torch.equal(found.signbit(), due.signbit())
 
 
 def test_rms_norm_backward_is_the_gradient():
