@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch._C import _set_throw_on_mutable_data_ptr
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,

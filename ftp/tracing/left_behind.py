@@ -3,6 +3,7 @@ does not renew them, so that the function must not read them at its next call.
 """
 
 import gc
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,19 @@ from torch import Tensor, fx
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError
 from ftp.ops.written import writes
-from ftp.torch_internals.fake_tensors import is_fake
+from ftp.torch_internals.fake_tensors import (
+    FakeTensor,
+    _set_throw_on_mutable_data_ptr,
+    is_fake,
+)
 from ftp.torch_internals.functorch import temporarily_clear_interpreter_stack, unwrapped
 from ftp.torch_internals.modes import disable_current_modes
+from ftp.torch_internals.pytree import tree_leaves
 from ftp.torch_internals.storages import storage_number
 from ftp.tracing.captured import kept_by_traces
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.constant_values import values_of
+from ftp.tracing.explain_errors import typed
 from ftp.tracing.functionalize_graph import storages
 from ftp.tracing.places import StatePlace, caches_around, tensors_around
 from ftp.tracing.recorder import Recorder
@@ -50,12 +57,63 @@ class LeftBehind:
     def all(self) -> list[StatePlace]:
         return [*self.places, *(place for place, _ in (*self.kept, *self.constants))]
 
+    def end(self) -> None:
+        """Put what says so when it is used in the places of tensors that never have values."""
+        for place in (*self.places, *(place for place, _ in self.constants)):
+            if place.is_unchanged:
+                place.put(_without_values(place))
+
     def keep(self) -> None:
         """Put values in the places of constants: the next trace reads them, as a call would."""
         for place, value in self.kept:
-            if place.now() is place.value:
+            if place.is_unchanged:
                 place.put(value)
                 kept_by_traces[value] = None
+
+
+class _Left(FakeTensor):
+    """A tensor of a trace that has ended.
+
+    Attributes:
+        left_in: the name of the place.
+    """
+
+    left_in: str
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise TraceError(
+            f"{self.left_in}, holds a tensor of a trace, which has no values: a step's calls do not"
+            " go through Python. Return it from the function (has_aux=True) instead."
+        )
+
+    numpy = __array__ = __deepcopy__ = __reduce_ex__ = refuse
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).refuse()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<{typed(self)} of a trace, without values>"
+
+
+@contextmanager
+def ending(*lefts: list[LeftBehind]) -> Iterator[None]:
+    """After the block, what its traces left has no use."""
+    try:
+        yield
+    finally:
+        for left in itertools.chain(*lefts):
+            left.end()
+
+
+def _without_values(place: StatePlace) -> _Left:
+    own: Any = unwrapped(place.value)
+    with disable_current_modes(), temporarily_clear_interpreter_stack():
+        like = torch.empty([int(n) for n in own.shape], dtype=own.dtype, device="meta")
+        left = _Left(own.fake_mode, like, own.device)
+    _set_throw_on_mutable_data_ptr(left)
+    left.left_in = place.name
+    return left
 
 
 def left_behind(fn: Callable[..., Any], recorder: Recorder) -> LeftBehind:

@@ -31,6 +31,7 @@ from ftp.source import describe_line, is_editable, is_users
 
 _VISITED = 1000  # most objects to search, the nearest first
 LARGE = 1000  # the items of a longer container that are constants are no places
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 _CACHED = "(...)"
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
@@ -65,6 +66,11 @@ class StatePlace:
     def now(self) -> Any:
         """The object that the place holds now; the value of then if the place is gone."""
         return _item(self.holder, self.key, self.value)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the place is there, and holds the same object."""
+        return _held(self.holder, self.key) is self.value
 
     def put(self, value: Any) -> None:
         if isinstance(self.holder, types.CellType):
@@ -209,6 +215,13 @@ def _item(holder: Any, key: Any, default: Any) -> Any:
         return default
 
 
+def _held(holder: Any, key: Any) -> Any:
+    """The object at a place; None if the place is gone."""
+    if not isinstance(holder, _TupleItems):
+        return _item(holder, key, None)
+    return _item(_held(holder.place.holder, holder.place.key) or (), key, None)
+
+
 def _described(visited: Any) -> str:
     if type(visited) is ModuleProgram:
         return visited.name
@@ -246,9 +259,9 @@ def _of_function(fn: types.FunctionType, name: str) -> _PlacesWithin:
     if not is_users(fn.__code__):
         return
     yield from ((f"{fn.__name__}.{key}", fn.__dict__, key) for key in fn.__dict__)
-    loaded = _globals_read(fn.__code__)
-    yield from ((variable, fn.__globals__, variable) for variable in loaded)
-    for variable in loaded:
+    named = _globals_of(fn.__code__)
+    yield from ((variable, fn.__globals__, variable) for variable in named)
+    for variable in named:
         if isinstance(module := fn.__globals__.get(variable), types.ModuleType):
             yield from _of_module(module, variable, fn.__code__)
 
@@ -368,12 +381,11 @@ _PLACES: dict[Any, Callable[[Any, str], _PlacesWithin]] = {
 
 
 @functools.cache
-def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function and those within it read or set."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    read = [
-        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    ]
-    return tuple(dict.fromkeys([*read, *(name for c in inner for name in _globals_read(c))]))
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS]
+    return tuple(dict.fromkeys([*own, *(name for c in inner for name in _globals_of(c))]))
 
 
 @functools.cache

@@ -47,7 +47,7 @@ from ftp.tracing.data_dependent.values_read import (
 from ftp.tracing.forward_mode import ForwardModeRefused, by_reverse_mode
 from ftp.tracing.functionalize_graph import constants_last, functional_form, lift_attributes
 from ftp.tracing.gradient import WAYS, gradients_by_torch, taking
-from ftp.tracing.left_behind import LeftBehind, as_next_call, forget_cached, left_behind
+from ftp.tracing.left_behind import LeftBehind, as_next_call, ending, forget_cached, left_behind
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.replacements.fused_ops import FUSED, as_on_device, as_primitives
 from ftp.tracing.replacements.libraries import patched_libraries
@@ -166,7 +166,10 @@ def trace(
     request = _Request(fn, leaves, in_tree, device_type, names, *options)
     made = partial(_traced, request)
     state = {} if within else state_around(fn)
-    with values_left() as carried, torch.autograd.set_detect_anomaly(False):  # it reads gradients
+    again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
+    ended = ending(request.left, again.left)
+    no_anomaly = torch.autograd.set_detect_anomaly(False)  # it reads gradients
+    with ended, values_left() as carried, no_anomaly:
         try:
             traced = _with_reads(made, reads)
         except Exception as error:
@@ -174,7 +177,6 @@ def trace(
                 raise
             deferred_compiler.load()
             traced = _with_reads(made, reads)
-        again = replace(request, calls=None, shapes=None, symbolic=None, left=[])
         anew = partial(_with_reads, partial(_traced, again), reads)
         if request.left:
             of_next = partial(_traced, replace(request, recognises=None))

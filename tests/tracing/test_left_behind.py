@@ -1,11 +1,15 @@
 """Tensors that a step's function leaves behind for its next call."""
 
+import copy
 import functools
+import pickle
 import warnings
 from collections import deque
+from operator import methodcaller
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -453,3 +457,34 @@ def test_a_table_beside_one_that_no_variable_leads_to():
     angles = torch.arange(4, dtype=torch.float64)
     expected = (angles.cos() * angles * (torch.ones(2, 4, dtype=torch.float64) @ w)).square().sum()
     torch.testing.assert_close(found, [expected] * 3)
+
+
+@pytest.mark.parametrize("takes_gradients", [False, True])
+def test_what_a_step_leaves_for_its_user_is_an_error_when_it_is_used(takes_gradients):
+    logs, kept, held, masks = {}, [], SimpleNamespace(h=None), {}
+
+    def loss(w, x):
+        global LEFT
+        y = x @ w
+        logs["mean"] = LEFT = y.detach().mean()
+        kept.append((y, y.sum()))
+        held.h = y * 2
+        if not masks:
+            masks["causal"] = torch.ones(4, 4).tril()
+        return (y @ masks["causal"].double()).sum()
+
+    if takes_gradients:
+        ftp.shard(loss, MESH, P(None, "tp"))(*arguments())
+    else:
+        ftp.spmd(loss, MESH)(*arguments())
+    left = {"logs['mean']": logs["mean"], "'LEFT'": LEFT, "held.h": held.h}
+    left["kept[0][1]"] = kept[0][1]
+    numpy = methodcaller("numpy")
+    uses = float, torch.clone, numpy, np.asarray, copy.deepcopy, pickle.dumps
+    for place, x in left.items():
+        for use in uses:
+            with pytest.raises(TraceError, match="has_aux=True") as refused:
+                use(x)
+            assert place in str(refused.value) and "test_left_behind.py:" in str(refused.value)
+    assert repr(LEFT) == "<float64[] of a trace, without values>"
+    assert torch.equal(masks["causal"], torch.ones(4, 4).tril())
