@@ -181,6 +181,19 @@ def test_scans_and_flips_of_single_numbers():
     check(fn, torch.randn(16, dtype=torch.float64), P("a"), {"a": 4})
 
 
+def test_scans_beside_windows_of_a_dim_that_they_lack():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 2, dtype=torch.float64)
+
+    def fn(x, y):
+        kernel = x.reshape(1, 2, 1, 1)
+        scanned = ftp.constrain(x.cumsum(0), P("a"))
+        return F.conv2d(kernel + y, kernel, padding=1).sum() + scanned.square().sum()
+
+    step = ftp.shard(fn, ftp.simulated_mesh((2,), ("a",)), P(), batch_specs=P("a"), certify=True)
+    torch.testing.assert_close(step(x, y)[1], torch.func.grad(fn)(x, y))
+
+
 def test_a_dim_that_two_axes_cut():
     torch.manual_seed(0)
     x = torch.randn(2, 37).double()

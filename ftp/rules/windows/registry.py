@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ftp.ops.windows import JOIN_WINDOWS, WINDOWS, Windows, exchange_of
+from ftp.rules.call import tensors
 from ftp.torch_internals.op_types import OpOverload
 
 MOST_PACKS = 16  # in a dim, such as queries, keys and values, each of which is cut by itself
@@ -36,9 +37,15 @@ def by_windows(target: OpOverload, n: int, dim: int) -> Callable[..., Any]:
     """An op on windows, for ``n`` ranks that cut ``dim``; one function for equal arguments.
 
     Raises:
-        FarApart: when the function is called.
+        FarApart: when the function is called, also where its tensors have no such dim.
     """
-    return functools.partial(WINDOWED[target], n, dim)
+
+    def on_windows(*args: Any, **kwargs: Any) -> Any:
+        if next(tensors(args, Tensor)).ndim <= dim:
+            raise FarApart
+        return WINDOWED[target](n, dim, *args, **kwargs)
+
+    return on_windows
 
 
 def split(x: Tensor, dim: int, n: int, start: int, step: int, size: int) -> Tensor:
