@@ -273,6 +273,42 @@ def test_layers_that_alternate_are_planned_by_periods(period: int, monkeypatch: 
     assert facts(lowered) == facts(whole)
 
 
+class Biased(nn.Module):
+    """Layers that each read a buffer of their own, as routers with a correction bias."""
+
+    def __init__(self, layers: int, dim: int = 8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+        for layer in self.layers:
+            layer.register_buffer("bias_of_router", torch.randn(dim, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + (layer(x) + layer.bias_of_router.exp()).tanh()
+        return x
+
+
+def test_layers_that_read_captured_constants_are_planned_once(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    fn, params = ftp.functionalize(Biased(9).double())
+    mesh, x = ftp.simulated_mesh((2, 2), ("dp", "tp")), torch.randn(4, 8, dtype=torch.float64)
+    cut = ftp.plan(params, {"layers.*.weight": P("tp", "dp"), "layers.*.bias": P("tp")})
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(params, x).square().sum()
+
+    step = ftp.shard(loss, mesh, cut, batch_specs=P("dp"), certify=True)
+    few = step.lower(params, x)
+    assert few.plan.alike == 4
+    expected = torch.func.grad_and_value(loss)(params, x)
+    for found, right in zip(step(params, x)[::-1], expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+    monkeypatch.setattr(repeats, "FEWEST", 10**9)
+    whole = ftp.shard(loss, mesh, cut, batch_specs=P("dp")).lower(params, x)
+    assert whole.plan.alike == 0 and whole.plan.cost == pytest.approx(few.plan.cost, rel=1e-12)
+    assert facts(few) == facts(whole)
+
+
 @pytest.mark.slow
 def test_clipping_leaves_layers_alike():
     """A global norm reads every layer and every layer reads it."""

@@ -1,9 +1,9 @@
 """The layer of each node of a graph, and whether two layers are equal.
 
 The layer of an input is the number in its name (``layers.3.attn.wq``, ``layer_3.wq``), or the
-index of the slice of a stack (``ftp.scan``). Another node belongs to the last layer among its
-operands; in a backward pass, to the first. A value that distant layers read, such as a global norm,
-belongs to no layer.
+index of the slice of a stack (``ftp.scan``); a captured constant that one layer reads belongs to
+it. Another node belongs to the last layer among its operands; in a backward pass, to the first. A
+value that distant layers read, such as a global norm, belongs to no layer.
 Two layers are equal if they have the same nodes in the same order, with operands from layers at the
 same distance.
 """
@@ -149,6 +149,28 @@ def _most_numbered(
                 found.setdefault(match[1], {})[node] = int(match[2])
     best = max(found, key=lambda word: (len(set(found[word].values())), word), default="")
     return best, found.get(best, {})
+
+
+def constants_labelled(graph: Graph, labels: Mapping[Node, int]) -> dict[Node, int]:
+    """The layers of inputs, with those of captured constants: the layer that reads the constant, or
+    what is computed from constants alone; the first of two adjacent ones.
+    """
+    if not any(node not in labels and not node.depends for node in graph.inputs):
+        return dict(labels)
+    of = label(graph, labels, 0).of
+    readers: dict[Node, set[int | None]] = {}
+    for node in reversed(graph.nodes):
+        is_known = node in of or node.depends
+        layers = {of.get(node)} if is_known else readers.get(node, {None})
+        for value in node.operands:
+            if value.node not in of and not value.node.depends:
+                readers.setdefault(value.node, set()).update(layers)
+    found = dict(labels)
+    for node in graph.inputs:
+        numbers = [layer for layer in readers.get(node, {None}) if layer is not None]
+        if len(numbers) == len(readers.get(node, {None})) and max(numbers) - min(numbers) <= 1:
+            found[node] = min(numbers)
+    return found
 
 
 def named_layers(graph: Graph) -> dict[Node, str]:

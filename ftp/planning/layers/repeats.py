@@ -17,6 +17,7 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.labels import (
     FEWEST,
     Layers,
+    constants_labelled,
     decisions,
     describe_layer,
     is_stack_of,
@@ -175,7 +176,7 @@ def fold(
         # A stack of one tensor of each layer, as of gradients that an optimizer sends to owners, is
         # split into layers too.
         cut = named if named in slices else 0
-        found = _fold(*given, labels, cut, kept)
+        found = _fold(*given, constants_labelled(graph, labels), cut, kept)
     if found is None and slices and max(slices) >= FEWEST:
         found = _fold(*given, {}, max(slices), kept)
     if found is None or known is None:
