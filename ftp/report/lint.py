@@ -28,7 +28,7 @@ class Finding:
 
     Attributes:
         kind: ``shards nothing``, ``replicated``, ``uneven``, ``gathered``, ``disagreement``,
-            ``repeated work``, ``no matmul cut`` or ``constraints broken``.
+            ``repeated work``, ``no matmul cut``, ``constraints broken`` or ``empty rows``.
         severity: ``warning``, which ``strict=True`` makes an error, or ``note``.
         where: the parameter path, pattern or op.
         text: what was found, what it costs, and what to do.

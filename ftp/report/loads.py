@@ -120,11 +120,12 @@ def _sites(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node | None, fx.Node]]:
     for node in graph.nodes:
         if node.target in (ALL_TO_ALL_ROWS, FIRST_ROWS) and not node.args[3]:
             counts: Any = node.args[1]
-            found.setdefault(_source(counts), (counts, _reader(node), node))
+            found.setdefault(source_of_counts(counts), (counts, _reader(node), node))
     return list(found.values())
 
 
-def _source(node: Any) -> fx.Node:
+def source_of_counts(node: Any) -> fx.Node:
+    """The node that makes an exchange's counts, which exchanges of one dispatch share."""
     while node.target in (aten.contiguous.default, aten.reshape.default):
         node = node.args[0]
     return node

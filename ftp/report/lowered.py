@@ -29,6 +29,7 @@ from ftp.report.alternatives import (
 )
 from ftp.report.attention_memory import of_attention
 from ftp.report.collectives import Collectives, broken_claims, members_of, part_of
+from ftp.report.empty_rows import empty_rows
 from ftp.report.flex_memory import of_flex
 from ftp.report.lint import Finding
 from ftp.report.loads import Loads, loads_of, whole_tensors
@@ -284,9 +285,11 @@ class Lowered(Startable):
     def lint(self) -> list[Finding]:
         """Findings, warnings first: specs that shard nothing, large replicated parameters, uneven
         shards with their waste, activations gathered whole, ops with inputs that disagree on their
-        layout. With ``strict=True`` a warning is an error.
+        layout, room for rows that stays empty. With ``strict=True`` a warning is an error.
         """
-        return lint_of(self._program, self._local, self._printed.origins)
+        found = lint_of(self._program, self._local, self._printed.origins)
+        compiled = bool(self._program.options.compile)
+        return [*found, *empty_rows(self._executed[0], compiled=compiled)]
 
     def why(self, name: str) -> Why:
         """The decisions behind the layout of a value or a parameter, and the whole plan's cost with

@@ -4,6 +4,7 @@ neither.
 
 import pytest
 import torch
+from dropless import FORMS, drawn
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
 
 import ftp
@@ -249,3 +250,41 @@ def test_what_per_rank_code_gathers_is_no_finding():
     step = ftp.shard(loss, MESH, {"w": P()}, batch_specs=P("tp"))
     lowered = step.lower({"w": torch.ones(8)}, torch.ones(16, 8))
     assert lowered.collectives[0].op == "all_gather" and not lowered.lint
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("capacity", [None, 1.5])
+def test_room_for_rows_that_stays_empty_is_a_finding(compile: bool, capacity: float | None):
+    """Eager runs compute the rows that arrive; compiled ones all that there is room for."""
+    params, x = drawn(4, 32_768, None, 3)
+    layer = ftp.plans.send_tokens(
+        lambda p, x: FORMS["torchtitan_form"](p, x, 2), "ep", capacity=capacity
+    )
+    step = ftp.shard(
+        lambda p, x: layer(p, x).square().sum(),
+        ftp.AbstractMesh((4,), ("ep",)),
+        {"router": P(), "favour": P(), "up": P("ep"), "down": P("ep")},
+        batch_specs=P("ep"),
+        compile=compile,
+    )
+    found = [f for f in step.lower(params, x).lint if f.kind == "empty rows"]
+    if capacity or not compile:
+        assert not found
+        return
+    (finding,) = found
+    own, row = 32_768 * 2 // 4, x.shape[1] * x.element_size()
+    assert finding.severity == "note" and finding.nbytes == 3 * own * row
+    assert f"room for all {4 * own} rows that 4 ranks send" in finding.text
+    assert f"bound= of all_to_all, leaves {own * 3 // 2} rows" in finding.text
+
+
+def test_rows_that_are_read_together_take_the_room_in_eager_runs_too():
+    def mixed(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return ftp.axis.all_to_all(x, "ep", send_counts=counts).cumsum(0)
+
+    mesh, width = ftp.AbstractMesh((4,), ("ep",)), 16_384
+    fn = ftp.local(mixed, mesh, P("ep"), P("ep"))
+    given = torch.empty(4 * 8, width, device="meta"), torch.ones(16, dtype=torch.int64)
+    lowered = ftp.lower(fn, mesh, (P("ep"), P("ep")), *given)
+    (finding,) = [f for f in lowered.lint if f.kind == "empty rows"]
+    assert finding.nbytes == 3 * 8 * width * 4 and "all 32 rows" in finding.text
