@@ -141,17 +141,38 @@ def _is_transposed(module: nn.Module) -> bool:
 def _of_linear(
     path: str, module: Any, holder: nn.Module, model: nn.Module, axis: str
 ) -> dict[str, LabelAndSpec]:
-    transposed = not isinstance(module, nn.Linear)
-    size_in, size_out = module.weight.shape if transposed else module.weight.shape[::-1]
-    side = _side(path, size_in, size_out)
+    side = _side(path, *_sizes(module))
     if side is None:
         return {}
-    dim = int(transposed == (side == "columns"))
+    dim = int(_is_transposed(module) == (side == "columns"))
     entry = _entry(path, module.weight.shape[dim], holder, model, axis)
     found = {f"{path}.weight": (f"its layer: {side}", cut_at(dim, entry))}
     if side == "columns" and module.bias is not None:
         found[f"{path}.bias"] = (f"its layer: {side}", P(entry))
     return found
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """A linear layer's inputs and outputs."""
+    size_in, size_out = module.weight.shape[:: 1 if _is_transposed(module) else -1]
+    return size_in, size_out
+
+
+def _packs(path: str, size: int, holder: nn.Module) -> int:
+    """The number of tensors of equal size that a layer returns side by side, such as a gate and
+    what it multiplies: layers behind it that are sharded by rows take one of them each.
+    """
+    before, _, own = path.rpartition(".")
+    names = [name for name, _ in holder.named_children()]
+    behind = [(n, holder.get_submodule(n)) for n in names[names.index(own) + 1 :]]
+    sizes = [
+        (f"{before}.{name}", *_sizes(module))
+        for name, module in behind
+        if isinstance(module, nn.Linear) or _is_transposed(module)
+    ]
+    taken = {inputs for at, inputs, outputs in sizes if _side(at, inputs, outputs) == "rows"}
+    inner = taken.pop() if len(taken) == 1 else size
+    return size // inner if size % inner == 0 else 1
 
 
 def _side(path: str, size_in: int, size_out: int) -> str | None:
@@ -176,13 +197,9 @@ def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str)
     """How a dim of a layer is cut: whole heads in attention, packs where layers are fused."""
     name = path.rpartition(".")[2]
     config = config_of(model, path)
-    inner = getattr(holder, "intermediate_size", None)
-    # A state-space layer's first projection is its input and its gate, side by side.
-    is_pair = name == "in_proj" and isinstance(inner, int) and size == 2 * inner
-    if name == "gate_up_proj" or is_pair:
-        return units(axis, pack=2)
     if not _IN_ATTENTION.search(path) and "linear_" not in name:
-        return axis
+        packs = _packs(path, size, holder)
+        return axis if packs == 1 else units(axis, pack=packs)
     heads = _count(holder, "num_heads", "num_attention_heads", "n_heads", "n_head") or _count(
         config, "num_attention_heads", "n_head", "n_heads", "num_heads"
     )

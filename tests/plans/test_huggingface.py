@@ -240,3 +240,40 @@ def test_refusals(model: Any, options: Any, text: str):
     with pytest.raises(ftp.FtpError) as caught:
         ftp.from_hf(model, **options)
     assert text in str(caught.value)
+
+
+class GatedBlock(nn.Module):
+    """A gate and what it multiplies are one layer, of which no name or config tells."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.Wi, self.Wo = nn.Linear(dim, 2 * hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.Wi(x).chunk(2, -1)
+        return x + self.Wo(value.sigmoid() * gate)
+
+
+def test_layers_side_by_side_are_packs_by_their_sizes():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Sequential(*(GatedBlock(6, 8) for _ in range(2)))}).double()
+    specs, _ = ftp.from_hf(model)
+    for i in (0, 1):
+        assert specs[f"layers.{i}.Wi.weight"] == specs[f"layers.{i}.Wi.bias"]
+        assert specs[f"layers.{i}.Wi.weight"] == P(units("tp", pack=2))
+        assert specs[f"layers.{i}.Wo.weight"] == P(None, "tp")
+    fn, params = ftp.functionalize(model["layers"])
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(params, x).square().sum()
+
+    cut = {path.removeprefix("layers."): spec for path, spec in specs.items()}
+    step = ftp.shard(loss, ftp.simulated_mesh((4,), ("tp",)), cut, batch_specs=P())
+    value, grads = step(params, x)
+    expected, right = torch.func.grad_and_value(loss)(params, x)[::-1]
+    torch.testing.assert_close(value, expected)
+    for path, grad in right.items():
+        torch.testing.assert_close(grads[path], grad)
+    # As by hand: an all-reduce of each block's output, and one of its input's gradient.
+    assert [c.op for c in step.lower(params, x).collectives] == ["all_reduce"] * 3
