@@ -227,30 +227,42 @@ def _on_primitives(
                 by_node.setdefault(node, {}).update(dict.fromkeys(factors))
             across.update(found[0].across)
         blocked = {n: None for n in blocked if n.kind == "op" and n.rule.decompose}
-        make = partial(_replaced, program.graph, blocked, across, by_ranks, decompose)
-        whole = ((n, node, *factors) for n, of in by_ranks.items() for node, factors in of.items())
-        facts = "primitives", tuple(blocked), tuple(across), tuple(whole)
-        smaller = program.after(to.known.once(program.graph, *facts, make=make))
+        smaller = program.after(
+            _known_rewrite(program.graph, blocked, across, by_ranks, to, decompose)
+        )
         if smaller is program:
             return program
         program = smaller
 
 
-def _replaced(
+def _known_rewrite(
     graph: Graph,
     blocked: Collection[Node],
     across: Collection[Node],
     by_ranks: Blocked,
+    to: PlanFor,
     decompose: Decompose,
 ) -> Rewrite:
+    """The graph with nodes replaced by primitives; where there are none, by ops on windows. Plans
+    with windows and without share the graphs of primitives.
+    """
+    make = partial(_replaced, graph, blocked, across, decompose)
+    rewrite = to.known.once(graph, "primitives", tuple(blocked), tuple(across), make=make)
+    if rewrite[0] is not graph or not by_ranks:
+        return rewrite
+    whole = ((n, node, *factors) for n, of in by_ranks.items() for node, factors in of.items())
+    make = partial(in_windows, graph, by_ranks, decompose)
+    return to.known.once(graph, "windows", *whole, make=make)
+
+
+def _replaced(
+    graph: Graph, blocked: Collection[Node], across: Collection[Node], decompose: Decompose
+) -> Rewrite:
     """The graph with the views of ``across`` that repeat elements replaced by ops; where there are
-    none, with the ``blocked`` ops replaced by primitives, or else by ops on windows; the same graph
-    where there are none.
+    none, with the ``blocked`` ops replaced by primitives; the same graph where there are none.
     """
     rewrite = repeat_each(graph, across)
     if rewrite[0] is graph:
         shared = [n for n in across if shares_keys(n.target, [v.meta.shape for v in n.operands])]
         rewrite = decompose(graph, shared, table=OF_HEADS)
-    if rewrite[0] is graph and blocked:
-        rewrite = decompose(graph, blocked)
-    return in_windows(graph, by_ranks, decompose) if rewrite[0] is graph else rewrite
+    return decompose(graph, blocked) if rewrite[0] is graph and blocked else rewrite

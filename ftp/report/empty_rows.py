@@ -24,9 +24,9 @@ def empty_rows(graph: fx.Graph, *, compiled: bool = False) -> list[Finding]:
         nbytes = (bound - own) * row
         if bound != n * own or nbytes < LARGE:
             continue
-        source = node.meta.get("source") or "an exchange of rows"
+        source = node.meta.get("source")
         text = (
-            f"at {source} has room for all {bound} rows that {n} ranks send,"
+            f"{f'at {source} ' if source else ''}has room for all {bound} rows that {n} ranks send,"
             f" {in_bytes(bound * row)}; equal loads fill {own} of them, {in_bytes(own * row)}."
             " Every op on the rows computes and holds the room: memory, cost and MFU count it."
             " State a capacity: expert_capacity=1.5 of from_hf, capacity= of send_tokens or bound="

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 from ftp.ops.windows import HALO, JOIN_WINDOWS, WINDOWS, Windows, exchange_of
-from ftp.planning import planner
+from ftp.planning import axis_by_axis, planner
 from ftp.rules.windows import SCANS, WINDOWED, FarApart, by_windows
 
 aten = torch.ops.aten
@@ -308,6 +308,24 @@ def test_programs_that_gather_without_windows_are_planned_once(monkeypatch: pyte
         mesh = ftp.AbstractMesh((4,), ("s",))
         ftp.lower(fn, mesh, P(None, "s"), *given, out_specs=P(None, "s"))
         assert len(made) == n
+
+
+def test_plans_with_windows_and_without_share_what_has_none(monkeypatch: pytest.MonkeyPatch):
+    """A sort along the batch breaks a constraint, so both plans are made, of one graph."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        ranked = (x @ p).softmax(-1).sort(0).values
+        return (ranked * torch.arange(16.0)[:, None]).sum()
+
+    made, solved = [], []
+    make, solve = planner._make_plan, axis_by_axis.solve  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(planner, "_make_plan", lambda *a, **k: made.append(1) or make(*a, **k))
+    monkeypatch.setattr(axis_by_axis, "solve", lambda p: solved.append(p.axis) or solve(p))
+    mesh = ftp.AbstractMesh((4, 2), ("dp", "tp"))
+    step = ftp.shard(loss, mesh, P(None, "tp"), batch_specs=P("dp"))
+    plan = step.lower(torch.ones(8, 8), torch.ones(16, 8)).plan
+    assert not plan.kept_rules["dp"] and len(made) == 2
+    assert sorted(solved) == ["dp", "dp", "tp", "tp"]  # in both orders of the axes, once
 
 
 @pytest.mark.slow
