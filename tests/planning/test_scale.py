@@ -284,7 +284,8 @@ class Biased(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = x + (layer(x) + layer.bias_of_router.exp()).tanh()
+            bias: Any = layer.bias_of_router
+            x = x + (layer(x) + bias.exp()).tanh()
         return x
 
 
