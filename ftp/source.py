@@ -2,6 +2,7 @@
 ours.
 """
 
+import dis
 import functools
 import linecache
 import os
@@ -100,6 +101,36 @@ def told_line(stack_trace: str) -> str:
 def _is_users_frame(frame: FrameType) -> bool:
     """Code that torch makes from text, as ``python -c`` does, is in no module."""
     return is_users(frame.f_code) and "__name__" in frame.f_globals
+
+
+def users_isinstance() -> bool:
+    """Whether the property that calls this is read by ``isinstance`` or ``torch.is_tensor`` in code
+    that is neither torch's nor ours. torch's C++ code reads ``__class__`` too, of its arguments,
+    and takes memory that says it is a tensor for one.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code is torch.is_tensor.__code__:
+        return frame.f_back is not None and is_users(frame.f_back.f_code)
+    return (
+        frame is not None
+        and is_users(frame.f_code)
+        and frame.f_lasti in _calls_of_isinstance(frame.f_code)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _calls_of_isinstance(code: CodeType) -> frozenset[int]:
+    """The offsets of instructions that call it: those that begin where its name is loaded."""
+
+    def begin(at: dis.Instruction) -> tuple[int | None, int] | None:
+        if at.positions is None or at.positions.col_offset is None:
+            return None
+        return at.positions.lineno, at.positions.col_offset
+
+    found = list(dis.get_instructions(code))
+    loaded = {begin(at) for at in found if at.opname[:4] == "LOAD" and at.argval == "isinstance"}
+    calls = (at for at in found if "CALL" in at.opname)
+    return frozenset(at.offset for at in calls if begin(at) in loaded - {None})
 
 
 def is_users(code: CodeType) -> bool:

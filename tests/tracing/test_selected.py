@@ -39,6 +39,14 @@ def _losses(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=0.1) + F.mse_loss(logits, x[mask])
 
 
+def _told_by_class(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    """Outputs of which a loss takes the tensors, as of a detector's dict of losses."""
+    kept = (x @ w)[ids >= 0]
+    outputs = (kept, None, kept.square(), "aux", (kept * 2)[:, 0])
+    total = sum(out.square().sum() for out in outputs if isinstance(out, Tensor))
+    return total + sum(out.sin().sum() for out in outputs if torch.is_tensor(out))
+
+
 def _written_back(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     y, mask = x @ w, ids >= 0
     y[mask] = F.gelu(F.linear(y[mask], w)) * 2 + 1
@@ -418,6 +426,7 @@ PROGRAMS = [
     _sum_of_logs,
     _mean,
     _losses,
+    _told_by_class,
     _written_back,
     _experts,
     _experts_of_mixtral,

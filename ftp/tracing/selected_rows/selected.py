@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import TraceError
+from ftp.source import users_isinstance
 from ftp.tracing.captured_tensors import node_of
 from ftp.tracing.data_dependent.guards import asking_frame, asks_whether_any
 from ftp.tracing.data_dependent.traced_number import TracedNumber, without_numbers
@@ -88,6 +89,10 @@ class Selected:
         view = cls(base, group, row_dim=row_dim)
         view.base = base
         return view
+
+    @property
+    def __class__(self) -> type:
+        return Tensor if users_isinstance() else Selected
 
     @property
     def rows(self) -> Tensor:
