@@ -78,13 +78,14 @@ def _of_pooling(draw: Any, ndim: int) -> list[Any]:
     kernel, stride = _numbers(draw, 1, 3, ndim), _numbers(draw, 1, 3, ndim)
     padding = [draw(st.integers(0, k // 2)) for k in kernel]
     batch = [2] * draw(st.integers(0, 1))
-    x = torch.randn(*batch, 3, *_numbers(draw, 4, 11, ndim))
+    x, ceil_mode = torch.randn(*batch, 3, *_numbers(draw, 4, 11, ndim)), draw(st.booleans())
     if draw(st.booleans()):
-        how = kernel, stride, padding, _numbers(draw, 1, 2, ndim), False
+        how = kernel, stride, padding, _numbers(draw, 1, 2, ndim), ceil_mode
         op = "max_pool2d_with_indices" if ndim == 2 else "max_pool3d_with_indices"
         back = lambda out: (torch.randn_like(out[0]), x, *how, out[1])  # noqa: E731
     else:
-        how = kernel, stride, padding, False, draw(st.booleans()), draw(st.sampled_from([None, 3]))
+        divisor = draw(st.sampled_from([None, 3]))
+        how = kernel, stride, padding, ceil_mode, draw(st.booleans()), divisor
         op = "avg_pool2d" if ndim == 2 else "avg_pool3d"
         back = lambda out: (torch.randn_like(out), x, *how)  # noqa: E731
     ops = getattr(aten, op).default, getattr(aten, f"{op}_backward").default
@@ -92,14 +93,17 @@ def _of_pooling(draw: Any, ndim: int) -> list[Any]:
 
 
 def _of_upsampling(draw: Any, ndim: int) -> list[Any]:
-    name = draw(st.sampled_from(["upsample_nearest", "_upsample_nearest_exact"])) + f"{ndim}d"
+    smooth = {1: ["linear"], 2: ["bilinear", "bicubic"], 3: ["trilinear"]}[ndim]
+    mode = draw(st.sampled_from(["nearest", "nearest_exact", *smooth]))
+    name = ("_" if mode == "nearest_exact" else "") + f"upsample_{mode}{ndim}d"
     x, times = torch.randn(2, 3, *_numbers(draw, 2, 9, ndim)), _numbers(draw, 1, 3, ndim)
     sizes = [a * b for a, b in zip(x.shape[2:], times, strict=True)]
-    back = lambda out: (torch.randn_like(out), sizes, list(x.shape))  # noqa: E731
+    align = [draw(st.sampled_from([False, False, True]))] if mode in smooth else []
+    back = lambda out: (torch.randn_like(out), sizes, list(x.shape), *align)  # noqa: E731
     packet = getattr(aten, name)
     return [
-        (packet.default, (x, sizes)),
-        (packet.vec, (x, None, list(map(float, times)))),
+        (packet.default, (x, sizes, *align)),
+        (packet.vec, (x, None, *align, list(map(float, times)))),
         (getattr(aten, f"{name}_backward").default, back),
     ]
 
@@ -184,7 +188,7 @@ def test_ops_on_windows(kind: str):
 
 
 def test_every_op_on_windows_is_drawn():
-    drawn = ("convolution", "pool2d", "pool3d", "nearest", "slice", "_pad", "roll", "flip", "cat")
+    drawn = ("convolution", "pool2d", "pool3d", "upsample", "slice", "_pad", "roll", "flip", "cat")
     ops = WINDOWED.keys() - SCANS  # scans: test_scans.py
     assert not [op for op in ops if not any(name in str(op) for name in drawn)]
 
@@ -224,6 +228,31 @@ def test_a_convolution_sends_its_halo(n: int):
     sides = 1 if n == 2 else 2  # a rank at an end has one neighbour
     assert moved(lowered)["halo_exchange"] == sides * row  # kept for the weight's gradient
     assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
+
+
+@pytest.mark.parametrize(("mode", "beside"), [("bilinear", 1), ("bicubic", 2)])
+def test_upsampling_sends_the_rows_beside(mode: str, beside: int):
+    """Images of 3 channels and 8 columns in float64, and their gradients of twice the size."""
+    x, w = torch.randn(2, 3, 24, 8).double(), torch.randn(3, 3, 1, 1).double()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.interpolate(F.conv2d(x, w), scale_factor=2, mode=mode).square().mean()
+
+    lowered = check(loss, w, x, P(None, None, "h"), {"h": 2})
+    row = 2 * 3 * 8 * 8
+    assert moved(lowered)["halo_exchange"] == beside * row + 2 * beside * 2 * row
+    assert {c.op for c in lowered.collectives} == {"halo_exchange", "all_reduce"}
+
+
+def test_pools_in_ceil_mode_send_nothing_where_strides_divide():
+    x, w = torch.randn(2, 3, 16, 8).double(), torch.randn(3, 3, 1, 1).double()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = F.max_pool2d(F.conv2d(x, w), 2, ceil_mode=True)
+        return F.avg_pool2d(y, 2, ceil_mode=True, count_include_pad=False).square().mean()
+
+    lowered = check(loss, w, x, P(None, None, "h"), {"h": 2})
+    assert {c.op for c in lowered.collectives} == {"all_reduce"}
 
 
 def _heat(u: Tensor, k: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ class _Pool(NamedTuple):
         """The padding of the other dims; windows have theirs."""
         return [0 if d == self.at else p for d, p in enumerate(self.padding)]
 
+    def require_even(self, size: int, ceil_mode: bool) -> None:
+        """Raise where the last result along the dim would be of elements past its end."""
+        if ceil_mode and (size + 2 * self.padding[self.at] - self.reach) % self.stride[self.at]:
+            raise FarApart
+
     def length(self, size: int) -> int:
         """The number of results of so many elements."""
         return (size + 2 * self.padding[self.at] - self.reach) // self.stride[self.at] + 1
@@ -126,14 +131,13 @@ def _max_pool(
     padding: Any = (0,), dilation: Any = (1,), ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pool = _Pool.of(x, dim, ndim, kernel, stride, padding, dilation=dilation)
-    if ceil_mode:
-        raise FarApart
+    pool.require_even(x.shape[dim], ceil_mode)
     held, whole = pool.windows(x, n), x.shape[dim]
     size, step, first = held.shape[1 + dim], pool.step(n, whole), -pool.padding[pool.at]
     if first:
         place = places(held, dim, first, step)
         held = held.masked_fill((place < 0) | (place >= whole), -math.inf)
-    made = op(pool.batch(held), pool.kernel, pool.stride, pool.inside, pool.dilation)
+    made = op(pool.batch(held), pool.kernel, pool.stride, pool.inside, pool.dilation, ceil_mode)
     y, index = (pool.unbatch(part, n, x.ndim) for part in made)
     index = _placed(index, (size, whole), first, step, math.prod(x.shape[dim + 1 :]))
     return tuple(joined(part, dim, pool.length(whole)) for part in (y, index))  # type: ignore
@@ -144,14 +148,13 @@ def _max_pool_backward(
     padding: Any, dilation: Any, ceil_mode: bool, index: Tensor,
 ) -> Tensor:  # fmt: skip
     pool = _Pool.of(x, dim, ndim, kernel, stride, padding, dilation=dilation)
-    if ceil_mode:
-        raise FarApart
+    pool.require_even(x.shape[dim], ceil_mode)
     whole = x.shape[dim]
     back = pool.back(n, whole)
     grad, index = (split(t, dim, n, back.first, back.step, back.size) for t in (grad, index))
     sizes, inner = (whole, back.held), math.prod(x.shape[dim + 1 :])
     index = _placed(index, sizes, -back.start, -back.chunk, inner)
-    how = pool.kernel, pool.stride, pool.inside, pool.dilation, False
+    how = pool.kernel, pool.stride, pool.inside, pool.dilation, ceil_mode
 
     def by(like: Tensor) -> Tensor:
         return op(pool.batch(grad), like, *how, pool.batch(index))
@@ -165,9 +168,9 @@ def _mean_pool(
     divisor: int | None = None,
 ) -> Tensor:  # fmt: skip
     pool = _Pool.of(x, dim, ndim, kernel, stride, padding)
-    _require_one_divisor(pool, ceil_mode, counts_padding)
+    _require_one_divisor(pool, x, ceil_mode, counts_padding)
     held = pool.batch(pool.windows(x, n))
-    y = op(held, pool.kernel, pool.stride, pool.inside, False, counts_padding, divisor)
+    y = op(held, pool.kernel, pool.stride, pool.inside, ceil_mode, counts_padding, divisor)
     return joined(pool.unbatch(y, n, x.ndim), dim, pool.length(x.shape[dim]))
 
 
@@ -176,16 +179,17 @@ def _mean_pool_backward(
     padding: Any, ceil_mode: bool, counts_padding: bool, divisor: int | None,
 ) -> Tensor:  # fmt: skip
     pool = _Pool.of(x, dim, ndim, kernel, stride, padding)
-    _require_one_divisor(pool, ceil_mode, counts_padding)
+    _require_one_divisor(pool, x, ceil_mode, counts_padding)
     back = pool.back(n, x.shape[dim])
     grad = split(grad, dim, n, back.first, back.step, back.size)
-    how = pool.kernel, pool.stride, pool.inside, False, counts_padding, divisor
+    how = pool.kernel, pool.stride, pool.inside, ceil_mode, counts_padding, divisor
     return pool.gradient(back, n, x.shape, lambda like: op(pool.batch(grad), like, *how), grad)
 
 
-def _require_one_divisor(pool: _Pool, ceil_mode: bool, counts_padding: bool) -> None:
+def _require_one_divisor(pool: _Pool, x: Tensor, ceil_mode: bool, counts_padding: bool) -> None:
     """Raise where results at the ends are means of fewer elements."""
-    if ceil_mode or (pool.padding[pool.at] and not counts_padding):
+    pool.require_even(x.shape[pool.dim], ceil_mode)
+    if pool.padding[pool.at] and not counts_padding:
         raise FarApart
 
 
@@ -205,7 +209,8 @@ for _ndim, _max, _max_back, _mean, _mean_back in (
     windowed(_mean_back)(functools.partial(_mean_pool_backward, _mean_back, _ndim))
 
 
-# Upsampling: a window's results are of its own elements.
+# Upsampling by whole numbers: a window's results are of its own elements and, where it is linear or
+# cubic, of so many ``beside`` them; past the ends of the dim, copies of the last element.
 
 
 def _times(
@@ -221,48 +226,66 @@ def _times(
     return times
 
 
+def _split_how(beside: int, how: Sequence[Any]) -> tuple[Sequence[Any], Sequence[float | None]]:
+    """``align_corners``, of linear and cubic upsampling alone, and the scales."""
+    if beside and how[0]:
+        raise FarApart  # places between elements, other ones in each window
+    return (how[:1], how[1:]) if beside else ((), how)
+
+
 def _upsampled(
-    op: Any, n: int, dim: int, x: Tensor, sizes: Sequence[int], *scales: float | None
+    op: Any, beside: int, n: int, dim: int, x: Tensor, sizes: Sequence[int], *how: Any
 ) -> Tensor:
-    times, chunk = _times(dim, sizes, x.shape[2:], scales), -(-x.shape[dim] // n)
-    now = [chunk * times if d == dim else s for d, s in enumerate(sizes, 2)]
-    y = op(split(x, dim, n, 0, chunk, chunk).flatten(0, 1), now, *scales)
+    align, scales = _split_how(beside, how)
+    if beside and not x.is_floating_point():
+        raise FarApart
+    times, whole = _times(dim, sizes, x.shape[2:], scales), x.shape[dim]
+    chunk = -(-whole // n)
+    held = split(x, dim, n, -beside, chunk, chunk + 2 * beside)
+    place = places(held, dim, -beside, chunk)
+    for k in range(1, beside + 1):
+        held = torch.where(place == -k, held.roll(-k, 1 + dim), held)
+        held = torch.where(place == whole - 1 + k, held.roll(k, 1 + dim), held)
+    now = [held.shape[1 + d] * times if d == dim else s for d, s in enumerate(sizes, 2)]
+    y = op(held.flatten(0, 1), now, *align, *scales).narrow(dim, beside * times, chunk * times)
     return joined(y.unflatten(0, (n, -1)), dim, sizes[dim - 2])
 
 
 def _upsampled_vec(
-    op: Any,
-    n: int,
-    dim: int,
-    x: Tensor,
-    sizes: Sequence[int] | None,
-    scales: Sequence[float] | None,
+    op: Any, beside: int, n: int, dim: int, x: Tensor, sizes: Sequence[int] | None, *how: Any
 ) -> Tensor:
+    *align, scales = how
     given = [*(scales or [None] * (x.ndim - 2))]
     made = sizes or [int(s * f) for s, f in zip(x.shape[2:], scales or (), strict=True)]
-    return _upsampled(op, n, dim, x, made, *given)
+    return _upsampled(op, beside, n, dim, x, made, *align, *given)
 
 
 def _upsampled_backward(
-    op: Any, n: int, dim: int, grad: Tensor, sizes: Sequence[int], of: Sequence[int],
-    *scales: float | None,
+    op: Any, beside: int, n: int, dim: int, grad: Tensor, sizes: Sequence[int],
+    of: Sequence[int], *how: Any,
 ) -> Tensor:  # fmt: skip
-    times, chunk = _times(dim, sizes, of[2:], scales), -(-of[dim] // n)
-    grad = split(grad, dim, n, 0, chunk * times, chunk * times).flatten(0, 1)
-    now = [chunk if d == dim else s for d, s in enumerate(of)]
-    made = op(grad, grad.shape[2:], [n * of[0], *now[1:]], *scales)
-    return joined(made.unflatten(0, (n, -1)), dim, of[dim])
+    align, scales = _split_how(beside, how)
+    times, whole = _times(dim, sizes, of[2:], scales), of[dim]
+    chunk = -(-whole // n)
+    size = chunk + 2 * beside
+    grad = split(grad, dim, n, -beside * times, chunk * times, size * times).flatten(0, 1)
+    now = [size if d == dim else s for d, s in enumerate(of)]
+    made = op(grad, grad.shape[2:], [n * of[0], *now[1:]], *align, *scales).unflatten(0, (n, -1))
+    total, place = made, places(made, dim, -beside, chunk)
+    for k in range(1, beside + 1):
+        total = total + torch.where(place == 0, made.roll(k, 1 + dim), 0.0)
+        total = total + torch.where(place == whole - 1, made.roll(-k, 1 + dim), 0.0)
+    return joined(total.narrow(1 + dim, beside, chunk), dim, whole)
 
 
-for _op in (
-    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d,
-    aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d,
+for _name, _beside in (
+    ("upsample_nearest1d", 0), ("upsample_nearest2d", 0), ("upsample_nearest3d", 0),
+    ("_upsample_nearest_exact1d", 0), ("_upsample_nearest_exact2d", 0),
+    ("_upsample_nearest_exact3d", 0), ("upsample_linear1d", 1), ("upsample_bilinear2d", 1),
+    ("upsample_trilinear3d", 1), ("upsample_bicubic2d", 2),
 ):  # fmt: skip
-    windowed(_op.default)(functools.partial(_upsampled, _op.default))
-    windowed(_op.vec)(functools.partial(_upsampled_vec, _op.default))
-for _op in (
-    aten.upsample_nearest1d_backward, aten.upsample_nearest2d_backward,
-    aten.upsample_nearest3d_backward, aten._upsample_nearest_exact1d_backward,
-    aten._upsample_nearest_exact2d_backward, aten._upsample_nearest_exact3d_backward,
-):  # fmt: skip
-    windowed(_op.default)(functools.partial(_upsampled_backward, _op.default))
+    _op = getattr(aten, _name)
+    _back = getattr(aten, f"{_name}_backward").default
+    windowed(_op.default)(functools.partial(_upsampled, _op.default, _beside))
+    windowed(_op.vec)(functools.partial(_upsampled_vec, _op.default, _beside))
+    windowed(_back)(functools.partial(_upsampled_backward, _back, _beside))
