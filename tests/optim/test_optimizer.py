@@ -343,10 +343,11 @@ def test_a_schedule_of_a_class_that_counts_no_steps(how: str):
     same(params, expected)
 
 
+@pytest.mark.parametrize("lr", [0.1, 1e-5])
 @pytest.mark.parametrize("how", ["attribute", "group", "first", "flag"])
-def test_state_outside_of_the_parameters_is_refused(how: str):
+def test_state_outside_of_the_parameters_is_refused(how: str, lr: float):
     with pytest.raises(ftp.FtpError, match="OwnMomentum is not a function of its state"):
-        ftp.optim.from_torch(OwnMomentum, how=how)
+        ftp.optim.from_torch(OwnMomentum, lr=lr, how=how)
 
 
 def test_two_leaves_of_one_path_are_refused():
