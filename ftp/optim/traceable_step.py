@@ -2,6 +2,7 @@
 record it.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from ftp.ops.fused_optimizer import fused_kernels, update_of, written
@@ -16,6 +18,7 @@ from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
 from ftp.torch_internals.optimizers import unprofiled_step
 from ftp.tracing.repeated_steps import RepeatedSteps, steps_of_trace
+from ftp.tracing.replacements.replaced import replaced
 
 # Classes whose formulas read no values only with capturable=True.
 CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)
@@ -32,7 +35,7 @@ def traceable_step(opt: torch.optim.Optimizer) -> list[Tensor]:
     is_fused = bool(group.get("fused"))
     steps = None if is_fused or not _is_by_parameter(opt) else steps_of_trace()
     mode = _FusedByParameter() if is_fused else _TensorScalars()
-    with mode, _capturable_on_every_device(type(opt)):
+    with mode, _capturable_on_every_device(type(opt)), _math_of_tensors():
         if steps is not None:
             return _step_by_parameter(opt, steps)
         opt.step()
@@ -123,6 +126,33 @@ class _TensorScalars(TorchFunctionMode):
         if func in _RETURNING and is_functorch_wrapped_tensor(args[0]):
             return args[0].copy_(_RETURNING[func](*args, **kwargs))
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _math_of_tensors() -> Iterator[None]:
+    """In a trace, let Python's math take 0-d tensors, as in ``math.sqrt(1 - beta2**step)``."""
+    if get_proxy_mode() is None:
+        yield
+        return
+    with replaced(math, {name: _of_tensors(name) for name in _MATH}):
+        yield
+
+
+_MATH = ("ceil", "cos", "exp", "floor", "isfinite", "log", "log2", "pow", "sin", "sqrt", "tanh")
+
+
+def _of_tensors(name: str) -> Callable[..., Any]:
+    plain, of_tensors = getattr(math, name), getattr(torch, name)
+
+    def of(*args: Any) -> Any:
+        if not any(isinstance(x, Tensor) for x in args):
+            return plain(*args)
+        args = tuple(x.detach().double() if isinstance(x, Tensor) else x for x in args)
+        if name == "log" and len(args) == 2:
+            return of_tensors(args[0]) / of(args[1])
+        return of_tensors(*args)
+
+    return of
 
 
 # In-place ops that torch.vmap would run in a loop over the batch, and their out-of-place forms.

@@ -350,6 +350,44 @@ def test_state_outside_of_the_parameters_is_refused(how: str, lr: float):
         ftp.optim.from_torch(OwnMomentum, lr=lr, how=how)
 
 
+class Factored(torch.optim.Optimizer):
+    """Rates by Python's math of a counter, as classes write them that were made before a counter
+    was a tensor.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["square"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                new = math.pow(state["step"], -0.8)
+                state["square"].mul_(1 - new).add_(p.grad.square(), alpha=new)
+                root = state["square"].sqrt() / math.sqrt(1 - 0.9 ** state["step"])
+                rate = group["lr"] * math.log(state["step"] + 1, 2)
+                p.addcdiv_(p.grad, root.add_(1e-8), value=-rate)
+
+
+def test_math_of_a_counter():
+    params = {"w": torch.tensor([[1.0, -2.0, 0.5], [0.25, 1.5, -1.0]], dtype=torch.float64)}
+    leaf = params["w"].clone().requires_grad_()
+    theirs, opt = Factored([leaf]), ftp.optim.from_torch(Factored)
+    specs = {"w": ftp.P(None, "tp")}
+    of_state, mesh = opt.specs(params, specs), ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(opt.update, mesh, (specs, of_state, specs), (specs, of_state))
+    state = opt.init(params)
+    for turn in range(3):
+        leaf.grad = leaf.detach().roll(turn, 1).sin()
+        params, state = step({"w": leaf.grad}, state, params)
+        theirs.step()
+        torch.testing.assert_close(params["w"], leaf.detach(), rtol=1e-14, atol=0)
+
+
 def test_two_leaves_of_one_path_are_refused():
     params = {"a": {"b": torch.ones(1, 1)}, "a.b": torch.full((1, 1), 5.0)}
     muon = ftp.optim.from_torch(torch.optim.Muon, lr=0.5, owned=True)
