@@ -123,7 +123,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
         entries = _of_interest(enumerate(value.items()), len(value), lambda entry: entry[1][1])
         return [(f"[{key_text(key, i)}]", item) for i, (key, item) in entries]
     if isinstance(value, list | tuple | deque):
-        items = _of_interest(enumerate(value), len(value), itemgetter(1))
+        held = held_in(value)
+        items = _of_interest(enumerate(held), len(held), itemgetter(1))
         return [(f"[{i}]", item) for i, item in items]
     if isinstance(value, set | frozenset):  # in no order
         return [("{...}", item) for item in value if isinstance(item, Tensor)]
@@ -135,6 +136,14 @@ def parts_of(value: Any) -> list[tuple[str, Any]] | None:
         return None
     own = {**getattr(value, "__dict__", {}), **slots_of(value)}
     return [(f".{name}", item) for name, item in own.items()]
+
+
+def held_in(container: dict | list | tuple | deque) -> list[Any]:
+    """The values of a container, whose class may have no length."""
+    if isinstance(container, dict):
+        return [*container.values()]
+    kind: Any = next(kind for kind in (list, tuple, deque) if isinstance(container, kind))
+    return [*kind.__iter__(container)]
 
 
 def slots_of(value: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ftp.dataclass import dataclass
 from ftp.errors import StaleCaptureWarning, TraceError
-from ftp.functional.attributes import CONSTANTS
+from ftp.functional.attributes import CONSTANTS, held_in
 from ftp.functional.carried_values import Carried, as_left
 from ftp.functional.contents import is_leaf_state, now_in
 from ftp.torch_internals.storages import storage_of
@@ -152,9 +152,8 @@ def _mark(x: Any) -> Any:
         return x
     if is_leaf_state(x):
         return now_in(x)
-    if isinstance(x, dict | list | tuple | deque) and len(x) > LARGE:
-        values = x.values() if isinstance(x, dict) else x
-        return type(x), tuple(value for value in values if type(value) in CONSTANTS)
+    if isinstance(x, dict | list | tuple | deque) and len(held := held_in(x)) > LARGE:
+        return type(x), tuple(value for value in held if type(value) in CONSTANTS)
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return frame and (frame.f_lasti, _marks(frame.f_locals.values()))
@@ -166,7 +165,7 @@ def _mark(x: Any) -> Any:
 def _marks(values: Iterable[Any]) -> tuple[Any, ...]:
     """The marks of what an iterator holds, which may be itself."""
     return tuple(
-        len(x)
+        len(held_in(x))
         if isinstance(x, list | tuple | dict)
         else type(x)
         if isinstance(x, GeneratorType)

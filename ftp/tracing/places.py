@@ -19,6 +19,7 @@ from ftp.functional.attributes import (
     CONSTANTS,
     NAMESPACES,
     OF_MODULES,
+    held_in,
     is_of_library,
     join,
     key_text,
@@ -344,6 +345,13 @@ def _is_fixed(x: Any) -> bool:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
+def _of_sequence(x: Any, name: str) -> _PlacesWithin:
+    held = held_in(x)
+    for i, value in enumerate(held):
+        if len(held) <= LARGE or type(value) not in CONSTANTS:
+            yield f"{name}[{i}]", x, i
+
+
 def _of_cache(cache: Any, name: str) -> _PlacesWithin:
     """The function of a `functools.cache`, and the values that it gave."""
     yield name, {"": cache.__wrapped__}, ""
@@ -366,11 +374,7 @@ _PLACES: dict[Any, Callable[[Any, str], _PlacesWithin]] = {
         for i, (key, value) in enumerate(list(x.items()))
         if len(x) <= LARGE or type(value) not in CONSTANTS
     ),
-    (list, tuple, deque): lambda x, name: (
-        (f"{name}[{i}]", x, i)
-        for i, value in enumerate([*x])
-        if len(x) <= LARGE or type(value) not in CONSTANTS
-    ),
+    (list, tuple, deque): _of_sequence,
     ModuleProgram: _of_program,
     nn.Module: _of_nn_module,
     CACHE: _of_cache,
