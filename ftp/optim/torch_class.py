@@ -142,7 +142,13 @@ class TorchClass:
                 {k: v.new_zeros(param.shape) if k in of_one.like else v for k, v in of_one.items()},
                 of_one.like,
             )
-        first = self._recorded(param)
+        try:
+            first = self._recorded(param)
+        except RuntimeError:
+            if not param.is_meta:
+                raise
+            # A step that decides by values, which meta tensors lack.
+            first = self._recorded(torch.zeros_like(param, device="cpu"))
         if "step" not in first and (callable(self.options.get("lr")) or self._is_dampened()):
             first["step"] = torch.zeros(())
         # A scalar's moments have a counter's shape, so the names are those of a vector's moments.
