@@ -394,7 +394,7 @@ class Projected(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("cls", [Factored, Projected])
-def test_steps_of_numbers_and_decisions(cls: type[torch.optim.Optimizer]):
+def test_steps_of_numbers_and_decisions(cls: Any):
     params = {"w": torch.tensor([[1.0, -2.0, 0.5], [0.25, 1.5, -1.0]], dtype=torch.float64)}
     leaf = params["w"].clone().requires_grad_()
     theirs, opt = cls([leaf]), ftp.optim.from_torch(cls)
