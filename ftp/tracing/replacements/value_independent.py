@@ -51,7 +51,6 @@ from ftp.tracing.replacements.addresses import Addresses
 from ftp.tracing.replacements.cast_as_one import CAST_AS_ONE
 from ftp.tracing.replacements.counted_classes import OF_CLASSES, bincount
 from ftp.tracing.replacements.covariance import corrcoef, cov
-from ftp.tracing.replacements.custom_backward import backward_under
 from ftp.tracing.replacements.deep_copies import deepcopy
 from ftp.tracing.replacements.diagonals import fill_diagonal_
 from ftp.tracing.replacements.flat_linear import linear
@@ -143,9 +142,6 @@ class unchecked(ModeOfBlocks):
                 return made
             lists = (x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor))
             self._note_items(tuple(lists))
-        if func is torch.autograd.grad:
-            with backward_under(self):
-                return func(*args, **kwargs)
         if func in _READING and (found := self._read(func, args[0])) is not None:
             return found
         if func in _COMPARING and (found := self._compared(func, args, kwargs)) is not None:
