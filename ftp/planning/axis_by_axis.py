@@ -18,6 +18,7 @@ from ftp.planning.known_passes import KnownPasses
 from ftp.planning.layers.repeats import Folded, Ties
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import AxisPlan, NotAlike, Problem, Watch
+from ftp.planning.reachable_cuts import Reach
 from ftp.planning.repeated_elements import repeat_each
 from ftp.planning.solver.reduce import Infeasible
 from ftp.planning.windowed import Blocked, in_windows
@@ -39,6 +40,7 @@ class PlanFor:
         decompose: replaces nodes by primitives where an axis may cut a factor that they keep whole.
         known: results of passes that plans of one program share.
         windows: whether ops along a cut dim may become ops on windows.
+        moves: whether the cut of a dim that an op needs whole may move to another dim.
     """
 
     axes: Mapping[str, int]
@@ -48,6 +50,7 @@ class PlanFor:
     decompose: Decompose | None = None
     known: KnownPasses = field(default_factory=KnownPasses)
     windows: bool = True
+    moves: bool = True
 
 
 @dataclass(frozen=True)
@@ -174,25 +177,31 @@ def _plan_axis(
 
     if watch is not None:
         return solved()
-    return to.known.once(program.graph, "axis", by_ring, *folded, *reaches.facts, make=solved)
+    facts = "axis", by_ring, bool(_moved(reaches, to).layouts), *folded, *reaches.facts
+    return to.known.once(program.graph, *facts, make=solved)
 
 
 def _problem(program: Progress, reaches: Reaches, folded: Sequence[str], to: PlanFor) -> Problem:
     graph, name, ties = program.graph, reaches.name, program.ties()
+    moved = _moved(reaches, to)
     return Problem(
         graph,
         name,
         reaches.n,
         hardware_of(graph, to.hardware, name, folded, to.axes, ties),
-        reaches.from_specs,
+        reaches.from_specs.with_cuts(moved),
         reaches.pinned,
         reaches.outputs,
         name in to.data_axes,
         reaches.from_batch,
         ties,
         axes=to.axes,
-        parts=reaches.of_parts,
+        parts=reaches.of_parts.with_cuts(moved),
     )
+
+
+def _moved(reaches: Reaches, to: PlanFor) -> Reach:
+    return reaches.moved if to.moves else Reach()
 
 
 def _reaches(program: Progress, name: str, folded: Sequence[str], to: PlanFor) -> Reaches:

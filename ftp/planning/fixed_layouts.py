@@ -16,10 +16,11 @@ from ftp.planning.reachable_cuts import (
     layout_of,
     reach,
     seeds_of_entries,
+    seeds_of_moves,
     seeds_of_parts,
     seeds_of_stacks,
 )
-from ftp.rules.op_kinds import ONE_BY_ONE
+from ftp.rules.op_kinds import ONE_BY_ONE, is_matmul
 from ftp.sharding.layout import Layout, R
 
 
@@ -107,6 +108,13 @@ class Reaches:
     def of_parts(self) -> Reach:
         """The cuts within the batch's parts, or within entries of parameters."""
         return self._closed(self._seeds_of_parts) if self._seeds_of_parts else Reach()
+
+    @cached_property
+    def moved(self) -> Reach:
+        """The cuts of other dims for ops that need a cut dim whole, up to the next matmul."""
+        seeds = seeds_of_moves(self.from_batch if self.batch else self.from_specs)
+        ends = {node: R for node in self.graph.nodes if is_matmul(node.target)} if seeds else {}
+        return reach(self.graph, self.name, self.n, seeds, {**ends, **self.pinned})
 
     def _closed(self, seeds: Sequence[tuple[Value, Layout]]) -> Reach:
         return reach(self.graph, self.name, self.n, seeds, self.pinned)

@@ -22,6 +22,7 @@ from ftp.planning.layers.repeats import Folded, fold
 from ftp.planning.layers.unfold import unfold
 from ftp.planning.plan import FixedLayouts, Plan
 from ftp.planning.problem import NotAlike, Watch
+from ftp.planning.reachable_cuts import shared_factor
 from ftp.planning.windowed import fits
 from ftp.rules.op_kinds import VIEWS
 from ftp.rules.windows import OVERLAYS, WINDOWED
@@ -61,44 +62,56 @@ def make_plan(
     make = partial(_make_plan, graph, specs, list(batch_inputs))
     with collection_paused():
         to = PlanFor(axes, data_axes, hardware, reshard_after_forward, decompose, known)
-        to, plan = _with_windows_or_without(make, to)
+        to, plan = _with_moves_or_without(make, to)
         assert plan is not None
         return plan if watch is None else make(to, watch)
 
 
-def _with_windows_or_without(
+def _with_moves_or_without(
     make: Callable[[PlanFor], Plan | None], to: PlanFor
 ) -> tuple[PlanFor, Plan | None]:
-    """Of the plans with ops on windows and without, the one that keeps more placement constraints,
-    or else the faster one, and what it is for. The first is made only where the second breaks a
-    constraint or gathers for an op that has windows.
+    """The best of three plans, and what it is for: with ops on windows and cuts that move to other
+    dims, where it is faster than without; with windows alone, where it keeps more placement
+    constraints; without both. The first two are made only where the last breaks a constraint or
+    gathers for an op that may do without.
     """
-    without = replace(to, windows=False)
-    plan = make(without)
-    if plan is None or (all(plan.kept_rules.values()) and not _gathers_for_windows(plan)):
-        return without, plan
-    other = make(to)
-    if other is None:
-        return without, plan
-    kept = [sum(made.kept_rules.values()) for made in (other, plan)]
-    seconds = [cost_of(made, to.hardware).seconds for made in (other, plan)]
-    is_better = kept[0] > kept[1] or (kept[0] == kept[1] and seconds[0] < seconds[1])
-    return (to, other) if is_better else (without, plan)
+
+    def rank(plan: Plan, counts_kept: bool) -> tuple[int, float]:
+        kept = sum(plan.kept_rules.values()) if counts_kept else 0
+        return -kept, cost_of(plan, to.hardware).seconds
+
+    plain = replace(to, windows=False, moves=False)
+    plan = make(plain)
+    if plan is None:
+        return plain, None
+    moves, windows = _gathers_needlessly(plan)
+    ways = [True] * moves + [False] * (windows or not all(plan.kept_rules.values()))
+    for moves in ways:
+        its = replace(plain, windows=True, moves=moves)
+        found = make(its)
+        if found is not None and rank(found, not moves) < rank(plan, not moves):
+            return its, found
+    return plain, plan
 
 
-def _gathers_for_windows(plan: Plan) -> bool:
-    """Whether an op that has windows reads what was cut before."""
+def _gathers_needlessly(plan: Plan) -> tuple[bool, bool]:
+    """Whether ops that need a dim whole read a gathered one, where the cut may move to another dim;
+    and whether ops do that have windows.
+    """
+    moves = windows = False
     for node in plan.graph.nodes:
-        along = node.operands[: None if node.target in OVERLAYS else 1]
-        for value in along if node.target in WINDOWED else ():
+        for slot, value in enumerate(node.operands):
             at = value.node
             while at.kind == "op" and at.target in VIEWS:
                 at = at.operands[0].node
-            if at.kind == "reshard" and at.target.src.kind == "S":
-                dims = range(len(value.meta.shape))
-                if any(fits(node, at.target.n, dim) for dim in dims):
-                    return True
-    return False
+            if at.kind != "reshard" or at.target.src.kind != "S" or at.target.dst.kind == "S":
+                continue
+            n, dims = at.target.n, node.rule.operands[slot]
+            if node.target in WINDOWED and (node.target in OVERLAYS or not slot):
+                windows = windows or any(fits(node, n, dim) for dim in range(len(dims)))
+            whole = [f for dim in dims for f in dim if f in node.rule.whole]
+            moves = moves or (bool(whole) and shared_factor(node, whole, n) is not None)
+    return moves, windows
 
 
 def _make_plan(
@@ -219,7 +232,7 @@ def plan_few(
             except NotAlike:
                 return None
 
-        return _with_windows_or_without(make, to)[1]
+        return _with_moves_or_without(make, to)[1]
 
 
 def _folded(whole: Progress, known: KnownPasses) -> Progress | None:

@@ -5,8 +5,8 @@ If every op could be cut along every dim, plain tensor parallelism would become 
 parallelism.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import field, replace
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,19 @@ from ftp.dataclass import dataclass
 from ftp.ops.stack import STACK
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.rules.notation import Dims
-from ftp.rules.op_kinds import ONE_BY_ONE, PARTS
+from ftp.rules.op_kinds import (
+    LOOKUPS,
+    LOOKUPS_BACKWARD,
+    ONE_BY_ONE,
+    ONTO_FIRST,
+    PARTS,
+    VIEWS,
+    is_matmul,
+)
 from ftp.sharding.layout import Layout, R, Size, div, mul, nominal, prod, shard
 
 _STACKS = (torch.ops.aten.stack.default, STACK)
+_NEVER_MOVED = VIEWS | LOOKUPS | LOOKUPS_BACKWARD | ONTO_FIRST
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
 
@@ -49,6 +58,17 @@ class Reach:
     blocked: dict[Node, list[str]] = field(default_factory=dict)
     rings: dict[Node, list[Cut]] = field(default_factory=dict)
     across: dict[Node, None] = field(default_factory=dict)
+
+    def with_cuts(self, other: "Reach") -> "Reach":
+        """With the layouts and cuts of another one too."""
+        if not other.layouts:
+            return self
+        layouts, cuts = dict(self.layouts), dict(self.cuts)
+        for value, found in other.layouts.items():
+            layouts[value] = list(dict.fromkeys([*layouts.get(value, ()), *found]))
+        for node, made in other.cuts.items():
+            cuts[node] = list(dict.fromkeys([*cuts.get(node, ()), *made]))
+        return replace(self, layouts=layouts, cuts=cuts)
 
 
 def reach(
@@ -212,6 +232,42 @@ def seeds_of_entries(found: Reach) -> list[tuple[Value, Layout]]:
         for dim in dims
     ]
     return _seeds(within, found.n)
+
+
+def seeds_of_moves(found: Reach) -> list[tuple[Value, Layout]]:
+    """For each op that needs the dim whole that the axis cuts, a cut of another dim. To there the
+    axis' cut may move by an all-to-all: without it the dim is gathered, and all ranks run the op.
+    """
+    return [
+        (value, layout_of(dims, node.sizes, Cut(factor), found.n))
+        for node, factors in found.blocked.items()
+        if (factor := shared_factor(node, factors, found.n)) is not None
+        for value, dims in zip((*node.operands, *node.values), node.rule.dims, strict=True)
+        if any(factor in dim for dim in dims)
+    ]
+
+
+def shared_factor(node: Node, whole: Collection[str], n: int) -> str | None:
+    """A factor that ``n`` ranks may cut of all operands that have one of the ``whole`` factors, and
+    of all results; the first that they cut evenly, or else the largest. None where there is none,
+    where the whole factors have one element for each rank, as totals of chunks, for dynamic sizes,
+    for matmuls, and for lookups, which `ftp.planning.lookups` knows.
+    """
+    sizes = {f: size for f, size in node.sizes.items() if type(size) is int}
+    is_op = node.kind == "op" and node.target not in _NEVER_MOVED and not is_matmul(node.target)
+    if not is_op or len(sizes) < len(node.sizes) or all(sizes.get(f, 0) <= n for f in whole):
+        return None
+    cut = [dims for dims in node.rule.operands if any(f in dim for dim in dims for f in whole)]
+    shared = [
+        dim[0]
+        for dim in (cut or node.rule.results)[0]
+        if len(dim) == 1
+        and dim[0] not in node.rule.whole
+        and sizes[dim[0]] >= n
+        and all(dim in dims for dims in (*cut, *node.rule.results))
+    ]
+    even = (f for f in shared if sizes[f] % n == 0)
+    return next(even, max(shared, key=sizes.__getitem__, default=None))
 
 
 def _seeds(within: Iterable[tuple[Value, Dims, str]], n: int) -> list[tuple[Value, Layout]]:
