@@ -457,7 +457,7 @@ def test_a_dim_without_windows_leaves_another_ones():
     lowered = ftp.lower(pad, mesh, rows, torch.ones(2, 3, 64, 4), out_specs=rows)
     assert {(c.op, c.axes) for c in lowered.collectives} == {
         ("halo_exchange", ("h",)),
-        ("all_to_all", ("w",)),
+        ("all_gather", ("w",)),
     }
 
 
