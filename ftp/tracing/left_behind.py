@@ -2,11 +2,12 @@
 does not renew them, so that the function must not read them at its next call.
 """
 
+import functools
 import gc
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,8 @@ class LeftBehind:
         """Put what says so when it is used in the places of tensors that never have values."""
         for place in (*self.places, *(place for place, _ in self.constants)):
             if place.is_unchanged:
-                place.put(_without_values(place))
+                with suppress(Exception):  # a container that takes no other value
+                    place.put(_without_values(place))
 
     def keep(self) -> None:
         """Put values in the places of constants: the next trace reads them, as a call would."""
@@ -86,7 +88,12 @@ class _Left(FakeTensor):
             " go through Python. Return it from the function (has_aux=True) instead."
         )
 
-    numpy = __array__ = __deepcopy__ = __reduce_ex__ = refuse
+    numpy = __array__ = __reduce_ex__ = refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Left":
+        return self  # a copy of its container, such as a model, may never use it
+
+    __copy__ = functools.partialmethod(__deepcopy__, {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -109,7 +116,7 @@ def ending(*lefts: list[LeftBehind]) -> Iterator[None]:
 def _without_values(place: StatePlace) -> _Left:
     own: Any = unwrapped(place.value)
     with disable_current_modes(), temporarily_clear_interpreter_stack():
-        like = torch.empty([int(n) for n in own.shape], dtype=own.dtype, device="meta")
+        like = torch.empty(_sizes(own), dtype=own.dtype, device="meta")
         left = _Left(own.fake_mode, like, own.device)
     _set_throw_on_mutable_data_ptr(left)
     left.left_in = place.name
@@ -177,7 +184,12 @@ def _holds_traced(cache: Any, apart: set[int]) -> bool:
 
 def _zeros_like(x: Tensor) -> Tensor:
     with disable_current_modes(), temporarily_clear_interpreter_stack():
-        return torch.zeros([int(n) for n in x.shape], dtype=x.dtype)
+        return torch.zeros(_sizes(x), dtype=x.dtype)
+
+
+def _sizes(x: Tensor) -> list[int]:
+    """The sizes of a tensor; a dynamic one as its trace has it, which is no decision about it."""
+    return [n if isinstance(n, int) else n.node.hint for n in x.shape]
 
 
 def check_unread(left: LeftBehind, again: Callable[[], Any]) -> None:

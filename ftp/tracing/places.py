@@ -210,6 +210,8 @@ def is_leaf(value: Any) -> bool:
 
 
 def _item(holder: Any, key: Any, default: Any) -> Any:
+    if isinstance(holder, dict) and key not in holder:
+        return default  # a defaultdict would add one
     try:
         return holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
     except (ValueError, LookupError):  # an empty cell, an item that is gone

@@ -4,7 +4,7 @@ import copy
 import functools
 import pickle
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from operator import methodcaller
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -480,11 +480,69 @@ def test_what_a_step_leaves_for_its_user_is_an_error_when_it_is_used(takes_gradi
     left = {"logs['mean']": logs["mean"], "'LEFT'": LEFT, "held.h": held.h}
     left["kept[0][1]"] = kept[0][1]
     numpy = methodcaller("numpy")
-    uses = float, torch.clone, numpy, np.asarray, copy.deepcopy, pickle.dumps
+    uses = float, torch.clone, numpy, np.asarray, pickle.dumps
     for place, x in left.items():
         for use in uses:
             with pytest.raises(TraceError, match="has_aux=True") as refused:
                 use(x)
             assert place in str(refused.value) and "test_left_behind.py:" in str(refused.value)
     assert repr(LEFT) == "<float64[] of a trace, without values>"
+    assert copy.deepcopy(held).h is copy.copy(held.h) is held.h
     assert torch.equal(masks["causal"], torch.ones(4, 4).tril())
+
+
+class _Pair(tuple):
+    """A tuple that is made of two values."""
+
+    __slots__ = ()
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+class _Closed(dict):
+    """A dict that takes no values after `close`."""
+
+    def close(self, x):
+        super().__setitem__("x", x)
+
+    def __setitem__(self, key, value):
+        raise TypeError("closed")
+
+
+@pytest.mark.parametrize("kind", ["pair", "closed", "defaults"])
+def test_containers_that_take_no_value_keep_the_one_they_have(kind):
+    kept, closed, counts = {}, _Closed(), defaultdict(int)
+
+    def loss(w, x):
+        y = (x @ w).sum()
+        if kind == "pair":
+            kept["pair"] = _Pair(y, 1)
+        elif kind == "closed":
+            closed.close(y)
+        else:
+            n = len(counts)
+            counts.clear()
+            counts[n] = y
+        return y
+
+    w, x = arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StaleCaptureWarning)
+        step = ftp.shard(loss, MESH, P(None, "tp"))
+        assert [step(w, torch.cat([x] * n))[0] for n in (1, 2, 3)] == [32, 64, 96]
+    assert len(counts) <= 1
+
+
+@pytest.mark.parametrize("makes", ["activations", "tables"])
+def test_what_a_trace_of_dynamic_sizes_leaves_decides_no_size(makes):
+    kept, (w, _) = [], arguments()
+
+    def loss(w, x):
+        kept.append(x @ w if makes == "activations" else torch.arange(x.shape[0]))
+        return (x @ w * torch.arange(x.shape[0])[:, None]).sum() / x.shape[0]
+
+    step = ftp.shard(loss, MESH, P(None, "tp"))
+    for n in (2, 3, 4, 5):
+        x = torch.ones(n, 4, dtype=torch.float64)
+        assert step(w, x)[0] == loss(w, x)
