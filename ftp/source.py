@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import optree
 import torch
@@ -104,9 +105,9 @@ def _is_users_frame(frame: FrameType) -> bool:
 
 
 def users_isinstance() -> bool:
-    """Whether the property that calls this is read by ``isinstance`` or ``torch.is_tensor`` in code
-    that is neither torch's nor ours. torch's C++ code reads ``__class__`` too, of its arguments,
-    and takes memory that says it is a tensor for one.
+    """Whether the property that calls this is read by ``isinstance`` of a ``Tensor``, by ``match``
+    or by ``torch.is_tensor``, in code that is neither torch's nor ours. torch's C++ code reads
+    ``__class__`` too, of its arguments, and takes memory that says it is a tensor for one.
     """
     frame: FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code is torch.is_tensor.__code__:
@@ -114,23 +115,31 @@ def users_isinstance() -> bool:
     return (
         frame is not None
         and is_users(frame.f_code)
-        and frame.f_lasti in _calls_of_isinstance(frame.f_code)
+        and frame.f_lasti in _asking_for_tensors(frame.f_code)
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _calls_of_isinstance(code: CodeType) -> frozenset[int]:
-    """The offsets of instructions that call it: those that begin where its name is loaded."""
-
-    def begin(at: dis.Instruction) -> tuple[int | None, int] | None:
+def _asking_for_tensors(code: CodeType) -> frozenset[int]:
+    """The offsets of instructions that call ``isinstance`` or match a class, where the names that
+    they load, from where the expression begins on, have ``Tensor`` among them, and none of the
+    classes of dtypes (``torch.FloatTensor``): these read the memory of what says it is a tensor.
+    """
+    found, begun, asking = list(dis.get_instructions(code)), dict[Any, int](), set[int]()
+    for i, at in enumerate(found):
         if at.positions is None or at.positions.col_offset is None:
-            return None
-        return at.positions.lineno, at.positions.col_offset
+            continue
+        begin, matches = begun.setdefault(at.positions[::2], i), at.opname == "MATCH_CLASS"
+        if matches or "CALL" in at.opname:
+            names = [x.argval for x in found[begin:i] if x.opname.startswith("LOAD")]
+            asks = matches or "isinstance" in names[:1]
+            if asks and "Tensor" in names and not any(map(_is_of_dtype, names)):
+                asking.add(at.offset)
+    return frozenset(asking)
 
-    found = list(dis.get_instructions(code))
-    loaded = {begin(at) for at in found if at.opname[:4] == "LOAD" and at.argval == "isinstance"}
-    calls = (at for at in found if "CALL" in at.opname)
-    return frozenset(at.offset for at in calls if begin(at) in loaded - {None})
+
+def _is_of_dtype(name: Any) -> bool:
+    return isinstance(name, str) and type(getattr(torch, name, None)) is type(torch.FloatTensor)
 
 
 def is_users(code: CodeType) -> bool:

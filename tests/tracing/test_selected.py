@@ -44,6 +44,14 @@ def _told_by_class(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     kept = (x @ w)[ids >= 0]
     outputs = (kept, None, kept.square(), "aux", (kept * 2)[:, 0])
     total = sum(out.square().sum() for out in outputs if isinstance(out, Tensor))
+    # torch's class of a dtype reads the memory of what says it is a tensor.
+    total += sum(not isinstance(out, torch.IntTensor) for out in outputs)
+    for out in outputs:
+        match out:
+            case Tensor():
+                total += out.cos().sum()
+            case _:
+                total += 1
     return total + sum(out.sin().sum() for out in outputs if torch.is_tensor(out))
 
 
