@@ -51,3 +51,50 @@ def test_what_torch_refuses():
         fill_diagonal_(torch.ones(3), 1.0)
     with pytest.raises(RuntimeError, match="equal"):
         fill_diagonal_(torch.ones(3, 2, 3), 1.0)
+
+
+@settings(max_examples=30)
+@given(
+    shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 4)),
+    dims=st.permutations([0, 1, 2]),
+    offset=st.integers(-8, 8),
+    cut=st.integers(0, 2),
+    n=st.integers(2, 4),
+    dtype=st.sampled_from([torch.float64, torch.bfloat16, torch.int8, torch.bool]),
+)
+def test_diagonals_along_a_cut_dim(shape, dims, offset, cut, n, dtype):
+    """Also of infinite elements and -0.0, whose sign stays."""
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    x[x > 1], x[x < -1] = torch.inf, -0.0
+    x = x.to(dtype)
+    a, b, _ = dims
+    try:
+        like = x.diagonal(offset, a, b)
+    except RuntimeError:  # torch has none
+        return
+
+    def fn(x, y):
+        return x.diagonal(offset, a, b), x.diagonal_scatter(y, offset, a, b)
+
+    spec = P(*("s" if dim == cut else None for dim in range(3)))
+    step = ftp.spmd(fn, ftp.simulated_mesh((n,), ("s",)), (spec, P()), certify=True)
+    y = like.clone().fill_(1)
+    for got, expected in zip(step(x, y), fn(x, y), strict=True):
+        assert torch.equal(got, expected)
+        assert torch.equal(got.double().signbit(), expected.double().signbit())
+
+
+@pytest.mark.parametrize("spec", [P("s"), P(None, "s")])
+def test_few_elements_of_a_cut_matrix_move(spec):
+    """A redundancy loss by the diagonal of a matrix, as in Barlow Twins."""
+    x = torch.randn(64, 64).double()
+
+    def loss(x):
+        return (x.diagonal() - 1).square().sum() + 0.1 * x.square().sum() - x.trace()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((4,), ("s",)), spec, certify=True)
+    value, grad = step(x)
+    expected, of_one = torch.func.grad_and_value(loss)(x)[::-1]
+    torch.testing.assert_close((value, grad), (expected, of_one))
+    assert sum(c.wire_nbytes for c in step.lower(x).collectives) <= 2 * 64 * 8 * 3 // 4 * 2 + 64
