@@ -20,6 +20,7 @@ from ftp.plans.model_config import config_of, cut_at, value_of
 from ftp.sharding.pytree import Specs
 from ftp.sharding.spec import Entry, P, units
 
+_MOST_PACKS = 4  # more are other tensors whose sizes add up by chance
 FEW = 0.9  # of parameters or work; below it a PlanWarning says so
 
 _ROW = re.compile(
@@ -160,19 +161,20 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 def _packs(path: str, size: int, holder: nn.Module) -> int:
     """The number of tensors of equal size that a layer returns side by side, such as a gate and
-    what it multiplies: layers behind it that are sharded by rows take one of them each.
+    what it multiplies: layers behind it that are sharded by rows take one of them each, and a layer
+    that is sharded by rows itself takes all.
     """
     before, _, own = path.rpartition(".")
     names = [name for name, _ in holder.named_children()]
-    behind = [(n, holder.get_submodule(n)) for n in names[names.index(own) + 1 :]]
+    from_it_on = [(n, holder.get_submodule(n)) for n in names[names.index(own) :]]
     sizes = [
         (f"{before}.{name}", *_sizes(module))
-        for name, module in behind
+        for name, module in from_it_on
         if isinstance(module, nn.Linear) or _is_transposed(module)
     ]
     taken = {inputs for at, inputs, outputs in sizes if _side(at, inputs, outputs) == "rows"}
     inner = taken.pop() if len(taken) == 1 else size
-    return size // inner if size % inner == 0 else 1
+    return size // inner if size % inner == 0 and size <= _MOST_PACKS * inner else 1
 
 
 def _side(path: str, size_in: int, size_out: int) -> str | None:

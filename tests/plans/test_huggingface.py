@@ -277,3 +277,11 @@ def test_layers_side_by_side_are_packs_by_their_sizes():
         torch.testing.assert_close(grads[path], grad)
     # As by hand: an all-reduce of each block's output, and one of its input's gradient.
     assert [c.op for c in step.lower(params, x).collectives] == ["all_reduce"] * 3
+
+
+@pytest.mark.parametrize("sizes", [[(16, 8), (8, 4)], [(8, 40), (8, 4)]])
+def test_layers_whose_sizes_divide_by_chance_are_no_packs(sizes: list[tuple[int, int]]):
+    """The first one is sharded by rows itself, or of five times the size."""
+    block = nn.Sequential(*(nn.Linear(*pair) for pair in sizes))
+    specs, _ = ftp.from_hf(nn.ModuleDict({"layers": nn.ModuleList([block])}))
+    assert specs["layers.0.0.weight"] in (P("tp"), P(None, "tp"))

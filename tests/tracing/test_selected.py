@@ -43,7 +43,7 @@ def _told_by_class(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
     """Outputs of which a loss takes the tensors, as of a detector's dict of losses."""
     kept = (x @ w)[ids >= 0]
     outputs = (kept, None, kept.square(), "aux", (kept * 2)[:, 0])
-    total = sum(out.square().sum() for out in outputs if isinstance(out, Tensor))
+    total: Any = sum(out.square().sum() for out in outputs if isinstance(out, Tensor))
     # torch's class of a dtype reads the memory of what says it is a tensor.
     total += sum(not isinstance(out, torch.IntTensor) for out in outputs)
     for out in outputs:
