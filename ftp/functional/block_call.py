@@ -36,6 +36,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.dataclass import dataclass
 from ftp.errors import InputError, TraceError
 from ftp.functional.attributes import is_of_library
+from ftp.functional.backward_code import surrounding_backward_code
 from ftp.functional.block_state import BlockState, in_value, tensors_in, with_tensors
 from ftp.functional.block_values import ValueNumbering, are_same, numbering_now
 from ftp.functional.captures import (
@@ -210,7 +211,11 @@ class BlockCall:
         run = self._state.enter(inside)
         error = None
         try:
-            with on_top(outer_transforms, self.transforms), numbering:
+            with (
+                on_top(outer_transforms, self.transforms),
+                numbering,
+                surrounding_backward_code(run.later),
+            ):
                 out = self._fn(*args, **dict(zip(self._keywords, values, strict=True)))
         except BaseException as raised:
             if not isinstance(raised, Exception) and is_of_library(type(raised)):

@@ -1,6 +1,7 @@
 """The state of a block that may run again: what it reads and writes outside of its arguments."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from operator import is_
@@ -8,7 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ftp.functional.contents import Content, contents_of, is_same, now_in, put_in, values_in
+from ftp.functional.contents import (
+    Content,
+    contents_of,
+    is_same,
+    now_in,
+    put_in,
+    restored,
+    values_in,
+)
 
 
 class BlockState:
@@ -50,6 +59,7 @@ class StateOfRun:
         for content, before, given in zip(state.contents, self._before, self._given, strict=True):
             if not is_same(before, given):
                 put_in(content.of, given)
+        self._at_end: list[Content] = []
 
     def leave(
         self,
@@ -75,6 +85,8 @@ class StateOfRun:
             self._state.contents, self._before, self._given, strict=True
         ):
             now = Content(content.of)
+            if given is not content.held:
+                self._at_end.append(Content(content.of))
             is_written = not is_same(now.held, given) or any(
                 id(x) in fresh for x in (tensors_in(given) if given is not content.held else ())
             )
@@ -89,6 +101,10 @@ class StateOfRun:
             if keeps:
                 content.give_back()
         return written
+
+    def later(self) -> AbstractContextManager[None]:
+        """A context in which what holds tensors that the run was given holds them as at its end."""
+        return restored(self._at_end)
 
 
 def tensors_in(held: Any, order: Callable[[list[Tensor]], list[Tensor]] = list) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ftp.errors import InputError, TraceError, raise_all
 from ftp.functional.attributes import join
+from ftp.functional.backward_code import surrounding_backward_code
 from ftp.functional.contents import contents_of, restored
 from ftp.functional.gradient_hooks import gradient_hooks
 from ftp.functional.module_constraints import Constraint, pins_of
@@ -31,7 +32,7 @@ from ftp.functional.remat import Again, Policy, surrounded
 from ftp.functional.slots import Slot, WrapperSlot, slot_of_wrapper
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
-from ftp.random.draws import Draws, surrounding_key
+from ftp.random.draws import Draws, DrawsNoMore, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.patterns import nearest
 from ftp.sharding.pytree import abbreviated, kind_of, remember_tied
@@ -156,6 +157,7 @@ def functionalize(
             _alone(locks),
             Draws(rng, program.name) as draws,
             surrounded(partial(_as_now, program, draws)),
+            _of_call(locks, draws),
         ):
             return fn(draws, params, *args, **kwargs)
 
@@ -184,6 +186,26 @@ def _alone(locks: Sequence[Any]) -> Iterator[None]:
         for lock in locks:
             stack.enter_context(lock)
         yield
+
+
+@contextmanager
+def _of_call(locks: Sequence[Any], draws: Draws) -> Iterator[None]:
+    """A call within the block; code that autograd runs later has the modules to itself, and does
+    not draw in them.
+    """
+    is_running = True
+
+    @contextmanager
+    def later() -> Iterator[None]:
+        # A call that is running holds the locks, and waits for this thread.
+        with _alone(() if is_running else locks), DrawsNoMore(draws):
+            yield
+
+    with surrounding_backward_code(later):
+        try:
+            yield
+        finally:
+            is_running = False
 
 
 def _as_now(program: ModuleProgram, draws: Draws) -> Again:
@@ -279,8 +301,9 @@ def _call(
     **kwargs: Any,
 ) -> Any:
     _check_paths(program, "params", values, params)
-    values = program.hooks.registered(program.name, values, (args, kwargs))
+    values = program.hooks.with_hooks(program.name, values, (args, kwargs))
     with installed(program, values):
+        program.hooks.register(values)
         out = run(
             program,
             draws,
@@ -316,7 +339,7 @@ def _call_with_buffers(
 ) -> tuple[Any, dict[str, Tensor]]:
     _check_paths(program, "params", values, params)
     _check_paths(program, "buffers", buffers, state)
-    values = program.hooks.registered(program.name, values, (args, kwargs))
+    values = program.hooks.with_hooks(program.name, values, (args, kwargs))
     run = partial(_updating, program, draws, values, buffers, state, overlapping, args, kwargs)
     drawn = dict(draws.counts), list(draws.path)
     try:
@@ -349,6 +372,7 @@ def _updating(
         if path in clones
     }
     with installed(program, {**values, **new}):
+        program.hooks.register(values)
         out = run(
             program,
             draws,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ftp.dataclass import dataclass
 from ftp.errors import TraceError, join_failures
+from ftp.functional.backward_code import as_now
 from ftp.sharding.pytree import flatten
 from ftp.torch_internals.fake_tensors import FakeTensor
 from ftp.torch_internals.functorch import is_functorch_wrapped_tensor
@@ -35,10 +36,10 @@ class GradientHooks:
     of_modules: Sequence[str]
     refused: Sequence[str]
 
-    def registered(
+    def with_hooks(
         self, name: str, values: Mapping[str, Tensor], inputs: Any
     ) -> Mapping[str, Tensor]:
-        """Register the parameters' hooks on ``values`` {path: tensor}.
+        """The tensors on which ``register`` puts the parameters' hooks, from ``values``.
 
         A tensor of the trace gets the hooks itself, so that a model called twice runs them once, on
         the whole gradient; a tensor of the caller is replaced by an alias with the hooks.
@@ -58,19 +59,19 @@ class GradientHooks:
                     f"{name}: {hook}, which torch.func does not run. {_INSTEAD}" for hook in hooks
                 )
             )
-        if not self.of_parameters:
-            return values
-        new = dict(values)
+        caller = {p: values[p] for p in self.of_parameters if not _is_of_trace(values[p])}
+        return {**values, **{p: x.view_as(x) for p, x in caller.items() if self._lacks(p, x)}}
+
+    def register(self, values: Mapping[str, Tensor]) -> None:
+        """Register the parameters' hooks, which may call modules of the model, within its call."""
         for path, hooks in self.of_parameters.items():
-            value = values[path]
-            known = tuple((value._backward_hooks or {}).values())
-            if not value.requires_grad or all(hook in known for hook in hooks):
-                continue
-            is_own = is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor)
-            new[path] = value = value if is_own else value.view_as(value)
-            for hook in hooks:
-                value.register_hook(hook)
-        return new
+            if self._lacks(path, values[path]):
+                for hook in hooks:
+                    values[path].register_hook(as_now(hook))
+
+    def _lacks(self, path: str, value: Tensor) -> bool:
+        known = tuple((value._backward_hooks or {}).values())
+        return value.requires_grad and any(hook not in known for hook in self.of_parameters[path])
 
 
 def gradient_hooks(model: nn.Module) -> GradientHooks:
@@ -97,6 +98,10 @@ def gradient_hooks(model: nn.Module) -> GradientHooks:
         of_modules,
         refused,
     )
+
+
+def _is_of_trace(x: Tensor) -> bool:
+    return is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor)
 
 
 def _is_taken_by_autograd(values: Mapping[str, Tensor]) -> bool:

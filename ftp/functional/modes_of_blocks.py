@@ -1,7 +1,12 @@
 """Modes that are also active inside of recomputed blocks."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from ftp.torch_internals.modes import get_current_function_mode_stack
 
 
 class ModeOfBlocks(TorchFunctionMode):
@@ -12,3 +17,24 @@ class ModeOfBlocks(TorchFunctionMode):
 
     def stands_for(self, new: Tensor, old: Tensor) -> None:
         """Take ``new`` for ``old``: inside of a block other tensors stand for those outside."""
+
+    @property
+    def later(self) -> "ModeOfBlocks":
+        """The mode for code that autograd runs later, which no block repeats."""
+        return self
+
+
+def present_modes() -> tuple[ModeOfBlocks, ...]:
+    """The modes of blocks that are active now."""
+    return tuple(m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks))
+
+
+@contextmanager
+def entered(modes: Sequence[ModeOfBlocks]) -> Iterator[None]:
+    """Within the block these modes are active."""
+    active = {id(mode) for mode in get_current_function_mode_stack()}
+    with ExitStack() as stack:
+        for mode in modes:
+            if id(mode) not in active:
+                stack.enter_context(mode)
+        yield

@@ -3,7 +3,7 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from ftp.dataclass import dataclass
 from ftp.errors import FtpError, InputError, TraceError, raise_all
 from ftp.functional import remat as recompute
 from ftp.functional.attributes import attributes_of, join
+from ftp.functional.backward_code import surrounding_backward_code
 from ftp.functional.carried_values import HOOKS, given_to, note_left
 from ftp.functional.contents import own_attributes
 from ftp.functional.gradient_hooks import GradientHooks
@@ -25,7 +26,7 @@ from ftp.functional.module_constraints import (
     pin_inputs,
     pin_outputs,
 )
-from ftp.functional.purity import WriteGuard, impure
+from ftp.functional.purity import InModel, WriteGuard, impure
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.slots import Slot, with_held
 from ftp.functional.taps import Tap, tapped
@@ -135,37 +136,47 @@ def _leave_parameters() -> None:
     pass
 
 
-def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+@contextmanager
+def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the block each module has a copy of its snapshot, with ``values`` in the slots."""
     copies = _Copies(lambda v: v.of(values) if isinstance(v, Slot) else v)
     begun = ((m.module, {**m.attributes, **dict(given_to(m.module))}) for m in program.modules)
-    return with_attributes([(module, copies.of(attributes)) for module, attributes in begun])
-
-
-@contextmanager
-def with_attributes(new: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    """Within the block modules have other attributes. Dicts of hooks stay the same objects, with
-    other contents: the handles by which code removes hooks refer to them.
-    """
-    saved = [(module, module.__dict__) for module, _ in new]
-    dicts = [
-        (own, dict(own), attributes, name)
-        for module, attributes in new
-        for name in HOOKS
-        if (own := module.__dict__.get(name)) and name in attributes
-    ]
-    try:
-        for own, _, attributes, name in dicts:
-            _fill(own, attributes[name])
-            attributes[name] = own
-        for module, attributes in new:
-            object.__setattr__(module, "__dict__", attributes)
+    given = GivenAttributes([(module, copies.of(attributes)) for module, attributes in begun])
+    with given.installed(), surrounding_backward_code(given.installed):
         yield
-    finally:
-        for module, attributes in saved:
-            object.__setattr__(module, "__dict__", attributes)
-        for own, before, *_ in dicts:
-            _fill(own, before)
+
+
+class GivenAttributes:
+    """Attributes that modules have within a call, and again in code that autograd runs later, as
+    the call left them. Dicts of hooks stay the same objects, with other contents: the handles by
+    which code removes hooks refer to them.
+    """
+
+    def __init__(self, new: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+        self._new = new
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for module, attributes in new:
+            for name in HOOKS:
+                if (own := module.__dict__.get(name)) and name in attributes:
+                    self._hooks.append((own, attributes[name]))
+                    attributes[name] = own
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        saved = [(module, module.__dict__) for module, _ in self._new]
+        before = [(own, dict(own)) for own, _ in self._hooks]
+        try:
+            for own, contents in self._hooks:
+                _fill(own, contents)
+            for module, attributes in self._new:
+                object.__setattr__(module, "__dict__", attributes)
+            yield
+        finally:
+            self._hooks = [(own, dict(own)) for own, _ in self._hooks]
+            for module, attributes in saved:
+                object.__setattr__(module, "__dict__", attributes)
+            for own, contents in before:
+                _fill(own, contents)
 
 
 def _fill(hooks: dict[int, Any], contents: Mapping[int, Any]) -> None:
@@ -294,17 +305,18 @@ def _explained(
     return None
 
 
-def _memory_in_model(
-    program: ModuleProgram, values: Mapping[str, Tensor]
-) -> Callable[[Tensor], str | None]:
+def _memory_in_model(program: ModuleProgram, values: Mapping[str, Tensor]) -> InModel:
     """A function that names the argument whose memory, in the model, a tensor shares; it answers
-    None where the call is given that memory.
+    None where the call is given that memory, unless a gradient with respect to the model's own
+    tensor is asked for.
     """
-    given = {program.memory.name(unwrapped(x)) for x in values.values()}
+    own = {id(x): x for x in map(unwrapped, values.values())}
+    given = {program.memory.name(x) for x in own.values()}
 
-    def name(x: Tensor) -> str | None:
+    def name(x: Tensor, of_gradient: bool) -> str | None:
+        is_own = of_gradient and isinstance(x, nn.Parameter) and id(x) not in own
         path = program.memory.name(x)
-        return None if path in given else path
+        return None if path in given and not is_own else path
 
     return name
 

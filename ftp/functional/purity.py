@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ftp.errors import TraceError
+from ftp.functional.backward_code import as_now
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.functional.writes import tensors_of, written_by
 from ftp.source import at_line
@@ -68,7 +69,54 @@ class Copy(NamedTuple):
     is_followed: bool = True
 
 
-class WriteGuard(ModeOfBlocks):
+InModel = Callable[[Tensor, bool], str | None]
+
+
+class ReadGuard(ModeOfBlocks):
+    """Refuse ops that read the memory that an argument of the call has in the model.
+
+    Attributes:
+        in_model: gives the path of the argument whose memory, in the model, a tensor shares; the
+            flag says whether a gradient with respect to the tensor is asked for.
+    """
+
+    def __init__(self, model: str, in_model: InModel):
+        super().__init__()
+        self.model, self.in_model = model, in_model
+        self._tokens: list[Token] = []
+
+    def __enter__(self):
+        self._tokens.append(_innermost.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _innermost.reset(self._tokens.pop())
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not _reads_shape(func, out):
+            for x in tensors_of((*args, *(kwargs or {}).values())):
+                self.check_read(x, func, out)
+        return out
+
+    def check_read(self, x: Any, func: Callable, out: Any) -> None:
+        if (
+            _innermost.get() is self
+            and type(x) in (Tensor, nn.Parameter)
+            and isinstance(out, Tensor | list | tuple)
+            and (path := self.in_model(x, func is torch.autograd.grad)) is not None
+        ):
+            raise TraceError(
+                f"{at_line()}{self.model} reads {path!r} from a tensor that shares its memory,"
+                " such as a view made before the call, or the parameter itself in a nested"
+                " container, a partial or a closure. There it keeps the values that the model"
+                " has now, and gets no gradient. Take it from the module's attribute in"
+                " forward."
+            )
+
+
+class WriteGuard(ReadGuard):
     """Refuse, before it runs, an op that writes to a tensor in ``names`` {id: its name}, or that
     reads the memory that an argument of the call has in the model.
 
@@ -79,7 +127,6 @@ class WriteGuard(ModeOfBlocks):
     and torch.func's own error for a write to a captured tensor does not name it.
 
     Attributes:
-        in_model: gives the path of the argument whose memory, in the model, a tensor shares.
         attributes: the tensors that attributes hold.
         read: the ids of the tensors in ``names`` that ops have read.
         followed: of these, the ids of those that gradients may flow through.
@@ -90,29 +137,23 @@ class WriteGuard(ModeOfBlocks):
         model: str,
         names: dict[int, str],
         swap: Callable[[Tensor, Tensor], None] | None,
-        in_model: Callable[[Tensor], str | None],
+        in_model: InModel,
     ):
-        super().__init__()
-        self.model = model
+        super().__init__(model, in_model)
         self.names = names
         self.swap = swap
-        self.in_model = in_model
         self.read: set[int] = set()
         self.followed: set[int] = set()
         self.attributes: tuple[Tensor, ...] = ()
-        self._tokens: list[Token] = []
         self.copies: dict[int, Copy] = {}  # by its id
         self.aliases: list[Tensor] = []  # alive, so that no other tensor gets their ids
         self.frozen: dict[int, tuple[Tensor, Tensor]] = {}  # parameter's id: it, its detached one
         self.own: dict[int, Tensor] = {}  # detached one's id: the parameter
+        self._later = ReadGuard(model, in_model)
 
-    def __enter__(self):
-        self._tokens.append(_innermost.set(self))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        _innermost.reset(self._tokens.pop())
-        return super().__exit__(*error)
+    @property
+    def later(self) -> ModeOfBlocks:
+        return self._later
 
     def stands_for(self, new: Tensor, old: Tensor) -> None:
         if new is not old and (name := self.names.get(id(old))) is not None:
@@ -143,6 +184,8 @@ class WriteGuard(ModeOfBlocks):
                 error = ChangesFrozen if name.startswith("frozen") else TraceError
                 raise error(impure(self.model, name, "modifies"))
             self._note_written(base)
+        if func in _HOOKS:
+            args, kwargs = _with_hook_of_now(args, kwargs)
         out = func(*args, **kwargs)
         if func in CASTS and id(args[0]) in self.names and _is_same(args, kwargs, out):
             return args[0]  # as torch does; within its transforms it makes another tensor
@@ -177,19 +220,7 @@ class WriteGuard(ModeOfBlocks):
                 elif isinstance(out, Tensor) and id(out) not in self.names:
                     is_equal = copy.is_equal and out.dtype == x.dtype
                     self.copies[id(out)] = copy._replace(tensor=out, is_equal=is_equal)
-            if (
-                _innermost.get() is self
-                and type(x) in (Tensor, nn.Parameter)
-                and isinstance(out, Tensor | list | tuple)
-                and (path := self.in_model(x)) is not None
-            ):
-                raise TraceError(
-                    f"{at_line()}{self.model} reads {path!r} from a tensor that shares its memory,"
-                    " such as a view made before the call, or the parameter itself in a nested"
-                    " container, a partial or a closure. There it keeps the values that the model"
-                    " has now, and gets no gradient. Take it from the module's attribute in"
-                    " forward."
-                )
+            self.check_read(x, func, out)
 
     def _read_through(self, x: nn.Parameter) -> None:
         """Note the attributes that ``nn.Parameter(attribute)`` has made a parameter of: it calls no
@@ -224,7 +255,7 @@ class WriteGuard(ModeOfBlocks):
 
 
 # The guard of the call that runs now: a call inside of another may be given the model's own memory.
-_innermost: ContextVar[WriteGuard | None] = ContextVar("innermost", default=None)
+_innermost: ContextVar[ReadGuard | None] = ContextVar("innermost", default=None)
 _OF: Any = Tensor  # its attributes are descriptors
 _SETS_GRAD = (_OF.requires_grad.__set__, Tensor.requires_grad_)
 _SETS_DATA = _OF.data.__set__
@@ -235,6 +266,15 @@ CASTS = frozenset(
     for name in ("to", "type", "type_as", "cpu", "cuda", "float", "double", "half", "bfloat16")
 )
 COPIES = CASTS | {Tensor.clone, Tensor.contiguous}
+
+
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+def _with_hook_of_now(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a call that registers a hook, to run in the surroundings of now."""
+    tensor, *given = args
+    return (tensor, *map(as_now, given)), {name: as_now(hook) for name, hook in kwargs.items()}
 
 
 def _is_same(args: tuple, kwargs: dict[str, Any], out: Any) -> bool:

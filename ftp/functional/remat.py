@@ -24,11 +24,10 @@ from ftp.functional.differentiable import (
     pulled_by_autograd,
     save_inputs,
 )
-from ftp.functional.modes_of_blocks import ModeOfBlocks
+from ftp.functional.modes_of_blocks import entered, present_modes
 from ftp.sharding.pytree import kind_of
 from ftp.torch_internals.autograd_state import is_any_autocast_enabled
 from ftp.torch_internals.functorch import unwrap_if_dead
-from ftp.torch_internals.modes import get_current_function_mode_stack
 
 Policy = str | Callable[[Any], bool]
 POLICIES = ("nothing", "products", "collectives")
@@ -133,16 +132,11 @@ def _modes_of_blocks() -> Again:
     """A context that enters again the ``ModeOfBlocks`` modes, and ``torch.autocast``, that are
     active now.
     """
-    modes = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
-    casts = autocast_now()
+    modes, casts = present_modes(), autocast_now()
 
     @contextmanager
     def again() -> Iterator[None]:
-        entered = {id(mode) for mode in get_current_function_mode_stack()}
-        with ExitStack() as stack:
-            for mode in modes:
-                if id(mode) not in entered:
-                    stack.enter_context(mode)
+        with entered(modes), ExitStack() as stack:
             for device, then, now in zip(CASTING, casts, autocast_now(), strict=True):
                 if now != then:
                     on = then is not None
@@ -168,12 +162,12 @@ def autocast_now() -> tuple[torch.dtype | None, ...]:
 
 def run_again() -> Again:
     """A context in which code that is running now can be run again later."""
-    entered, modes = [remember() for remember in _surroundings], _modes_of_blocks()
+    around, modes = [remember() for remember in _surroundings], _modes_of_blocks()
 
     @contextmanager
     def again() -> Iterator[None]:
         with recomputing("nothing"), modes(), ExitStack() as stack:
-            for enter in entered:
+            for enter in around:
                 stack.enter_context(enter())
             yield
 
@@ -205,8 +199,7 @@ def recomputed(
         replaces: those that it may write to, in place of which the state gets other tensors.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    around = [m for m in get_current_function_mode_stack() if isinstance(m, ModeOfBlocks)]
-    call = BlockCall(fn, name, args, kwargs, root, around)
+    call = BlockCall(fn, name, args, kwargs, root, present_modes())
     call.reads(*reads)
     call.replaces(*replaces)
     block = _RematBlock(call, policy, _modes_of_blocks())

@@ -118,6 +118,36 @@ class Draws(TorchFunctionMode):
             self.path.pop()
 
 
+class DrawsNoMore(Draws):
+    """Within the block modules draw no random numbers: it runs after the call of ``draws``, whose
+    draws the code would draw again, or go on with; torch's generator has no part in them.
+    """
+
+    def __init__(self, draws: Draws):
+        super().__init__(draws.key, draws.name)
+        self._of = draws
+
+    def __enter__(self):
+        return TorchFunctionMode.__enter__(self)
+
+    def __exit__(self, *error):
+        return TorchFunctionMode.__exit__(self, *error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if len(self._of.path) == 1:  # in no module
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def next_key(self, what: str) -> Tensor:
+        raise TraceError(
+            f"{what} draws random numbers at {user_line() or 'an unknown line'}, in module"
+            f" {self._of.path[-1]!r} of {self.name}, which the backward pass calls: by backward of"
+            " a torch.autograd.Function, a hook, or torch.utils.checkpoint outside of a step. They"
+            " would not be those of the forward pass. Draw before, and save what is drawn, or use"
+            " ftp.remat."
+        )
+
+
 def _of_each_lane(key: Tensor, what: str) -> Tensor:
     """The key folded with the index along each ``torch.vmap`` around the draw that asks for
     different numbers and does not map the key itself.

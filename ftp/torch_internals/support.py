@@ -71,6 +71,7 @@ NEEDED = {
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
     " FakeTensor FakeTensorMode UnsupportedOperatorException is_fake",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
+    "torch.autograd.function": "_HookMixin _HookMixin._register_hook",
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
     "torch.cpu": "_init_amx _is_amx_tile_supported",

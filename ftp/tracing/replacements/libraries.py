@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules import adaptive, batchnorm, transformer
 
 from ftp.errors import TraceError
+from ftp.functional.backward_code import backward_code_as_now
 from ftp.functional.remat import run_again
 from ftp.ops.assume import assume
 from ftp.source import at_line, user_line
@@ -277,6 +278,7 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _cumulative_averages,
     _distributions,
     _transformers,
+    backward_code_as_now,
     _checkpoint,
     _inference_mode,
     _selected_rows_in_aux,
