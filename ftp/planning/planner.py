@@ -71,25 +71,24 @@ def _with_moves_or_without(
     make: Callable[[PlanFor], Plan | None], to: PlanFor
 ) -> tuple[PlanFor, Plan | None]:
     """The best of three plans, and what it is for: with ops on windows and cuts that move to other
-    dims, where it is faster than without; with windows alone, where it keeps more placement
-    constraints; without both. The first two are made only where the last breaks a constraint or
-    gathers for an op that may do without.
+    dims, where it is faster than without and keeps as many placement constraints; with windows
+    alone, where it keeps more of them; without both. The first two are made only where the last
+    breaks a constraint or gathers for an op that may do without.
     """
-
-    def rank(plan: Plan, counts_kept: bool) -> tuple[int, float]:
-        kept = sum(plan.kept_rules.values()) if counts_kept else 0
-        return -kept, cost_of(plan, to.hardware).seconds
-
     plain = replace(to, windows=False, moves=False)
     plan = make(plain)
     if plan is None:
         return plain, None
-    moves, windows = _gathers_needlessly(plan)
-    ways = [True] * moves + [False] * (windows or not all(plan.kept_rules.values()))
-    for moves in ways:
+    kept, seconds = sum(plan.kept_rules.values()), cost_of(plan, to.hardware).seconds
+    breaks = kept < len(plan.kept_rules)
+    for moves, is_tried in zip((True, False), _gathers_needlessly(plan), strict=True):
         its = replace(plain, windows=True, moves=moves)
-        found = make(its)
-        if found is not None and rank(found, not moves) < rank(plan, not moves):
+        found = make(its) if is_tried or breaks else None
+        if found is None:
+            continue
+        more = sum(found.kept_rules.values()) - kept
+        is_faster = cost_of(found, to.hardware).seconds < seconds
+        if (more >= 0 and is_faster) or (more > 0 and not moves):
             return its, found
     return plain, plan
 

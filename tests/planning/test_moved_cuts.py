@@ -85,3 +85,19 @@ def test_few_elements_are_gathered():
     """Two latencies cost more than the gather."""
     moves, _ = sent(LAST["cumprod"], P(None, None, "s"), torch.empty(8, 4, 16), out_specs=P())
     assert [op for op, _ in moves] == ["all_gather"]
+
+
+def test_a_cut_moves_rather_than_to_gather_before_a_matmul():
+    """Parameters on the sequence's axis: a plan without moves gathers all activations at once, not
+    for the sort, and breaks a constraint.
+    """
+
+    def loss(w, x):
+        return ((x @ w).sort(1)[0].tanh() @ w).square().mean()
+
+    mesh = ftp.AbstractMesh((4,), ("s",))
+    step = ftp.shard(loss, mesh, P("s"), batch_specs=P(None, "s"))
+    given = torch.empty(512, 512, device="meta"), torch.empty(16, 2048, 512, device="meta")
+    lowered = step.lower(*given)
+    assert all(lowered.plan.kept_rules.values())
+    assert max(c.nbytes for c in lowered.collectives if c.op == "all_gather") == 512 * 512 * 4
