@@ -11,7 +11,7 @@ from typing import Any
 
 from ftp.context import set_within
 from ftp.dataclass import dataclass
-from ftp.functional.modes_of_blocks import ModeOfBlocks, entered, present_modes
+from ftp.functional.modes_of_blocks import ModeOfBlocks, entered, surrounding_modes
 from ftp.torch_internals.backward_code import BackwardCode
 
 Enter = Callable[[], AbstractContextManager[Any]]
@@ -45,7 +45,7 @@ class LaterCode:
 
 def as_now(code: Callable[..., Any]) -> Callable[..., Any]:
     """``code``, to run later in the surroundings of now."""
-    around, modes = _around.get(), tuple(mode.later for mode in present_modes())
+    around, modes = _around.get(), tuple(mode.later for mode in surrounding_modes())
     return LaterCode(code, around, modes) if around or modes else code
 
 

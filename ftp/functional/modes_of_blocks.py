@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -15,6 +16,14 @@ class ModeOfBlocks(TorchFunctionMode):
     keeps no state of where it was entered.
     """
 
+    def __enter__(self):
+        _surrounding.set((*_surrounding.get(), self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _surrounding.set(_surrounding.get()[:-1])
+        return super().__exit__(*error)
+
     def stands_for(self, new: Tensor, old: Tensor) -> None:
         """Take ``new`` for ``old``: inside of a block other tensors stand for those outside."""
 
@@ -22,6 +31,16 @@ class ModeOfBlocks(TorchFunctionMode):
     def later(self) -> "ModeOfBlocks":
         """The mode for code that autograd runs later, which no block repeats."""
         return self
+
+
+_surrounding: ContextVar[tuple[ModeOfBlocks, ...]] = ContextVar("surrounding", default=())
+
+
+def surrounding_modes() -> tuple[ModeOfBlocks, ...]:
+    """The modes of blocks that are active around this code, also where one of them handles a call,
+    as of an autograd function under torch.func, and is off meanwhile.
+    """
+    return tuple({id(mode): mode for mode in _surrounding.get()}.values())
 
 
 def present_modes() -> tuple[ModeOfBlocks, ...]:

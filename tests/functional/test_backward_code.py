@@ -310,3 +310,19 @@ def test_a_gradient_of_parameters_that_a_closure_holds_is_refused(of_model: bool
     loss = fn(params, x).sum()
     with pytest.raises(TraceError, match=r"reads 'f.weight' from a tensor that shares its"):
         loss.backward()
+
+
+def test_values_of_parameters_that_a_closure_holds_are_refused_under_torch_func():
+    model, _, params, x = case(two_parts)
+
+    class Closed(TwoParts):
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            x, *_ = ctx.saved_tensors
+            return None, grads[0] @ held[0], grads[0].t() @ x, grads[0].sum(0)
+
+    held = [model.f.weight]
+    model.how = lambda m, x: Closed.apply(m.f, x, m.f.weight, m.f.bias)  # type: ignore
+    fn, _ = ftp.functionalize(model)
+    with pytest.raises(TraceError, match=r"reads 'f.weight' from a tensor that shares its"):
+        torch.func.grad(lambda p: fn(p, x).sum())(params)

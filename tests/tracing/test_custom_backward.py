@@ -67,7 +67,7 @@ def of(how: str, takes_ctx: bool = True) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, t: function.apply(x, t)
 
 
-@pytest.mark.parametrize("takes_ctx", [True])
+@pytest.mark.parametrize("takes_ctx", [True, False])
 @pytest.mark.parametrize("how", HOWS)
 def test_code_of_backward_that_depends_on_values(how: str, takes_ctx: bool):
     def loss(w: Tensor, x: Tensor) -> Tensor:
