@@ -90,13 +90,11 @@ class Prices:
         """What ``may_reshard`` of a value depends on, for a cache key."""
         if value in self.free_to_reshard:
             return True
+        of_parts = tuple(self.problem.parts.layouts.get(value, ()))
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
-            return bool(value.node.depends & BATCH)
-        reached = (
-            tuple(found.layouts.get(value, ()))
-            for found in (self.problem.batch_reach, self.problem.parts)
-        )
-        return (*reached, value in self.after_conflict, value in self.rows)
+            return bool(value.node.depends & BATCH), of_parts
+        of_batch = tuple(self.problem.batch_reach.layouts.get(value, ()))
+        return of_batch, of_parts, value in self.after_conflict, value in self.rows
 
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
