@@ -247,8 +247,9 @@ def _upsampled(
         held = torch.where(place == -k, held.roll(-k, 1 + dim), held)
         held = torch.where(place == whole - 1 + k, held.roll(k, 1 + dim), held)
     now = [held.shape[1 + d] * times if d == dim else s for d, s in enumerate(sizes, 2)]
-    y = op(held.flatten(0, 1), now, *align, *scales).narrow(dim, beside * times, chunk * times)
-    return joined(y.unflatten(0, (n, -1)), dim, sizes[dim - 2])
+    y = op(held.flatten(0, 1), now, *align, *scales).unflatten(0, (n, -1))
+    own = y.narrow(1 + dim, beside * times, chunk * times) if beside else y
+    return joined(own, dim, sizes[dim - 2])
 
 
 def _upsampled_vec(
@@ -275,7 +276,8 @@ def _upsampled_backward(
     for k in range(1, beside + 1):
         total = total + torch.where(place == 0, made.roll(k, 1 + dim), 0.0)
         total = total + torch.where(place == whole - 1, made.roll(-k, 1 + dim), 0.0)
-    return joined(total.narrow(1 + dim, beside, chunk), dim, whole)
+    own = total.narrow(1 + dim, beside, chunk) if beside else total
+    return joined(own, dim, whole)
 
 
 for _name, _beside in (
