@@ -46,7 +46,8 @@ from ftp.functional.captures import (
     outer_transforms,
     transforms_around,
 )
-from ftp.functional.contents import Content, contents_of, put_in
+from ftp.functional.contents import Content, contents_of
+from ftp.functional.held_values import put_in
 from ftp.functional.modes_of_blocks import ModeOfBlocks
 from ftp.sharding.pytree import flatten, kind_of
 

@@ -13,11 +13,10 @@ from ftp.functional.contents import (
     Content,
     contents_of,
     is_same,
-    now_in,
-    put_in,
     restored,
     values_in,
 )
+from ftp.functional.held_values import now_in, put_in
 
 
 class BlockState:

@@ -18,7 +18,8 @@ from ftp.dataclass import dataclass
 from ftp.errors import StaleCaptureWarning, TraceError
 from ftp.functional.attributes import CONSTANTS, held_in
 from ftp.functional.carried_values import Carried, as_left
-from ftp.functional.contents import is_leaf_state, now_in
+from ftp.functional.contents import is_leaf_state
+from ftp.functional.held_values import now_in
 from ftp.torch_internals.storages import storage_of
 from ftp.tracing.kept_state import given_back
 from ftp.tracing.places import LARGE, SYMBOLIC, is_leaf, places_around

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ftp.functional.contents import contents_of, is_same, now_in
+from ftp.functional.contents import contents_of, is_same
+from ftp.functional.held_values import now_in
 from ftp.functional.module_program import ModuleProgram
 from ftp.tracing.places import SYMBOLIC, places_around
 

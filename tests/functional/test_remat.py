@@ -3,6 +3,7 @@ more collectives than the policy asks for.
 """
 
 from collections import Counter, deque
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -733,3 +734,42 @@ def test_a_buffer_of_a_block_with_another_name():
     fn, params, buffers = ftp.functionalize(_Counting(), buffers=True, remat={"": "nothing"})
     out, new = fn(params, buffers, x)
     assert out == _Counting()(x) and torch.equal(new["count"], buffers["count"] + 1)
+
+
+HOOKS: dict[str, Any] = {
+    "forward": lambda m: m.register_forward_hook(lambda _, args, out: 2 * out),
+    "forward with keywords": lambda m: m.register_forward_hook(
+        lambda _, args, kwargs, out: 2 * out, with_kwargs=True
+    ),
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda _, args: 2 * args[0]),
+    "backward": lambda m: m.register_full_backward_hook(lambda _, to, of: (2 * to[0],)),
+    "backward pre": lambda m: m.register_full_backward_pre_hook(lambda _, of: (2 * of[0],)),
+}
+
+
+class _HooksItself(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.handle = nn.Linear(3, 3), kind, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.handle is None:
+            self.handle = HOOKS[self.kind](self.inner)
+        return self.inner(x.sin()).cos()
+
+
+@pytest.mark.filterwarnings("ignore:'handle' of a model:ftp.errors.StaleCaptureWarning")
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_a_block_registers_acts_once(kind: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), _HooksItself(kind), _HooksItself(kind)).double()
+    fn, params = ftp.functionalize(deepcopy(model), remat={"[12]": "nothing"})
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    step = ftp.shard(lambda p, x: fn(p, x).square().sum(), mesh, P(), batch_specs=P("dp"))
+    for n in (4, 5):
+        x = torch.linspace(-2, 2, 3 * n, dtype=torch.float64).view(n, 3)
+        due = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        got = torch.autograd.grad(fn(leaves, x).square().sum(), list(leaves.values()))
+        for found in (got, tuple(step(params, x)[1].values())):
+            torch.testing.assert_close(found, due, rtol=1e-12, atol=1e-13)
