@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Collection
 
+from ftp.ops.stack import STACK
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.op_kinds import is_matmul
 from ftp.rules.own import RULES
@@ -42,8 +43,10 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
         results = node.values
         for value in results:
             sources[value] = frozenset((value,)) if value in can_be_cut else none
-        # An op whose rule was found by trial may be a matmul too.
-        if node.kind != "op" or is_matmul(node.target) or node.target not in RULES:
+        # An op whose rule was found by trial may be a matmul too. A folded graph has fewer of a
+        # stack's slices: the stack would seem to widen them.
+        is_known = node.kind == "op" and node.target in RULES
+        if not is_known or is_matmul(node.target) or node.target is STACK:
             continue
         read = [source for value in node.operands if (source := sources[value])]
         if not read:
